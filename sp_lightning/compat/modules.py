@@ -54,7 +54,12 @@ CALL = "_call_impl"
 ZERO_GRADS = {inspect.unwrap(kind.zero_grad).__code__ for kind in (nn.Module, Optimizer)}
 
 # Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.
-compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
+_compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module, or one in it, was compiled in place."""
+    return any(_compiled_call(child) is not None for child in module.modules())
 
 
 def hooks_registered() -> int:

@@ -43,15 +43,19 @@ class Choice(NamedTuple):
 class WeightFiles:
     """The files that weights of a model stay in, and the ring through which they are read."""
 
-    def __init__(self, device: Device, choice: Choice, scratch: Scratch | None) -> None:
-        """Open the files of the weights that stay there."""
-        self._moved = choice.moved
-        self.placed = choice.placed
-        self._scratch = scratch
+    scratch: Scratch  # where the weights are that go to the disk
+
+    def __init__(self, device: Device, counters: Counters) -> None:
         self._device = device
+        self._counters = counters
         self._files: dict[str, SourceFile] = {}
         self._homes: list[SourceFiles | ScratchHome] = []
         self._ring: DirectRing | None = None
+
+    def open(self, choice: Choice) -> None:
+        """Open the files of the weights that stay there."""
+        self._moved = choice.moved
+        self.placed = choice.placed
         try:
             self._places = {key: Place(self._file(at), at.offset, at.nbytes) for key, at in choice.found.items()}
         except BaseException:
@@ -63,17 +67,16 @@ class WeightFiles:
         """Bytes of the buffers."""
         return 0 if self._ring is None else self._ring.nbytes
 
-    def homes(self, unit: Unit, counters: Counters) -> Sequence[FileHome]:
+    def homes(self, unit: Unit) -> Sequence[FileHome]:
         """Return the files in which weights of a unit lie, none or one."""
         ids = [id(parameter) for _, parameter in unit.params]
         places = {index: self._places[key] for index, key in enumerate(ids) if key in self._places}
         moved = [index for index, key in enumerate(ids) if key in self._moved]
         homes: list[SourceFiles | ScratchHome] = []
         if moved:
-            assert self._scratch is not None
-            homes.append(ScratchHome(moved, self._scratch, self._device, unit.name, counters, self._made_ring))
+            homes.append(ScratchHome(moved, self.scratch, self._device, unit.name, self._counters, self._made_ring))
         elif places:
-            homes.append(SourceFiles(places, unit.name, counters, self._made_ring))
+            homes.append(SourceFiles(places, unit.name, self._counters, self._made_ring))
         self._homes += homes
         return homes
 
@@ -84,6 +87,7 @@ class WeightFiles:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        self._homes.clear()
         self._ring = None
 
     def _file(self, found: Found) -> SourceFile:
@@ -122,11 +126,11 @@ def choose_files(
     budget: int,
     compute_dtype: torch.dtype | None,
     may_cast: bool,
-    only_inference: bool,
-    spills: bool = False,
-    castable: Collection[int] = (),
-) -> Choice | None:
-    """Choose what stays in files or goes to the disk, for a budget; None if nothing has to. Opens no file.
+    trains: bool,
+    spills: bool,
+    castable: Collection[int],
+) -> Choice:
+    """Choose what stays in files or goes to the disk, for a budget. Opens no file.
 
     Args:
         units: All units, the resident rest included; their weights are as they were loaded.
@@ -134,20 +138,19 @@ def choose_files(
         budget: Bytes of host memory.
         compute_dtype: The type on the device of weights that are FP32 on the host, if it is another one.
         may_cast: Weights may come to travel in autocast's type.
-        only_inference: No training follows.
+        trains: What requires gradients may be trained.
         spills: The optimizer's state may be on disk.
         castable: The ids of weights that may come to travel in autocast's type.
     """
     check_available(budget)
-    found = _found(units, device, only_inference)
+    found = _found(units, device, trains)
     filed = {key: at.nbytes for key, at in found.items()}
     shared = _shared(units) if spills and device.is_host else set()
-    trains = not only_inference
     placed = choose(units, filed, budget, compute_dtype, may_cast, trains, spills, castable, shared)
     if placed.host.total > budget > 0:
         raise HostMemoryError(_not_met(units, budget, placed, found, spills))
     if not placed.units and not placed.spilled:
-        return None
+        return Choice({}, placed, (), ())
     ids = {id(parameter) for index in placed.units for _, parameter in units[index].params}
     if placed.units:
         log.info(
@@ -192,13 +195,13 @@ def _same_bytes(one: Tensor, other: Any) -> bool:
     return whole is not None and torch.equal(one.view(whole), other.view(whole))
 
 
-def _found(units: Sequence[Unit], device: Device, only_inference: bool) -> dict[int, Found]:
+def _found(units: Sequence[Unit], device: Device, trains: bool) -> dict[int, Found]:
     """Find the weights that may stay in files, by their ids."""
     parameters = [parameter for unit in units for _, parameter in unit.params]
     found = find(
         parameter
         for parameter in parameters
-        if (only_inference or not parameter.requires_grad) and not (device.is_host and shares_storage(parameter))
+        if not (trains and parameter.requires_grad) and not (device.is_host and shares_storage(parameter))
     )
     mounts = {path: _mount_of(path) for path in {at.mapping.path for at in found.values()}}
     remote = {path for path, mount in mounts.items() if mount.is_remote}

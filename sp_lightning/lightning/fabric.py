@@ -210,9 +210,9 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Set up an optimizer as the base class does, if its disk has room for the state of all that were set up."""
-        disks = [handle.steps.disk for handle in self.handles if not handle.closed and handle.steps.disk is not None]
-        if disks:
-            disks[0].check_room([optimizer], beside=disks[1:])
+        states = [handle.steps.state for handle in self.handles if not handle.closed]
+        for state in states:
+            state.check_room([optimizer], beside=states)
         return super().setup_optimizer(optimizer)
 
     def handle_of(self, module: nn.Module) -> Handle | None:

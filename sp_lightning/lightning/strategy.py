@@ -237,10 +237,12 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def _check_room(self, trainer: Trainer) -> None:
         """Raise DiskError if the optimizers' state, or checkpoints beside it, would fill its disk in mid-run."""
         assert self.handle is not None and self.lightning_module is not None
-        disk, folder, module = self.handle.steps.disk, self.options.disk, self.lightning_module
-        if disk is not None and folder is not None:
-            nbytes = checkpoints_to_come(folder, trainer, module, not step_timing.chooses_checkpoints(module))
-            disk.check_room(self.optimizers, nbytes)
+        module = self.lightning_module
+
+        def to_come(folder: str) -> int:
+            return checkpoints_to_come(folder, trainer, module, not step_timing.chooses_checkpoints(module))
+
+        self.handle.steps.state.check_room(self.optimizers, to_come)
 
     def _convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the module as the precision plugin does; with master weights, keep parameters in FP32."""

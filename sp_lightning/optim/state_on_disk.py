@@ -74,8 +74,11 @@ from .pieces import (
     same_order,
     shadow_of,
     state_in_step,
+    step_each,
+    step_in_pieces,
     takes_the_loop,
 )
+from .state_in_memory import StateInMemory
 
 log = logging.getLogger(__name__)
 WEIGHT = ""  # the key of the parameter itself among what it has in the file
@@ -181,8 +184,10 @@ class ParameterPart:
             yield run if self.is_last else run._replace(nbytes=(head + nbytes) // BLOCK * BLOCK)
 
 
-class StateOnDisk:
+class StateOnDisk(StateInMemory):
     """The state of optimizers in one scratch file, and their steps."""
+
+    is_on_disk = True
 
     def __init__(self, file: ScratchFile, buffer_nbytes: int, counters: Counters, fuses: bool) -> None:
         self.parameters: Collection[int] = ()  # ids of those whose state lies on the disk
@@ -195,21 +200,23 @@ class StateOnDisk:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._said: set[type] = set()  # the classes of optimizers of which the log says that they are slow
 
-    def check_room(
-        self, optimizers: Sequence[Optimizer], checkpoints: int = 0, beside: Sequence[StateOnDisk] = ()
-    ) -> None:
-        """Raise DiskError if the disk has no room for the state that these optimizers will make, and for checkpoints.
+    def expect(self, optimizers: Sequence[Optimizer]) -> None:
+        self._file.optimizers.update(optimizers)
 
-        What other modules' optimizers will make `beside` them on this disk counts, too; of optimizers whose state is
-        unknown nothing does.
-        """
-        disks = [self, *beside]
-        for disk in disks:
-            disk._file.optimizers.update(optimizers)
-        check_room(self._file.folder, sum(disk.to_come for disk in disks), checkpoints)
+    def check_room(
+        self,
+        optimizers: Sequence[Optimizer],
+        checkpoints: Callable[[str], int] = lambda folder: 0,
+        beside: Sequence[StateInMemory] = (),
+    ) -> None:
+        together = {self, *beside}
+        for one in together:
+            one.expect(optimizers)
+        folder = self._file.folder
+        check_room(folder, sum(one.to_come for one in together), checkpoints(folder))
 
     @property
-    def to_come(self) -> int:
+    def to_come(self) -> int:  # type: ignore[override]
         """The bytes of state that known optimizers will make, as far as they have none on the disk yet."""
         folder, total = self._file.folder, 0
         for optimizer in list(self._file.optimizers):
@@ -218,9 +225,13 @@ class StateOnDisk:
         return total
 
     @property
-    def ring_nbytes(self) -> int:
+    def ring_nbytes(self) -> int:  # type: ignore[override]
         """Bytes of the buffers."""
         return 0 if self._made_ring is None else self._made_ring.nbytes
+
+    def shadow(self, optimizer: Optimizer, fuses: bool) -> ShadowStep | None:
+        """Make what steps an optimizer: without one it would step state on the disk through page faults."""
+        return super().shadow(optimizer, fuses) or step_in_pieces(optimizer) or step_each(optimizer)
 
     def attach(self, optimizer: Optimizer, shadow: ShadowStep | None) -> None:
         """Have an optimizer's state lie in the file from now on, and its steps be in portions if it has a shadow."""

@@ -21,8 +21,8 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from ..errors import UnsupportedError
 from ..gradients.way_down import GradientReturn
 from ..memory.access import Access
 from ..memory.device import Device
-from ..memory.host_copy import HostCopy
+from ..memory.host_copy import FileHome, HostCopy
 from ..memory.partition import Slot, Unit
 from ..memory.watched_parameters import name_of, quietly, true_device
 from ..memory.weights import device_dtype
@@ -54,9 +54,6 @@ from ..optim.step_owner import StepOwner
 from ..options import Options
 from ..ranks.alone import Alone
 from .window import Window
-
-if TYPE_CHECKING:
-    from ..disk.weight_files import WeightFiles  # loaded only where weights stay in files
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +77,8 @@ class Engine:
         team: Alone,
         options: Options,
         counters: Counters,
-        compute_dtype: torch.dtype | None = None,  # on it, of weights that are FP32 on the host; None: FP32
-        files: WeightFiles | None = None,
+        compute_dtype: torch.dtype | None,  # on it, of weights that are FP32 on the host; None: FP32
+        homes: Callable[[Unit], Sequence[FileHome]],  # the files that weights of a unit lie in
         again: bool = False,
     ) -> None:
         self.team = team
@@ -97,8 +94,7 @@ class Engine:
         self.units: list[StreamedUnit] = []
         with quietly():  # other modules may be streamed already, and have reads of weights watched
             for unit in units:
-                file = () if files is None else files.homes(unit, counters)
-                store = HostCopy(unit, device, counters, self, dtypes, team.slab, file)
+                store = HostCopy(unit, device, counters, self, dtypes, team.slab, homes(unit))
                 self.units.append(StreamedUnit(unit, store, self.gradients_ready, slots))
             stores = [unit.store for unit in self.units]
             team.begin(stores, self.access, self.gradient_return, options.optimizer_overlap)

@@ -12,19 +12,18 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from ..autograd.autocast_weights import castable
 from ..autograd.phases import Phase
 from ..autograd.recompute import host_of
 from ..calls.lockstep import Call, Lockstep
 from ..compat.dynamo import Unsupported, never_compiled
-from ..compat.modules import compiled_call
+from ..compat.modules import is_compiled
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, were_replaced, without_dispatch
 from ..core.telemetry import Counters, StepListener
 from ..core.unit_numbers import UnitNumbers
@@ -39,6 +38,7 @@ from ..ranks.alone import Alone
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect
 from ..ranks.shared_memory import drop_own_pages
+from ..storage.in_memory import InMemory
 from . import preflight
 from .engine import Engine
 from .entries import (
@@ -58,10 +58,6 @@ from .entries import (
 from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
 from .recorder import Recorder
-
-if TYPE_CHECKING:
-    from ..disk.weight_files import Choice, WeightFiles  # loaded only where weights stay in files
-    from ..optim.state_on_disk import StateOnDisk  # likewise, where state is on a disk
 
 BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
     r"(on|at|in) (the )?same device|expected device|two devices"
@@ -106,7 +102,14 @@ class Handle:
         self._only_inference = only_inference  # no training follows, so the window may fill the memory
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self._counters = Counters()  # of all engines, one after the other
-        self._autocasts = autocasts  # whether code may run under autocast, as far as is known
+        self.storage = InMemory()  # of weights and optimizer state
+        if options.uses_files:
+            from ..storage.within_budget import WithDisk, WithinBudget  # a run in memory needs nothing of it
+
+            kind = WithinBudget if options.disk is None else WithDisk
+            may_cast = autocasts and options.may_cast and compute_dtype is None
+            trained = not only_inference
+            self.storage = kind(module, self.device, options, compute_dtype, may_cast, trained, self._counters)
         self.team = Alone(self.device)  # of several devices, each of which has a handle like this one
         if ranks is not None:
             from ..ranks.team import Team  # on one device nothing needs it
@@ -124,10 +127,8 @@ class Handle:
         self.last_checkpoint: str | None = None  # that was written or read, as far as is known
         self._entries: list[ForwardEntry] = []
         self._fingerprint: ModuleFingerprint | None = None  # None: units are to be made
-        self._disk: StateOnDisk | None = None  # made when state is to be there, for as long as the handle lives
-        self._budget = options.host_budget  # of host memory, where a disk is given: else what is free at first
         self._attach()
-        self.steps = OptimizerSteps(self.engine, self._disk)
+        self.steps = OptimizerSteps(self.engine, self.storage.state)
         torn_step.notice_loads(module)
         _attached.add(self)
 
@@ -168,8 +169,7 @@ class Handle:
             + engine.gradient_return.host_nbytes
             + engine.saved.offload.host_nbytes
             + self.device.ring_nbytes
-            + (0 if self.files is None else self.files.ring_nbytes)
-            + (0 if self._disk is None else self._disk.ring_nbytes),
+            + self.storage.ring_nbytes,
         }
 
     def chosen(self) -> dict[str, int]:
@@ -233,7 +233,12 @@ class Handle:
             return
         known, between_steps = self._fingerprint, self.engine.phases.current is Phase.BETWEEN_STEPS
         replaced = self.engine.any_replaced
-        changed = known is None or known.has_changed(replaced) or (replaced and self.engine.any_reshaped)
+        changed = (
+            known is None
+            or self.storage.is_outgrown()
+            or known.has_changed(replaced)
+            or (replaced and self.engine.any_reshaped)
+        )
         if changed or (known is not None and between_steps and known.runs_other_code()):
             log.info("superpipeline: the module's parameters or classes changed; its units are made anew")
             self._fingerprint = None
@@ -244,7 +249,7 @@ class Handle:
                 root = RootEntry(self.module, self)
                 self._entries = [root, CallEntry(root)]  # the next forward tries again, and is never plain
                 raise
-            self.steps.follow(self.engine, self._disk)
+            self.steps.follow(self.engine, self.storage.state)
 
     @never_compiled
     def close_scope(self) -> None:
@@ -402,8 +407,7 @@ class Handle:
 
         Every rank loaded it, and `settle` follows.
         """
-        if self._disk is not None:
-            self._disk.adopt_one(optimizer, parameter)
+        self.storage.state.adopt_one(optimizer, parameter)
         self.team.adopt_state(optimizer, group, parameter)
 
     def broadcast_buffers(self) -> None:
@@ -428,8 +432,7 @@ class Handle:
             for entry in self._entries:
                 entry.retire()
             self.steps.close()
-            if self._disk is not None:
-                self._disk.close()
+            self.storage.close()
             if self._by_hand:
                 self.team.leave()
             move_buffers(self.module, torch.device("cpu"))
@@ -450,8 +453,8 @@ class Handle:
         """Begin to stream, or begin again; ``units``: the module's, if they are known."""
         units = partition(self.module, self.options.units) if units is None else units
         self.team.check_alike(units)
-        choice = self._choose_files(units)
-        self._check_memory(units, choice)
+        self.storage.choose(units)
+        self._check_memory(units)
         materialize(self.module, self.team.rank == 0)
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter):
@@ -461,12 +464,10 @@ class Handle:
                 )
         self._entries = []
         self._units = units
-        self.files: WeightFiles | None = None  # in which weights stay
         try:
             move_buffers(self.module, self.device.torch_device)
             self._slots = slots(self.module)
-            if choice is not None:
-                self._open_files(choice, units)
+            self.storage.open()
             self.engine = Engine(
                 units,
                 self._slots,
@@ -475,7 +476,7 @@ class Handle:
                 self.options,
                 self._counters,
                 self._compute_dtype,
-                self.files,
+                self.storage.homes,
                 again=again,
             )
             self.engine.window.only_inference = self._only_inference
@@ -494,13 +495,9 @@ class Handle:
             self._abandon()
             raise
         self.engine.phases.start()
-        has_budget = self.options.disk is not None or self.options.host_budget  # not "0B": as little as can be had
-        if has_budget and self._disk is None:
-            self._fingerprint = BudgetedFingerprint(self.module, self._entries, self._fits_budget)
-        else:
-            self._fingerprint = ModuleFingerprint(self.module, self._entries)
+        self._fingerprint = ModuleFingerprint(self.module, self._entries)
 
-    def _check_memory(self, units: list[Unit], choice: Choice | None) -> None:
+    def _check_memory(self, units: list[Unit]) -> None:
         """Check the memory of device, budget and host before anything is allocated."""
         dtypes = functools.partial(device_dtype, self._compute_dtype)
 
@@ -522,74 +519,7 @@ class Handle:
         sizes = preflight.sizes(units, dtypes, True)
         preflight.check_budget(self.options, sizes, self.device.is_host, means)
         if self._trains or self.team.size > 1:
-            in_files, adopted = ((), ()) if choice is None else (choice.found, choice.adopted)
-            own_gradients, on_disk = self._own_gradients, 0 if choice is None else choice.placed.on_disk
-            preflight.check_host(
-                units, dtypes, self.team.ranks, self._trains, own_gradients, in_files, adopted, on_disk
-            )
-
-    def _choose_files(self, units: list[Unit]) -> Choice | None:
-        """Choose what stays in files, and what goes to the disk; None without a budget, or if it holds all."""
-        dtype, disk = self._compute_dtype, self.options.disk
-        if self._budget is None and disk is None:
-            return None
-        from ..disk.weight_files import choose_files, usual_budget
-
-        if disk is not None:
-            from ..disk.scratch_file import check_folder, check_room, make_room
-
-            check_folder(disk)
-        may_cast = self._may_cast
-        if self._budget is None:  # once: gradients and state, which take of what is free, are within it
-            self._budget = usual_budget(units)
-        known = castable(self.module) if may_cast and disk is not None and not self._is_compiled else ()
-        choice = choose_files(
-            units, self.device, self._budget, dtype, may_cast, self._only_inference, disk is not None, known
-        )
-        if disk is not None and choice is not None and self._disk is None:
-            from ..optim.state_on_disk import left_nbytes
-
-            needed = choice.placed.on_disk
-            if not make_room(disk, needed):
-                spilled = [parameter for index in choice.placed.spilled for _, parameter in units[index].params]
-                check_room(disk, needed - left_nbytes(disk, spilled))
-        return choice
-
-    @property
-    def _may_cast(self) -> bool:
-        """Whether weights may come to travel in autocast's type."""
-        return self._autocasts and self.options.may_cast and self._compute_dtype is None
-
-    def _fits_budget(self) -> bool:
-        """Whether all is in memory, and can stay there with what trains now."""
-        from ..disk.placement import choose
-
-        assert self._budget is not None
-        dtype, trains = self._compute_dtype, not self._only_inference
-        whole = choose(self._units, {}, self._budget, dtype, self._may_cast, trains).host
-        return self.files is None and whole.total <= self._budget
-
-    def _open_files(self, choice: Choice, units: Sequence[Unit]) -> None:
-        """Open the files that weights stay in, and make the one for the optimizer's state."""
-        from ..disk.weight_files import WeightFiles
-
-        if choice.placed.spilled:
-            from ..disk.scratch_file import ScratchFile
-            from ..optim.state_on_disk import StateOnDisk
-
-            assert self.options.disk is not None
-            if self._disk is None:
-                file, buffer = ScratchFile(self.options.disk), choice.placed.buffer
-                self._disk = StateOnDisk(file, buffer, self._counters, self.options.fused_optimizer)
-            spilled = frozenset(choice.placed.spilled)
-            self._disk.parameters = {  # also those that may come to train: no state of theirs was counted
-                id(p)
-                for index, unit in enumerate(units)
-                for _, p in unit.params
-                if index in spilled or not p.requires_grad
-            }
-        if choice.placed.units or choice.placed.masters:
-            self.files = WeightFiles(self.device, choice, self._disk)
+            preflight.check_host(units, dtypes, self.storage, self.team.ranks, self._trains, self._own_gradients)
 
     def _register_hosts(self) -> None:
         """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""
@@ -613,8 +543,7 @@ class Handle:
                 self._register_hosts()
                 self.engine.close()
         finally:
-            if self.files is not None:
-                self.files.close()
+            self.storage.close_weights()
             self.device.close()
 
     def _abandon(self) -> None:
@@ -622,10 +551,7 @@ class Handle:
         self._remove_entries()
         for parameter in (*self.module.parameters(), *(p for unit in self._units for _, p in unit.params)):
             unwatch(parameter)
-        for files in (self.files, self._disk):
-            if files is not None:
-                files.close()
-        self._disk = None
+        self.storage.close()
         self.device.close()
         move_buffers(self.module, torch.device("cpu"))
 
@@ -643,14 +569,9 @@ class Handle:
             if name and not roots.isdisjoint(part for part in module.modules() if part is not module):
                 yield name, module
 
-    @property
-    def _is_compiled(self) -> bool:
-        """Whether any of the modules is compiled: then no weight travels in autocast's type."""
-        return any(compiled_call(module) is not None for module in self.module.modules())
-
     def _module_entries(self) -> Iterator[ForwardEntry]:
         """Make the entries of units' roots, of other modules that own parameters, and of torch's encoders and RNNs."""
-        if self._is_compiled:
+        if is_compiled(self.module):  # then no weight travels in autocast's type
             self.engine.autocast_weights.stop()
         roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
         for module in self.module.modules():
@@ -836,25 +757,6 @@ class ModuleFingerprint:
         if not forwards and list(map(type, self._with_entries)) == self._classes:
             return False
         return SUBSTITUTE not in _structure(self._module)
-
-
-class BudgetedFingerprint(ModuleFingerprint):
-    """Notices, too, that parameters come to train for which a budget of host memory does not suffice."""
-
-    def __init__(self, module: nn.Module, entries: Sequence[ForwardEntry], fits: Callable[[], bool]) -> None:
-        super().__init__(module, entries)
-        self._fits = fits
-        self._note_frozen()
-
-    def _note_frozen(self) -> None:
-        self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
-
-    def has_changed(self, any_replaced: bool) -> bool:
-        if any(parameter.requires_grad for parameter in self._frozen):
-            if not self._fits():
-                return True
-            self._note_frozen()
-        return super().has_changed(any_replaced)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -19,7 +19,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import ASGD, Optimizer
@@ -30,11 +30,9 @@ from ..compat.patches import UNSCALE_GRADS
 from ..core import malloc
 from ..optim import grad_scaler, torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
-from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, fuse, step_each, step_in_pieces
+from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of
+from ..optim.state_in_memory import StateInMemory
 from .engine import Engine
-
-if TYPE_CHECKING:
-    from ..optim.state_on_disk import StateOnDisk  # loaded only where state is on a disk
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +42,15 @@ OTHER_HOOKS = "other step hooks are registered"
 class OptimizerSteps:
     """The steps of all optimizers in the process, while a module is streamed."""
 
-    def __init__(self, engine: Engine, disk: StateOnDisk | None = None) -> None:
+    def __init__(self, engine: Engine, state: StateInMemory) -> None:
         self.engine = engine
-        self.disk = disk  # where state lies
+        self.state = state  # where it lies
         self._counters = engine.counters
         self._options = engine.options
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._closed = False
         self.by_hand = False  # whether the loop is the user's own, without `overlapping` (Rule 4)
-        self._maps_blocks = disk is not None and engine.device.is_host  # then the heap counts as the device's memory
+        self._maps_blocks = state.is_on_disk and engine.device.is_host  # then the heap counts as the device's memory
         if self._maps_blocks:
             malloc.by_themselves()
         self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # the reasons that were logged
@@ -62,18 +60,17 @@ class OptimizerSteps:
             register_optimizer_step_post_hook(self._after),
         ]
 
-    def follow(self, engine: Engine, disk: StateOnDisk | None) -> None:
+    def follow(self, engine: Engine, state: StateInMemory) -> None:
         """Go on with the engine of units that were made anew, and with a disk if these need the first one."""
         self.engine = engine
-        if disk is self.disk:
+        if state is self.state:
             return
-        self.disk = disk
-        assert disk is not None  # once there is one, it stays
+        self.state = state
         for optimizer, shadow in list(self._shadows.items()):
             if shadow is None:
                 del self._shadows[optimizer]  # which is prepared again
             else:
-                disk.attach(optimizer, shadow)
+                state.attach(optimizer, shadow)
 
     def close(self) -> None:
         """Let optimizers step as they do without streaming."""
@@ -107,14 +104,10 @@ class OptimizerSteps:
     def _prepare(self, optimizer: Optimizer) -> None:
         torn_step.check_step(optimizer)
         if optimizer not in self._shadows:
-            shadow = (fuse if self._options.fused_optimizer else step_in_pieces)(optimizer)
-            if shadow is None and self.disk is not None:  # else it would step state on the disk through page faults
-                shadow = step_in_pieces(optimizer) or step_each(optimizer)
-            self._shadows[optimizer] = shadow
+            self._shadows[optimizer] = shadow = self.state.shadow(optimizer, self._options.fused_optimizer)
             if shadow is not None:
                 shadow.rest, shadow.end = self._rest, self._end
-            if self.disk is not None:
-                self.disk.attach(optimizer, shadow)
+            self.state.attach(optimizer, shadow)
             if not optimizer.state:
                 malloc.by_themselves()  # the first step makes the state
 

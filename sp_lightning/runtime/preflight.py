@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +31,7 @@ from ..errors import HostMemoryError, MemoryBudgetError
 from ..memory.partition import CONTAINERS, Unit
 from ..options import Options, format_both, format_bytes, format_seconds
 from ..ranks.board import Board, Ranks
+from ..storage.in_memory import InMemory
 
 WORTH_CHECKING = 2**28  # bytes; for less, free memory is not looked up
 
@@ -227,31 +228,27 @@ def sizes(
 def check_host(
     units: Sequence[Unit],
     device_dtype: Callable[[torch.dtype], torch.dtype],
+    storage: InMemory,
     ranks: Ranks | None = None,
     training: bool = True,
     own_gradients: bool = False,
-    in_files: Container[int] = (),
-    adopted: Container[int] = (),
-    on_disk: int = 0,
 ) -> None:
     """Warn if the host memory that training will allocate exceeds what is free, with what would fit (Rule 2).
 
     Args:
         units: All units, the resident ones included.
         device_dtype: The type in which weights of a type travel.
+        storage: Where weights and the optimizer's state will be.
         ranks: All ranks of this machine, which come here together.
         training: Whether there are gradients and an optimizer at all.
         own_gradients: Whether each rank has gradients of its own (unit_numbers.py, Rule 5).
-        in_files: The ids of weights that stay in their files.
-        adopted: The ids of weights that are in files, and will be copied into memory.
-        on_disk: Bytes of the optimizer's state that will be on disk.
     """
-    held = [[p for _, p in unit.params if id(p) not in in_files] for unit in units]
+    held = [[p for _, p in unit.params if id(p) not in storage.in_files] for unit in units]
     parameters = [p for unit in held for p in unit]
     of_units = [UnitHostBytes.of(unit, device_dtype) for unit in held]
     whole = host_bytes(of_units, states=STATES["AdamW"], training=training)
-    whole = replace(whole, optimizer=max(0, whole.optimizer - on_disk))
-    missing = UnitHostBytes.of([p for p in parameters if p.is_meta or id(p) in adopted]).weights
+    whole = replace(whole, optimizer=max(0, whole.optimizer - storage.on_disk))
+    missing = UnitHostBytes.of([p for p in parameters if p.is_meta or id(p) in storage.adopted]).weights
     if ranks is None:
         to_come = replace(whole, weights=missing)
         if to_come.total >= WORTH_CHECKING:

@@ -155,7 +155,7 @@ def test_a_filesystem_that_refuses_direct_transfers_later_changes_no_bit(call, d
     monkeypatch.setattr(os, call, refusing)
     with streamed(nets[0], device) as handle:
         train(nets[0], optimizers[0], device, 3)
-        assert not handle._disk._file.is_direct
+        assert not handle.storage.state._file.is_direct
         for mine, theirs in zip(optimizers[0].state.values(), optimizers[1].state.values(), strict=True):
             assert all(torch.equal(mine[key], value) for key, value in theirs.items())
     assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))

@@ -152,7 +152,7 @@ def test_only_what_does_not_fit_the_budget_stays_in_files(blocks, device, tmp_pa
     plain, net = stack(count=14), stack(count=14)
     in_files.put(net, str(tmp_path))
     with streamed(net, device) as handle:
-        least = handle.files.placed.host.total
+        least = handle.storage.files.placed.host.total
         sizes = [sum(p.nbytes for _, p in unit.params) for unit in handle.units]
         assert all(map(in_source_files, stores(handle)))
     host = least + int((blocks + 0.5) * 1.6 * max(sizes))  # with room for wire copies of half their size
@@ -160,13 +160,13 @@ def test_only_what_does_not_fit_the_budget_stays_in_files(blocks, device, tmp_pa
     with streamed(net, device, host_budget=host) as handle:
         kept = [unit for unit, store in zip(handle.units, stores(handle), strict=True) if not store.files]
         assert blocks - 1 <= len(kept) <= blocks and not any(unit.resident for unit in kept)
-        assert handle.files.placed.host.total <= host
+        assert handle.storage.files.placed.host.total <= host
         assert equal(net, plain, device) and equal(net, plain, device)
 
 
 def test_a_budget_that_holds_all_leaves_nothing_in_files(nets):
     with streamed(nets[1], "cpu", host_budget="1GiB") as handle:
-        assert handle.files is None and equal(nets[1], nets[0], "cpu")
+        assert not handle.storage.in_files and equal(nets[1], nets[0], "cpu")
         assert handle.stats()["disk_read"] == 0
 
 
@@ -201,7 +201,7 @@ def test_another_system_is_refused(nets, monkeypatch):
 def test_weights_on_a_network_filesystem_are_copied_and_that_is_said(nets, monkeypatch, caplog):
     monkeypatch.setattr("sp_lightning.disk.weight_files.mount_of", lambda file: Mount("nfs4", 0))
     with streamed(nets[1], "cpu") as handle:
-        assert handle.files is None and equal(nets[1], nets[0], "cpu")
+        assert not handle.storage.in_files and equal(nets[1], nets[0], "cpu")
     (said,) = [message for message in caplog.messages if "network filesystem" in message]
     assert "and 1 more files" in said and "(nfs4)" in said
 

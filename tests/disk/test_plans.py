@@ -69,7 +69,7 @@ def test_a_step_reads_what_the_plan_says_to_the_byte(window, activations, device
             step(net, x)
             take_step(handle, optimizer)
             read.append(handle.stats()["disk_read"] - before)
-        assert handle.files.placed.host.ring == expected.host.ring
+        assert handle.storage.files.placed.host.ring == expected.host.ring
     assert read[-1] == read[-2] == expected.disk_nbytes
     assert expected.host.weights < sum(p.nbytes for p in net.parameters() if p.requires_grad) + 20 * 512
 
@@ -81,11 +81,10 @@ def test_a_plan_leaves_in_files_what_a_run_does(tmp_path, monkeypatch):
     seen = set()
     for more in range(0, 120_000, 12_000):
         with sp_lightning.stream(net, "cpu", units=UNITS, host_budget=least + more, wire_dtype="as-is") as handle:
-            placed = handle.files.placed if handle.files is not None else None
+            placed = handle.storage.files.placed
             host = sum(unit.host_bytes().weights for unit in handle.engine.units)
         found = planned(net, host_budget=least + more)
-        in_run = sum(p.nbytes for p in net.parameters()) if placed is None else placed.host.weights
-        assert abs(found.host.weights - in_run) <= 512 * len(list(net.parameters()))
+        assert abs(found.host.weights - placed.host.weights) <= 512 * len(list(net.parameters()))
         assert host <= found.host.weights + 512 * 20 and found.fits
         seen.add(found.disk_nbytes)
     assert len(seen) > 2
@@ -105,8 +104,7 @@ def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp
             take_step(handle, optimizer)
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
-        ring = 0 if handle._disk is None else handle._disk.ring_nbytes
-        assert handle.files.ring_nbytes + ring <= expected.host.ring
+        assert handle.storage.ring_nbytes <= expected.host.ring
     assert moved[-1] == moved[-2] == [expected.disk_nbytes + expected.on_disk, expected.on_disk]
     assert moved[-1] == [expected.disk_read_nbytes, expected.disk_written_nbytes]
     assert (expected.on_disk > 0) == (kind != "SGD") and expected.host.optimizer == 0
@@ -164,7 +162,7 @@ def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(
             take_step(handle, optimizer)
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
-        rings = handle.files.ring_nbytes + handle._disk.ring_nbytes
+        rings = handle.storage.ring_nbytes
         slabs = sum(unit.host_bytes().weights for unit in handle.engine.units)
         wires = sum(unit.host_bytes().wire for unit in handle.engine.units)
     assert moved[-1] == moved[-2] == [expected.disk_read_nbytes, expected.disk_written_nbytes]
@@ -184,11 +182,8 @@ def test_a_plan_puts_as_much_state_on_disk_as_a_run_does(tmp_path):
     for budget in range(least.total, whole, 10_000):
         options = {"host_budget": budget, "disk": str(tmp_path)}
         with sp_lightning.stream(net, "cpu", units=UNITS, wire_dtype="as-is", **options) as handle:
-            spilled = (
-                0
-                if handle._disk is None
-                else sum(2 * p.nbytes for p in net.parameters() if id(p) in handle._disk.parameters and p.requires_grad)
-            )
+            on_disk = [p for p in net.parameters() if id(p) in handle.storage.state.parameters]
+            spilled = sum(2 * p.nbytes for p in on_disk if p.requires_grad)
         found = planned(net, **options)
         assert found.on_disk == spilled and found.fits
         seen.add(spilled)

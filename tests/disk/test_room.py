@@ -305,7 +305,7 @@ def test_what_is_to_come_is_what_is_not_there_yet(kind, state):
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     optimizer = kind(net.parameters())
     with sp_lightning.stream(net, "cpu", disk=os.getcwd(), host_budget="0B", wire_dtype="as-is") as handle:
-        disk = handle.steps.disk
+        disk = handle.steps.state
         disk.check_room([optimizer])
         assert disk.to_come == 4 * state
         net(torch.ones(3, 64)).sum().backward()

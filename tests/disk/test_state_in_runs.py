@@ -71,7 +71,7 @@ def trained(steps, make=torch.optim.AdamW, device="cpu"):
 
 def on_disk(handle, optimizer):
     """The keys of state in the scratch file, by parameter."""
-    place_of = handle._disk._file.place_of
+    place_of = handle.storage.state._file.place_of
     return [
         [key for key, value in optimizer.state[p].items() if value.dim() and place_of(value) is not None]
         for group in optimizer.param_groups
@@ -144,13 +144,13 @@ def test_loaded_state_moves_to_the_disk_and_what_user_code_still_refers_to_does_
         gc.collect()
         train(net, optimizer, device)
         assert on_disk(handle, optimizer) == [MOMENTS] * len(list(net.parameters()))
-        used = os.fstat(handle._disk._file._fd).st_blocks * 512
+        used = os.fstat(handle.storage.state._file._fd).st_blocks * 512
         for _ in range(3):
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             train(net, optimizer, device)
         gc.collect()
         extents = 4096  # ext4 lists the ranges of a file in a block of its own once they are more than four
-        assert os.fstat(handle._disk._file._fd).st_blocks * 512 <= used + extents
+        assert os.fstat(handle.storage.state._file._fd).st_blocks * 512 <= used + extents
 
 
 def test_state_comes_into_being_in_the_order_of_the_parameters(tmp_path):
@@ -308,9 +308,9 @@ def test_one_optimizer_over_two_streamed_modules_has_its_state_on_the_disk_of_ea
                 nets[1](nets[0](batch(device))).square().mean().backward()
                 optimizer.step()
             for handle, net in zip(handles, nets, strict=True):
-                if handle._disk is not None:
+                if handle.storage.state.is_on_disk:
                     like = [v for p in net.parameters() for v in optimizer.state[p].values() if v.shape == p.shape]
-                    assert like and all(handle._disk._file.place_of(value) is not None for value in like)
+                    assert like and all(handle.storage.state._file.place_of(value) is not None for value in like)
                     assert resident(os.getcwd()) == 0
         found.append((nn.Sequential(*nets), optimizer))
     assert_same(*found)
@@ -392,7 +392,7 @@ def test_a_host_that_has_room_for_all_leaves_the_disk_alone():
     optimizer = torch.optim.AdamW(net.parameters())
     with streamed(net, "cpu", host_budget=None) as handle:
         train(net, optimizer)
-        assert handle._disk is None and handle.stats()["disk_written"] == 0
+        assert not handle.storage.state.is_on_disk and handle.stats()["disk_written"] == 0
 
 
 def test_a_host_without_room_puts_state_on_disk_if_no_budget_is_given(monkeypatch):
@@ -446,7 +446,7 @@ def test_a_transfer_that_fails_ends_the_step_and_says_what_was_stepped(call, num
             ) as caught:
                 optimizer.step()
         assert caught.value.errno == number
-        ring = handle._disk._made_ring
+        ring = handle.storage.state._made_ring
         assert len(ring._free) == state_ring.BUFFERS and not ring._written
         with pytest.raises(
             TornStepError, match=r"AdamW had stepped \d of 8 parameters when a DiskError ended its step"
@@ -594,7 +594,7 @@ def test_an_average_of_the_weights(device):
 def masters_on_disk(handle, net):
     handle.finish_step()
     with torch._C.DisableTorchFunctionSubclass():
-        return [handle._disk._file.place_of(p) is not None for p in net.parameters()]
+        return [handle.storage.state._file.place_of(p) is not None for p in net.parameters()]
 
 
 def train_half(net, optimizer, device, steps):
@@ -709,7 +709,7 @@ def test_only_as_many_master_weights_are_on_disk_as_the_budget_requires():
         found = masters_on_disk(handle, net)
     assert any(found) and not all(found)
     with streamed(stack(200), "cpu", master_weights=True, host_budget=int(3 * size) + 8 * (1 << 15)) as handle:
-        assert handle._disk is not None and handle.files is None
+        assert handle.storage.state.is_on_disk and not handle.storage.in_files
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
@@ -776,7 +776,7 @@ def test_a_module_that_outgrows_its_budget_has_its_optimizers_state_on_disk_from
             for number in range(2):
                 train(net, optimizer, device, 2, 200)
                 if number == 0:
-                    assert handle._disk is None
+                    assert not handle.storage.state.is_on_disk
                     net.extend(stack(200, 2))
                     optimizer.add_param_group({"params": list(net[2:].parameters())})
             if options:
@@ -794,7 +794,7 @@ def thawing(device, **options):
         for number in range(2):
             train(net, optimizer, device, 2, 200)
             if number == 0:
-                assert handle._disk is None
+                assert not handle.storage.state.is_on_disk
                 net.requires_grad_(True)
         if "disk" in options:
             assert any(on_disk(handle, optimizer))
@@ -855,7 +855,7 @@ def test_weights_that_are_unfrozen_have_their_first_state_on_disk_where_forward_
                 thawed = [
                     keys
                     for p, keys in zip(net.parameters(), on_disk(handle, optimizer), strict=True)
-                    if id(p) in handle._disk.parameters
+                    if id(p) in handle.storage.state.parameters
                 ]
                 assert thawed and all(keys == MOMENTS for keys in thawed)
         runs.append((net, optimizer))

@@ -20,6 +20,7 @@ from sp_lightning.memory.partition import partition
 from sp_lightning.options import Options
 from sp_lightning.runtime import preflight
 from sp_lightning.runtime.preflight import Means, check_budget, check_device, finer_classes, least_s
+from sp_lightning.storage.in_memory import InMemory
 
 MIB, GIB = 2**20, 2**30
 EIGHT = [UnitNumbers(f"block {index}", 100 * MIB, 100 * MIB, parameters=25 * MIB) for index in range(8)]
@@ -145,7 +146,7 @@ def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
     monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, 3 * GIB, "machine", 4 * GIB))
     large = nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))  # 2 GiB
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        preflight.check_host(partition(large), float32)
+        preflight.check_host(partition(large), float32, InMemory())
     assert (
         "training will take 8.00 GiB more host memory (weights 2.00 GiB, wire copies 0 B, gradients "
         "2.00 GiB, optimizer 4.00 GiB if it is AdamW), but 3.00 GiB are free: the system may end the process. "
@@ -161,19 +162,20 @@ def test_what_a_filled_host_has_room_for_is_offered(free, offered, monkeypatch, 
     monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(16 * GIB, free_nbytes, "machine", 16 * GIB))
     large = nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))  # 2 GiB
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        preflight.check_host(partition(large), float32)
+        preflight.check_host(partition(large), float32, InMemory())
     assert f"would still take: {offered}" in caplog.text
 
 
 def test_a_host_with_room_is_not_warned(monkeypatch, caplog):
     monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(64 * GIB, 32 * GIB, "machine", 64 * GIB))
-    preflight.check_host(partition(nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))), float32)
+    large = nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))
+    preflight.check_host(partition(large), float32, InMemory())
     assert not caplog.records
 
 
 def test_a_small_model_asks_nothing(monkeypatch):
     monkeypatch.setattr(preflight, "host_memory", lambda: pytest.fail("asked"))
-    preflight.check_host(partition(models.case("mlp").make()), float32)
+    preflight.check_host(partition(models.case("mlp").make()), float32, InMemory())
 
 
 def test_processes_that_will_make_more_copies_than_there_is_room_for(monkeypatch, caplog):

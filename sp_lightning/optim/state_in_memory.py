@@ -1,0 +1,46 @@
+"""Optimizer state in memory, where torch makes it: what `StateOnDisk` (state_on_disk.py) overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .pieces import ShadowStep, fuse, step_in_pieces
+
+
+class StateInMemory:
+    """The memory that the state of optimizers is in."""
+
+    is_on_disk = False
+    parameters: Collection[int] = ()  # ids of those whose state lies on a disk
+    to_come = ring_nbytes = 0
+
+    def shadow(self, optimizer: Optimizer, fuses: bool) -> ShadowStep | None:
+        """Make what steps an optimizer faster than its own code; None if there is nothing."""
+        return (fuse if fuses else step_in_pieces)(optimizer)
+
+    def attach(self, optimizer: Optimizer, shadow: ShadowStep | None) -> None:
+        """Have an optimizer's state lie here from now on."""
+
+    def adopt_one(self, optimizer: Optimizer, parameter: Tensor) -> None:
+        """Move the state of one parameter, which was loaded, to where it lies."""
+
+    def expect(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note optimizers that will make state."""
+
+    def check_room(
+        self,
+        optimizers: Sequence[Optimizer],
+        checkpoints: Callable[[str], int] = lambda folder: 0,
+        beside: Sequence[StateInMemory] = (),
+    ) -> None:
+        """Raise DiskError if the disk has no room for the state that these optimizers will make, and for checkpoints.
+
+        What other modules' optimizers will make `beside` them on this disk counts, too; of optimizers whose state is
+        unknown nothing does. ``checkpoints`` counts their bytes on the disk of a folder.
+        """
+
+    def close(self) -> None:
+        """Close the file, if there is one. State lives on as tensors over it. Safe twice."""

@@ -1,0 +1,47 @@
+"""A run whose weights and optimizer state are in memory: what `WithinBudget` (within_budget.py) overrides.
+
+1. Each event is one call here, so no other file asks whether anything is in files or on a disk.
+2. A storage lives as long as its handle. Where units are made anew, it chooses and opens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ..memory.host_copy import FileHome
+from ..memory.partition import Unit
+from ..optim.state_in_memory import StateInMemory
+
+
+class InMemory:
+    """The memory that all of a run is in."""
+
+    in_files: Collection[int] = ()  # ids of weights that stay in files
+    adopted: Collection[int] = ()  # ids of weights that are in files, and do not stay there
+    on_disk = 0  # bytes of the optimizer's state, and of weights, that will be on a disk
+    state = StateInMemory()
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of the buffers through which files are read and written."""
+        return self.state.ring_nbytes
+
+    def choose(self, units: Sequence[Unit]) -> None:
+        """Choose what of these units is to be in files, before anything is allocated."""
+
+    def open(self) -> None:
+        """Open the files that were chosen."""
+
+    def homes(self, unit: Unit) -> Sequence[FileHome]:
+        """Return the files in which weights of a unit lie, none or one."""
+        return ()
+
+    def is_outgrown(self) -> bool:
+        """Return whether parameters came to train for which the memory does not suffice."""
+        return False
+
+    def close_weights(self) -> None:
+        """Close the files of weights, until they are opened again."""
+
+    def close(self) -> None:
+        """Close all files."""
