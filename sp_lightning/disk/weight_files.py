@@ -1,43 +1,27 @@
-"""The weights of a model that stay in their files: which they are, their files, and the ring that reads them."""
+"""The files that weights of a model stay in, and the ring that reads them."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..compat.references import shares_storage, sharing_bytes
-from ..core.host import host_memory
-from ..core.machine import headroom
 from ..core.telemetry import Counters
-from ..errors import HostMemoryError, SourceFileError
+from ..errors import SourceFileError
 from ..memory.device import Device
 from ..memory.host_copy import FileHome
 from ..memory.partition import Unit
-from ..memory.pinned import find_foreign
 from ..memory.watched_parameters import true_data
-from ..options import format_bytes
 from .direct_file import BLOCK, Mount, mount_of
 from .direct_ring import DirectRing
 from .homes import Scratch, ScratchHome, SourceFiles
-from .placement import Budgeted, choose, may_move
 from .source_files import Found, Place, SourceFile, check_available, find
 
 log = logging.getLogger(__name__)
-
-
-class Choice(NamedTuple):
-    """The weights that stay in files."""
-
-    found: dict[int, Found]  # by the ids of parameters
-    placed: Budgeted
-    adopted: Collection[int]  # weights that are in files, and do not stay there
-    moved: Collection[int]  # the ids of FP32 weights that go to the disk
 
 
 class WeightFiles:
@@ -52,12 +36,11 @@ class WeightFiles:
         self._homes: list[SourceFiles | ScratchHome] = []
         self._ring: DirectRing | None = None
 
-    def open(self, choice: Choice) -> None:
-        """Open the files of the weights that stay there."""
-        self._moved = choice.moved
-        self.placed = choice.placed
+    def open(self, found: Mapping[int, Found], moved: Collection[int]) -> None:
+        """Open the files of the weights that stay there, by their ids. Those with ids in ``moved`` go to the disk."""
+        self._moved = moved
         try:
-            self._places = {key: Place(self._file(at), at.offset, at.nbytes) for key, at in choice.found.items()}
+            self._places = {key: Place(self._file(at), at.offset, at.nbytes) for key, at in found.items()}
         except BaseException:
             self.close()
             raise
@@ -109,63 +92,21 @@ class WeightFiles:
         return self._ring
 
 
-def usual_budget(units: Sequence[Unit]) -> int:
-    """Return the bytes of host memory for a run whose budget is not given: what is free, less the system's share.
-
-    Weights that are in memory already belong to the run.
-    """
-    memory, parameters = host_memory(), [parameter for unit in units for _, parameter in unit.params]
-    filed = find(parameters)
-    here = sum(p.nbytes for p in parameters if not p.is_meta and id(p) not in filed)
-    return max(1, memory.free + here - headroom(memory.total))
-
-
-def choose_files(
-    units: Sequence[Unit],
-    device: Device,
-    budget: int,
-    compute_dtype: torch.dtype | None,
-    may_cast: bool,
-    trains: bool,
-    spills: bool,
-    castable: Collection[int],
-) -> Choice:
-    """Choose what stays in files or goes to the disk, for a budget. Opens no file.
-
-    Args:
-        units: All units, the resident rest included; their weights are as they were loaded.
-        device: The device that computes.
-        budget: Bytes of host memory.
-        compute_dtype: The type on the device of weights that are FP32 on the host, if it is another one.
-        may_cast: Weights may come to travel in autocast's type.
-        trains: What requires gradients may be trained.
-        spills: The optimizer's state may be on disk.
-        castable: The ids of weights that may come to travel in autocast's type.
-    """
-    check_available(budget)
-    found = _found(units, device, trains)
-    filed = {key: at.nbytes for key, at in found.items()}
-    shared = _shared(units) if spills and device.is_host else set()
-    placed = choose(units, filed, budget, compute_dtype, may_cast, trains, spills, castable, shared)
-    if placed.host.total > budget > 0:
-        raise HostMemoryError(_not_met(units, budget, placed, found, spills))
-    if not placed.units and not placed.spilled:
-        return Choice({}, placed, (), ())
-    ids = {id(parameter) for index in placed.units for _, parameter in units[index].params}
-    if placed.units:
-        log.info(
-            "superpipeline: %s of weights stay in their files, those of %d of %d units; with them %s of host memory",
-            format_bytes(placed.in_files),
-            len(placed.units),
-            len(units),
-            format_bytes(placed.host.total),
+def find_local(parameters: Iterable[Tensor]) -> dict[int, Found]:
+    """Find where in files weights are, by their ids, and log which files on network filesystems do not count."""
+    found = find(parameters)
+    mounts = {path: _mount_of(path) for path in {at.mapping.path for at in found.values()}}
+    remote = {path for path, mount in mounts.items() if mount.is_remote}
+    if remote:
+        path = min(remote)
+        log.warning(
+            "superpipeline: weights of %s%s are copied into host memory: a change of a file on a network filesystem "
+            "(%s) might not be seen. Copy the model to a local disk to leave them there",
+            path,
+            f" and {len(remote) - 1} more files" if len(remote) > 1 else "",
+            mounts[path].kind,
         )
-    moved = {
-        id(parameter)
-        for index in placed.masters
-        for parameter in may_move([parameter for _, parameter in units[index].params], compute_dtype, castable, shared)
-    }
-    return Choice({key: at for key, at in found.items() if key in ids}, placed, found.keys() - ids, moved)
+    return {key: at for key, at in found.items() if at.mapping.path not in remote}
 
 
 def unchanged(module: nn.Module, state: Mapping[str, Any], budget: int | None) -> Mapping[str, Any]:
@@ -195,57 +136,8 @@ def _same_bytes(one: Tensor, other: Any) -> bool:
     return whole is not None and torch.equal(one.view(whole), other.view(whole))
 
 
-def _found(units: Sequence[Unit], device: Device, trains: bool) -> dict[int, Found]:
-    """Find the weights that may stay in files, by their ids."""
-    parameters = [parameter for unit in units for _, parameter in unit.params]
-    found = find(
-        parameter
-        for parameter in parameters
-        if not (trains and parameter.requires_grad) and not (device.is_host and shares_storage(parameter))
-    )
-    mounts = {path: _mount_of(path) for path in {at.mapping.path for at in found.values()}}
-    remote = {path for path, mount in mounts.items() if mount.is_remote}
-    if remote:
-        path = min(remote)
-        log.warning(
-            "superpipeline: weights of %s%s are copied into host memory: a change of a file on a network filesystem "
-            "(%s) might not be seen. Copy the model to a local disk to leave them there",
-            path,
-            f" and {len(remote) - 1} more files" if len(remote) > 1 else "",
-            mounts[path].kind,
-        )
-    return {key: at for key, at in found.items() if at.mapping.path not in remote}
-
-
-def _shared(units: Sequence[Unit]) -> set[int]:
-    """Find the weights to whose bytes other code may refer, by their ids (placement.py, Rule 5)."""
-    parameters = [parameter for unit in units for _, parameter in unit.params]
-    return sharing_bytes(parameters) | find_foreign(parameters)
-
-
 def _mount_of(path: str) -> Mount:
     try:
         return mount_of(path)
     except OSError:
         return Mount("", 0)  # it is gone, which is an error once it is opened
-
-
-def _not_met(units: Sequence[Unit], budget: int, placed: Budgeted, found: dict[int, Found], spills: bool) -> str:
-    parameters = [parameter for unit in units for _, parameter in unit.params if id(parameter) not in found]
-    trains = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    others = sum(parameter.nbytes for parameter in parameters) - trains
-    terms = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(placed.host).items() if n)
-    total = format_bytes(placed.host.total, up=True)  # to be copied
-    spilled, spill = "", ""
-    if spills:
-        what = "optimizer state and FP32 weights" if placed.masters else "optimizer state"
-        spilled = f" and {format_bytes(placed.on_disk)} of {what} on the disk"
-    elif placed.host.optimizer:
-        spill = "Give disk= a folder on a local SSD for the optimizer's state. "
-    return (
-        f"host_budget={format_bytes(budget)} cannot be met: with {format_bytes(placed.in_files)} of weights left in "
-        f"their files{spilled} the run takes {total} of host memory ({terms}). {spill}"
-        f"Of the weights in memory {format_bytes(trains)} require gradients (freeze what does not train: "
-        f"requires_grad_(False)), and {format_bytes(others)} are in no file as they are (load them in the files' own "
-        "type, from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"
-    )

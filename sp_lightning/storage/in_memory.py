@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from torch import nn
+
 from ..memory.host_copy import FileHome
 from ..memory.partition import Unit
 from ..optim.state_in_memory import StateInMemory
@@ -19,6 +21,7 @@ class InMemory:
     in_files: Collection[int] = ()  # ids of weights that stay in files
     adopted: Collection[int] = ()  # ids of weights that are in files, and do not stay there
     on_disk = 0  # bytes of the optimizer's state, and of weights, that will be on a disk
+    frozen: Sequence[nn.Parameter] = ()  # there may be no memory for training these
     state = StateInMemory()
 
     @property

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import nn
 
 from ..autograd.autocast_weights import castable
 from ..compat.modules import is_compiled
+from ..compat.references import shares_storage, sharing_bytes
+from ..core.host import host_memory
+from ..core.machine import headroom
 from ..core.telemetry import Counters
-from ..disk.placement import choose
+from ..disk.placement import Budgeted, choose, may_move
 from ..disk.scratch_file import ScratchFile, check_folder, check_room, make_room
-from ..disk.weight_files import WeightFiles, choose_files, usual_budget
+from ..disk.source_files import Found, check_available, find
+from ..disk.weight_files import WeightFiles, find_local
+from ..errors import HostMemoryError
 from ..memory.device import Device
 from ..memory.host_copy import FileHome
 from ..memory.partition import Unit
+from ..memory.pinned import find_foreign
 from ..optim.state_in_memory import StateInMemory
 from ..optim.state_on_disk import StateOnDisk, left_nbytes
-from ..options import Options
+from ..options import Options, format_bytes
 from .in_memory import InMemory
+
+log = logging.getLogger(__name__)
 
 
 class WithinBudget(InMemory):
     """The files that weights of a run stay in, as a budget of host memory requires."""
 
     spills = False  # whether what exceeds the budget may go to a disk
+    in_files: Mapping[int, Found]
 
     def __init__(
         self,
@@ -51,25 +62,72 @@ class WithinBudget(InMemory):
         return super().ring_nbytes + self.files.ring_nbytes
 
     def choose(self, units: Sequence[Unit]) -> None:
-        known = () if is_compiled(self._module) else castable(self._module)
-        choice = choose_files(units, self._device, self._budget, *self._types, self._trains, self.spills, known)
-        self._units, self._choice = units, choice
-        self.in_files, self.adopted, self.on_disk = choice.found.keys(), choice.adopted, choice.placed.on_disk
+        check_available(self._budget)
+        self._units = units
+        parameters = self._params(range(len(units)))
+        may_stay = [p for p in parameters if not (self._trains and p.requires_grad)]
+        found = find_local(p for p in may_stay if not (self._device.is_host and shares_storage(p)))
+        filed = {key: at.nbytes for key, at in found.items()}
+        casts = () if is_compiled(self._module) else castable(self._module)
+        # Other code may refer to their bytes (placement.py, Rule 5).
+        shared = sharing_bytes(parameters) | find_foreign(parameters) if self.spills and self._device.is_host else ()
+        placed = choose(units, filed, self._budget, *self._types, self._trains, self.spills, casts, shared)
+        if placed.host.total > self._budget > 0:
+            raise HostMemoryError(self._not_met(placed, [p for p in parameters if id(p) not in found]))
+        stay = set(map(id, self._params(placed.units)))
+        self.placed, self.on_disk = placed, placed.on_disk
+        self.in_files = {key: at for key, at in found.items() if key in stay}
+        self.adopted = found.keys() - stay if placed.units or placed.spilled else ()
+        of_units = (may_move(self._params([index]), self._types[0], casts, shared) for index in placed.masters)
+        self._moved = {id(parameter) for of_unit in of_units for parameter in of_unit}
+        if placed.units:
+            log.info(
+                "superpipeline: %s of weights stay in their files, those of %d of %d units; with them %s of host "
+                "memory",
+                format_bytes(placed.in_files),
+                len(placed.units),
+                len(units),
+                format_bytes(placed.host.total),
+            )
+
+    def _params(self, indices: Iterable[int]) -> list[nn.Parameter]:
+        """List the parameters of units."""
+        return [parameter for index in indices for _, parameter in self._units[index].params]
 
     def open(self) -> None:
-        self.files.open(self._choice)
+        self.files.open(self.in_files, self._moved)
         is_bounded = self.spills or self._budget  # not "0B": as little as can be had
-        self._frozen = [p for p in self._module.parameters() if is_bounded and not p.requires_grad]
+        self.frozen = [p for p in self._module.parameters() if is_bounded and not p.requires_grad]
 
     def homes(self, unit: Unit) -> Sequence[FileHome]:
         return self.files.homes(unit)
 
     def is_outgrown(self) -> bool:
-        if self.state.is_on_disk or not any(parameter.requires_grad for parameter in self._frozen):
+        if self.state.is_on_disk or not any(parameter.requires_grad for parameter in self.frozen):
             return False
-        self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        self.frozen = [parameter for parameter in self.frozen if not parameter.requires_grad]
         whole = choose(self._units, {}, self._budget, *self._types, self._trains).host
         return bool(self.in_files) or whole.total > self._budget
+
+    def _not_met(self, placed: Budgeted, parameters: Sequence[nn.Parameter]) -> str:
+        """Say what these parameters, which have to be in memory, and the rest of the run take of it."""
+        trains = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        others = sum(parameter.nbytes for parameter in parameters) - trains
+        terms = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(placed.host).items() if n)
+        total = format_bytes(placed.host.total, up=True)  # to be copied
+        spilled, spill = "", ""
+        if self.spills:
+            what = "optimizer state and FP32 weights" if placed.masters else "optimizer state"
+            spilled = f" and {format_bytes(placed.on_disk)} of {what} on the disk"
+        elif placed.host.optimizer:
+            spill = "Give disk= a folder on a local SSD for the optimizer's state. "
+        return (
+            f"host_budget={format_bytes(self._budget)} cannot be met: with {format_bytes(placed.in_files)} of weights "
+            f"left in their files{spilled} the run takes {total} of host memory ({terms}). {spill}"
+            f"Of the weights in memory {format_bytes(trains)} require gradients (freeze what does not train: "
+            f"requires_grad_(False)), and {format_bytes(others)} are in no file as they are (load them in the files' "
+            "own type, from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"
+        )
 
     def close_weights(self) -> None:
         self.files.close()
@@ -92,21 +150,21 @@ class WithDisk(WithinBudget):
     def choose(self, units: Sequence[Unit]) -> None:
         check_folder(self._folder)
         if self._options.host_budget is None and not self._units:  # once: what the run takes then is within it
-            self._budget = usual_budget(units)
+            memory, parameters = host_memory(), [parameter for unit in units for _, parameter in unit.params]
+            filed = find(parameters)
+            here = sum(p.nbytes for p in parameters if not p.is_meta and id(p) not in filed)  # belongs to the run
+            self._budget = max(1, memory.free + here - headroom(memory.total))
         super().choose(units)
         if not self.state.is_on_disk and not make_room(self._folder, self.on_disk):
-            check_room(self._folder, self.on_disk - left_nbytes(self._folder, self._spilled_params()))
+            spilled = self._params(self.placed.spilled)
+            check_room(self._folder, self.on_disk - left_nbytes(self._folder, spilled))
 
     def open(self) -> None:
-        placed = self._choice.placed
+        placed = self.placed
         if placed.spilled and not self.state.is_on_disk:
             file, fuses = ScratchFile(self._folder), self._options.fused_optimizer
             self.state = self.files.scratch = StateOnDisk(file, placed.buffer, self._counters, fuses)
         if placed.spilled:  # also those that may come to train: no state of theirs was counted
-            frozen = {id(p) for unit in self._units for _, p in unit.params if not p.requires_grad}
-            self.state.parameters = frozen.union(map(id, self._spilled_params()))
+            frozen = (p for p in self._params(range(len(self._units))) if not p.requires_grad)
+            self.state.parameters = set(map(id, [*frozen, *self._params(placed.spilled)]))
         super().open()
-
-    def _spilled_params(self) -> list[nn.Parameter]:
-        """List the parameters whose state is to be on the disk."""
-        return [p for index in self._choice.placed.spilled for _, p in self._units[index].params]

@@ -152,7 +152,7 @@ def test_only_what_does_not_fit_the_budget_stays_in_files(blocks, device, tmp_pa
     plain, net = stack(count=14), stack(count=14)
     in_files.put(net, str(tmp_path))
     with streamed(net, device) as handle:
-        least = handle.storage.files.placed.host.total
+        least = handle.storage.placed.host.total
         sizes = [sum(p.nbytes for _, p in unit.params) for unit in handle.units]
         assert all(map(in_source_files, stores(handle)))
     host = least + int((blocks + 0.5) * 1.6 * max(sizes))  # with room for wire copies of half their size
@@ -160,7 +160,7 @@ def test_only_what_does_not_fit_the_budget_stays_in_files(blocks, device, tmp_pa
     with streamed(net, device, host_budget=host) as handle:
         kept = [unit for unit, store in zip(handle.units, stores(handle), strict=True) if not store.files]
         assert blocks - 1 <= len(kept) <= blocks and not any(unit.resident for unit in kept)
-        assert handle.storage.files.placed.host.total <= host
+        assert handle.storage.placed.host.total <= host
         assert equal(net, plain, device) and equal(net, plain, device)
 
 

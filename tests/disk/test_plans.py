@@ -69,7 +69,7 @@ def test_a_step_reads_what_the_plan_says_to_the_byte(window, activations, device
             step(net, x)
             take_step(handle, optimizer)
             read.append(handle.stats()["disk_read"] - before)
-        assert handle.storage.files.placed.host.ring == expected.host.ring
+        assert handle.storage.placed.host.ring == expected.host.ring
     assert read[-1] == read[-2] == expected.disk_nbytes
     assert expected.host.weights < sum(p.nbytes for p in net.parameters() if p.requires_grad) + 20 * 512
 
@@ -81,7 +81,7 @@ def test_a_plan_leaves_in_files_what_a_run_does(tmp_path, monkeypatch):
     seen = set()
     for more in range(0, 120_000, 12_000):
         with sp_lightning.stream(net, "cpu", units=UNITS, host_budget=least + more, wire_dtype="as-is") as handle:
-            placed = handle.storage.files.placed
+            placed = handle.storage.placed
             host = sum(unit.host_bytes().weights for unit in handle.engine.units)
         found = planned(net, host_budget=least + more)
         assert abs(found.host.weights - placed.host.weights) <= 512 * len(list(net.parameters()))

@@ -399,7 +399,7 @@ def test_a_host_without_room_puts_state_on_disk_if_no_budget_is_given(monkeypatc
     from sp_lightning.core.host import HostMemory
 
     monkeypatch.setattr(
-        "sp_lightning.disk.weight_files.host_memory", lambda: HostMemory(4 << 20, 3 << 20, "machine", 4 << 20)
+        "sp_lightning.storage.within_budget.host_memory", lambda: HostMemory(4 << 20, 3 << 20, "machine", 4 << 20)
     )
     net = stack(200)
     optimizer = torch.optim.AdamW(net.parameters())
@@ -814,7 +814,7 @@ def test_what_a_run_has_made_itself_is_within_its_budget_when_weights_are_unfroz
     plain = thawing(device)
     free = [4 * SIZE, SIZE]  # beside weights and the system's share: at first, and with gradients and state
     monkeypatch.setattr(
-        "sp_lightning.disk.weight_files.host_memory",
+        "sp_lightning.storage.within_budget.host_memory",
         lambda: HostMemory(4 << 20, (1 << 20) + free.pop(0), "machine", 4 << 20),
     )
     assert_same(thawing(device, disk=os.getcwd()), plain)

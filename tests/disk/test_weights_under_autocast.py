@@ -226,11 +226,11 @@ def test_a_loop_without_autocast_reads_weights_from_the_disk(device):
 
 def test_weights_that_travel_as_they_are_stay_in_memory_where_that_is_known(device):
     with streamed(stack(), device, wire_dtype="as-is") as handle:
-        assert not handle.storage.in_files and not handle.storage.files.placed.masters
+        assert not handle.storage.in_files and not handle.storage.placed.masters
     net = stack()
     net[1].compile(backend="eager")
     with streamed(net, device) as handle:
-        assert not handle.storage.in_files and not handle.storage.files.placed.masters
+        assert not handle.storage.in_files and not handle.storage.placed.masters
 
 
 def test_a_graph_keeps_the_weights_that_it_saved(device):
