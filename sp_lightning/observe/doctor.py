@@ -236,22 +236,63 @@ def capacity(facts: Facts) -> Capacity:
 
 def findings(facts: Facts) -> Iterator[Finding]:
     """Yield what slows this machine down, the worst first."""
-    for subject, check in CHECKS.items():
-        sentence = check(facts)
-        if sentence is not None:
-            yield Finding(subject, sentence)
+    yield from _of_accelerator(facts)
+    yield from _of_memory(facts)
+    yield from _of_cores(facts)
+    yield from _of_folder(facts)
+    if facts.disk is not None:
+        yield from _of_disk(facts.disk)
+    wanted, found = facts.torch_wanted_by_torchvision, (facts.versions["torch"] or "").partition("+")[0]
+    if wanted is not None and wanted != found:
+        yield Finding(
+            "versions",
+            f"torchvision {facts.versions['torchvision']} was built for torch {wanted}, found {found}, which breaks "
+            "'import transformers': install them together (pip install -U torch torchvision), or remove torchvision.",
+        )
 
 
-def _device(facts: Facts) -> str | None:
-    if not facts.on_host:
-        return None
-    found = facts.versions["torch"]
+def _of_accelerator(facts: Facts) -> Iterator[Finding]:
+    if facts.on_host:
+        yield Finding("device", _why_on_host(facts))
+        return
+    machine = facts.machine
+    up, down = machine.up_bytes_per_s, machine.down_bytes_per_s
+    if min(up, down) < SLOW_LINK:
+        yield Finding(
+            "link",
+            f"The link carries {up / GB:.1f} GB/s up and {down / GB:.1f} GB/s down, of 12 with 16 lanes of PCIe 3 and "
+            "25 with PCIe 4: put the device into a slot with 16 lanes, check its link width and speed under load, and "
+            "remove risers and power saving.",
+        )
+    elif min(up, down) < LOPSIDED * max(up, down):
+        yield Finding(
+            "link",
+            f"The link carries {up / GB:.1f} GB/s up and {down / GB:.1f} GB/s down: the slower direction crosses "
+            "sockets or an IOMMU; bind the process to the device's memory node, and set the IOMMU to pass-through.",
+        )
+    if machine.duplex < SHARED_WIRE:
+        yield Finding(
+            "duplex",
+            f"With copies in both directions each keeps {machine.duplex:.0%} of its rate: gradients on their way "
+            "down slow the weights on their way up; train more tokens per step (a larger batch, "
+            "accumulate_grad_batches), so that compute hides both.",
+        )
+    if facts.ways_up_share < CROWDED:
+        yield Finding(
+            "ways up",
+            f"While {facts.ways_up} devices load weights at once, each way up keeps {facts.ways_up_share:.0%} of its "
+            "rate: they share the host's memory or a switch; train more tokens per step on each device, give every "
+            "device lanes of its own, and fill every memory channel.",
+        )
+
+
+def _why_on_host(facts: Facts) -> str:
     for vendor, count in facts.gpus.items():
         build = {"NVIDIA": "cuda", "AMD": "hip"}[vendor]
         gpus = f"{count} {vendor} GPU{'s' * (count > 1)}"
         if facts.torch_accelerator != build:
             return (
-                f"torch {found} was not built for the {gpus} that the system shows: "
+                f"torch {facts.versions['torch']} was not built for the {gpus} that the system shows: "
                 f"install a {'CUDA' if build == 'cuda' else 'ROCm'} build of torch (pytorch.org/get-started)."
             )
         return (
@@ -264,232 +305,133 @@ def _device(facts: Facts) -> str | None:
     )
 
 
-def _link(facts: Facts) -> str | None:
-    up, down = facts.machine.up_bytes_per_s, facts.machine.down_bytes_per_s
-    if facts.on_host:
-        return None
-    if min(up, down) < SLOW_LINK:
-        return (
-            f"The link carries {up / GB:.1f} GB/s up and {down / GB:.1f} GB/s down, of 12 with 16 lanes of PCIe 3 and "
-            "25 with PCIe 4: put the device into a slot with 16 lanes, check its link width and speed under load, and "
-            "remove risers and power saving."
+def _of_memory(facts: Facts) -> Iterator[Finding]:
+    machine = facts.machine
+    if facts.pinned_nbytes is not None and facts.pinned_nbytes < facts.pin_tried_nbytes:
+        limit = "unlimited" if facts.lock_limit_nbytes is None else format_bytes(facts.lock_limit_nbytes)
+        yield Finding(
+            "pinned memory",
+            f"{format_bytes(facts.pinned_nbytes)} of {format_bytes(facts.pin_tried_nbytes)} could be page-locked "
+            f"(ulimit -l: {limit}): raise memlock in "
+            "/etc/security/limits.conf, or start the container with --ulimit memlock=-1; copies from other memory are "
+            "slower and do not run beside compute.",
         )
-    if min(up, down) < LOPSIDED * max(up, down):
-        return (
-            f"The link carries {up / GB:.1f} GB/s up and {down / GB:.1f} GB/s down: the slower direction crosses "
-            "sockets or an IOMMU; bind the process to the device's memory node, and set the IOMMU to pass-through."
+    if facts.host_limited_by == "cgroup" and machine.host_nbytes < facts.machine_nbytes / 2:
+        yield Finding(
+            "host memory",
+            f"This process may take {format_bytes(machine.host_nbytes)} of the machine's "
+            f"{format_bytes(facts.machine_nbytes)}: raise the memory limit of its container or job.",
         )
-    return None
-
-
-def _duplex(facts: Facts) -> str | None:
-    if facts.on_host or facts.machine.duplex >= SHARED_WIRE:
-        return None
-    return (
-        f"With copies in both directions each keeps {facts.machine.duplex:.0%} of its rate: gradients on their way "
-        "down slow the weights on their way up; train more tokens per step (a larger batch, accumulate_grad_batches), "
-        "so that compute hides both."
-    )
-
-
-def _ways_up(facts: Facts) -> str | None:
-    if facts.on_host or facts.ways_up_share >= CROWDED:
-        return None
-    return (
-        f"While {facts.ways_up} devices load weights at once, each way up keeps {facts.ways_up_share:.0%} of its rate: "
-        "they share the host's memory or a switch; train more tokens per step on each device, give every device lanes "
-        "of its own, and fill every memory channel."
-    )
-
-
-def _pinned(facts: Facts) -> str | None:
-    if facts.pinned_nbytes is None or facts.pinned_nbytes >= facts.pin_tried_nbytes:
-        return None
-    limit = facts.lock_limit_nbytes
-    return (
-        f"{format_bytes(facts.pinned_nbytes)} of {format_bytes(facts.pin_tried_nbytes)} could be page-locked "
-        f"(ulimit -l: {'unlimited' if limit is None else format_bytes(limit)}): raise memlock in "
-        "/etc/security/limits.conf, or start the container with --ulimit memlock=-1; copies from other memory are "
-        "slower and do not run beside compute."
-    )
-
-
-def _host_memory(facts: Facts) -> str | None:
-    if facts.host_limited_by == "cgroup" and facts.machine.host_nbytes < facts.machine_nbytes / 2:
-        return (
-            f"This process may take {format_bytes(facts.machine.host_nbytes)} of the machine's "
-            f"{format_bytes(facts.machine_nbytes)}: raise the memory limit of its container or job."
+    elif not facts.on_host and facts.host_free_nbytes < 2 * machine.device_nbytes:
+        yield Finding(
+            "host memory",
+            f"{format_bytes(facts.host_free_nbytes)} of host memory are free for a device of "
+            f"{format_bytes(machine.device_nbytes)}, and AdamW takes {FULL} host bytes per parameter: add memory (at "
+            "least twice the device's), or train adapters, which takes 2.",
         )
-    if facts.on_host or facts.host_free_nbytes >= 2 * facts.machine.device_nbytes:
-        return None
-    return (
-        f"{format_bytes(facts.host_free_nbytes)} of host memory are free for a device of "
-        f"{format_bytes(facts.machine.device_nbytes)}, and AdamW takes {FULL} host bytes per parameter: add memory (at "
-        "least twice the device's), or train adapters, which takes 2."
-    )
+    if facts.wsl2:
+        yield Finding(
+            "WSL2",
+            f"This is Linux inside Windows (WSL2) with {format_bytes(machine.host_nbytes)} of host memory, by "
+            "default half of the computer's: to give it more, write the lines [wsl2] and memory=56GB (of 64 GB) into "
+            "%UserProfile%\\.wslconfig, then run 'wsl --shutdown' in Windows; page-locked memory is limited there, "
+            "too.",
+        )
+    if machine.dram_bytes_per_s < SLOW_DRAM:
+        yield Finding(
+            "memory speed",
+            f"Host memory moves {machine.dram_bytes_per_s / GB:.1f} GB/s, where two channels of DDR4 give 40: fill "
+            "every channel, enable the modules' rated profile, and give torch all cores.",
+        )
 
 
-def _wsl2(facts: Facts) -> str | None:
-    if not facts.wsl2:
-        return None
-    return (
-        f"This is Linux inside Windows (WSL2) with {format_bytes(facts.machine.host_nbytes)} of host memory, by "
-        "default half of the computer's: to give it more, write the lines [wsl2] and memory=56GB (of 64 GB) into "
-        "%UserProfile%\\.wslconfig, then run 'wsl --shutdown' in Windows; page-locked memory is limited there, too."
-    )
-
-
-def _dram(facts: Facts) -> str | None:
-    if facts.machine.dram_bytes_per_s >= SLOW_DRAM:
-        return None
-    return (
-        f"Host memory moves {facts.machine.dram_bytes_per_s / GB:.1f} GB/s, where two channels of DDR4 give 40: fill "
-        "every channel, enable the modules' rated profile, and give torch all cores."
-    )
-
-
-def _threads(facts: Facts) -> str | None:
-    if facts.threads == facts.cores:
-        return None
-    effect = "the host optimizer leaves cores idle" if facts.threads < facts.cores else "threads wait for one another"
-    return (
-        f"torch uses {facts.threads} thread{'s' * (facts.threads != 1)} on {facts.cores} "
-        f"core{'s' * (facts.cores != 1)}, so {effect}: set OMP_NUM_THREADS={facts.cores}."
-    )
-
-
-def _numa(facts: Facts) -> str | None:
-    if facts.numa_nodes < 2:
-        return None
-    return (
-        f"This process may run on {facts.numa_nodes} memory nodes, and copies across them are slower: start it with "
-        "numactl --cpunodebind=N --membind=N, where N is the device's node (nvidia-smi topo -m, rocm-smi --showtopo)."
-    )
-
-
-def _optimizer(facts: Facts) -> str | None:
+def _of_cores(facts: Facts) -> Iterator[Finding]:
+    if facts.threads != facts.cores:
+        few = facts.threads < facts.cores
+        effect = "the host optimizer leaves cores idle" if few else "threads wait for one another"
+        yield Finding(
+            "threads",
+            f"torch uses {facts.threads} thread{'s' * (facts.threads != 1)} on {facts.cores} "
+            f"core{'s' * (facts.cores != 1)}, so {effect}: set OMP_NUM_THREADS={facts.cores}.",
+        )
+    if facts.numa_nodes >= 2:
+        yield Finding(
+            "memory nodes",
+            f"This process may run on {facts.numa_nodes} memory nodes, and copies across them are slower: start it "
+            "with numactl --cpunodebind=N --membind=N, where N is the device's node (nvidia-smi topo -m, rocm-smi "
+            "--showtopo).",
+        )
     gain = facts.fused_parameters_per_s / facts.parameters_per_s
-    if gain < FUSED_GAIN:
-        return None
-    return (
-        f"AdamW steps {facts.parameters_per_s / GB:.2f}e9 parameters/s on this host and "
-        f"{facts.fused_parameters_per_s / GB:.2f}e9 with torch's fused kernels: where steps wait for the optimizer, "
-        f"fused_optimizer=True makes it {gain:.1f} times as fast (with other rounding)."
-    )
+    if gain >= FUSED_GAIN:
+        yield Finding(
+            "optimizer",
+            f"AdamW steps {facts.parameters_per_s / GB:.2f}e9 parameters/s on this host and "
+            f"{facts.fused_parameters_per_s / GB:.2f}e9 with torch's fused kernels: where steps wait for the "
+            f"optimizer, fused_optimizer=True makes it {gain:.1f} times as fast (with other rounding).",
+        )
+    if facts.why_not_compiled and not facts.why_not_compiled.startswith(DIFFERENT):
+        yield Finding(
+            "compiled steps",
+            f"AdamW steps {facts.parameters_per_s / GB:.2f}e9 parameters/s by torch's operators, not in compiled code "
+            f"with the same bits, which is faster, as {facts.why_not_compiled}: install a C++ compiler (g++ or "
+            "clang++, or name it in $CXX), and let XDG_CACHE_HOME name a directory that can be written.",
+        )
 
 
-def _compiled(facts: Facts) -> str | None:
-    if not facts.why_not_compiled or facts.why_not_compiled.startswith(DIFFERENT):
-        return None
-    return (
-        f"AdamW steps {facts.parameters_per_s / GB:.2f}e9 parameters/s by torch's operators, not in compiled code with "
-        f"the same bits, which is faster, as {facts.why_not_compiled}: install a C++ compiler (g++ or "
-        "clang++, or name it in $CXX), and let XDG_CACHE_HOME name a directory that can be written."
-    )
-
-
-def _disk_speed(facts: Facts) -> str | None:
-    if facts.disk_write_bytes_per_s >= SLOW_DISK:
-        return None
-    minutes = 10e9 * CHECKPOINT / facts.disk_write_bytes_per_s / 60
-    return (
-        f"{facts.folder} takes {facts.disk_write_bytes_per_s / 1e6:.0f} MB/s, so a checkpoint of 10e9 parameters would "
-        f"take {minutes:.0f} minutes: let ModelCheckpoint write to another disk (dirpath) or less often."
-    )
-
-
-def _disk_space(facts: Facts) -> str | None:
+def _of_folder(facts: Facts) -> Iterator[Finding]:
+    if facts.disk_write_bytes_per_s < SLOW_DISK:
+        minutes = 10e9 * CHECKPOINT / facts.disk_write_bytes_per_s / 60
+        yield Finding(
+            "disk speed",
+            f"{facts.folder} takes {facts.disk_write_bytes_per_s / 1e6:.0f} MB/s, so a checkpoint of 10e9 parameters "
+            f"would take {minutes:.0f} minutes: let ModelCheckpoint write to another disk (dirpath) or less often.",
+        )
     needed = capacity(facts).full * CHECKPOINT
-    if facts.disk_free_nbytes >= needed:
-        return None
-    return (
-        f"{facts.folder} has {format_bytes(facts.disk_free_nbytes)} left, and a checkpoint of the largest model that "
-        f"trains here would take {format_bytes(needed)}: free some, or write to another disk (default_root_dir)."
-    )
+    if facts.disk_free_nbytes < needed:
+        yield Finding(
+            "disk space",
+            f"{facts.folder} has {format_bytes(facts.disk_free_nbytes)} left, and a checkpoint of the largest model "
+            f"that trains here would take {format_bytes(needed)}: free some, or write to another disk "
+            "(default_root_dir).",
+        )
 
 
-def _filesystem(facts: Facts) -> str | None:
-    disk = facts.disk
-    if disk is None or not (disk.rotates or disk.elsewhere):
-        return None
-    what = disk.elsewhere or "a disk that rotates"
-    return (
-        f"{disk.folder} is on {what} ({disk.filesystem or 'unknown filesystem'}): leave weights and state on a "
-        "local SSD (ext4 or xfs)."
-    )
-
-
-def _direct_transfers(facts: Facts) -> str | None:
-    if facts.disk is None or facts.disk.is_direct:
-        return None
-    return (
-        f"{facts.disk.filesystem or 'The filesystem'} refuses direct transfers in {facts.disk.folder}: what is "
-        "there goes through the page cache, at several times the processor's time; use ext4 or xfs."
-    )
-
-
-def _both_ways(facts: Facts) -> str | None:
-    disk = facts.disk
-    if disk is None or disk.duplex >= SHARED_PIPE:
-        return None
-    return (
-        f"Read and written at once, {disk.folder} keeps {disk.duplex:.0%} of its speed each way: it shares one pipe, "
-        "so that the times of a step's reads and writes add up; train more tokens per step (a larger batch, "
-        "accumulate_grad_batches), so that compute hides both."
-    )
-
-
-def _sustained(facts: Facts) -> str | None:
-    disk = facts.disk
-    if disk is None:
-        return None
+def _of_disk(disk: DiskSpeed) -> Iterator[Finding]:
+    if disk.rotates or disk.elsewhere:
+        what = disk.elsewhere or "a disk that rotates"
+        yield Finding(
+            "filesystem",
+            f"{disk.folder} is on {what} ({disk.filesystem or 'unknown filesystem'}): leave weights and state on a "
+            "local SSD (ext4 or xfs).",
+        )
+    if not disk.is_direct:
+        yield Finding(
+            "direct transfers",
+            f"{disk.filesystem or 'The filesystem'} refuses direct transfers in {disk.folder}: what is "
+            "there goes through the page cache, at several times the processor's time; use ext4 or xfs.",
+        )
+    if disk.duplex < SHARED_PIPE:
+        yield Finding(
+            "disk both ways",
+            f"Read and written at once, {disk.folder} keeps {disk.duplex:.0%} of its speed each way: it shares one "
+            "pipe, so that the times of a step's reads and writes add up; train more tokens per step (a larger batch, "
+            "accumulate_grad_batches), so that compute hides both.",
+        )
     rates = f"--disk {disk.read_bytes_per_s / GB:.2g}GB,{disk.sustained_bytes_per_s / GB:.2g}GB"
     if disk.sustained_bytes_per_s < FALLS * disk.write_bytes_per_s:
-        return (
+        yield Finding(
+            "sustained writes",
             f"{disk.folder} took {disk.write_bytes_per_s / GB:.1f} GB/s at first and "
             f"{disk.sustained_bytes_per_s / GB:.1f} GB/s after {disk.written_nbytes / GB:.0f} GB: a cache of the drive "
-            f"is full then; plan with {rates}, and use a drive that sustains its writes."
+            f"is full then; plan with {rates}, and use a drive that sustains its writes.",
         )
-    if disk.sustained_bytes_per_s < SLOW_FOR_STATE:
+    elif disk.sustained_bytes_per_s < SLOW_FOR_STATE:
         seconds = 8e9 * STATE_WRITTEN / disk.sustained_bytes_per_s
-        return (
+        yield Finding(
+            "sustained writes",
             f"{disk.folder} takes {disk.sustained_bytes_per_s / GB:.2f} GB/s: a step of 8e9 parameters with AdamW's "
-            f"state there would write for {seconds:.0f} s; plan with {rates}, and use an NVMe drive."
+            f"state there would write for {seconds:.0f} s; plan with {rates}, and use an NVMe drive.",
         )
-    return None
-
-
-def _versions(facts: Facts) -> str | None:
-    wanted, found = facts.torch_wanted_by_torchvision, (facts.versions["torch"] or "").partition("+")[0]
-    if wanted is None or wanted == found:
-        return None
-    return (
-        f"torchvision {facts.versions['torchvision']} was built for torch {wanted}, found {found}, which breaks "
-        "'import transformers': install them together (pip install -U torch torchvision), or remove torchvision."
-    )
-
-
-CHECKS = {
-    "device": _device,
-    "link": _link,
-    "duplex": _duplex,
-    "ways up": _ways_up,
-    "pinned memory": _pinned,
-    "host memory": _host_memory,
-    "WSL2": _wsl2,
-    "memory speed": _dram,
-    "threads": _threads,
-    "memory nodes": _numa,
-    "optimizer": _optimizer,
-    "compiled steps": _compiled,
-    "disk speed": _disk_speed,
-    "disk space": _disk_space,
-    "filesystem": _filesystem,
-    "direct transfers": _direct_transfers,
-    "disk both ways": _both_ways,
-    "sustained writes": _sustained,
-    "versions": _versions,
-}
 
 
 def _billions(count: int) -> str:
