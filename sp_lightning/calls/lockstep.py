@@ -36,7 +36,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -48,6 +48,7 @@ from ..compat.tensors import dispatch_mode_count, function_mode_count
 from ..errors import ExactnessError, UnsupportedError
 from ..memory.device import Device
 from ..memory.watched_parameters import quietly
+from .call_memory import ON_HOST, CallMemory
 from .module_state import ModuleState
 
 BEGIN = -1  # in place of the index of a unit: the call has not begun
@@ -101,6 +102,7 @@ class Call:
         self.goes_on = threading.Semaphore(0)
         self.thread: int | None = None
         self.draws = False  # random numbers
+        self.kept_nbytes = 0  # that it keeps on the device (call_memory.py)
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -113,7 +115,7 @@ class Lockstep:
         engine: Visits,
         module: nn.Module,
         calls: Iterable[Callable[[], Any]],
-        at_once: int,
+        at_once: int | Literal["auto"],
         tracks: bool,
         changes_nothing: bool,
     ) -> None:
@@ -123,7 +125,9 @@ class Lockstep:
                 "is on here is off: enter it inside of each call"
             )
         self._engine = engine
-        self._at_once = at_once
+        auto = at_once == "auto"
+        self._memory = CallMemory(engine.device, engine.window) if auto and not engine.device.is_host else None
+        self._at_once = ON_HOST if at_once == "auto" else at_once  # unless memory says it
         self._surroundings = _surroundings(engine.device)
         self._random = _RandomStates(engine.device)
         self._seeds = self._random.generator_of_seeds()
@@ -140,7 +144,7 @@ class Lockstep:
         self._callers_turn = threading.Semaphore(0)
         self._callers = engine.new_turn()  # where the caller is
         units = {unit.index: [top for _, top in unit.unit.modules] for unit in engine.units if not unit.unit.resident}
-        self._modules = ModuleState(module, units, tracks) if at_once > 1 else None
+        self._modules = None if at_once == 1 else ModuleState(module, units, tracks)
         self.together = changes_nothing or at_once == 1  # whether more than the first call may have the turn (Rule 8)
         self._changed = False  # whether a call did what Rule 8 forbids together
         self._failure: ExactnessError | None = None
@@ -149,7 +153,7 @@ class Lockstep:
         """Run calls until one of them ends, and return it; None if all have ended."""
         ended: Call | None = None
         while ended is None:
-            while len(self._live) < (self._at_once if self.together else 1) and not self._interrupted:
+            while len(self._live) < self.at_once and not self._interrupted:
                 following = next(self._to_begin, None)  # code of the caller's
                 if following is None:
                     break
@@ -165,6 +169,13 @@ class Lockstep:
             self._interrupted = True
             raise failure
         return ended
+
+    @property
+    def at_once(self) -> int:
+        """How many calls may be under way by now."""
+        if not self.together:
+            return 1
+        return self._at_once if self._memory is None else self._memory.fits(self._live)
 
     def _run_calls(self) -> Call | None:
         """Run calls until one of them ends, and return it, or None where others may begin."""
@@ -229,6 +240,8 @@ class Lockstep:
             call.error = error
         self.together = self.together or not call.changes
         self._random.forget()
+        if self._memory is not None:
+            self._memory.ends()
         self._live.remove(call)
         self._ended, self._running = call, None
         self._callers_turn.release()
@@ -252,6 +265,8 @@ class Lockstep:
                 "enable_grad(), or run the call by itself"
             )
         if not unit.unit.resident:
+            if self._memory is not None:
+                self._memory.arrives(call)
             comes_back = unit.index != call.unit and unit.index in call.came_to
             call.unit = unit.index
             if not self.together and not call.changes:
@@ -293,6 +308,8 @@ class Lockstep:
         self._set_state(call.state)
         if self._modules is not None:
             self._modules.begin_turn()
+        if self._memory is not None:
+            self._memory.goes_on()
 
     def _give_turn(self, call: Call) -> None:
         """Let this call run in the stead of the running one, or of the caller."""

@@ -11,7 +11,7 @@
    says how many, by an attribute ``trained_copies``.
 5. A module that generates answers in ``predict`` says so by an attribute ``generates``: the tokens of each, and where
    keys and values wait, "device" or "host". Its batch holds the prompts as ``input_ids``, and it is not trained.
-   With ``predict_at_once`` the batches under way at once count as one.
+   With ``predict_at_once`` the batches under way at once count as one; with "auto", one counts for all.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def find(arguments: Sequence[str]) -> Run:
         for owner in filter(None, (cli.datamodule, module)):
             batch = getattr(owner, name)(batch, 0)
     at_once = trainer.strategy.predict_at_once if asked else None
-    if at_once is not None:
+    if isinstance(at_once, int):
         batch, steps = _several(batch, at_once), -(-steps // at_once)
     averages = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
     length = batch["input_ids"].shape[1] if hasattr(batch, "keys") and "input_ids" in batch else None

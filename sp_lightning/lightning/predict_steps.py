@@ -13,7 +13,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from ..calls.lockstep import Call
 from ..compat.lightning import (
@@ -37,11 +37,12 @@ log = logging.getLogger(__name__)
 class PredictSteps:
     """The steps of a run of a predict loop, several of them at once."""
 
-    def __init__(self, trainer: Any, handle: Handle, step: Callable[..., Any], at_once: int) -> None:
+    def __init__(self, trainer: Any, handle: Handle, step: Callable[..., Any], at_once: int | Literal["auto"]) -> None:
         self._trainer = trainer
         self._loop = trainer.predict_loop
         self._step = step
         self._at_once = at_once
+        self._handle = handle
         self._arriving: deque[Callable[[], Any]] = deque()
         self._under_way: deque[PredictBatch] = deque()  # in order, of which the next one's number follows
         self._next_number = 0
@@ -90,8 +91,15 @@ class PredictSteps:
         taken = before_predict_step(self._loop, batch, number, loader)
         self._under_way.append(taken)
         self._arriving.append(functools.partial(self._step, *taken.arguments))
-        if self._begun - self._next_number - len(self._ended) >= self._at_once:
+        if self._begun - self._next_number - len(self._ended) >= self._most:
             self._run_one()
+
+    @property
+    def _most(self) -> int:
+        """How many steps may be under way by now."""
+        if self._at_once != "auto":
+            return self._at_once
+        return 1 if self._handle.engine.turns is None else self._handle.engine.turns.at_once
 
     def _run_one(self) -> None:
         """Run steps until one has ended; do what comes after those that are next in order (Rule 1)."""

@@ -18,14 +18,14 @@ from torchmetrics import Metric
 
 from ..compat.lightning import EmptyInit, average_device, move_optimizers, reset_seed, set_average_device, setup_model
 from ..compat.modules import convert_tensors
-from ..errors import OptionError, TornStepError
+from ..errors import TornStepError
 from ..memory.device import check_supported
 from ..memory.watched_parameters import is_watched
 from ..observe.progress import waiting
 from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
-from ..options import Options, format_bytes, is_int
-from ..runtime.handle import Handle
+from ..options import Options, format_bytes
+from ..runtime.handle import Handle, check_at_once
 from . import master_weights as masters
 from . import step_timing
 from .callback import SuperpipelineCallback
@@ -95,7 +95,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             in a nameless file while the run lasts, and is stepped in portions, with the same bits (docs/disk.md).
         predict_at_once: Batches that ``Trainer.predict`` has under way at once. They share each trip of the weights
             (docs/inference.md), with the same results in the same order; what steps draw at random depends neither on
-            each other nor on this number, but differs from a run without the option. None: one after the other.
+            each other nor on this number, but differs from a run without the option. "auto": as many as fit on the
+            device by what the first batch needs, which runs alone; eight on the CPU. None: one after the other.
         timeout: With several devices, how long a rank waits for the others.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
@@ -120,7 +121,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         compile_units: bool = False,
         host_budget: str | int | None = None,
         disk: str | os.PathLike[str] | None = None,
-        predict_at_once: int | None = None,
+        predict_at_once: int | Literal["auto"] | None = None,
         timeout: timedelta = default_pg_timeout,
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
@@ -144,8 +145,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             host_budget=host_budget,
             disk=disk,
         )
-        if predict_at_once is not None and not (is_int(predict_at_once) and predict_at_once >= 1):
-            raise OptionError(argument="predict_at_once", found=predict_at_once, allowed="None or an int >= 1")
+        if predict_at_once is not None:
+            check_at_once("predict_at_once", predict_at_once)
         self.predict_at_once = predict_at_once
         self._predict_steps: PredictSteps | None = None
         self.handle: Handle | None = None  # of the latest run; closed when that run ended

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -269,7 +269,7 @@ class Handle:
             yield
 
     def lockstep(
-        self, calls: Iterable[Callable[[], Any]], at_once: int = 8, return_exceptions: bool = False
+        self, calls: Iterable[Callable[[], Any]], at_once: int | Literal["auto"] = 8, return_exceptions: bool = False
     ) -> list[Any]:
         """Run calls of the module that share each trip of its weights, ``at_once`` of them at a time.
 
@@ -284,10 +284,9 @@ class Handle:
                 raise call.error
         return [call.result if call.error is None else call.error for call in ended]
 
-    def calls_ended(self, calls: Iterable[Callable[[], Any]], at_once: int) -> Generator[Call]:
+    def calls_ended(self, calls: Iterable[Callable[[], Any]], at_once: int | Literal["auto"]) -> Generator[Call]:
         """Run calls as `lockstep` does, and yield each when it has ended; a call is made when it is to begin."""
-        if not (is_int(at_once) and at_once >= 1):
-            raise OptionError(argument="at_once", found=at_once, allowed="an int >= 1")
+        check_at_once("at_once", at_once)
         if self.closed or self.engine.turns is not None:
             state = "after close()" if self.closed else "in a call of another lockstep"
             raise UnsupportedError(f"lockstep was called {state}, where no weights can be shared: call it elsewhere")
@@ -304,7 +303,7 @@ class Handle:
                 yield call
         finally:
             self._next_ended(lockstep.stop)
-            if at_once > 1:
+            if at_once != 1:
                 self._calls_change_nothing = lockstep.together
             self.engine.turns = None
 
@@ -634,6 +633,12 @@ def stream(
     return handle
 
 
+def check_at_once(argument: str, found: Any) -> None:
+    """Raise OptionError unless this is a number of calls at once, or "auto"."""
+    if found != "auto" and not (is_int(found) and found >= 1):
+        raise OptionError(argument=argument, found=found, allowed="'auto' or an int >= 1")
+
+
 def handle_of(module: nn.Module) -> Handle:
     """Return the handle that streams a module, or one that it is a part of or leads to, such as Fabric's wrapper."""
     parameters = [id(parameter) for parameter in module.parameters()]
@@ -651,7 +656,10 @@ def handle_of(module: nn.Module) -> Handle:
 
 
 def lockstep(
-    module: nn.Module, calls: Iterable[Callable[[], Any]], at_once: int = 8, return_exceptions: bool = False
+    module: nn.Module,
+    calls: Iterable[Callable[[], Any]],
+    at_once: int | Literal["auto"] = 8,
+    return_exceptions: bool = False,
 ) -> list[Any]:
     """Run calls of a streamed module that share each trip of its weights, ``at_once`` of them at a time.
 
@@ -665,6 +673,7 @@ def lockstep(
             streams, or a part of it.
         calls: Functions such as ``lambda: model.generate(**inputs)``. Each is taken when it is to begin.
         at_once: How many run at a time. The more, the fewer trips, and the more memory for activations and caches.
+            "auto": as many as fit on the device by what the first call needs, which runs alone; eight on the CPU.
         return_exceptions: If calls raise, the others go on, and then the first error is raised; or, with True,
             returned in its call's place.
 

@@ -26,6 +26,7 @@ from typing import Any
 from ..core.telemetry import Counters, StepListener
 from ..core.unit_numbers import UnitNumbers
 from ..core.window_choice import (
+    FIRST_WINDOW,
     GROWTH,
     DeviceBudget,
     Times,
@@ -246,6 +247,22 @@ class Tuner:
         if most < self.window:
             self._others_nbytes = max(self._others_nbytes, expected)
             self._shrink(most, f"activations rise {ratio:.2f} times as fast as in the pass before; {memory} expected")
+
+    def room_beside_window(self) -> int:
+        """Return the bytes that the resident root and the smallest useful window leave to everything else."""
+        window = FIRST_WINDOW if self._fills_memory else self.window
+        largest = sorted((unit.up_nbytes for unit in self._streamed), reverse=True)[:window]
+        root = sum(unit.up_nbytes for unit in self._units if unit.resident)
+        return DeviceBudget(capacity=self._device.memory_capacity(), others=root + sum(largest)).spare
+
+    def expect(self, nbytes: int, why: str) -> None:
+        """Shrink the window to what fits beside bytes that are about to be taken, beyond weights."""
+        others = nbytes + sum(unit.up_nbytes for unit in self._units if unit.resident)
+        if self._fills_memory and others > self._others_nbytes:
+            self._others_nbytes = others
+            memory = DeviceBudget(capacity=self._device.memory_capacity(), others=others)
+            if (most := memory.most(self._streamed)) < self.window:
+                self._shrink(most, f"{why}; {memory} expected")
 
     def visited(self, window_nbytes: int) -> None:
         """Take note of the window's bytes with the units that this visit loads."""

@@ -85,7 +85,7 @@ def same(found, expected):
 
 
 @BOTH
-@pytest.mark.parametrize("at_once", [1, 3, 100])
+@pytest.mark.parametrize("at_once", [1, 3, 100, "auto"])
 def test_results_and_callbacks_are_those_of_a_run_without_it(at_once, accelerator):
     expected, written, before = predicted("superpipeline", accelerator)
     found, also_written, after = predicted(streaming(at_once), accelerator)
@@ -271,7 +271,7 @@ def test_a_loop_or_a_step_that_draws_batches_itself_is_refused():
 
 @pytest.mark.parametrize("value", [0, 1.5, True, "all"])
 def test_other_numbers_are_refused(value):
-    with pytest.raises(OptionError, match="predict_at_once must be None or an int >= 1"):
+    with pytest.raises(OptionError, match="predict_at_once must be 'auto' or an int >= 1"):
         streaming(value)
 
 

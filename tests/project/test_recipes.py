@@ -1600,7 +1600,7 @@ def test_answers_of_a_packed_base_are_those_of_the_plain_run(bits, tiny_llm):
     )
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("at_once", [1, 3, "auto"])
 def test_sampled_answers_do_not_depend_on_the_batches_at_once(at_once, tiny_llm):
     arguments = f"--model.name_or_path={tiny_llm}", "--model.temperature=0.7", "--data.batch_size=4"
     option = f"--trainer.strategy.predict_at_once={at_once}"
