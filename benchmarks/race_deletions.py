@@ -45,8 +45,11 @@ BESIDE |= {"observe/disk_speed.py"}
 # Waits of one rank for others: these calls, and all waits of these files, and of these functions of other files.
 OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_any"}
 OF_RANKS |= {"_meet_handling", "_wait_for_all", "_end_job"}
+OF_RANKS |= {"wait_for_nodes", "alike", "_wait_for_nodes", "_join"}  # of those of other machines
 OF_RANKS |= {"_all_at"}  # it says, where units are summed, which are not due yet
-BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "sharded_step", "team", "user_edits")}
+BETWEEN_RANKS = {
+    f"ranks/{name}.py" for name in ("board", "exchange", "sharded_step", "team", "transport", "user_edits")
+}
 BETWEEN_RANKS |= {"lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {"lightning/fabric.py: _settle", "runtime/engine.py: exchanging", "runtime/handle.py: settle"}
 # Waits for reads and writes of files: all waits in these files, each with the tests that run without one of them.

@@ -1,4 +1,4 @@
-"""Private names around tensors: the dispatch of functions and operators, autograd, storages, and strings of torch.
+"""Private names around tensors: the dispatch of functions and operators, autograd, storages, groups, and strings.
 
 Tried with torch 2.11 and 2.15. Functions in C are bound as they are, so that using one costs no call in Python.
 """
@@ -11,6 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -238,3 +239,24 @@ def _on(device: torch.device, context: Any) -> Any:
 # CPython's table of interned strings keeps the place of one that died, and once it is full of them, it is made anew: 8
 # MB that go from the heap of whichever thread interns the last one, and leave a hole there. No plain run does that.
 INTERNED = tuple(map(sys.intern, ("_ctx_stream", "_ctx_device_index", "is_inplace_on_view")))
+
+
+# ---- ranks/transport.py: a group that is not one of torch's own list, so that only its members make it
+
+
+def gloo_group(name: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """Connect the ranks that call this with the same name; the default group's store tells them of each other."""
+    from torch.distributed.distributed_c10d import (  # not in each torch
+        PrefixStore,
+        ProcessGroupGloo,
+        _get_default_store,
+    )
+
+    return ProcessGroupGloo(PrefixStore(name, _get_default_store()), rank, size, timeout)
+
+
+def gloo_device(interface: str) -> Any:
+    """Bind gloo to a network interface of this name; a RuntimeError if there is none."""
+    from torch.distributed.distributed_c10d import ProcessGroupGloo  # not in each torch
+
+    return ProcessGroupGloo.create_device(interface=interface)

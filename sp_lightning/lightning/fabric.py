@@ -100,9 +100,9 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         """The device of this process."""
         return self._root_device
 
-    def _take_devices(self, devices: list[torch.device]) -> None:
-        super()._take_devices(devices)
-        if len(devices) > 1:
+    def _check_devices(self) -> None:
+        super()._check_devices()
+        if self.is_distributed:
             self._backward_sync_control = _BackwardSync()
 
     def _set_world_ranks(self) -> None:

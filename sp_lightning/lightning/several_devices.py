@@ -1,11 +1,13 @@
-"""Lightning's view of the devices, of a Trainer or of Fabric: one, or one process for each of several on this machine.
+"""Lightning's view of the devices, of a Trainer or of Fabric: one, or one process for each of several.
 
 1. With one device nothing is distributed: no launcher, no sampler, no process group. So where a launcher started
    several processes, each would train on all the data: that is an error, as under DDP.
 2. With several, Lightning starts a process for each, as for DDP, and asks this class for ranks, samplers and
    collectives. What DDP does beside gradients is done here: seeds, rank 0's weights at the beginning, and rank 0's
    buffers at each synchronising forward. The weights are shared (sp_lightning/ranks), not broadcast.
-3. Collectives run on the process group's own tensors: where the backend knows only the host's, on host copies.
+3. With several machines there are as many devices on each. A launcher starts the processes there; what differs is
+   inside of sp_lightning/ranks.
+4. Collectives run on the process group's own tensors: where the backend knows only the host's, on host copies.
 """
 
 from __future__ import annotations
@@ -36,8 +38,6 @@ from ..ranks.shared_memory import check_possible
 from ..runtime.preflight import check_copies
 from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment
 
-ONE_MACHINE = "1: several machines are not supported; use strategy='fsdp' there"
-
 
 class SeveralDevices:
     """The devices of a strategy: Lightning chooses them unless the user passed one."""
@@ -47,7 +47,8 @@ class SeveralDevices:
     _parallel_devices: list[torch.device] | None = None
     cluster_environment: Any = None  # the connector sets these two
     _layer_sync: Any = None
-    _num_processes = 1
+    _num_processes = 1  # on each machine
+    _machines = 1
     _timeout: timedelta
     options: Options
     _launcher: Any
@@ -82,17 +83,17 @@ class SeveralDevices:
 
     @property
     def num_nodes(self) -> int:
-        """Always 1."""
-        return 1
+        """The number of machines."""
+        return self._machines
 
     @num_nodes.setter
     def num_nodes(self, count: int) -> None:
-        if count > 1:
-            raise OptionError(argument="num_nodes", found=count, allowed=ONE_MACHINE)
+        self._machines = count
+        self._check_devices()
 
     @property
     def _num_nodes(self) -> int:
-        return 1
+        return self._machines
 
     @_num_nodes.setter
     def _num_nodes(self, count: int) -> None:  # Fabric sets it past the public one
@@ -103,22 +104,26 @@ class SeveralDevices:
     @property
     def is_distributed(self) -> bool:
         """Whether each device has a process of its own."""
-        return self._num_processes > 1
+        return self._num_processes * self._machines > 1
 
     def _take_devices(self, devices: list[torch.device]) -> None:
-        if len(devices) > 1 and self._device_given:
+        self._num_processes = len(devices)
+        self._check_devices()
+
+    def _check_devices(self) -> None:
+        """Raise an error if the options, or this system, do not allow several devices; Lightning says how many."""
+        if self.is_distributed and self._device_given:
             raise OptionError(
                 argument="device",
                 found=str(self._root_device),
                 allowed="left out with several devices, which Lightning chooses",
             )
-        self.options.check_devices(len(devices))
-        if len(devices) > 1:
+        self.options.check_devices(self.world_size)
+        if self.is_distributed:
             check_possible()
-        self._num_processes = len(devices)
 
     world_size = property(
-        lambda self: self._num_processes, lambda self, _: None
+        lambda self: self._num_processes * self._machines, lambda self, _: None
     )  # SingleDeviceStrategy sets these three
     global_rank = property(lambda self: self._rank("global_rank"), lambda self, _: None)
     local_rank = property(lambda self: self._rank("local_rank"), lambda self, _: None)
@@ -151,6 +156,7 @@ class SeveralDevices:
                     found=self._num_processes,
                     allowed=f"more than the local rank, which is {self.local_rank}",
                 )
+            self._check_launched()
             self.cluster_environment.set_global_rank(self.node_rank * self._num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.world_size)
             setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  # an attribute of a function
@@ -165,6 +171,19 @@ class SeveralDevices:
             return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
         return int(environment.world_size())
 
+    def _check_launched(self) -> None:
+        """Raise OptionError unless a launcher started as many processes as several machines have devices (Rule 3)."""
+        environment = self.cluster_environment
+        if self._machines == 1 or isinstance(environment, LightningEnvironment):
+            return
+        if environment.world_size() != self.world_size:
+            raise OptionError(
+                argument="num_nodes",
+                found=self._machines,
+                allowed=f"such that num_nodes * devices, which is {self._machines} * {self._num_processes}, are the "
+                f"{environment.world_size()} processes that {type(environment).__name__} finds",
+            )
+
     def _check_alone(self) -> None:
         """Raise OptionError if this run on one device is one of several processes that a launcher started (Rule 1)."""
         if not self.is_distributed and (processes := self._launched()) > 1:
@@ -172,8 +191,8 @@ class SeveralDevices:
             raise OptionError(
                 argument="devices",
                 found=1,
-                allowed=f"{processes}, the number of processes that {finder} finds on one machine or more (only one is "
-                "supported): with 1 device each of them trains on all the data by itself; if that is meant, pass "
+                allowed=f"{processes}, the number of processes that {finder} finds, or as many per machine with "
+                "num_nodes: with 1 device each of them trains on all the data by itself; if that is meant, pass "
                 "plugins=[LightningEnvironment()], and to each a folder of its own",
             )
 
@@ -184,7 +203,7 @@ class SeveralDevices:
                     "several devices need a process each, which a notebook cannot start: write a script and run it "
                     "with python or torchrun, or pass devices=1"
                 )
-            self._launcher = _Launcher(self.cluster_environment, self._num_processes, 1)
+            self._launcher = _Launcher(self.cluster_environment, self._num_processes, self._machines)
 
     # ---- setup
 
@@ -194,7 +213,7 @@ class SeveralDevices:
         if self.is_distributed:
             self.set_world_ranks()
             init_process_group(self.cluster_environment, backend_for(self._root_device), timeout=self._timeout)
-            self.ranks = connect(None, self._root_device, self._timeout)
+            self.ranks = connect(None, self._root_device, self._timeout, self._machines)
 
     def tell_peers(self, exception: BaseException) -> None:
         """Tell the other ranks, which would wait for this one, of an exception. Safe twice."""

@@ -31,7 +31,8 @@ class Alone:
     """The one process that streams a model: its weights, gradients and optimizers are its own."""
 
     ranks: Ranks | None = None
-    rank, size = 0, 1
+    rank, size = 0, 1  # on all machines
+    gives_weights = True  # whether the host copy takes this process's weights, not another's
     steps_beside = True  # whether optimizers may step units beside other work
 
     def __init__(self, device: Device) -> None:

@@ -16,6 +16,9 @@
 6. The state of ranks belongs to one run. A rank that stops since another one failed posts so, which names that one.
 7. A rank that handles an exception may still save a checkpoint, for which the others wait: a launcher ends all ranks
    once one has exited. So the thread lets it go on, and its meetings are with the others that handle one.
+8. Everything here is one node's, but for the state of ranks: of those on other nodes each rank knows what its node's
+   first rank hears (transport.py, Rule 5), and what the end of its own connections says. Where all nodes have to agree,
+   the ranks of each agree first, then its first rank asks the other nodes', and posts what came of it.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from typing import Any
 
 from ..errors import PeerError
 from .shared_memory import SharedSlab, make, paged
+from .transport import NodePlace, NodeTransport
 
 log = logging.getLogger(__name__)
 
@@ -49,36 +53,52 @@ HELLO = struct.Struct("!16sIc")  # token, rank, what the socket is for
 DESCRIPTORS, LIFE = b"d", b"l"
 SIZE = struct.Struct("!Q")
 CREDENTIALS = struct.Struct("3i")  # process, user, group
-ALIVE, ENDED, FAILED, SILENT, STOPPED, LEFT = range(6)  # the state of a rank
+ALIVE, ENDED, FAILED, SILENT, STOPPED, LEFT, CUT, LOST = range(8)  # the state of a rank
 NEWS = {
     ENDED: "ended",
     FAILED: "failed; its own error says why",
     SILENT: "did not come in time",
     STOPPED: "stopped because of another rank",
     LEFT: "has left the run",
+    CUT: "ended, or the connection to it did",
+    LOST: "cannot be reached: nothing came from its machine any more",
 }
-CAUSES = ENDED, FAILED, SILENT
+CAUSES = ENDED, FAILED, SILENT, CUT, LOST
 HANDLING = FAILED, STOPPED  # those that handle an exception (Rule 7)
-GIVEN_UP = ENDED, FAILED, STOPPED, LEFT  # those that come to nothing more of the run
+GIVEN_UP = ENDED, FAILED, STOPPED, LEFT, CUT, LOST  # those that come to nothing more of the run
 GONE = 1 << 62  # more meetings than there are: added to those of a rank that comes to no further one
 WORD = 8
 POLL_S = 2e-5, 2e-3  # the first pause between two looks at the board, and the longest
 WATCH_S = 0.1  # between two looks of the thread that watches
 GRACE_S = 4.0  # from the end of another rank to that of a process which does not leave the run (Rule 5)
 HELLO_S = 5.0  # how long a process may take to say who it is
+LATER_S = 5.0  # by which a wait is longer than one that it may wait for: who waits for the culprit itself names it
+FOR_GRADIENTS, AFTER_GRADIENTS, TO_AGREE, TO_HEAR = range(1, 5)  # waits that are so many times longer
 
 
 class Ranks:
     """The ranks of this machine: what they share, and what they know of one another."""
 
     def __init__(
-        self, rank: int, size: int, token: bytes, timeout: timedelta, processes: Sequence[int] | None = None
+        self,
+        rank: int,
+        size: int,
+        token: bytes,
+        timeout: timedelta,
+        processes: Sequence[int] | None = None,
+        place: NodePlace | None = None,
     ) -> None:
         self.rank, self.size = rank, size
+        self.place = place or NodePlace(0, size, ("",))
+        self.world_rank, self.world = self.place.first + rank, self.place.world
         self.timeout = timeout
-        self._token = token
+        self._token = hashlib.sha256(token + b"%d" % self.place.node).digest()[: len(token)] if place else token
         self._processes = processes  # the number of each rank's process, if they can see one another
         self._meetings = 0
+        self._agreements = 0  # with other nodes
+        self._boards = 0
+        self.transport: NodeTransport | None = None  # to other nodes
+        self._nodes: Board | None = None  # on which all nodes meet
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()  # of gradients, one for each model that they stream
         self._closed = False
         self._peers: dict[int, socket.socket] = {}  # for descriptors
@@ -88,20 +108,29 @@ class Ranks:
         self._deadline = time.monotonic() + timeout.total_seconds()
         _mind_forks(self)
         try:
-            address = _address(token)
+            address = _address(self._token)
             if rank == 0:
                 self._accept(address)
             else:
                 self._connect(address)
             # Of each rank its state, and how often it came to a meeting, before an exception and while it handles one.
-            self._slab = self.share(3 * size * WORD)
+            world = self.world
+            self._slab = self.share(3 * world * WORD)
         except BaseException:
             self.close()
             raise
-        self._state = (ctypes.c_int64 * size).from_address(self._slab.truth.data_ptr())
-        self._came = (ctypes.c_int64 * size).from_address(self._slab.truth.data_ptr() + size * WORD)
-        self._came_handling = (ctypes.c_int64 * size).from_address(self._slab.truth.data_ptr() + 2 * size * WORD)
+        self._state = (ctypes.c_int64 * world).from_address(self._slab.truth.data_ptr())
+        self._came = (ctypes.c_int64 * world).from_address(self._slab.truth.data_ptr() + world * WORD)
+        self._came_handling = (ctypes.c_int64 * world).from_address(self._slab.truth.data_ptr() + 2 * world * WORD)
         threading.Thread(target=self._watch, name="superpipeline-ranks", daemon=True).start()
+        if len(self.place.hosts) > 1:
+            try:
+                self.transport = self._connect_nodes(token)
+                self._nodes = Board(self, 0)
+            except BaseException:
+                self.fail()
+                self.close()
+                raise
 
     # ---- shared memory
 
@@ -130,30 +159,47 @@ class Ranks:
         if found != nbytes:
             os.close(descriptors[0])
             raise PeerError(
-                f"rank {self.rank} needs {nbytes} bytes of shared memory, rank 0 {found}: their models differ; "
+                f"{self.name()} needs {nbytes} bytes of shared memory, {self.local(0)} {found}: their models differ; "
                 "make the same model on every rank"
             )
         return descriptors[0]
 
     # ---- waits
 
-    def wait(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until no rank is missing any more: what each posts is on the board (Rule 2)."""
+    def wait(self, missing: Callable[[], Sequence[int]], what: str, longer: int = 0) -> None:
+        """Wait until no rank of this node is missing any more: what each posts is on the board (Rule 2)."""
+        first = self.place.first
+        here = range(first, first + self.size)
+        seconds = self.timeout.total_seconds() + longer * LATER_S
+        self._wait(lambda: [first + rank for rank in missing()], what, seconds, lambda _: here)
+
+    def wait_for_nodes(self, missing: Callable[[], Sequence[int]], what: str, longer: int = FOR_GRADIENTS) -> None:
+        """Wait until no rank of another node is missing any more, by its number among all (Rule 8)."""
+        self._wait(missing, what, self.timeout.total_seconds() + longer * LATER_S, lambda ranks: ranks)
+
+    def _wait(
+        self,
+        missing: Callable[[], Sequence[int]],
+        what: str,
+        seconds: float,
+        needed: Callable[[Sequence[int]], Sequence[int]],
+    ) -> None:
+        """Wait until no rank is missing; ``needed``: those of which none may have left while these are missing."""
         if not missing():
             return
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        deadline = time.monotonic() + seconds
         pause, longest = POLL_S
         while True:
-            news = self._news((*CAUSES, STOPPED, LEFT))  # read first: who left may have posted before that
+            states = list(self._state or ())  # read first: who left may have posted before that
             ranks = missing()
             if not ranks:
                 return
-            if news:
+            if news := self._news((STOPPED, LEFT), states, needed(ranks)):
                 raise PeerError(news)
             if time.monotonic() > deadline:
                 for rank in ranks:
                     self._note(rank, SILENT)
-                raise PeerError(f"rank {self.rank} waited {self.timeout} for {what}: {_names(ranks)} did not come")
+                raise PeerError(f"{self.name()} waited {self.timeout} for {what}: {self._names(ranks)} did not come")
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
@@ -163,41 +209,106 @@ class Ranks:
             self._meet_handling(what)
             return
         self._meetings += 1
-        now = self._came[self.rank] = self._meetings
-        self.wait(lambda: [rank for rank in range(self.size) if self._came[rank] < now], what)
+        first = self.place.first
+        now = self._came[self.world_rank] = self._meetings
+        self.wait(lambda: [rank for rank in range(self.size) if self._came[first + rank] < now], what)
+        if self._nodes is not None:
+            self._nodes.alike(0, what)
 
     def _meet_handling(self, what: str) -> None:
         """Wait until all ranks have come here while they handle an exception, or are gone: a PeerError (Rule 7)."""
         assert self._state is not None
-        self._came_handling[self.rank] += 1
-        now = self._came_handling[self.rank]
+        self._came_handling[self.world_rank] += 1
+        now = self._came_handling[self.world_rank]
         deadline = time.monotonic() + self.timeout.total_seconds()
         while missing := [
             rank for rank, came in enumerate(self._came_handling) if came < now and self._state[rank] != SILENT
         ]:
             if time.monotonic() > deadline:
-                raise PeerError(f"rank {self.rank} waited {self.timeout} for {what}: {_names(missing)} did not come")
+                raise PeerError(f"{self.name()} waited {self.timeout} for {what}: {self._names(missing)} did not come")
             time.sleep(POLL_S[1])
         if any(came % GONE < now for came in self._came_handling):
-            raise PeerError(self._news((*CAUSES, STOPPED, LEFT)))
+            raise PeerError(self._news((STOPPED, LEFT)))
 
     @property
     def _handles_exception(self) -> bool:
-        return self._state is not None and self._state[self.rank] in HANDLING
+        return self._state is not None and self._state[self.world_rank] in HANDLING
 
     def given_up(self) -> set[int]:
-        """Return the ranks that come to nothing more of the run: what they have posted is final."""
-        return {rank for rank, state in enumerate(self._state or ()) if state in GIVEN_UP}
+        """Return the ranks of this node that come to nothing more of the run: what they have posted is final."""
+        if self._state is None:
+            return set()
+        return {rank for rank in range(self.size) if self._state[self.place.first + rank] in GIVEN_UP}
+
+    def _connect_nodes(self, token: bytes) -> NodeTransport:
+        """Connect to the other nodes beside the waits of the board: a rank of this node may end in the meantime."""
+        made: list[NodeTransport | Exception] = []
+
+        def connect() -> None:
+            try:
+                made.append(NodeTransport(self.place, self.rank, token, self.timeout, self))
+            except Exception as error:
+                made.append(error)
+
+        threading.Thread(target=connect, name="superpipeline-nodes", daemon=True).start()
+        others = [rank for rank in range(self.world) if not 0 <= rank - self.place.first < self.size]
+        self.wait_for_nodes(lambda: [] if made else others, "a connection to other machines")
+        if isinstance(made[0], Exception):
+            raise made[0]
+        return made[0]
+
+    def agree(self, purpose: int, number: int, what: str) -> bool:
+        """Whether the other nodes come with the same number, to the same place. Each one's first rank asks (Rule 8)."""
+        transport, at = self.transport, self._agreements
+        assert transport is not None
+        self._agreements += 1
+        transport.say(at, (purpose, number))
+        self.wait_for_nodes(lambda: transport.unsaid(at), what, TO_AGREE)
+        words = transport.words(at)
+        for node, (other, _) in words.items():
+            if other != purpose:
+                raise PeerError(
+                    f"{self.name()} came to {what}, and {self.place.name(node * self.size)} to something else: all "
+                    "ranks need the same number of batches, and the same collectives"
+                )
+        return all(word == number for _, word in words.values())
+
+    # ---- what other nodes say (Rule 8)
+
+    def heard(self, node: int, states: Sequence[int], came: Sequence[int]) -> None:
+        """Take what another node's board says of all ranks' states, and of its own ranks' meetings."""
+        for rank, state in enumerate(states):
+            if state not in (ALIVE, LEFT):  # who left may have sent what has not come yet: its farewell comes after it
+                self._note(rank, state)
+        for rank, number in enumerate(came):
+            at = node * self.size + rank
+            self._came_handling[at] = max(self._came_handling[at], number)
+
+    def lost(self, rank: int) -> None:
+        """Note that the connection to a rank of another node ended without a farewell."""
+        self._note(rank, CUT)
+        self._note_gone(rank)
+
+    def left(self, rank: int, state: int) -> None:
+        """Note that a rank of another node has left in this state."""
+        self._note(rank, state)
+        self._note_gone(rank)
+
+    def _own(self) -> list[int]:
+        """List what other nodes hear of this one."""
+        assert self._state is not None
+        first = self.place.first
+        return [*self._state, *self._came_handling[first : first + self.size]]
 
     def check(self) -> None:
         """Raise PeerError if a rank has died or failed."""
-        if news := self._news(CAUSES):
+        if news := self._news():
             raise PeerError(news)
 
     def explain(self, error: Exception) -> PeerError | None:
         """Return the error of a rank in a collective of torch, whose own error does not name the rank that ended."""
         until = time.monotonic() + 1
-        while not (news := self._news(CAUSES)) and time.monotonic() < until and not self._closed:
+        while not (news := self._news()) and time.monotonic() < until and not self._closed:
             time.sleep(POLL_S[1])
         return PeerError(f"{news} ({error})") if news else None
 
@@ -216,12 +327,15 @@ class Ranks:
 
     def fail(self, because_of_another: bool = False) -> None:
         """Tell the other ranks that this one cannot go on."""
-        self._note(self.rank, STOPPED if because_of_another else FAILED)
+        self._note(self.world_rank, STOPPED if because_of_another else FAILED)
 
     def close(self) -> None:
         """Leave: this rank's end is no longer news to the others. Safe twice."""
-        self._note(self.rank, LEFT)
-        self._note_gone(self.rank)
+        self._note(self.world_rank, LEFT)
+        self._note_gone(self.world_rank)
+        if self.transport is not None:
+            assert self._state is not None
+            self.transport.close(self._state[self.world_rank], self._own())
         self._closed = True
         for end in (*self._lives.values(), *self._peers.values()):
             with contextlib.suppress(OSError):
@@ -236,24 +350,41 @@ class Ranks:
 
     # ---- details
 
+    def number_board(self) -> int:
+        """Number a board that is being made: the same one on all ranks has the same number."""
+        self._boards += 1
+        return self._boards
+
     def _note(self, rank: int, state: int) -> None:
         if self._state is not None and self._state[rank] == ALIVE:
             self._state[rank] = state
+            if self.transport is not None:
+                self.transport.drains = True  # what nobody will take must not hide a farewell
 
     def _note_gone(self, rank: int) -> None:
         """Note that a rank comes to no further meeting of the ranks that handle an exception (Rule 7)."""
         if self._state is not None and self._came_handling[rank] < GONE:
             self._came_handling[rank] += GONE
 
-    def _news(self, states: Sequence[int]) -> str:
-        """Describe the ranks in these states: those that failed by themselves, if there are any."""
-        if self._state is None:
-            return ""
-        found = list(enumerate(self._state))
-        for among in (CAUSES, states):
-            if news := "; ".join(f"rank {rank} {NEWS[state]}" for rank, state in found if state in among):
-                return news
-        return ""
+    def name(self, rank: int | None = None) -> str:
+        """Name a rank, this one or that of a number among all."""
+        return self.place.name(self.world_rank if rank is None else rank)
+
+    def local(self, rank: int) -> str:
+        """Name a rank of this node."""
+        return self.name(self.place.first + rank)
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(map(self.name, ranks))
+
+    def _news(
+        self, others: Sequence[int] = (), states: Sequence[int] | None = None, of: Sequence[int] | None = None
+    ) -> str:
+        """Describe the ranks that failed by themselves; if there are none, those (of these) in one of these states."""
+        found = list(enumerate((self._state or ()) if states is None else states))
+        causes = [(rank, state) for rank, state in found if state in CAUSES]
+        rest = [(rank, state) for rank, state in found if state in others and (of is None or rank in of)]
+        return "; ".join(f"{self.name(rank)} {NEWS[state]}" for rank, state in causes or rest)
 
     def _accept(self, address: str) -> None:
         """Wait for the sockets of all other ranks."""
@@ -314,16 +445,17 @@ class Ranks:
     def _look_for_the_missing(self) -> None:
         for rank, life in self._lives.items():
             if _is_readable(life):
-                raise PeerError(f"rank {rank} ended while the ranks connected")
+                raise PeerError(f"{self.local(rank)} ended while the ranks connected")
         missing = [rank for rank in range(1, self.size) if not (rank in self._peers and rank in self._lives)]
         for rank in missing:
             self._check_process(rank)
         if missing and time.monotonic() > self._deadline:
-            raise PeerError(f"{_names(missing)} did not come within {self.timeout}")
+            names = ", ".join(map(self.local, missing))
+            raise PeerError(f"{names} did not come within {self.timeout}")
 
     def _check_process(self, rank: int) -> None:
         if self._processes is not None and _is_gone(self._processes[rank]):
-            raise PeerError(f"rank {rank} ended before the ranks were connected")
+            raise PeerError(f"{self.local(rank)} ended before the ranks were connected")
 
     def _connect(self, address: str) -> None:
         for purpose, place in ((DESCRIPTORS, self._peers), (LIFE, self._lives)):
@@ -338,7 +470,7 @@ class Ranks:
                     peer.close()
                     self._check_process(0)
                     if time.monotonic() > self._deadline:
-                        raise PeerError(f"rank 0 did not answer within {self.timeout} ({error})") from None
+                        raise PeerError(f"{self.local(0)} did not answer within {self.timeout} ({error})") from None
                     time.sleep(0.01)
             place[0] = peer
 
@@ -348,7 +480,7 @@ class Ranks:
             yield
         except (OSError, EOFError) as error:
             raise PeerError(
-                self._news(CAUSES) or f"rank {rank} ended while memory was being shared ({error})"
+                self._news() or f"{self.local(rank)} ended while memory was being shared ({error})"
             ) from error
 
     def _watch(self) -> None:
@@ -364,21 +496,25 @@ class Ranks:
             for number, _ in poll.poll(WATCH_S * 1000):
                 poll.unregister(number)
                 if not self._closed:
-                    self._note(rank := lives.pop(number), ENDED)
+                    self._note(rank := self.place.first + lives.pop(number), ENDED)
+                    self._note_gone(rank)
+            if self.transport is not None:
+                for rank in self.transport.pulse(self._own):
+                    self._note(rank, LOST)
                     self._note_gone(rank)
             news = {rank: state for rank, state in enumerate(self._state) if state in CAUSES}
             for rank in news.keys() - logged:
                 logged.add(rank)
-                if rank != self.rank or news[rank] == SILENT:
-                    log.error("superpipeline: rank %d %s", rank, NEWS[news[rank]])
-            if until is None and any(rank != self.rank or state == SILENT for rank, state in news.items()):
+                if rank != self.world_rank or news[rank] == SILENT:
+                    log.error("superpipeline: %s %s", self.name(rank), NEWS[news[rank]])
+            if until is None and any(rank != self.world_rank or state == SILENT for rank, state in news.items()):
                 until = time.monotonic() + GRACE_S
             if until is not None and time.monotonic() > until and not self._closed and not self._handles_exception:
-                self._end_process(self._news(CAUSES))
+                self._end_process(self._news())
 
     def _end_process(self, news: str) -> None:
         """End this process, which hangs (Rule 5)."""
-        log.critical("superpipeline: rank %d hangs and is ended, since %s", self.rank, news)
+        log.critical("superpipeline: %s hangs and is ended, since %s", self.name(), news)
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(sys.stderr)  # where it hangs
         os.kill(os.getpid(), signal.SIGKILL)
@@ -403,10 +539,6 @@ def _is_gone(process: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(f"rank {rank}" for rank in ranks)
 
 
 _all: weakref.WeakSet[Ranks] = weakref.WeakSet()
@@ -437,6 +569,7 @@ class Board:
         # One access for each number, unlike a tensor's.
         self._words = (ctypes.c_int64 * (ranks.size * self._width)).from_address(self._slab.truth.data_ptr())
         self._meetings = 0
+        self._number = ranks.number_board()
 
     def post(self, index: int, number: int) -> None:
         """Post a number in this rank's row."""
@@ -451,22 +584,32 @@ class Board:
         first = rank * self._width + 2
         return self._words[first + start : first + end]
 
-    def meet(self) -> None:
-        """Wait until all ranks have come here as often as this one."""
+    def meet(self, longer: int = 0) -> None:
+        """Wait until all ranks have come here as often as this one, ``longer`` where they come from such a wait."""
         self._meetings += 1
         self._words[self._ranks.rank * self._width] = self._meetings
-        self._wait_for_all()
+        self._wait_for_all(longer)
 
-    def exchange(self, number: int) -> list[int]:
+    def exchange(self, number: int, longer: int = 0) -> list[int]:
         """Return the numbers with which all ranks come to this meeting."""
         self._words[self._ranks.rank * self._width + 1] = number
-        self.meet()
+        self.meet(longer)
         numbers = [self._words[rank * self._width + 1] for rank in range(self._ranks.size)]
         self.meet()  # nobody overwrites its number before all have read it
         return numbers
 
-    def _wait_for_all(self) -> None:
+    def alike(self, number: int, what: str = "a meeting of all") -> bool:
+        """Whether all ranks come to this meeting with the same number, on every node (Rule 8)."""
+        same, ranks = len(set(self.exchange(number))) == 1, self._ranks
+        if ranks.transport is None:
+            return same
+        verdict = ranks.rank == 0 and ranks.agree(self._number, number if same else -1, what) and same
+        return bool(self.exchange(int(verdict), TO_HEAR)[0])
+
+    def _wait_for_all(self, longer: int) -> None:
         now, width = self._meetings, self._width
         self._ranks.wait(
-            lambda: [rank for rank in range(self._ranks.size) if self._words[rank * width] < now], "a meeting of all"
+            lambda: [rank for rank in range(self._ranks.size) if self._words[rank * width] < now],
+            "a meeting of all",
+            longer,
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import socket
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,30 +19,113 @@ from torch import nn
 from ..errors import OptionError, PeerError
 from .board import Ranks
 from .shared_memory import check_possible
+from .transport import NodePlace, interface_error, machine, namespace, node_identity
 
-ALL_HERE = "the number of this machine's devices or less; several machines are not supported yet"
+ALL_HERE = "the number of this machine's devices or less, or num_nodes with as many machines"
 NETWORKS = "networks of one machine"  # which its sockets without a name in a file system belong to
 ONE_NETWORK = "those of one container, or of containers that share the host's network (docker run --network=host)"
+KNOWN = "machines", "devices", "versions of torch", NETWORKS
+EVERYWHERE = "versions of sp_lightning", "kinds of CPU, as torch's kernels tell them"  # alike on all nodes as well
 
 
-def connect(group: Any, device: torch.device, timeout: timedelta) -> Ranks | None:
-    """Connect the ranks of a process group, each with a device of its own here; return None if there is only one."""
+class _Known(NamedTuple):
+    """A rank as the others know it before they connect."""
+
+    machine: str
+    device: str
+    torch: str
+    network: str
+    process: tuple[str, int]
+    version: str
+    capability: str
+    node: str
+    host: str
+    error: str
+
+
+def connect(group: Any, device: torch.device, timeout: timedelta, nodes: int | None = 1) -> Ranks | None:
+    """Connect the ranks of a process group, each with a device of its own; return None if there is only one.
+
+    ``nodes``: on how many machines they are; None: on any number.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1:
         return None
     check_possible()
-    ranks: list[Any] = [None] * size
-    known = _machine(), device.type, torch.__version__, _namespace("net"), _process()
-    dist.all_gather_object(ranks, known, group)
-    columns = zip(*ranks, strict=True)
-    for what, unlike in zip(("machines", "devices", "versions of torch", NETWORKS), columns, strict=False):
-        if len(set(unlike)) > 1:
-            allowed = ONE_NETWORK if what is NETWORKS else ALL_HERE
-            raise OptionError(argument="devices", found=f"ranks of unlike {what}: {unlike}", allowed=allowed)
-    spaces, processes = zip(*[process for *_, process in ranks], strict=True)
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, _known(device), group)
+    known = [_Known(*one) for one in gathered]
+    names = list(dict.fromkeys(one.node for one in known))
+    _check(known, names, nodes)
     token = [os.urandom(16)]
     dist.broadcast_object_list(token, _first(group), group)
-    return Ranks(rank, size, token[0], timeout, processes if len(set(spaces)) == 1 else None)
+    ranks_of = size // len(names)
+    place = NodePlace(rank // ranks_of, ranks_of, tuple(one.host for one in known[::ranks_of]))
+    here = known[place.first : place.first + ranks_of]
+    spaces, processes = zip(*[one.process for one in here], strict=True)
+    numbers = processes if len(set(spaces)) == 1 else None
+    return Ranks(rank - place.first, ranks_of, token[0], timeout, numbers, place)
+
+
+def _known(device: torch.device) -> tuple[Any, ...]:
+    return (
+        machine(),
+        device.type,
+        torch.__version__,
+        namespace("net"),
+        (namespace("pid"), os.getpid()),
+        _version(),
+        torch.backends.cpu.get_cpu_capability(),
+        node_identity(),
+        socket.gethostname(),
+        interface_error(),
+    )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("sp-lightning")
+    except importlib.metadata.PackageNotFoundError:  # it runs from its source
+        return "unknown"
+
+
+def _check(known: Sequence[_Known], names: Sequence[str], nodes: int | None) -> None:
+    """Raise OptionError, the same on every rank, if the ranks cannot train together on this number of machines."""
+    if nodes == 1 or (nodes is None and len(names) == 1):
+        for what, unlike in zip(KNOWN, zip(*known, strict=True), strict=False):
+            if len(set(unlike)) > 1:
+                allowed = ONE_NETWORK if what is NETWORKS else ALL_HERE
+                raise OptionError(argument="devices", found=f"ranks of unlike {what}: {unlike}", allowed=allowed)
+        return
+    if nodes is not None and nodes != len(names):
+        hosts = ", ".join(dict.fromkeys(one.host for one in known))
+        raise OptionError(
+            argument="num_nodes",
+            found=nodes,
+            allowed=f"{len(names)}, the number of machines on which the ranks are ({hosts}), or of containers with a "
+            "network of their own",
+        )
+    for error in (f"{one.host}: {one.error}" for one in known if one.error):
+        raise OptionError(argument="GLOO_SOCKET_IFNAME", found=error, allowed="network interfaces that each host has")
+    of_all = [("devices", [one.device for one in known]), ("versions of torch", [one.torch for one in known])]
+    of_all += zip(EVERYWHERE, ([one.version for one in known], [one.capability for one in known]), strict=True)
+    for what, values in of_all:
+        if len(set(values)) > 1:
+            found = ", ".join(dict.fromkeys(f"{one.host} {value}" for one, value in zip(known, values, strict=True)))
+            raise OptionError(argument="num_nodes", found=f"unlike {what}: {found}", allowed="that of alike machines")
+    sizes = {one.node: 0 for one in known}
+    for one in known:
+        sizes[one.node] += 1
+    counts = list(sizes.values())
+    of_nodes = [one.node for one in known]
+    if len(set(counts)) > 1 or of_nodes != [name for name in names for _ in range(counts[0])]:
+        host_of = {one.node: one.host for one in known}
+        listed = ", ".join(f"{host_of[name]} {count}" for name, count in sizes.items())
+        raise OptionError(
+            argument="num_nodes",
+            found=f"ranks by machine: {listed}",
+            allowed="that of machines with as many ranks each, whose numbers follow one another on each machine",
+        )
 
 
 def leave_at_exit(user: Any, ranks: Ranks | None) -> None:
@@ -85,25 +169,3 @@ def _for_backend(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.T
     if ours.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             tensor.copy_(ours)
-
-
-def _process() -> tuple[str, int]:
-    """Identify this process: its number, and where that number holds."""
-    return _namespace("pid"), os.getpid()
-
-
-def _namespace(kind: str) -> str:
-    """Identify one of this process's namespaces: containers of a machine have others, and its kernel."""
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
-        return _machine()
-
-
-def _machine() -> str:
-    """Identify this machine's kernel, which the ranks share memory through."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as boot_id:
-            return boot_id.read().strip()
-    except OSError:
-        return socket.gethostname()

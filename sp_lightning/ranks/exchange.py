@@ -1,6 +1,6 @@
 """Gradients of all ranks, exchanged through host memory and summed by their owners in a fixed order.
 
-1. A rank posts each unit's gradients in its box (gradient_box.py). A gradient lies there in the type in which it came
+1. A rank posts each unit's gradients in its box (shared_memory.py). A gradient lies there in the type in which it came
    down, or, with what ``.grad`` had before, in the parameter's type. At the end of backward a rank posts "none" for
    each parameter that it did not reach. So skipped blocks and idle experts need no flag, unlike DDP's
    ``find_unused_parameters=True``.
@@ -32,12 +32,19 @@
    in vain. A rank that has not come to the end of its forward is at no collective of backward, and is waited for much
    longer.
 10. Autograd comes to leaves on the thread that called backward, and brings gradients on that of the device.
+11. With several nodes each sums its own ranks' gradients of a unit, times ``1 / ranks of all nodes``, into the memory
+    where the mean will be; so its boxes are free, and Rule 8 is the node's own. An owner sends its part to its rail
+    (transport.py) and, when those of the other nodes are there, adds all in a second tree over nodes. A node sends all
+    its units before it waits for any. For 2^n ranks on each node the two trees are the one of Rule 2.
+12. What was sent cannot be taken back: after a backward that failed in between, nodes would add sums of different
+    ones. So no backward follows one that failed once nodes had begun to sum.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import threading
 import time
 from collections import defaultdict
@@ -60,9 +67,9 @@ from ..memory.layout import Layout
 from ..memory.watched_parameters import set_true_grad, true_dtype, true_grad
 from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving
-from .board import Board, Ranks
-from .gradient_box import Box
-from .shared_memory import PAGE, SharedSlab, paged
+from .board import AFTER_GRADIENTS, Board, Ranks
+from .shared_memory import PAGE, Box, SharedSlab, paged
+from .transport import Key, Message, Unpacked, packed
 from .user_edits import Alike, fingerprint, flat, in_order, listed, owned
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
@@ -111,6 +118,7 @@ class _Backward:
         self.passed: defaultdict[HostCopy, set[int]] = defaultdict(set)  # of those to whose leaves autograd came
         self.whole: dict[HostCopy, None] = {}  # units that may be summed beside backward (Rule 6)
         self.shown: dict[HostCopy, list[int]] = {}  # units that were, with the parameters that any rank reached
+        self.begun: dict[HostCopy, Message] = {}  # units that this node has summed, and sends (Rule 11)
         self.lent: list[tuple[HostCopy, Tensor]] = []  # regions that owners have not summed
         self.single: dict[tuple[HostCopy, int], Tensor] = {}  # those of gradients that came otherwise (Rule 5)
         self.began_s = time.monotonic()  # when this rank began to compute the next unit's gradients (Rule 9)
@@ -128,6 +136,8 @@ class Exchange:
 
     def __init__(self, ranks: Ranks, device: Device, stores: Sequence[HostCopy]) -> None:
         self._ranks, self._device = ranks, device
+        self._channel = ranks.number_board()
+        self._is_torn = False  # whether a backward failed while nodes were summing (Rule 12)
         self.overlaps = True  # whether units are summed beside backward
         self.stores = list(stores)
         self._firsts: dict[HostCopy, int] = {}  # number of each unit's first parameter
@@ -239,6 +249,11 @@ class Exchange:
     def begin(self, task: int | None) -> None:
         """Begin a backward whose gradients are exchanged, with autograd's number of it if it is known."""
         self._abandon()
+        if self._is_torn:
+            raise ExactnessError(
+                "a backward failed while its gradients were being summed between machines, and others may have summed "
+                "them: end this run, and go on from a checkpoint"
+            )
         self._count += 1
         self._ahead = self._ahead if self._count <= self._until else AHEAD
         self._backward = _Backward(task)
@@ -259,6 +274,7 @@ class Exchange:
         backward, self._backward = self._backward, None
         if backward is not None:
             self._end_job(backward)
+            self._is_torn = self._is_torn or bool(backward.begun)
 
     @property
     def used(self) -> list[Tensor]:
@@ -432,10 +448,12 @@ class Exchange:
         """Sum units that all ranks have posted, on the thread (Rule 6)."""
         while True:
             is_last = backward.all_posted
-            found = [s for s in list(backward.whole) if s not in backward.shown and self._all_at(self._units[s])]
+            left = [store for store in list(backward.whole) if not self._is_summed(backward, store)]
+            found = [store for store in left if self._all_at(self._units[store])]
             for store in found:
-                backward.shown[store] = self._sum(store)
+                self._sum_unit(backward, store)
                 self.board.post(self._done[store], self._count)
+            self._add_nodes(backward)
             if is_last:
                 return
             if not found:
@@ -494,10 +512,12 @@ class Exchange:
         self._post_rest(backward)
         self.board.meet()
         self._end_job(backward)
-        shown = [
-            (store, backward.shown[store] if store in backward.shown else self._sum(store)) for store in self.stores
-        ]
-        self.board.meet()
+        for store in self.stores:
+            if not self._is_summed(backward, store):
+                self._sum_unit(backward, store)
+        self._wait_for_nodes(backward)
+        shown = [(store, backward.shown[store]) for store in self.stores]
+        self.board.meet(AFTER_GRADIENTS)
         self._backward = None
         for _, region in backward.lent:
             self.box.give_back(region)
@@ -578,17 +598,95 @@ class Exchange:
             sums.slab.keep_face()
             sums.make_views()
 
+    def _sum_unit(self, backward: _Backward, store: HostCopy) -> None:
+        """Sum what this rank owns of a unit's gradients; with several nodes, send the sum to the others (Rule 11)."""
+        shown, transport = self._sum(store), self._ranks.transport
+        if transport is None:
+            backward.shown[store] = shown
+            return
+        flags = self._flags(store)
+        parts = [self._own_sum(store, index) for index, flag in enumerate(flags) if flag & AT]
+        backward.begun[store] = transport.send(self._key(store), functools.partial(packed, flags, parts))
+
+    @staticmethod
+    def _is_summed(backward: _Backward, store: HostCopy) -> bool:
+        return store in backward.shown or store in backward.begun
+
+    def _key(self, store: HostCopy) -> Key:
+        return self._channel, self._count, self._units[store]
+
+    def _flags(self, store: HostCopy) -> list[int]:
+        """Return of each parameter of a unit whether any rank of this node reached it, and posted a gradient."""
+        first = self._firsts[store]
+        rows = [self.board.row(rank, first, first + len(store.params)) for rank in range(self._ranks.size)]
+        return [functools.reduce(operator.or_, posted) & (USED | AT) for posted in zip(*rows, strict=True)]
+
+    def _own_sum(self, store: HostCopy, index: int) -> Tensor:
+        field = store.host_layout.fields[index]
+        return flat(self._sums[store].slab.truth, field, owned(field, self._ranks.rank, self._ranks.size))
+
+    def _missing(self, backward: _Backward, store: HostCopy) -> list[int]:
+        """List the ranks of other nodes whose sums of a unit have not come, or that keep this one's from being sent."""
+        transport, message = self._ranks.transport, backward.begun[store]
+        assert transport is not None
+        return transport.missing(self._key(store)) or ([] if message.is_packed else transport.peers)
+
+    def _add_nodes(self, backward: _Backward) -> None:
+        """Add the sums of all nodes, of units of which they have come (Rule 11)."""
+        for store in [store for store in backward.begun if store not in backward.shown]:
+            if not self._missing(backward, store):
+                backward.shown[store] = self._sum_of_nodes(store)
+
+    def _wait_for_nodes(self, backward: _Backward) -> None:
+        """Add the sums of all nodes, once this one has sent all of its own (Rule 11)."""
+        transport = self._ranks.transport
+        if transport is None:
+            return
+
+        def missing() -> list[int]:
+            self._add_nodes(backward)
+            left = next((store for store in backward.begun if store not in backward.shown), None)
+            return [] if left is None else self._missing(backward, left) or transport.peers
+
+        transport.drains = True
+        self._ranks.wait_for_nodes(missing, "gradients of other machines")
+        transport.drains = False
+
+    def _sum_of_nodes(self, store: HostCopy) -> list[int]:
+        """Add the sums of all nodes as a tree over nodes; return the parameters that get them."""
+        transport, place = self._ranks.transport, self._ranks.place
+        assert transport is not None
+        count = len(store.params)
+        came = {node: Unpacked(message, count) for node, message in transport.take(self._key(store)).items()}
+        flags_of = {place.node: self._flags(store), **{node: of.flags for node, of in came.items()}}
+        shown = [index for index in range(count) if any(flags[index] & USED for flags in flags_of.values())]
+        for index in range(count):
+            target = self._own_sum(store, index)
+            there = {node: of.part(target) for node, of in came.items() if of.flags[index] & AT}
+            if flags_of[place.node][index] & AT:
+                there[place.node] = target
+            if index not in shown:
+                continue
+            for start in range(0, len(target), PART):
+                part = slice(start, start + PART)
+                none = torch.zeros_like(target[part])
+                parts = [there[node][part] if node in there else none for node in range(len(place.hosts))]
+                target[part] = tree(parts)
+        return shown
+
     def _sum(self, store: HostCopy) -> list[int]:
-        """Sum what this rank owns of a unit's gradients (Rule 2); return the parameters that get them."""
-        rank, size = self._ranks.rank, self._ranks.size
+        """Sum what this rank owns of a unit's gradients on this node (Rule 2); return the parameters that get them."""
+        rank, size, world = self._ranks.rank, self._ranks.size, self._ranks.world
         first = self._firsts[store]
         rows = [self.board.row(other, first, first + len(store.params)) for other in range(size)]
         shown: list[int] = []
         for index, field in enumerate(store.host_layout.fields):
             posted = [row[index] for row in rows]
-            if not any(entry & USED for entry in posted):
+            used = any(entry & USED for entry in posted)
+            if used:
+                shown.append(index)
+            if not (used if world == size else any(entry & AT for entry in posted)):  # another node may have used it
                 continue
-            shown.append(index)
             own = owned(field, rank, size)
             target = flat(self._sums[store].slab.truth, field, own)
             sources = [
@@ -597,7 +695,7 @@ class Exchange:
             ]
             for start in range(0, len(target), PART):
                 part = slice(start, start + PART)
-                target[part] = tree([_share(source, target[part], size, part) for source in sources])
+                target[part] = tree([_share(source, target[part], world, part) for source in sources])
         return shown
 
     def _source(self, rank: int, entry: int, numel: int, own: slice) -> Tensor | None:
@@ -653,13 +751,20 @@ def tree_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares an
     """Sum DDP's gradients as several devices do here, as a communication hook: the reference for more than two ranks.
 
     ``DistributedDataParallel(...).register_comm_hook(None, sp_lightning.tree_hook)``, or
-    ``DDPStrategy(ddp_comm_hook=sp_lightning.tree_hook)`` on CUDA.
+    ``DDPStrategy(ddp_comm_hook=sp_lightning.tree_hook)`` on CUDA. On several machines that have another number of
+    ranks each than a power of two, ``state`` is that number.
     """
     size = dist.get_world_size()
     mine = bucket.buffer()
     of_all = [torch.empty_like(mine) for _ in range(size)]
     gathered = dist.all_gather(of_all, mine, async_op=True).get_future()
-    return gathered.then(lambda _: tree([_share(part, part, size, slice(None)) for part in of_all]))
+
+    def summed(_: Any) -> Tensor:
+        shares = [_share(part, part, size, slice(None)) for part in of_all]
+        of_node = state or size
+        return tree([tree(shares[first : first + of_node]) for first in range(0, size, of_node)])
+
+    return gathered.then(summed)
 
 
 def _share(source: Tensor | None, like: Tensor, size: int, part: slice) -> Tensor:

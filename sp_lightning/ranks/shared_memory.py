@@ -1,4 +1,4 @@
-"""Host memory that the ranks of a machine share: what is true for all of them, and what each one's user sees.
+"""Host memory that the ranks of a machine share: what is true for all, what each one's user sees, and their boxes.
 
 1. A shared slab is a memfd: a file without a name, in no file system, gone with the last process that maps it. Every
    rank maps it twice. Its *truth* is the shared mapping, which only the library writes and the device copies from and
@@ -9,6 +9,12 @@
 3. Private pages are found in the page table, by the kernel itself (since Linux 6.7) or by reading it, and dropped by
    `drop`: the face shows the truth again there.
 4. A forked process gets neither mapping, as no slab (pinned.py, Rule 4): truth and face would show it later steps.
+5. A *box* is memory of one rank in which its gradients lie while the other ranks read them: a file of which only what
+   was written takes memory (Rule 1). It has room for several times the gradients, because they are laid out again when
+   they change their types.
+6. A box is taken in regions, each mapped and page-locked by itself. A region is given back when all owners have summed
+   what lies there, and taken again for gradients of about its size.
+7. A region that nobody took for `IDLE` exchanges is given up: its memory goes back to the system.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +36,9 @@ from ..memory.device import Device
 from ..memory.layout import Field, Layout
 from ..memory.pinned import libc, mapped
 from ..memory.weights import Stamp
+
+if TYPE_CHECKING:
+    from .board import Ranks  # which makes its own memory here
 
 PAGE = mmap.PAGESIZE
 PAGEMAP = "/proc/self/pagemap"
@@ -41,6 +50,7 @@ BLOCK = 1 << 16  # pages whose entries are read at a time
 WORD = 8  # bytes that are compared as one number
 COMPARED = PAGE << 10  # bytes that are compared at a time
 FOUND = 1 << 9  # ranges that the kernel lists at a time
+IDLE = 1  # exchanges after which a region that nobody needs is given up (Rule 7)
 
 
 class SlabRange(NamedTuple):
@@ -124,6 +134,95 @@ class SharedHome:
 
     def written(self, stamp: Stamp) -> Sequence[SlabRange]:
         return () if stamp == self.settled else self.slab.private()
+
+
+class Box:
+    """The boxes of all ranks: this one's, from which it takes regions, and the others', which it reads."""
+
+    def __init__(self, ranks: Ranks, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._nbytes = paged(nbytes)
+        self.of: list[Tensor] = []
+        for rank in range(ranks.size):
+            descriptor = ranks.descriptor(self._nbytes)
+            self.of.append(mapped(descriptor, self._nbytes, mmap.MAP_SHARED)[0])
+            if rank == ranks.rank:
+                self._descriptor = descriptor
+            else:
+                os.close(descriptor)
+        self._end = 0
+        self._holes: list[tuple[int, int]] = []  # bytes of regions that were given up
+        self._starts: dict[int, int] = {}  # of regions, by their address here
+        self._free: list[Tensor] = []
+        self._idle: dict[int, int] = {}  # for how many exchanges nobody took a region, by its address
+
+    def region(self, nbytes: int) -> Tensor:
+        """Take memory of this rank's box, page-locked for its device: free memory, if there is any of about this size.
+
+        It never waits: the box grows.
+        """
+        nbytes = max(nbytes, 1)  # no memory cannot be mapped
+        region = self.free_for(nbytes)
+        if region is None:
+            return self._grow(paged(nbytes))
+        self._free = [other for other in self._free if other is not region]
+        self._idle[region.data_ptr()] = 0
+        return region
+
+    def free_for(self, nbytes: int) -> Tensor | None:
+        """Return the free region that would be taken: always the first one, so that the others may be given up."""
+        fitting = [region for region in self._free if paged(nbytes) <= region.numel() <= 2 * paged(nbytes)]
+        return min(fitting, key=lambda region: (region.numel(), self._starts[region.data_ptr()]), default=None)
+
+    def _grow(self, nbytes: int) -> Tensor:
+        start = next((start for start, room in self._holes if room >= nbytes), self._end)
+        if start + nbytes > self._nbytes:
+            raise UnsupportedError("the gradients of this model change their types too often for several devices")
+        region, before = mapped(self._descriptor, nbytes, mmap.MAP_SHARED, start)
+        lock_in(self._device, region, before)
+        self._starts[region.data_ptr()] = start
+        self._idle[region.data_ptr()] = 0
+        if start == self._end:
+            self._end += nbytes
+        else:
+            self._holes = [
+                (at + nbytes, room - nbytes) if at == start else (at, room)
+                for at, room in self._holes
+                if at != start or room > nbytes
+            ]
+        return region
+
+    def give_back(self, region: Tensor) -> None:
+        """Let a region be taken again."""
+        self._free.append(region)
+
+    def trim(self) -> list[Tensor]:
+        """Give up the regions that nobody took for `IDLE` exchanges; return them, for their last references."""
+        left: list[Tensor] = []
+        for region in self._free:
+            address = region.data_ptr()
+            self._idle[address] += 1
+            if self._idle[address] > IDLE:
+                start = self._starts.pop(address)
+                del self._idle[address]
+                drop_pages(self._descriptor, start, region.numel())
+                self._holes.append((start, region.numel()))
+                left.append(region)
+        self._free = [region for region in self._free if region.data_ptr() in self._starts]
+        return left
+
+    def place(self, region: Tensor, tensor: Tensor) -> int | None:
+        """Return where in the box a tensor begins; None if it is not in this region, or that is not of the box."""
+        start = self._starts.get(region.data_ptr())
+        offset = tensor.data_ptr() - region.data_ptr()
+        return start + offset if start is not None and 0 <= offset < region.numel() else None
+
+    def close(self) -> None:
+        """Give up all memory that nothing else refers to. Safe twice."""
+        if self.of:
+            os.close(self._descriptor)
+        self.of.clear()
+        self._free.clear()
 
 
 def check_possible() -> None:

@@ -1,11 +1,12 @@
-"""The ranks of a machine around one model: its weights, gradients and optimizers, each owned in parts."""
+"""The ranks around one model: its weights, gradients and optimizers, each owned in parts by the ranks of a node."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from .user_edits import Faces
 
 
 class Team(Alone):
-    """All ranks of a machine, which stream one host copy of a model."""
+    """All ranks of a machine, which stream one host copy of a model; those of other machines stream equal ones."""
 
     ranks: Ranks
     steps_beside = False
@@ -41,24 +42,30 @@ class Team(Alone):
     def __init__(self, ranks: Ranks, device: Device) -> None:
         super().__init__(device)
         self.ranks = ranks
-        self.rank, self.size = ranks.rank, ranks.size
+        self.rank, self.size = ranks.world_rank, ranks.world
+        self.gives_weights = ranks.rank == 0
         self._made: list[SharedHome] = []  # for the units, in order
         self._used: list[Tensor] = []  # parameters of the units before whose gradients are to be exchanged yet
         self._ended: Optimizer | None = None  # whose step has ended on all ranks, but for hooks of the user's
 
     def check_alike(self, units: Sequence[Unit]) -> None:
         lines = [_described(unit.name, name, parameter) for unit in units for name, parameter in unit.params]
-        board = Board(self.ranks, 0)
-        if not _unlike(board, "\n".join(lines), self.rank):
+        board, rank = Board(self.ranks, 0), self.ranks.rank
+        if board.alike(_mark("\n".join(lines))):
             return
         for line in lines[: min(board.exchange(len(lines)))]:
-            if others := _unlike(board, line, self.rank):
+            if others := _unlike(board, line, rank):
                 raise UnsupportedError(
-                    f"the ranks' models differ: rank {self.rank} has {line}, and rank {others[0]} has something else "
-                    "in its place; make the same model on every rank"
+                    f"the ranks' models differ: {self.ranks.name()} has {line}, and {self.ranks.local(others[0])} has "
+                    "something else in its place; make the same model on every rank"
                 )
+        if not _unlike(board, "\n".join(lines), rank):
+            raise UnsupportedError(
+                f"the models of the machines differ: {self.ranks.name()} has {len(lines)} parameters, the first of "
+                f"them {''.join(lines[:1])}, and those of another machine are others; make the same model on every rank"
+            )
         raise UnsupportedError(
-            f"the ranks' models differ: rank {self.rank} has {len(lines)} parameters, and another one has more or "
+            f"the ranks' models differ: {self.ranks.name()} has {len(lines)} parameters, and another one has more or "
             "less; make the same model on every rank"
         )
 
@@ -75,6 +82,7 @@ class Team(Alone):
 
     def begin(self, stores: Sequence[HostCopy], access: Access, gradients: GradientReturn, overlaps: bool) -> None:
         homes = dict(zip(stores, self._made, strict=True))
+        _give_weights(self.ranks, self._made)
         # The first rank shares the exchange's memory once its weights are in place, for which the others wait there.
         self.exchange = gradients.exchange = Exchange(self.ranks, self._device, stores)
         used, self._used = self._used, []
@@ -196,13 +204,33 @@ class Team(Alone):
 _teams: weakref.WeakSet[Team] = weakref.WeakSet()  # that have begun
 
 
+def _give_weights(ranks: Ranks, homes: Iterable[SharedHome]) -> None:
+    """Give all nodes the first rank's weights: each node's first rank has them before it shares further memory."""
+    transport = ranks.transport
+    if transport is None:
+        return
+    channel = ranks.number_board()
+    if ranks.rank == 0:
+        for index, home in enumerate(homes):
+            key = channel, 0, index
+            if ranks.place.node == 0:
+                transport.send(key, home.truth.detach)
+            else:
+                ranks.wait_for_nodes(functools.partial(transport.missing, key, [0]), "the first rank's weights")
+                home.truth.copy_(transport.take(key)[0])
+
+
 def _described(unit: str, name: str, parameter: torch.Tensor) -> str:
     data = true_data(parameter)
     trains = "" if parameter.requires_grad else ", frozen"
     return f"{name} ({data.dtype}, {tuple(data.shape)}, strides {data.stride()}{trains}; unit {unit})"
 
 
+def _mark(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
 def _unlike(board: Board, text: str, rank: int) -> list[int]:
     """List the ranks that have another text than this one."""
-    marks = board.exchange(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+    marks = board.exchange(_mark(text))
     return [other for other, mark in enumerate(marks) if mark != marks[rank]]

@@ -93,7 +93,7 @@ class Handle:
         exchanges: bool = False,
         autocasts: bool = True,
     ) -> None:
-        options.check_devices(1 if ranks is None else ranks.size)
+        options.check_devices(1 if ranks is None else ranks.world)
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
         self.options = options
@@ -454,7 +454,7 @@ class Handle:
         self.team.check_alike(units)
         self.storage.choose(units)
         self._check_memory(units)
-        materialize(self.module, self.team.rank == 0)
+        materialize(self.module, self.team.gives_weights)
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter):
                 raise UnsupportedError(
@@ -612,15 +612,15 @@ def stream(
     Args:
         module: Any module. Its parameters stay the same objects.
         device: The device that computes, such as "cuda".
-        group: A process group whose ranks, on this machine, train together with one device each, as under DDP. Every
-            rank calls this with its own copy of the module; the first one's weights and buffers count. Each backward
-            exchanges gradients, but for those in ``handle.no_sync()``, and every rank steps the same optimizers.
+        group: A process group whose ranks, on one machine or several, train together with one device each, as under
+            DDP. Every rank calls this with its own copy of the module; the first one's weights and buffers count. Each
+            backward exchanges gradients, but for those in ``handle.no_sync()``; every rank steps the same optimizers.
         timeout: How long a rank of the group waits for the others.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... With ``master_weights``
             FP32 weights are bfloat16 on the device; convert the module's buffers and inputs yourself.
     """
     parsed = Options.parse(**options)
-    ranks = None if group is None else connect(group, torch.device(device), timeout)
+    ranks = None if group is None else connect(group, torch.device(device), timeout, nodes=None)
     compute_dtype = torch.bfloat16 if parsed.master_weights else None
     try:
         handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, group=None if ranks is None else group)

@@ -676,14 +676,10 @@ def test_a_teardown_makes_all_modules_plain(device):
 # --- What is refused
 
 
-def test_several_machines_are_refused():
-    with pytest.raises(OptionError, match=r"num_nodes must be 1: .* got 2"):
-        Fabric(accelerator="cpu", strategy="superpipeline", devices=1, num_nodes=2)
-
-
-def test_several_devices_of_the_users_choice_are_refused():
+@pytest.mark.parametrize("several", [{"devices": 2}, {"devices": 1, "num_nodes": 2}])
+def test_several_devices_of_the_users_choice_are_refused(several):
     with pytest.raises(OptionError, match="device must be left out with several devices"):
-        Fabric(accelerator="cpu", strategy=sp_lightning.SuperpipelineFabricStrategy(device="cpu"), devices=2)
+        Fabric(accelerator="cpu", strategy=sp_lightning.SuperpipelineFabricStrategy(device="cpu"), **several)
 
 
 def test_one_device_needs_no_launch_and_several_do():

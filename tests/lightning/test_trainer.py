@@ -870,11 +870,12 @@ def test_by_name_on_the_accelerator_that_the_trainer_chose():
     assert torch.accelerator.max_memory_allocated() > 0
 
 
-def test_several_machines_are_refused_and_a_device_of_the_users_with_several():
+@pytest.mark.parametrize("several", [{"devices": 2}, {"num_nodes": 2}])
+def test_a_device_of_the_users_and_weights_in_files_are_refused_with_several_devices(several):
     with pytest.raises(OptionError, match="device must be left out with several devices"):
-        trainer_with(sp_lightning.SuperpipelineStrategy(device="cpu"), devices=2)
-    with pytest.raises(OptionError, match="num_nodes must be 1"):
-        trainer_with("superpipeline", num_nodes=2)
+        trainer_with(sp_lightning.SuperpipelineStrategy(device="cpu"), **several)
+    with pytest.raises(OptionError, match=r"devices must be 1 with host_budget=.*, got 2"):
+        trainer_with(sp_lightning.SuperpipelineStrategy(host_budget="1GB"), **several)
 
 
 def test_mps_is_refused_and_told_what_to_use():

@@ -40,8 +40,36 @@ def run(launcher, strategy, folder):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    return left_in(folder)
+
+
+def left_in(folder):
     ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
     return [parity.Record([parity.Entry("", name, value) for name, value in rank.items()]) for rank in ranks]
+
+
+@pytest.mark.slow
+def test_a_script_that_torchrun_starts_on_two_nodes_runs_as_under_ddp(tmp_path):
+    """Two agents with one rendezvous, as on real machines; the nodes pretend to be two (pretended_nodes.py)."""
+    expected = run("torchrun", "ddp", tmp_path / "ddp")
+    folder, port = tmp_path / "ours", str(processes.free_port())
+    folder.mkdir()
+    agent = [*"-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d".split()]
+    command = [sys.executable, *agent, f"--rdzv-endpoint=127.0.0.1:{port}", str(RIGS / "ranked_script.py")]
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(RIGS), *filter(None, sys.path)]),
+        "PRETENDED_NODES": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    agents = [
+        subprocess.Popen([*command, "superpipeline", str(folder)], env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [agent.communicate(timeout=300)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)[-4000:]
+    for theirs, ours in zip(expected, left_in(folder), strict=True):
+        parity.compare(theirs, ours)
 
 
 @pytest.mark.slow
@@ -126,6 +154,15 @@ def test_processes_of_a_launcher_do_not_train_on_all_the_data_each(package, laun
         else:
             pytest.importorskip(f"sp_lightning.{package}", exc_type=ImportError)
             train(pytest.importorskip(package))
+
+
+@pytest.mark.parametrize(("launched", "by"), [(TORCHRUN, "TorchElasticEnvironment"), (SRUN, "SLURMEnvironment")])
+@pytest.mark.parametrize("package", [L.Trainer, L.Fabric])
+def test_machines_that_contradict_the_launcher_are_an_error(package, launched, by, monkeypatch):
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises((OptionError, ValueError), match=r"num_nodes.*2 \* 2.*2\b"):
+        package(**ALONE | {"devices": 2, "num_nodes": 2})
 
 
 @pytest.mark.parametrize(

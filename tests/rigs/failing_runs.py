@@ -34,7 +34,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 import sp_lightning
-from sp_lightning.ranks import board, exchange, sharded_step, user_edits
+from sp_lightning.ranks import board, connection, exchange, sharded_step, transport, user_edits
 
 LONGEST_S = 90
 SAVE_S = 3.0  # of a checkpoint on exception
@@ -106,6 +106,9 @@ STRIKES: dict[str, tuple[Any, str]] = {
     "exchange": (exchange.Exchange, "finish"),
     "between post and sum": (exchange.Exchange, "_sum"),
     "settle": (user_edits.Faces, "settle"),
+    "connecting nodes": (transport.NodeTransport, "_connect"),
+    "sum of nodes": (exchange.Exchange, "_sum_of_nodes"),
+    "agreement of nodes": (board.Ranks, "agree"),
     "in the step": (sharded_step.Owners, "_owned"),
     "loop of the step": (importlib.import_module("torch.optim.adam"), "adam"),
     "end of the step": (sharded_step.Owners, "end"),
@@ -115,7 +118,16 @@ IN_MODULE = [
     *("validation", "checkpoint", "teardown"),
 ]
 PHASES = [*STRIKES, *IN_MODULE]
-ONCE = {"connecting", "accepting", "setup", "configure_model", "teardown", "validation", "checkpoint"}
+ONCE = {
+    "connecting",
+    "accepting",
+    "connecting nodes",
+    "setup",
+    "configure_model",
+    "teardown",
+    "validation",
+    "checkpoint",
+}
 FIFTH = {"descriptors"}
 
 
@@ -151,6 +163,7 @@ def endings(
     timeout: float = 60,
     longest: float = LONGEST_S,
     saves_to: str | None = None,
+    nodes: int = 1,
 ) -> list[Ending]:
     """Run a Trainer on each rank, in which the victim (None: every rank) fails; return how each ended.
 
@@ -163,7 +176,7 @@ def endings(
         reads, writes = context.Pipe(duplex=False)
         strikes = rank == victim or victim is None
         its_way = way if strikes else ""
-        process = context.Process(target=run, args=(rank, size, port, phase, its_way, timeout, writes, saves_to))
+        process = context.Process(target=run, args=(rank, size, port, phase, its_way, timeout, writes, saves_to, nodes))
         process.start()
         writes.close()
         here.append((process, reads))
@@ -186,12 +199,19 @@ def ending(process: Any, reads: Any, until: float) -> Ending:
     return Ending(status=process.exitcode, **(defaults | told))
 
 
-def run(rank: int, size: int, port: int, phase: str, way: str, timeout: float, tell: Any, saves_to: str | None) -> None:
-    """Run a Trainer on one rank."""
+def run(
+    rank: int, size: int, port: int, phase: str, way: str, timeout: float, tell: Any, saves_to: str | None, nodes: int
+) -> None:
+    """Run a Trainer on one rank, of the first, second, ... of as many pretended nodes (pretended_nodes.py)."""
     torch.set_num_threads(1)
+    here = size // nodes
+    node = f"{rank // here}"
+    if nodes > 1:
+        connection.node_identity = lambda: f"pretended node {node}"
+        connection.socket = mock.Mock(gethostname=lambda: f"host{node}")
     os.environ.update(
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
+        LOCAL_RANK=str(rank % here),
+        NODE_RANK=node,
         WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -215,7 +235,7 @@ def run(rank: int, size: int, port: int, phase: str, way: str, timeout: float, t
     board._address = lambda token: (tell.send({"names": [real(token)]}), real(token))[1]
     try:
         with contextlib.redirect_stdout(None):
-            fit(size, strike, timeout, tell, [] if saves_to is None else [SlowSaver(saves_to)])
+            fit(size, strike, timeout, tell, [] if saves_to is None else [SlowSaver(saves_to)], nodes)
     except BaseException as error:
         tell.send({"error": type(error).__name__, "message": str(error), "at": time.monotonic()})
         traceback.print_exc()
@@ -254,12 +274,18 @@ class SlowSaver(OnExceptionCheckpoint):
 
 
 def fit(
-    size: int, strike: Callable[[str], None], timeout: float, tell: Any, callbacks: Sequence[L.Callback] = ()
+    size: int,
+    strike: Callable[[str], None],
+    timeout: float,
+    tell: Any,
+    callbacks: Sequence[L.Callback] = (),
+    nodes: int = 1,
 ) -> None:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=size,
+        devices=size // nodes,
+        num_nodes=nodes,
         strategy=sp_lightning.SuperpipelineStrategy(window=1, units=["Linear"], timeout=timedelta(seconds=timeout)),
         max_epochs=1,
         callbacks=list(callbacks),

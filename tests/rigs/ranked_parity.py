@@ -5,10 +5,12 @@ The simulated device computes by the CPU's kernels, so that one run under DDP is
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
 
+import pretended_nodes
 import processes
 
 import parity
@@ -30,14 +32,18 @@ def check(
     options: dict[str, Any],
     accelerator: str = "cpu",
     size: int = 2,
+    nodes: int = 1,
     **settings: Any,
 ) -> list[parity.Record]:
     """Run a function of ranked_*.py under DDP and under the strategy; raise Difference where a rank's records differ.
 
+    ``nodes``: on so many the strategy's ranks pretend to be.
+
     Returns the records under the strategy.
     """
     expected = plain(size, function, name, **settings)
-    found = processes.run(size, function, name, options, accelerator=accelerator, **settings)
+    on_nodes = functools.partial(pretended_nodes.trainer, nodes, function)
+    found = processes.run(size, on_nodes, name, options, accelerator=accelerator, **settings)
     for rank, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
         try:
             parity.compare(without_the_devices_generator(theirs), without_the_devices_generator(ours))

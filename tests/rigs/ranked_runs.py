@@ -11,6 +11,7 @@ from typing import Any
 
 import families
 import lightning as L
+import pretended_nodes
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -67,7 +68,8 @@ def record(
             make,
             strategy,
             accelerator=accelerator,
-            devices=size,
+            devices=size // pretended_nodes.count(),
+            num_nodes=pretended_nodes.count(),
             make_loader=lambda n: DataLoader([case.batch(i) for i in range(n * size)], batch_size=None, shuffle=False),
             **settings,
         )
@@ -100,7 +102,8 @@ def leg(
         trainer = L.Trainer(
             strategy=strategy,
             accelerator=accelerator,
-            devices=size,
+            devices=size // pretended_nodes.count(),
+            num_nodes=pretended_nodes.count(),
             max_steps=steps,
             default_root_dir=root,
             logger=False,

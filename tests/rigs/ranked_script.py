@@ -4,11 +4,13 @@ Each rank leaves what it computed in the folder: a rate that was searched, train
 evaluation of the best checkpoint, and a second Trainer.
 """
 
+import os
 import pathlib
 import sys
 from typing import Any
 
 import lightning as L
+import pretended_nodes
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
@@ -61,7 +63,8 @@ def main(strategy: str, folder: pathlib.Path) -> None:
         return L.Trainer(
             strategy=strategy,
             accelerator="cpu",
-            devices=2,
+            devices=2 // pretended_nodes.count(),
+            num_nodes=pretended_nodes.count(),
             max_epochs=2,
             logger=False,
             callbacks=[ModelCheckpoint(folder / name, monitor="val_loss")],
@@ -89,4 +92,5 @@ def main(strategy: str, folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], pathlib.Path(sys.argv[2])))
+    with pretended_nodes.pretending(int(os.environ.get("GROUP_RANK", 0))):  # torchrun's number of the node
+        main(sys.argv[1], pathlib.Path(sys.argv[2]))

@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import lightning as L
+import loops
 import pytest
 import ranked_runs
 import torch
@@ -34,6 +35,7 @@ from sp_lightning.memory.weights import same_bytes
 from sp_lightning.ranks import exchange, user_edits
 from sp_lightning.ranks.board import Board, Ranks
 from sp_lightning.ranks.connection import connect
+from sp_lightning.ranks.transport import packed
 
 SLOW_S = 1.0  # for which the second rank is not there
 ALIVE_S = 30.0  # for which a rank that failed stays alive at most
@@ -78,6 +80,28 @@ def after_a_failure(what: str, failed: int) -> str | bool:
             _noticed().touch()
             return str(error)
         return "no error"
+
+
+def seconds_at_a_meeting() -> float:
+    """Return how long this rank is at a meeting to which the last one comes late."""
+    with connected() as ranks:
+        ranks.meet("a first one")
+        time.sleep(SLOW_S * (ranks.world_rank == ranks.world - 1))
+        began = time.monotonic()
+        ranks.meet("a meeting")
+        return time.monotonic() - began
+
+
+def trained_with_slow_sends(**settings: Any) -> loops.Found:
+    """Train where the first rank is slow to pack what it sends to other nodes."""
+
+    def slowly(*args: Any) -> Tensor:
+        time.sleep(0.05)
+        return packed(*args)
+
+    slow = os.environ["LOCAL_RANK"] == "0"
+    with mock.patch.object(exchange, "packed", slowly if slow else packed):
+        return loops.train({"window": 2}, **settings)
 
 
 class SlowWords:

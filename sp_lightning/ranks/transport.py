@@ -1,0 +1,362 @@
+"""Messages between nodes: host tensors in process groups of torch's gloo, and the groups that the ranks make for them.
+
+A *node* is the ranks of one machine, which share one host copy of the model. A *rail* is the same local rank of every
+node. Ranks have a local number, and one among all nodes', which errors say.
+
+1. Nothing but host tensors crosses the network, in gloo groups of the library's own: NCCL has no host tensors, and the
+   user's group may be one of NCCL. A process group's members come node by node, as many on each.
+2. A message is a header, which says what it is, and its bytes. Messages from one rank to another come in their order,
+   and nothing else is agreed: each node sends its units in the order in which it has them, and finds those of the
+   others by their keys. So blocks that a node skips, and experts without tokens, need no flag here either.
+3. Nobody waits for the network here: a thread sends, and one for each peer receives. Whoever needs a message looks
+   whether it is there, in a wait of the board, which ends with the news of ranks (board.py, Rule 2).
+4. The bytes of a message are packed when its turn comes to be sent; until then they stay where they are. A receiver
+   that has `AHEAD` messages which nobody has taken leaves the next ones to their sender, so that a node which is far
+   behind needs no memory for gradients of the others. Once a rank waits for messages, it receives all: a node
+   that is behind may be waited for, but it never waits itself before the end of its backward.
+5. The nodes' first ranks also tell each other, a few times a second, what their boards say of ranks: all nodes name the
+   same rank. They compare numbers when all ranks have to agree. These words never wait behind gradients.
+6. A connection that ends without a farewell is the end of a process, as far as its peer can tell. The loss of a machine
+   or of the link to it may end nothing: a node of which nothing came for `KEEPALIVE_S` counts as lost.
+7. A rank that leaves says farewell with its state, and waits a short time for the farewells of the others: threads that
+   wait in gloo for a peer would outlive the group. Those of peers that are gone end with the group's connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..compat.tensors import gloo_device, gloo_group
+from ..errors import PeerError
+
+UNITS, WORDS = 0, 1  # tags: of messages that may be large, and of those that never wait behind these (Rule 5)
+CLOSES = 2  # a tag that nothing is sent with
+UNIT, WORD, PULSE, FAREWELL = range(4)  # kinds of messages
+HEADER = 8  # numbers of a header: the kind, the key's, and how many bytes follow
+KEY = 3  # numbers of a key
+ALIGNED = 16  # bytes at whose multiples tensors begin in a message
+AHEAD = 3  # messages of each peer that nobody has taken (Rule 4)
+PULSE_S = 0.2  # between two pulses (Rule 5)
+KEEPALIVE_S = 60.0  # for which nothing came of a node that counts as lost (Rule 6)
+CONNECT_S = 120.0  # how long nodes that have just been heard of may take to connect
+CLOSE_S = 3.0  # how long a rank waits for the farewells of others (Rule 7)
+PAUSE_S = 1e-3
+FOREVER = timedelta(days=365)  # of one wait in gloo; those that must end are the board's
+
+Key = tuple[int, int, int]
+
+
+class NodePlace(NamedTuple):
+    """Where a rank is among all: its node, how many ranks each node has, and the host of each node."""
+
+    node: int
+    size: int
+    hosts: tuple[str, ...]
+
+    @property
+    def first(self) -> int:
+        """The number among all ranks of this node's first one."""
+        return self.node * self.size
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are on all nodes."""
+        return self.size * len(self.hosts)
+
+    def name(self, rank: int) -> str:
+        """Name a rank of any node, by its number among all."""
+        return f"rank {rank}" if len(self.hosts) == 1 else f"rank {rank} on {self.hosts[rank // self.size]}"
+
+
+class Listener(Protocol):
+    """A listener to all that comes from other nodes besides gradients: board.Ranks."""
+
+    def heard(self, node: int, states: Sequence[int], came: Sequence[int]) -> None:
+        """Take what another node's board says of all ranks' states, and of its own ranks' meetings."""
+
+    def lost(self, rank: int) -> None:
+        """Note that the connection to a rank ended without a farewell."""
+
+    def left(self, rank: int, state: int) -> None:
+        """Note that a rank has left in this state."""
+
+
+class Message:
+    """A message from one rank to its whole rail."""
+
+    def __init__(self, kind: int, key: Key, pack: Callable[[], Tensor]) -> None:
+        self.kind, self.key, self.pack = kind, key, pack
+        self.is_packed = False  # whether its bytes may be overwritten where they were (Rule 4)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the header and the bytes, if there are any."""
+        payload = self.pack()
+        self.is_packed = True
+        header = [self.kind, *self.key, payload.numel()]
+        made = [torch.tensor(header + [0] * (HEADER - len(header)), dtype=torch.int64, device="cpu")]
+        return [*made, payload] if payload.numel() else made
+
+
+class NodeTransport:
+    """The connections of a rank to its rail (Rule 1)."""
+
+    def __init__(self, place: NodePlace, rank: int, token: bytes, timeout: timedelta, listener: Listener) -> None:
+        self._place, self._listener = place, listener
+        peers = [node for node in range(len(place.hosts)) if node != place.node]
+        self._rank_of = {node: node * place.size + rank for node in peers}
+        self.drains = False  # whether more than a few messages are taken from each peer (Rule 4)
+        self._closed = False
+        self._inbox: dict[int, dict[Key, Tensor]] = {node: {} for node in peers}
+        self._words: dict[int, dict[int, tuple[int, ...]]] = {node: {} for node in peers}
+        self._heard_at = dict.fromkeys(peers, time.monotonic())
+        self._farewells: dict[int, set[int]] = {node: set() for node in peers}  # their tags
+        self._tags = (UNITS, WORDS) if rank == 0 else (UNITS,)
+        self._pulsed_at = 0.0
+        self._group: Any = self._connect(rank, token, timeout)
+        self._threads: list[threading.Thread] = []
+        self._units = self._sender(peers, UNITS)
+        self._says = {node: self._sender([node], WORDS) for node in peers if rank == 0}  # none waits for another's
+        for node in peers:
+            for tag in self._tags:
+                self._start(self._receive, node, tag)
+
+    def _connect(self, rank: int, token: bytes, timeout: timedelta) -> Any:
+        within = min(timeout, timedelta(seconds=CONNECT_S))
+        try:
+            name = f"superpipeline/{token.hex()}/{rank}"
+            return gloo_group(name, self._place.node, len(self._place.hosts), within)
+        except RuntimeError as error:
+            hosts = ", ".join(sorted(set(self._place.hosts)))
+            raise PeerError(
+                f"{self._place.name(self._place.first + rank)} could not connect to its peers ({hosts}) within "
+                f"{within}: {error}. GLOO_SOCKET_IFNAME names the network interface of each host"
+            ) from error
+
+    # ---- units
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks of other nodes on this one's rail."""
+        return list(self._rank_of.values())
+
+    def send(self, key: Key, pack: Callable[[], Tensor]) -> Message:
+        """Send bytes to the whole rail, made by this function when it is their turn."""
+        message = Message(UNIT, key, pack)
+        self._units.put(message)
+        return message
+
+    def missing(self, key: Key, nodes: Sequence[int] | None = None) -> list[int]:
+        """List the ranks, of all nodes or of these, whose message with this key has not come."""
+        wanted = self._inbox if nodes is None else nodes
+        return [self._rank_of[node] for node in wanted if key not in self._inbox[node]]
+
+    def take(self, key: Key) -> dict[int, Tensor]:
+        """Take the messages with this key from those that have come, by the node that sent each."""
+        return {node: there.pop(key) for node, there in self._inbox.items() if key in there}
+
+    # ---- words
+
+    def say(self, number: int, word: tuple[int, int]) -> None:
+        """Tell the other nodes' first ranks a word, as that of this number."""
+        for outbox in self._says.values():
+            outbox.put(Message(WORD, (number, *word), _nothing))
+
+    def unsaid(self, number: int) -> list[int]:
+        """List the first ranks of other nodes whose word of this number has not come."""
+        return [self._rank_of[node] for node, words in self._words.items() if number not in words]
+
+    def words(self, number: int) -> dict[int, tuple[int, ...]]:
+        """Take the words of this number, by the node that said each."""
+        return {node: words.pop(number) for node, words in self._words.items()}
+
+    def pulse(self, numbers: Callable[[], list[int]]) -> list[int]:
+        """Tell the other nodes what this one's board says, now and then; list the ranks of lost nodes (Rules 5, 6)."""
+        if not self._says or self._closed:
+            return []
+        now = time.monotonic()
+        if now - self._pulsed_at > PULSE_S:
+            self._pulsed_at = now
+            self._pulse(numbers())
+        late = (node for node, at in self._heard_at.items() if now - at > KEEPALIVE_S)
+        return [self._rank_of[node] for node in late if not self._farewells[node]]
+
+    def _pulse(self, numbers: list[int]) -> None:
+        payload = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
+        for outbox in self._says.values():
+            if outbox.qsize() < AHEAD:  # a peer that does not read gets no more
+                outbox.put(Message(PULSE, (0, 0, 0), lambda: payload))
+
+    # ---- threads
+
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name="superpipeline-nodes", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _sender(self, nodes: Sequence[int], tag: int) -> queue.SimpleQueue[Message]:
+        outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._start(self._send, outbox, list(nodes), tag)
+        return outbox
+
+    def _send(self, outbox: queue.SimpleQueue[Message], nodes: list[int], tag: int) -> None:
+        """Send what is put into an outbox, to these nodes, until the farewell is sent (Rule 3)."""
+        kind = None
+        while kind != FAREWELL:
+            message = outbox.get()
+            kind = message.kind
+            tensors = message.tensors()
+            works = [(node, work) for tensor in tensors for node in nodes for work in self._post(node, tensor, tag)]
+            for node, work in works:
+                if not self._wait(node, work) and node in nodes:
+                    nodes.remove(node)
+
+    def _post(self, node: int, tensor: Tensor, tag: int) -> list[Any]:
+        try:
+            return [self._group.send([tensor], node, tag)]
+        except RuntimeError:
+            self._note_lost(node)
+            return []
+
+    def _wait(self, node: int, work: Any) -> bool:
+        try:
+            work.wait(FOREVER)
+        except RuntimeError:
+            self._note_lost(node)
+            return False
+        return True
+
+    def _receive(self, node: int, tag: int) -> None:
+        """Receive what a peer sends, until its farewell (Rule 3)."""
+        header = torch.empty(HEADER, dtype=torch.int64, device="cpu")
+        while self._take(node, header, tag):
+            kind, *key, nbytes = header.tolist()[: KEY + 2]
+            payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            if nbytes and not self._take(node, payload, tag):
+                return
+            self._heard_at[node] = time.monotonic()
+            if kind == FAREWELL:
+                self._farewells[node].add(tag)
+                if len(self._farewells[node]) == len(self._tags):  # all that it sent has come
+                    self._listener.left(self._rank_of[node], key[0])
+                return
+            if kind == UNIT:
+                self._inbox[node][key[0], key[1], key[2]] = payload
+                while len(self._inbox[node]) >= AHEAD and not (self.drains or self._closed):
+                    time.sleep(PAUSE_S)  # the sender keeps the next ones (Rule 4)
+            elif kind == WORD:
+                self._words[node][key[0]] = tuple(key[1:])
+            else:
+                numbers = payload.view(torch.int64).tolist()
+                self._listener.heard(node, numbers[: self._place.world], numbers[self._place.world :])
+
+    def _take(self, node: int, tensor: Tensor, tag: int) -> bool:
+        try:
+            self._group.recv([tensor], node, tag).wait(FOREVER)
+        except RuntimeError:
+            self._note_lost(node)
+            return False
+        return True
+
+    def _note_lost(self, node: int) -> None:
+        if not self._closed and not self._farewells[node]:  # after a farewell nothing is lost (Rule 6)
+            self._listener.lost(self._rank_of[node])
+
+    # ---- the end
+
+    def close(self, state: int, numbers: list[int]) -> None:
+        """Say farewell, and end the threads (Rule 7). Safe twice."""
+        if self._closed:
+            return
+        self._pulse(numbers)
+        self._closed = True
+        for outbox in (self._units, *self._says.values()):
+            outbox.put(Message(FAREWELL, (state, 0, 0), _nothing))
+        until = time.monotonic() + CLOSE_S
+        self._join(until)
+        if any(thread.is_alive() for thread in self._threads):
+            with contextlib.suppress(RuntimeError):  # a wait that ends too early ends all connections
+                nothing = torch.empty(HEADER, dtype=torch.int64, device="cpu")
+                self._group.recv([nothing], next(iter(self._rank_of)), CLOSES).wait(timedelta(milliseconds=1))
+            self._join(until + 1)
+        self._inbox.clear()
+
+    def _join(self, until: float) -> None:
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def packed(flags: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
+    """Pack a unit's flags, one for each parameter, and the parts of those that are sent."""
+    sizes = [_aligned(len(flags)), *(_aligned(part.nbytes) for part in parts)]
+    made = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    made[: len(flags)] = torch.tensor(list(flags), dtype=torch.uint8, device="cpu")
+    start = sizes[0]
+    for part, size in zip(parts, sizes[1:], strict=True):
+        made[start : start + part.nbytes] = part.view(torch.uint8)
+        start += size
+    return made
+
+
+class Unpacked:
+    """The flags of a unit's parameters, and its parts in their order."""
+
+    def __init__(self, message: Tensor, count: int) -> None:
+        self.flags: list[int] = message[:count].tolist()
+        self._message, self._start = message, _aligned(count)
+
+    def part(self, like: Tensor) -> Tensor:
+        """Return the next part, which has this one's type and size."""
+        start, self._start = self._start, self._start + _aligned(like.nbytes)
+        return self._message[start : start + like.nbytes].view(like.dtype)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def node_identity() -> str:
+    """Identify this process's node: its kernel, and its network, in which ranks of a node find each other's sockets."""
+    return f"{machine()} {namespace('net')}"
+
+
+def namespace(kind: str) -> str:
+    """Identify one of this process's namespaces: containers of a machine have others, and its kernel."""
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return machine()
+
+
+def machine() -> str:
+    """Identify this machine's kernel, which the ranks share memory through."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot_id:
+            return boot_id.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def interface_error() -> str:
+    """Say why gloo finds no network interface here; empty if it does."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    try:
+        for name in filter(None, names.split(",")):
+            gloo_device(name)
+    except RuntimeError as error:
+        return f"GLOO_SOCKET_IFNAME={names}: {str(error).splitlines()[0]}"
+    return ""

@@ -1,0 +1,140 @@
+"""Several nodes train as DDP does over all their ranks, to the last bit: here two parts of this machine's ranks."""
+
+import failing_runs
+import loops
+import pretended_nodes
+import processes
+import pytest
+import ranked_parity
+import ranked_runs
+import waiting
+
+import models
+import parity
+
+pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
+OFTEN = ["batch_norm", "mixture_of_experts", "skipped_block", "tied_embedding"]
+COVER = parity.pairwise(
+    window=[1, 2, 99],
+    activations=["keep", "recompute", "offload", "recompute+offload"],
+    accumulate=[1, 2],
+    clip=[None, ("norm", 0.1), ("value", 0.01)],
+    precision=["32-true", "bf16-mixed", "bf16-true"],
+    optimizer=["adamw", "sgd", "adafactor", "lbfgs", "two"],
+    accelerator=["cpu", "simgpu"],
+)
+DAILY = 1  # rows that are not slow
+
+
+def check_loop(size=4, nodes=2, device="cpu", **settings):
+    expected = processes.run(size, loops.train, None, **settings)
+    compare(expected, processes.run(size, pretended_nodes.run, nodes, loops.train, {"window": 2}, device, **settings))
+
+
+def compare(expected, found):
+    for rank, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+        for what, one, other in zip(theirs._fields, theirs, ours, strict=True):
+            seen = dict(parity.leaves(other))
+            assert {path: parity.difference(leaf, seen.pop(path)) for path, leaf in parity.leaves(one)} == (
+                dict.fromkeys(dict(parity.leaves(one)))
+            ), f"{what} of rank {rank}"
+            assert not seen
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"edits": True, "clip": True},
+        {"accumulate": 2, "clip": True, "holds": True},
+        pytest.param({"optimizer": "adafactor", "edits": True}, marks=SLOW),
+        pytest.param({"optimizer": "foreach", "accumulate": 2}, marks=SLOW),
+        pytest.param({"accumulate": 3, "clip": True, "grows_at": 4}, marks=SLOW),
+        pytest.param({"renewals": 4}, marks=SLOW),
+        pytest.param({"accumulate": 2, "edits": True, "device": "simgpu"}, marks=SLOW),
+    ],
+)
+def test_a_loop_over_two_nodes_of_two_ranks_is_ddp_with_the_tree(settings):
+    check_loop(**settings)
+
+
+def test_a_loop_over_two_nodes_of_one_rank_is_ddp():
+    check_loop(size=2, edits=True, accumulate=2)
+
+
+def test_sums_that_are_slow_to_be_sent_are_sent_as_they_were():
+    found = processes.run(2, pretended_nodes.run, 2, waiting.trained_with_slow_sends)
+    compare(processes.run(2, loops.train, None), found)
+
+
+def test_all_ranks_of_all_nodes_come_to_a_meeting():
+    *others, _ = processes.run(4, pretended_nodes.run, 2, waiting.seconds_at_a_meeting)
+    assert min(others) > waiting.SLOW_S / 2
+
+
+@SLOW
+def test_a_loop_over_four_nodes_of_one_rank_is_ddp_with_the_tree():
+    check_loop(nodes=4, edits=True, clip=True)
+
+
+def check(case, row, **more):
+    """Compare one row of the cover, but for what Lightning refuses and what has no reference on the CPU."""
+    row = dict(row)
+    options = {name: row.pop(name) for name in ("window", "activations")}
+    if row["optimizer"] == "two":  # Lightning neither accumulates nor clips for who optimizes by hand
+        row |= {"accumulate": 1, "clip": None}
+    if row["precision"] == "bf16-mixed" or "random" in models.case(case).tags:
+        row["accelerator"] = "cpu"
+    if row["optimizer"] == "lbfgs":
+        row["clip"] = None
+    ranked_parity.check(ranked_runs.fit, case, options, size=4, nodes=2, **row, **more)
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=[SLOW] * (row >= DAILY)) for row in range(len(COVER))])
+def test_a_trainer_over_two_nodes_is_ddp_with_the_tree(row):
+    check(OFTEN[row % len(OFTEN)], COVER[row])
+
+
+LIMIT_S = 5
+PHASES = [
+    *("connecting nodes", "forward", "backward", "between post and sum", "sum of nodes", "settle"),
+    *("agreement of nodes", "in the step", "end of the step", "data"),
+]
+FAILURES = [(phase, way, victim) for phase in PHASES for way in ("raise", "kill") for victim in (0, 2, 3)]
+NOBODY = [case for case in FAILURES if case[0] == "agreement of nodes" and case[2] == 3]  # first ranks alone agree
+EVERY_DAY = {("forward", "kill", 3), ("sum of nodes", "raise", 2)}
+
+
+@pytest.mark.parametrize(
+    ("phase", "way", "victim"),
+    [pytest.param(*case, marks=[] if case in EVERY_DAY else SLOW) for case in FAILURES if case not in NOBODY],
+)
+def test_all_ranks_of_all_nodes_end_with_an_error_that_names_the_one_that_failed(phase, way, victim):
+    with failing_runs.nothing_left():
+        endings = failing_runs.endings(4, phase=phase, way=way, victim=victim, nodes=2)
+    struck = endings[victim].struck
+    assert struck, f"nothing failed: {endings}"
+    for rank, ending in enumerate(endings):
+        if rank != victim:
+            assert ending.at - struck < LIMIT_S, f"rank {rank}: {ending}"
+            assert (ending.error, ending.status) == ("PeerError", 1), f"rank {rank}: {ending}"
+            # While nodes connect, a rank knows of another node's alone that it does not answer.
+            assert phase == "connecting nodes" or f"rank {victim} on host{victim // 2} " in f"{ending.message} ", (
+                f"rank {rank}: {ending}"
+            )
+
+
+@pytest.mark.parametrize("phase", ["data", pytest.param("sum of nodes", marks=SLOW)])
+def test_a_rank_that_hangs_on_another_node_is_named_after_the_timeout(phase):
+    endings = failing_runs.endings(4, phase=phase, way="hang", victim=3, timeout=5, nodes=2)
+    assert endings[3].status == -9  # by its own thread that watches
+    for rank, ending in enumerate(endings[:3]):
+        assert ending.error == "PeerError" and "rank 3 on host1 " in ending.message, f"rank {rank}: {ending}"
+        assert ending.at - endings[3].struck < 5 + 3 * LIMIT_S, f"rank {rank}: {ending}"
+
+
+def test_a_run_without_a_failure_ends_at_once():
+    endings = failing_runs.endings(4, phase="none", way="", victim=None, nodes=2)
+    assert [ending.status for ending in endings] == [0] * 4

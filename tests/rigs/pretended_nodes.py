@@ -1,0 +1,48 @@
+"""Pretended nodes: parts of this machine's ranks that take each other for ranks of another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from sp_lightning.ranks import connection
+
+NODES = "PRETENDED_NODES"
+
+
+def count() -> int:
+    """Return how many nodes this rank's Trainer is to be told of."""
+    return int(os.environ.get(NODES, 1))
+
+
+def run(nodes: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function on this rank (processes.py, Rule 1), one of so many nodes with as many ranks each."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    with pretending(rank * nodes // size):
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def pretending(node: int) -> Iterator[None]:
+    """Have this process connect as a rank of the node of this number."""
+    with (
+        mock.patch.object(connection, "node_identity", lambda: f"pretended node {node}"),
+        mock.patch.object(connection.socket, "gethostname", lambda: f"host{node}"),
+    ):
+        yield
+
+
+def trainer(nodes: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function that makes a Trainer, or Fabric, in the environment that a launcher would make on each node."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    here = size // nodes
+    place = {"LOCAL_RANK": str(rank % here), "NODE_RANK": str(rank // here), NODES: str(nodes)}
+
+    def on_its_node() -> Any:
+        with mock.patch.dict(os.environ, place):
+            return function(*args, **kwargs)
+
+    return run(nodes, on_its_node)
