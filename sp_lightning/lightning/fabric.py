@@ -40,6 +40,7 @@ from ..memory.watched_parameters import is_watched
 from ..optim import torn_step
 from ..options import Options
 from ..ranks.connection import leave_at_exit
+from ..ranks.transport import KEEPALIVE
 from ..runtime.handle import Handle, close_all, close_dropped
 from .checkpoint_io import MappedCheckpointIO
 from .master_weights import MasterWeights
@@ -61,6 +62,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         checkpoint_io: How checkpoints are written and read; Fabric sets it.
         precision: The precision plugin; Fabric sets it.
         timeout: With several devices, how long a rank waits for the others.
+        keepalive: With several machines, how long nothing comes of one that counts as lost.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... ``optimizer_overlap``
             steps units beside the next forward if no code in between waits for them.
     """
@@ -74,12 +76,13 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision: FabricPrecision | None = None,
         timeout: timedelta = default_pg_timeout,
+        keepalive: timedelta = KEEPALIVE,
         **options: Any,
     ) -> None:
         self.options = Options.parse(**options)
         FabricBaseStrategy.__init__(self, accelerator, checkpoint_io, precision)
         self._root_device = torch.device(device or "cpu")
-        self._timeout = timeout
+        self._timeout, self._keepalive = timeout, keepalive
         self._device_given = device is not None
         self._begin_without_modules()
         check_supported(self.root_device)

@@ -33,7 +33,7 @@ from ..errors import OptionError, PeerError, UnsupportedError
 from ..memory.device import check_supported
 from ..options import Options
 from ..ranks.board import Ranks
-from ..ranks.connection import broadcast_buffers, connect, home
+from ..ranks.connection import broadcast_buffers, connect, home, meet_launched, typed
 from ..ranks.shared_memory import check_possible
 from ..runtime.preflight import check_copies
 from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment
@@ -50,6 +50,7 @@ class SeveralDevices:
     _num_processes = 1  # on each machine
     _machines = 1
     _timeout: timedelta
+    _keepalive: timedelta
     options: Options
     _launcher: Any
     model: Any
@@ -212,8 +213,18 @@ class SeveralDevices:
         self.leave_ranks()
         if self.is_distributed:
             self.set_world_ranks()
-            init_process_group(self.cluster_environment, backend_for(self._root_device), timeout=self._timeout)
-            self.ranks = connect(None, self._root_device, self._timeout, self._machines)
+            self._init_process_group()
+            self.ranks = connect(None, self._root_device, self._timeout, self._machines, self._keepalive)
+
+    def _init_process_group(self) -> None:
+        environment, backend = self.cluster_environment, backend_for(self._root_device)
+        if self._machines == 1 or torch.distributed.is_initialized():
+            init_process_group(environment, backend, timeout=self._timeout)
+            return
+        address = environment.main_address, environment.main_port
+        store = meet_launched(*address, self.global_rank, self.world_size, self._timeout)
+        with typed(f"rank {self.global_rank}"):
+            init_process_group(environment, backend, timeout=self._timeout, store=store)
 
     def tell_peers(self, exception: BaseException) -> None:
         """Tell the other ranks, which would wait for this one, of an exception. Safe twice."""

@@ -25,6 +25,7 @@ from ..observe.progress import waiting
 from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..options import Options, format_bytes
+from ..ranks.transport import KEEPALIVE
 from ..runtime.handle import Handle, check_at_once
 from . import master_weights as masters
 from . import step_timing
@@ -98,6 +99,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             each other nor on this number, but differs from a run without the option. "auto": as many as fit on the
             device by what the first batch needs, which runs alone; eight on the CPU. None: one after the other.
         timeout: With several devices, how long a rank waits for the others.
+        keepalive: With several machines, how long nothing comes of one that counts as lost.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
         checkpoint_io: How checkpoints are written and read; the Trainer sets it.
@@ -123,13 +125,14 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         disk: str | os.PathLike[str] | None = None,
         predict_at_once: int | Literal["auto"] | None = None,
         timeout: timedelta = default_pg_timeout,
+        keepalive: timedelta = KEEPALIVE,
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
         SingleDeviceStrategy.__init__(self, device or "cpu", accelerator, checkpoint_io, precision_plugin)
-        self._timeout = timeout
+        self._timeout, self._keepalive = timeout, keepalive
         self.options = Options.parse(
             window=window,
             transfer=transfer,

@@ -45,7 +45,7 @@ from typing import Any
 
 from ..errors import PeerError
 from .shared_memory import SharedSlab, make, paged
-from .transport import NodePlace, NodeTransport
+from .transport import KEEPALIVE, NodePlace, NodeTransport
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class Ranks:
         timeout: timedelta,
         processes: Sequence[int] | None = None,
         place: NodePlace | None = None,
+        keepalive: timedelta = KEEPALIVE,
     ) -> None:
         self.rank, self.size = rank, size
         self.place = place or NodePlace(0, size, ("",))
@@ -125,7 +126,7 @@ class Ranks:
         threading.Thread(target=self._watch, name="superpipeline-ranks", daemon=True).start()
         if len(self.place.hosts) > 1:
             try:
-                self.transport = self._connect_nodes(token)
+                self.transport = self._connect_nodes(token, keepalive)
                 self._nodes = Board(self, 0)
             except BaseException:
                 self.fail()
@@ -240,13 +241,13 @@ class Ranks:
             return set()
         return {rank for rank in range(self.size) if self._state[self.place.first + rank] in GIVEN_UP}
 
-    def _connect_nodes(self, token: bytes) -> NodeTransport:
+    def _connect_nodes(self, token: bytes, keepalive: timedelta) -> NodeTransport:
         """Connect to the other nodes beside the waits of the board: a rank of this node may end in the meantime."""
         made: list[NodeTransport | Exception] = []
 
         def connect() -> None:
             try:
-                made.append(NodeTransport(self.place, self.rank, token, self.timeout, self))
+                made.append(NodeTransport(self.place, self.rank, token, self.timeout, keepalive, self))
             except Exception as error:
                 made.append(error)
 

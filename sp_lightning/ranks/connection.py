@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import socket
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -19,13 +20,23 @@ from torch import nn
 from ..errors import OptionError, PeerError
 from .board import Ranks
 from .shared_memory import check_possible
-from .transport import NodePlace, interface_error, machine, namespace, node_identity
+from .transport import KEEPALIVE, NodePlace, interface_error, machine, namespace, node_identity
 
 ALL_HERE = "the number of this machine's devices or less, or num_nodes with as many machines"
 NETWORKS = "networks of one machine"  # which its sockets without a name in a file system belong to
 ONE_NETWORK = "those of one container, or of containers that share the host's network (docker run --network=host)"
 KNOWN = "machines", "devices", "versions of torch", NETWORKS
-EVERYWHERE = "versions of sp_lightning", "kinds of CPU, as torch's kernels tell them"  # alike on all nodes as well
+ALIKE = {  # on all nodes as well, and what to do
+    "devices": "that of machines with the same kind of device",
+    "versions of torch": "that of machines with one version of torch: install the same on each",
+    "versions of sp_lightning": "that of machines with one version of sp_lightning: install the same on each",
+    "kinds of CPU, as torch's kernels tell them": "that of machines with the same kind of CPU, whose kernels round "
+    "alike; where one has more, set ATEN_CPU_CAPABILITY (default, avx2, avx512) to what all have",
+    # A sum of one tensor is cut into as many parts as torch has threads, so nodes would step to other bits.
+    "numbers of torch's threads": "that of machines where torch computes with as many threads: set OMP_NUM_THREADS "
+    "to the same number on each",
+}
+READ_S = 5.0  # for which a rank that was refused waits for the others to read why
 
 
 class _Known(NamedTuple):
@@ -38,19 +49,86 @@ class _Known(NamedTuple):
     process: tuple[str, int]
     version: str
     capability: str
+    threads: int
     node: str
     host: str
     error: str
 
 
-def connect(group: Any, device: torch.device, timeout: timedelta, nodes: int | None = 1) -> Ranks | None:
+def meet_launched(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return the store through which the processes of several machines find each other, once all have come to it.
+
+    torch by itself names none that does not come, and an interface that a host has not got is an error there alone.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in each torch
+
+    here, others = f"rank {rank} on {socket.gethostname()}", [other for other in range(size) if other != rank]
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, which holds the store
+    run = f"superpipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    until, pause, missing = time.monotonic() + timeout.total_seconds(), 0.01, others
+    try:
+        is_server = rank == 0 and not has_agent
+        server = TCPStore(address, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True)
+        store = PrefixStore(run, server)
+        error = interface_error()
+        store.set(f"{rank}", f"{socket.gethostname()}: {error}" if error else "")
+        while missing := [other for other in missing if not store.check([f"{other}"])]:
+            if time.monotonic() > until:
+                raise TimeoutError("the others have come")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+        errors = [said.decode() for said in store.multi_get([f"{other}" for other in range(size)]) if said]
+        if errors:
+            until = time.monotonic() + READ_S
+            with contextlib.suppress(RuntimeError):  # the first rank, which may hold the store, has left
+                store.add("read", 1)
+                while store.add("read", 0) < size and time.monotonic() < until:
+                    time.sleep(pause)
+    except (RuntimeError, TimeoutError) as failure:
+        names = ", ".join(f"rank {other}" for other in missing) or "another rank"
+        raise PeerError(
+            f"{here} waited for the processes of all machines, and {names} did not come to {address}:{port} within "
+            f"{timeout} ({str(failure).splitlines()[0]}): start as many on every machine, with the same MASTER_ADDR "
+            "and MASTER_PORT, which all machines can reach"
+        ) from failure
+    _check_interfaces(errors)
+    return PrefixStore(f"{run}/group", server)
+
+
+@contextlib.contextmanager
+def typed(place: str) -> Iterator[None]:
+    """Raise what torch says of connections that it cannot make as a PeerError, with what to look at."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"{place} could not connect to the processes of other machines: {str(error).splitlines()[0]}. "
+            "GLOO_SOCKET_IFNAME names each host's network interface, and NCCL_SOCKET_IFNAME that for NCCL"
+        ) from error
+
+
+def _check_interfaces(errors: Sequence[str]) -> None:
+    if errors:
+        found = "; ".join(dict.fromkeys(errors))
+        raise OptionError(argument="GLOO_SOCKET_IFNAME", found=found, allowed="an interface that each host has")
+
+
+def connect(
+    group: Any,
+    device: torch.device,
+    timeout: timedelta,
+    nodes: int | None = 1,
+    keepalive: timedelta = KEEPALIVE,
+) -> Ranks | None:
     """Connect the ranks of a process group, each with a device of its own; return None if there is only one.
 
     ``nodes``: on how many machines they are; None: on any number.
+    ``keepalive``: for how long nothing comes of a machine that counts as lost.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1:
         return None
+    check_keepalive(keepalive)
     check_possible()
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, _known(device), group)
@@ -64,7 +142,13 @@ def connect(group: Any, device: torch.device, timeout: timedelta, nodes: int | N
     here = known[place.first : place.first + ranks_of]
     spaces, processes = zip(*[one.process for one in here], strict=True)
     numbers = processes if len(set(spaces)) == 1 else None
-    return Ranks(rank - place.first, ranks_of, token[0], timeout, numbers, place)
+    return Ranks(rank - place.first, ranks_of, token[0], timeout, numbers, place, keepalive)
+
+
+def check_keepalive(keepalive: timedelta) -> None:
+    """Raise OptionError if a machine would count as lost between two signs of its life."""
+    if keepalive < timedelta(seconds=1):
+        raise OptionError(argument="keepalive", found=str(keepalive), allowed="one second or longer")
 
 
 def _known(device: torch.device) -> tuple[Any, ...]:
@@ -76,6 +160,7 @@ def _known(device: torch.device) -> tuple[Any, ...]:
         (namespace("pid"), os.getpid()),
         _version(),
         torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
         node_identity(),
         socket.gethostname(),
         interface_error(),
@@ -105,14 +190,12 @@ def _check(known: Sequence[_Known], names: Sequence[str], nodes: int | None) -> 
             allowed=f"{len(names)}, the number of machines on which the ranks are ({hosts}), or of containers with a "
             "network of their own",
         )
-    for error in (f"{one.host}: {one.error}" for one in known if one.error):
-        raise OptionError(argument="GLOO_SOCKET_IFNAME", found=error, allowed="network interfaces that each host has")
-    of_all = [("devices", [one.device for one in known]), ("versions of torch", [one.torch for one in known])]
-    of_all += zip(EVERYWHERE, ([one.version for one in known], [one.capability for one in known]), strict=True)
-    for what, values in of_all:
+    _check_interfaces([f"{one.host}: {one.error}" for one in known if one.error])
+    values_of = [(one.device, one.torch, one.version, one.capability, one.threads) for one in known]
+    for what, values in zip(ALIKE, zip(*values_of, strict=True), strict=True):
         if len(set(values)) > 1:
             found = ", ".join(dict.fromkeys(f"{one.host} {value}" for one, value in zip(known, values, strict=True)))
-            raise OptionError(argument="num_nodes", found=f"unlike {what}: {found}", allowed="that of alike machines")
+            raise OptionError(argument="num_nodes", found=f"unlike {what}: {found}", allowed=ALIKE[what])
     sizes = {one.node: 0 for one in known}
     for one in known:
         sizes[one.node] += 1

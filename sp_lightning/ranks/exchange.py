@@ -153,7 +153,7 @@ class Exchange:
         self._signs = count  # the first number of which each change says that a rank gets on
         self._ahead, self._until = AHEAD, 0  # units for which there is room, and the last exchange that has it
         nbytes = sum(paged(2 * store.host_layout.nbytes) for store in self.stores)
-        self.box = Box(ranks, device, ROOM * (nbytes + PAGE * count))
+        self.box = Box(ranks.rank, ranks.size, ranks.descriptor, device, ROOM * (nbytes + PAGE * count))
         self._sums = {store: self._sums_of(store) for store in self.stores}
         self._used: set[int] = set()  # ids of parameters reached since the last exchange, also in ``no_sync``
         self._slabs: dict[HostCopy, list[tuple[Tensor, GradientSlab]]] = {}  # over regions

@@ -26,7 +26,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ from ..memory.device import Device
 from ..memory.layout import Field, Layout
 from ..memory.pinned import libc, mapped
 from ..memory.weights import Stamp
-
-if TYPE_CHECKING:
-    from .board import Ranks  # which makes its own memory here
 
 PAGE = mmap.PAGESIZE
 PAGEMAP = "/proc/self/pagemap"
@@ -139,14 +136,14 @@ class SharedHome:
 class Box:
     """The boxes of all ranks: this one's, from which it takes regions, and the others', which it reads."""
 
-    def __init__(self, ranks: Ranks, device: Device, nbytes: int) -> None:
+    def __init__(self, rank: int, size: int, descriptor_of: Callable[[int], int], device: Device, nbytes: int) -> None:
         self._device = device
         self._nbytes = paged(nbytes)
         self.of: list[Tensor] = []
-        for rank in range(ranks.size):
-            descriptor = ranks.descriptor(self._nbytes)
+        for other in range(size):
+            descriptor = descriptor_of(self._nbytes)
             self.of.append(mapped(descriptor, self._nbytes, mmap.MAP_SHARED)[0])
-            if rank == ranks.rank:
+            if other == rank:
                 self._descriptor = descriptor
             else:
                 os.close(descriptor)

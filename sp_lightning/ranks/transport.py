@@ -17,7 +17,7 @@ node. Ranks have a local number, and one among all nodes', which errors say.
 5. The nodes' first ranks also tell each other, a few times a second, what their boards say of ranks: all nodes name the
    same rank. They compare numbers when all ranks have to agree. These words never wait behind gradients.
 6. A connection that ends without a farewell is the end of a process, as far as its peer can tell. The loss of a machine
-   or of the link to it may end nothing: a node of which nothing came for `KEEPALIVE_S` counts as lost.
+   or of the link to it may end nothing: a node of which nothing came for the keepalive's time counts as lost.
 7. A rank that leaves says farewell with its state, and waits a short time for the farewells of the others: threads that
    wait in gloo for a peer would outlive the group. Those of peers that are gone end with the group's connections.
 """
@@ -48,7 +48,7 @@ KEY = 3  # numbers of a key
 ALIGNED = 16  # bytes at whose multiples tensors begin in a message
 AHEAD = 3  # messages of each peer that nobody has taken (Rule 4)
 PULSE_S = 0.2  # between two pulses (Rule 5)
-KEEPALIVE_S = 60.0  # for which nothing came of a node that counts as lost (Rule 6)
+KEEPALIVE = timedelta(seconds=60)  # for which nothing came of a node that counts as lost (Rule 6)
 CONNECT_S = 120.0  # how long nodes that have just been heard of may take to connect
 CLOSE_S = 3.0  # how long a rank waits for the farewells of others (Rule 7)
 PAUSE_S = 1e-3
@@ -111,8 +111,10 @@ class Message:
 class NodeTransport:
     """The connections of a rank to its rail (Rule 1)."""
 
-    def __init__(self, place: NodePlace, rank: int, token: bytes, timeout: timedelta, listener: Listener) -> None:
-        self._place, self._listener = place, listener
+    def __init__(
+        self, place: NodePlace, rank: int, token: bytes, timeout: timedelta, keepalive: timedelta, listener: Listener
+    ) -> None:
+        self._place, self._listener, self._keepalive_s = place, listener, keepalive.total_seconds()
         peers = [node for node in range(len(place.hosts)) if node != place.node]
         self._rank_of = {node: node * place.size + rank for node in peers}
         self.drains = False  # whether more than a few messages are taken from each peer (Rule 4)
@@ -188,7 +190,7 @@ class NodeTransport:
         if now - self._pulsed_at > PULSE_S:
             self._pulsed_at = now
             self._pulse(numbers())
-        late = (node for node, at in self._heard_at.items() if now - at > KEEPALIVE_S)
+        late = (node for node, at in self._heard_at.items() if now - at > self._keepalive_s)
         return [self._rank_of[node] for node in late if not self._farewells[node]]
 
     def _pulse(self, numbers: list[int]) -> None:

@@ -38,6 +38,7 @@ from ..ranks.alone import Alone
 from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect
 from ..ranks.shared_memory import drop_own_pages
+from ..ranks.transport import KEEPALIVE
 from ..storage.in_memory import InMemory
 from . import preflight
 from .engine import Engine
@@ -601,6 +602,7 @@ def stream(
     *,
     group: Any = None,
     timeout: timedelta = default_pg_timeout,
+    keepalive: timedelta = KEEPALIVE,
     **options: Any,
 ) -> Handle:
     """Stream a module's weights through a window on ``device``; train it in your own loop.
@@ -616,11 +618,12 @@ def stream(
             DDP. Every rank calls this with its own copy of the module; the first one's weights and buffers count. Each
             backward exchanges gradients, but for those in ``handle.no_sync()``; every rank steps the same optimizers.
         timeout: How long a rank of the group waits for the others.
+        keepalive: For how long nothing comes of a machine of the group that counts as lost.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... With ``master_weights``
             FP32 weights are bfloat16 on the device; convert the module's buffers and inputs yourself.
     """
     parsed = Options.parse(**options)
-    ranks = None if group is None else connect(group, torch.device(device), timeout, nodes=None)
+    ranks = None if group is None else connect(group, torch.device(device), timeout, nodes=None, keepalive=keepalive)
     compute_dtype = torch.bfloat16 if parsed.master_weights else None
     try:
         handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, group=None if ranks is None else group)

@@ -1,16 +1,22 @@
 """Several nodes train as DDP does over all their ranks, to the last bit: here two parts of this machine's ranks."""
 
+from datetime import timedelta
+
 import failing_runs
 import loops
 import pretended_nodes
 import processes
 import pytest
+import ranked_fabric
 import ranked_parity
 import ranked_runs
+import refused_runs
+import torch
 import waiting
 
 import models
 import parity
+import sp_lightning
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 OFTEN = ["batch_norm", "mixture_of_experts", "skipped_block", "tied_embedding"]
@@ -97,6 +103,14 @@ def test_a_trainer_over_two_nodes_is_ddp_with_the_tree(row):
     check(OFTEN[row % len(OFTEN)], COVER[row])
 
 
+@pytest.mark.parametrize(
+    ("loop", "options"),
+    [("accumulating", {"window": 1}), *(pytest.param(loop, {"window": 2}, marks=SLOW) for loop in ("gan", "resuming"))],
+)
+def test_fabric_over_two_nodes_is_ddp_with_the_tree(loop, options):
+    ranked_parity.check(ranked_fabric.record, loop, options, size=4, nodes=2)
+
+
 LIMIT_S = 5
 PHASES = [
     *("connecting nodes", "forward", "backward", "between post and sum", "sum of nodes", "settle"),
@@ -135,6 +149,86 @@ def test_a_rank_that_hangs_on_another_node_is_named_after_the_timeout(phase):
         assert ending.at - endings[3].struck < 5 + 3 * LIMIT_S, f"rank {rank}: {ending}"
 
 
+@pytest.mark.parametrize("phase", ["data", *(pytest.param(it, marks=SLOW) for it in ("backward", "sum of nodes"))])
+def test_a_node_of_which_nothing_comes_any_more_is_lost_after_the_keepalive(phase):
+    keepalive = 3
+    endings = failing_runs.endings(4, phase=phase, way="stop", victim=2, nodes=2, keepalive=keepalive, longest=30)
+    for rank, ending in enumerate(endings[:2]):
+        assert ending.error == "PeerError" and "rank 2 on host1 cannot be reached" in ending.message, (
+            f"{rank}: {ending}"
+        )
+        assert keepalive - 1 < ending.at - endings[2].struck < keepalive + LIMIT_S, f"rank {rank}: {ending}"
+
+
+def test_a_keepalive_that_no_machine_could_keep_is_refused():
+    strategy = sp_lightning.SuperpipelineStrategy(keepalive=timedelta(seconds=0.5))
+    for error, _, reads in processes.run(2, refused_runs.unlike_nodes, [0, 1], "nothing", strategy=strategy):
+        assert error.startswith("OptionError: keepalive must be one second or longer") and not reads, error
+
+
 def test_a_run_without_a_failure_ends_at_once():
     endings = failing_runs.endings(4, phase="none", way="", victim=None, nodes=2)
     assert [ending.status for ending in endings] == [0] * 4
+
+
+# --- What is refused, on every rank and before data is read
+
+
+@pytest.mark.parametrize(
+    ("what", "named", "advice"),
+    [
+        ("torch", f"unlike versions of torch: host0 {torch.__version__}, host1 0.1", "install the same on each"),
+        ("sp_lightning", "unlike versions of sp_lightning: host0 ", "install the same on each"),
+        ("CPU", "unlike kinds of CPU, as torch's kernels tell them: host0 ", "set ATEN_CPU_CAPABILITY"),
+        ("threads", "unlike numbers of torch's threads: host0 1, host1 7", "set OMP_NUM_THREADS"),
+        (
+            "interface",
+            "host1: GLOO_SOCKET_IFNAME=none0: ",
+            "GLOO_SOCKET_IFNAME must be an interface that",
+        ),
+    ],
+)
+def test_machines_that_differ_are_refused(what, named, advice):
+    for error, after, reads in processes.run(2, refused_runs.unlike_nodes, [0, 1], what):
+        assert error.startswith("OptionError: ") and named in error and advice in error, error
+        assert after < 20 and not reads
+
+
+def test_a_sum_depends_on_the_number_of_threads():
+    """So nodes with other numbers of them are refused: each computes optimizers' sums by itself."""
+    values, before = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
+    sums = set()
+    try:
+        for threads in range(1, 9):
+            torch.set_num_threads(threads)
+            sums.add(values.sum().item())
+    finally:
+        torch.set_num_threads(before)
+    assert len(sums) > 1
+
+
+@pytest.mark.parametrize(("nodes", "listed"), [([0, 0, 0, 1], "host0 3, host1 1"), ([0, 1, 0, 1], "host0 2, host1 2")])
+def test_machines_with_other_numbers_of_ranks_or_in_turns_are_refused(nodes, listed):
+    for error, _, reads in processes.run(4, refused_runs.unlike_nodes, nodes, "nothing"):
+        assert error.startswith("OptionError: num_nodes") and f"ranks by machine: {listed}" in error, error
+        assert not reads
+    for error in processes.run(4, refused_runs.unlike_group, nodes, "nothing"):
+        assert error.startswith("OptionError: num_nodes") and f"ranks by machine: {listed}" in error, error
+
+
+def test_one_machine_where_two_are_said_is_refused():
+    for error, _, reads in processes.run(2, refused_runs.unlike_nodes, [0, 0], "nothing"):
+        assert error.startswith("OptionError: num_nodes must be 1, the number of machines on which"), error
+        assert not reads
+
+
+def test_machines_with_a_group_in_a_loop_by_hand_that_differ_are_refused():
+    for error in processes.run(2, refused_runs.unlike_group, [0, 1], "threads"):
+        assert error.startswith("OptionError: ") and "host0 1, host1 7" in error, error
+
+
+def test_a_machine_that_does_not_come_is_named_after_the_timeout():
+    first, second, *_ = processes.run(4, refused_runs.without_a_node, 3)
+    for rank, error in enumerate((first, second)):
+        assert error.startswith(f"PeerError: rank {rank} on host0 waited "), error
+        assert "rank 2, rank 3 did not come to 127.0.0.1:" in error and "MASTER_ADDR" in error, error

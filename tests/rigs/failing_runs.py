@@ -164,8 +164,11 @@ def endings(
     longest: float = LONGEST_S,
     saves_to: str | None = None,
     nodes: int = 1,
+    keepalive: float = 60,
 ) -> list[Ending]:
     """Run a Trainer on each rank, in which the victim (None: every rank) fails; return how each ended.
+
+    Of several nodes the victim's whole one stops, as if it were lost.
 
     With ``saves_to`` it saves a checkpoint on exception, which takes the first rank longer than a hanging one is given.
     """
@@ -174,9 +177,11 @@ def endings(
     here = []
     for rank in range(size):
         reads, writes = context.Pipe(duplex=False)
-        strikes = rank == victim or victim is None
+        of_victim = victim is not None and rank * nodes // size == victim * nodes // size
+        strikes = rank == victim or victim is None or (nodes > 1 and way == "stop" and of_victim)
         its_way = way if strikes else ""
-        process = context.Process(target=run, args=(rank, size, port, phase, its_way, timeout, writes, saves_to, nodes))
+        args = rank, size, port, phase, its_way, timeout, writes, saves_to, nodes, keepalive
+        process = context.Process(target=run, args=args)
         process.start()
         writes.close()
         here.append((process, reads))
@@ -200,7 +205,16 @@ def ending(process: Any, reads: Any, until: float) -> Ending:
 
 
 def run(
-    rank: int, size: int, port: int, phase: str, way: str, timeout: float, tell: Any, saves_to: str | None, nodes: int
+    rank: int,
+    size: int,
+    port: int,
+    phase: str,
+    way: str,
+    timeout: float,
+    tell: Any,
+    saves_to: str | None,
+    nodes: int,
+    keepalive: float,
 ) -> None:
     """Run a Trainer on one rank, of the first, second, ... of as many pretended nodes (pretended_nodes.py)."""
     torch.set_num_threads(1)
@@ -235,7 +249,7 @@ def run(
     board._address = lambda token: (tell.send({"names": [real(token)]}), real(token))[1]
     try:
         with contextlib.redirect_stdout(None):
-            fit(size, strike, timeout, tell, [] if saves_to is None else [SlowSaver(saves_to)], nodes)
+            fit(size, strike, timeout, tell, [] if saves_to is None else [SlowSaver(saves_to)], nodes, keepalive)
     except BaseException as error:
         tell.send({"error": type(error).__name__, "message": str(error), "at": time.monotonic()})
         traceback.print_exc()
@@ -280,13 +294,19 @@ def fit(
     tell: Any,
     callbacks: Sequence[L.Callback] = (),
     nodes: int = 1,
+    keepalive: float = 60,
 ) -> None:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=size // nodes,
         num_nodes=nodes,
-        strategy=sp_lightning.SuperpipelineStrategy(window=1, units=["Linear"], timeout=timedelta(seconds=timeout)),
+        strategy=sp_lightning.SuperpipelineStrategy(
+            window=1,
+            units=["Linear"],
+            timeout=timedelta(seconds=timeout),
+            keepalive=timedelta(seconds=keepalive),
+        ),
         max_epochs=1,
         callbacks=list(callbacks),
         logger=False,

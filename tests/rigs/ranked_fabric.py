@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import pretended_nodes
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
@@ -192,12 +193,22 @@ def refused(what: str) -> str:
 LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (plainly, accumulating, gan, resuming)}
 
 
+class TreeDDP(DDPStrategy):
+    """DDP that adds the gradients of more than two ranks as a tree."""
+
+    def setup_module(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
+        made = super().setup_module(module)
+        if self.world_size > 2:
+            made.register_comm_hook(None, sp_lightning.tree_hook)
+        return made
+
+
 def record(
     loop: str, options: dict[str, Any] | None, accelerator: str = "cpu", precision: str = "32-true"
 ) -> parity.Record:
     """Record what a loop yields on this rank: under DDP if there are no options, else with these."""
-    size = int(os.environ["WORLD_SIZE"])
-    strategy: Any = DDPStrategy(find_unused_parameters=True)
+    size, nodes = int(os.environ["WORLD_SIZE"]), pretended_nodes.count()
+    strategy: Any = TreeDDP(find_unused_parameters=True)
     if options is not None:
         strategy = sp_lightning.SuperpipelineFabricStrategy(**options)
     else:
@@ -206,7 +217,9 @@ def record(
         kind: Any = accelerator
         if accelerator == "simgpu":
             kind = importlib.import_module("simgpu.lightning").SimGPUAccelerator()
-        fabric = Fabric(accelerator=kind, devices=size, strategy=strategy, precision=precision)
+        fabric = Fabric(
+            accelerator=kind, devices=size // nodes, num_nodes=nodes, strategy=strategy, precision=precision
+        )
         fabric.launch()
         fabric.seed_everything(5, verbose=False)
         entries = []

@@ -11,12 +11,13 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import lightning as L
+import pretended_nodes
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 import sp_lightning
 from sp_lightning.core.host import HostMemory
 from sp_lightning.memory.pinned import libc
+from sp_lightning.ranks import connection
 from sp_lightning.ranks.board import WATCH_S
 from sp_lightning.ranks.connection import connect
 from sp_lightning.runtime import preflight
@@ -51,7 +53,7 @@ def trained(module: L.LightningModule, data: Any, devices: int, **trainer: Any) 
     L.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=sp_lightning.SuperpipelineStrategy(window=1, units=["Linear"]),
+        strategy=trainer.pop("strategy", None) or sp_lightning.SuperpipelineStrategy(window=1, units=["Linear"]),
         max_steps=2,
         logger=False,
         enable_progress_bar=False,
@@ -124,6 +126,70 @@ def another_network() -> tuple[str, float]:
     with network_of_its_own() if rank == size - 1 else contextlib.nullcontext():
         said = error(lambda: connect(None, torch.device("cpu"), timedelta(seconds=20)))
     return said, time.monotonic() - began
+
+
+UNLIKE: dict[str, Callable[[], Any]] = {  # what one node has in another way than the other
+    "torch": lambda: mock.patch.object(torch, "__version__", "0.1"),
+    "sp_lightning": lambda: mock.patch.object(connection, "_version", lambda: "0.1"),
+    "CPU": lambda: mock.patch.object(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT+"),
+    "threads": lambda: mock.patch.object(torch, "get_num_threads", lambda: 7),
+    "interface": lambda: mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="none0"),
+    "nothing": contextlib.nullcontext,
+}
+
+
+class Untouched(Dataset):
+    """Data that must not be read."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        Untouched.reads += 1
+        return torch.zeros(4, 8)
+
+
+def unlike_nodes(nodes: Sequence[int], what: str, machines: int = 2, **trainer: Any) -> tuple[str, float, int]:
+    """Train on pretended nodes, of each rank one, of which the last has something else.
+
+    Returns the error, how long it took to come, and how much data was read.
+    """
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    node, began = nodes[rank], time.monotonic()
+    Untouched.reads = 0
+    local = size // machines
+    place = {"LOCAL_RANK": str(rank % local), "NODE_RANK": str(rank // local)}
+    with (
+        pretended_nodes.pretending(node),
+        mock.patch.dict(os.environ, place),
+        UNLIKE[what]() if node == max(nodes) else contextlib.nullcontext(),
+    ):
+        data = DataLoader(Untouched(), batch_size=None)
+        said = error(lambda: trained(Net(), data, size // machines, num_nodes=machines, **trainer))
+    return said, time.monotonic() - began, Untouched.reads
+
+
+def unlike_group(nodes: Sequence[int], what: str) -> str:
+    """Stream over a group on pretended nodes, of which the last has something else."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    unlike = UNLIKE[what]() if nodes[rank] == max(nodes) else contextlib.nullcontext()
+    with pretended_nodes.pretending(nodes[rank]), unlike:
+        return error(lambda: sp_lightning.stream(Net(), "cpu", group=dist.group.WORLD, timeout=timedelta(seconds=20)))
+
+
+def without_a_node(timeout: float) -> str:
+    """Train on two nodes of which the last does not come."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= size // 2:
+        return "PeerError"
+    strategy = sp_lightning.SuperpipelineStrategy(timeout=timedelta(seconds=timeout))
+    data = DataLoader(Untouched(), batch_size=None)
+    local = size // 2
+    with pretended_nodes.pretending(0), mock.patch.dict(os.environ, NODE_RANK="0"):
+        return error(lambda: trained(Net(), data, local, num_nodes=2, strategy=strategy))
 
 
 def refused_memfd(number: int) -> str:
