@@ -52,7 +52,7 @@ PARTS = {
     "families": Part(("tests/contract/test_families.py",), ("tests/rigs/families.py", "sp_lightning/runtime/")),
     "contract": Part(("tests/contract", "tests/optim", "tests/autograd", "tests/lightning", "tests/runtime"), STEP),
     "quantised": Part(
-        ("tests/contract/test_quantised_weights.py", "tests/contract/test_quantised_peft.py"),
+        tuple(f"tests/contract/test_quantised_{name}.py" for name in ("weights", "runs", "peft")),
         (*STEP, "tests/rigs/wrapped.py"),
     ),
     "programs": Part(("tests/contract/test_random_programs.py",), (*STEP, "tests/rigs/program")),

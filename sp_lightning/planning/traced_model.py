@@ -31,7 +31,7 @@ from ..core.simulation import SimulatedVisit
 from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, host_bytes
 from ..disk.placement import Budgeted, choose, may_move
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
-from ..memory.partition import Unit
+from ..memory.partition import Unit, partition
 from ..options import Options, format_bytes
 from ..tracing.dry_run import Answers, RealTensors, Runner, dry_run, generating
 from ..tracing.fake_tensors import FakeTensors, Unknown
@@ -160,8 +160,9 @@ class TracedModel(PlannedModel):
             return None
         from ..disk.source_files import find
 
-        found = find(self._module.parameters())
-        return {name for name, parameter in self._module.named_parameters() if id(parameter) in found}
+        named = [one for unit in partition(self._module) for one in unit.params]
+        found = find(weight for _, weight in named)
+        return {name for name, weight in named if id(weight) in found}
 
     def host(self, options: Options, needs: Requirements) -> HostBytes:
         assert needs.trace is not None

@@ -6,6 +6,7 @@
    computed on the CPU, so that ``.item()``, ``nonzero()`` and a mask as an index have an answer. Values are known by
    storage, so views and writes in place need nothing more. What has no answer raises `Unknown`.
 3. Kernels and casts are the target device's (fake_kernels.py).
+4. What is done to a tensor that consists of others (a quantised weight) is its class's code: what that does is seen.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..compat.kernels import body_of
 from ..compat.modules import tree_map_only
 from ..compat.patches import DETERMINISM_CHECKS, RUN_BACKWARD
 from ..compat.tensors import (
+    FLATTEN,
     TorchDispatchMode,
     operator_of,
     schema_of,
@@ -198,6 +200,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._remembered: dict[Any, Any] = {}  # specs of results by call: layers repeat, and finding out takes long
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(hasattr(kind, FLATTEN) for kind in types):  # Rule 4
+            return NotImplemented
         with without_function_modes():  # Rule 1 is for model code
             return self._operate(func, _traits_of(func), args, kwargs or {})
 

@@ -14,31 +14,6 @@ import parity
 pytest.importorskip("peft")
 pytest.importorskip("torchao")
 pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")
-VOCABULARY = 64
-
-
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=3, **sizes)).eval()
-
-
-def adapted(base):
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
-
-
-def quantised(form):
-    def make():
-        base = llama().requires_grad_(False)
-        for name, module in list(base.named_modules()):
-            if isinstance(module, torch.nn.Linear) and name != "lm_head":
-                wrapped.quantise(module, form)
-        return adapted(base)
-
-    return make
 
 
 def loaded_by_transformers(place):
@@ -47,19 +22,16 @@ def loaded_by_transformers(place):
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
     torch.manual_seed(0)
-    llama().save_pretrained(place)
+    wrapped.plain_llama().save_pretrained(place)
     config = TorchAoConfig(quant_type=Int8WeightOnlyConfig(), modules_to_not_convert=["lm_head"])
-    return lambda: adapted(AutoModelForCausalLM.from_pretrained(place, quantization_config=config, dtype=torch.float32))
-
-
-def tokens(device, number):
-    return torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(number)).to(device)
+    options = {"quantization_config": config, "dtype": torch.float32}
+    return lambda: wrapped.with_adapters(AutoModelForCausalLM.from_pretrained(place, **options))
 
 
 def trained(module, device, steps=2):
     optimizer = sgd(module)
     for step in range(steps):
-        ids = tokens(device, step)
+        ids = wrapped.tokens(device, step)
         loss = module(input_ids=ids, labels=ids).loss
         loss.backward()
         yield loss, [p.grad for p in module.parameters()]
@@ -69,7 +41,7 @@ def trained(module, device, steps=2):
 
 def generated(module, device):
     module.eval()
-    return module.generate(input_ids=tokens(device, 9), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return module.generate(input_ids=wrapped.tokens(device, 9), max_new_tokens=4, do_sample=False, pad_token_id=0)
 
 
 def trained_and_generated(module, device):
@@ -81,7 +53,7 @@ def trained_and_generated(module, device):
 
 @parity.product(form=wrapped.TRAINED, activations=["keep", "recompute"], window=[1, 2], device=parity.DEVICES)
 def test_adapters_of_peft_train_and_generate(device, form, activations, window):
-    check(quantised(form), trained_and_generated, device, activations=activations, window=window)
+    check(wrapped.llama(form), trained_and_generated, device, activations=activations, window=window)
 
 
 def merged(module, device):
@@ -118,7 +90,7 @@ def test_a_merge_that_the_library_refuses_leaves_the_weights_as_they_are(device,
         yield from trained(module, device)
         yield parts(module)
 
-    check(quantised(form), run, device)
+    check(wrapped.llama(form), run, device)
 
 
 def test_saved_adapters_are_those_of_the_plain_run(tmp_path):
@@ -128,6 +100,8 @@ def test_saved_adapters_are_those_of_the_plain_run(tmp_path):
         yield from trained(module, device)
         module.save_pretrained(tmp_path)
         yield load_file(tmp_path / "adapter_model.safetensors")
-        yield copy.deepcopy(module)(input_ids=tokens(device, 0)).logits  # a copy of the streamed module is plain
+        yield copy.deepcopy(module)(
+            input_ids=wrapped.tokens(device, 0)
+        ).logits  # a copy of the streamed module is plain
 
-    check(quantised("int8"), run, torch.device("cpu"))
+    check(wrapped.llama("int8"), run, torch.device("cpu"))

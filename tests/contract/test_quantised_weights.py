@@ -6,12 +6,9 @@ import copy
 import io
 import pickle
 
-import lightning as L
-import processes
 import pytest
 import torch
 import wrapped
-from lightning.pytorch.callbacks import ModelCheckpoint
 from refusals import refusal
 from side_by_side import check, fit, inputs, observe, squares, training
 from torch import nn
@@ -24,22 +21,15 @@ from sp_lightning.errors import ExactnessError, PartitionError, UnsupportedError
 ACTIVATIONS = ["keep", "recompute", "offload", "recompute+offload"]
 
 
-def trained_and_evaluated(module, device):
-    """Trains, and computes without gradients."""
-    yield from training()(module, device)
-    with torch.no_grad():
-        yield [module(x) for x in inputs(device, 2)]
-    with torch.inference_mode():
-        yield [module(x) for x in inputs(device, 2)]
-
-
 @parity.product(form=wrapped.TRAINED, activations=ACTIVATIONS, window=[1, 2], device=parity.DEVICES)
 def test_adapters_train_over_a_quantised_base(device, form, activations, window):
-    check(wrapped.adapted(form), trained_and_evaluated, device, activations=activations, window=window)
+    check(wrapped.adapted(form), wrapped.trained_and_evaluated, device, activations=activations, window=window)
 
 
-@pytest.mark.parametrize("form", wrapped.FORMS)
+@parity.product(form=list(wrapped.FORMS), device=parity.DEVICES)
 def test_a_quantised_base_is_evaluated(device, form):
+    wrapped.skip_unless_computed(form, device)
+
     def run(module, device):
         with torch.no_grad():
             yield [module(x) for x in inputs(device, 2)]
@@ -88,56 +78,11 @@ def test_a_unit_whose_quantised_weight_is_kept_stays_on_the_device():
             block.kept = []
 
 
-class Module(L.LightningModule):
-    """Its checkpoints have what trains: Lightning cannot read others of such weights, plainly either."""
-
-    def __init__(self, form):
-        super().__init__()
-        self.strict_loading = False
-        self.net = wrapped.adapted(form)()
-
-    def training_step(self, batch, _):
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.losses.append(loss.detach())
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, foreach=False)
-
-    def on_save_checkpoint(self, checkpoint):
-        frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
-        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k not in frozen}
-
-
-def compare(one, other):
-    """Compares two modules after their fits."""
-    for (name, theirs), (_, ours) in zip(one.named_parameters(), other.named_parameters(), strict=True):
-        for wanted, found in zip(wrapped.parts(theirs), wrapped.parts(ours), strict=True):
-            assert parity.difference(wanted.detach().cpu(), found.detach().cpu()) is None, name
-    assert [loss.item() for loss in one.losses] == [loss.item() for loss in other.losses]
-
-
 @parity.product(form=["int8", "nf4"], precision=["32-true", "bf16-mixed"], device=parity.DEVICES)
 def test_a_trainer_trains_adapters_over_a_quantised_base(device, form, precision):
-    plain = fit(lambda: Module(form), None, device, precision=precision)
+    plain = fit(lambda: wrapped.Module(form), None, device, precision=precision)
     streaming = parity.streaming_strategy(device.type, window=1)
-    compare(plain, fit(lambda: Module(form), streaming, device, precision=precision))
-
-
-@pytest.mark.parametrize("form", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
-def test_checkpoints_of_adapters_resume_both_ways(form, tmp_path):
-    def train(streams, steps, ckpt_path=None):
-        strategy = parity.streaming_strategy("cpu", window=1) if streams else None
-        saves = ModelCheckpoint(tmp_path / str(streams), "last") if ckpt_path is None else None
-        options = {"callbacks": [saves], "enable_checkpointing": True} if saves else {}
-        cpu = torch.device("cpu")
-        module = fit(lambda: Module(form), strategy, cpu, ckpt_path, max_steps=steps, **options)
-        return saves.best_model_path if saves else module
-
-    paths = [train(streams, 2) for streams in (False, True)]
-    first, *others = [train(streams, 4, path) for path in paths for streams in (False, True)]
-    for other in others:
-        compare(first, other)
+    wrapped.compare(plain, fit(lambda: wrapped.Module(form), streaming, device, precision=precision))
 
 
 @pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
@@ -150,14 +95,14 @@ def test_compiled_blocks_read_quantised_weights(form):
             block.compile(backend="eager")
         return net
 
-    check(make, trained_and_evaluated, torch.device("cpu"))
+    check(make, wrapped.trained_and_evaluated, torch.device("cpu"))
 
 
 def test_master_weights_leave_a_quantised_base_as_it_is():
     before = {}
 
     def make():
-        module = Module("int8")
+        module = wrapped.Module("int8")
         before.update(copy.deepcopy(wrapped.weights(module)))
         return module
 
@@ -181,21 +126,6 @@ def test_a_quantised_base_stays_in_its_file(form):
             assert torch.equal(other(x), expected)
             nbytes = sum(part.nbytes for p in other.parameters() for part in wrapped.parts(p))
             assert handle.stats()["disk_read"] > 0.9 * nbytes
-
-
-@pytest.mark.parametrize(
-    ("form", "rank_device"),
-    [
-        *((form, "cpu") for form in wrapped.TRAINED),
-        *(pytest.param(form, "simgpu", marks=pytest.mark.simgpu) for form in ("coded", "int8")),
-    ],
-)
-@pytest.mark.slow
-def test_two_ranks_train_adapters_over_one_host_copy_of_a_quantised_base(form, rank_device):
-    expected = processes.run(2, wrapped.train_on_ranks, None, form)
-    found = processes.run(2, wrapped.train_on_ranks, {"window": 1}, form, rank_device)
-    for theirs, ours in zip(expected, found, strict=True):
-        assert [parity.difference(*pair) for pair in zip(theirs, ours, strict=True)] == [None] * len(theirs)
 
 
 @pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
@@ -244,7 +174,7 @@ def mixture(form):
 
 @parity.product(form=["nf4", "nvfp4", "int8"], activations=["keep", "recompute"], device=parity.DEVICES)
 def test_experts_are_quantised(device, form, activations):
-    check(lambda: mixture(form), trained_and_evaluated, device, units=["Expert"], activations=activations)
+    check(lambda: mixture(form), wrapped.trained_and_evaluated, device, units=["Expert"], activations=activations)
 
 
 @pytest.mark.simgpu
@@ -340,7 +270,7 @@ class ReadingStep(nn.Module):
 
 @parity.product(form=["coded", "int8", "nf4"], read=READS, where=["step", "block"], device=parity.DEVICES)
 def test_a_quantised_weight_is_read_outside_of_its_unit(device, form, read, where):
-    check(lambda: ReadingStep(form, read, where), trained_and_evaluated, device)
+    check(lambda: ReadingStep(form, read, where), wrapped.trained_and_evaluated, device)
 
 
 @parity.product(form=["coded", "int8", "nf4"], read=[by_function, by_custom_function], device=parity.DEVICES)
@@ -511,22 +441,6 @@ def test_copies_and_files_of_a_streamed_module_are_plain(form):
             assert all(part.untyped_storage().nbytes() == part.nbytes for part in wrapped.parts(weight))
 
 
-@pytest.mark.parametrize("form", ["coded", *wrapped.TRAINED[1:]])
-def test_whole_checkpoints_are_read_both_ways(form):
-    plain, streamed, other, (x,) = *(wrapped.adapted(form)() for _ in range(3)), inputs("cpu", 1)
-    torch.save(plain.state_dict(), "plain.pt")
-    with torch.no_grad():
-        expected = plain(x)
-        assert not torch.equal(streamed(x), expected)
-        with sp_lightning.stream(streamed, "cpu", window=1):
-            streamed(x)
-            streamed.load_state_dict(torch.load("plain.pt", weights_only=False))
-            assert torch.equal(streamed(x), expected)
-            torch.save(streamed.state_dict(), "streamed.pt")
-        other.load_state_dict(torch.load("streamed.pt", weights_only=form != "coded"))  # torchao's classes are known
-        assert torch.equal(other(x), expected)
-
-
 @pytest.mark.parametrize("form", ["int8", "nvfp4"])
 def test_whole_checkpoints_are_written_as_safetensors(form):
     wrapped.quantise(nn.Linear(wrapped.WIDTH, wrapped.WIDTH), form)  # skips where it cannot be made
@@ -547,13 +461,13 @@ def test_units_with_quantised_weights_are_compiled_by_inductor(form):
     def compiled(module, device):
         for block in module.blocks:
             block.compile()
-        yield from trained_and_evaluated(module, device)
+        yield from wrapped.trained_and_evaluated(module, device)
 
     torch.compiler.reset()  # neither run finds what the other compiled
     expected, _ = observe(wrapped.adapted(form), compiled, torch.device("cpu"), None)
     torch.compiler.reset()
     options = {"window": 1, "compile_units": True}
-    found, _ = observe(wrapped.adapted(form), trained_and_evaluated, torch.device("cpu"), options)
+    found, _ = observe(wrapped.adapted(form), wrapped.trained_and_evaluated, torch.device("cpu"), options)
     parity.compare(expected, found)
 
 
@@ -564,4 +478,4 @@ def test_a_quantised_weight_that_two_modules_share(device):
             self.blocks[3].up.base.weight = self.blocks[0].up.base.weight
             self.blocks[2].alias = [self.blocks[2].down.base.weight]
 
-    check(Tied, trained_and_evaluated, device)
+    check(Tied, wrapped.trained_and_evaluated, device)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import wrapped
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -270,3 +271,16 @@ def test_a_layer_in_a_layer_is_reached_too():
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
         kept = saved_by(layer, torch.randn(1, 2048, 64, requires_grad=True))
     assert kept < 2048 * 2048 * 4 * 4  # the scores of four heads
+
+
+def test_a_weight_that_consists_of_tensors_is_made_and_used_without_data():
+    with FakeTensors("cuda") as tensors:
+        layer = torch.nn.Linear(8, 4)
+        wrapped.coded(layer)
+        seen = []
+        tensors.observe = lambda func, args, kwargs, out: seen.append(func)
+        out = layer(torch.ones(2, 8))
+    assert type(layer.weight) is wrapped.Coded and isinstance(layer.weight, torch.nn.Parameter)
+    assert all(part.is_meta for part in wrapped.parts(layer.weight))
+    assert out.is_meta and out.shape == (2, 4)
+    assert torch.ops.aten.mul.Tensor in seen  # by which its class makes plain numbers of it

@@ -603,14 +603,14 @@ def each_value(**axes: Sequence[Any]) -> list[dict[str, Any]]:
 DEVICES = ["cpu", "simgpu"]  # as the fixture `device` takes them
 
 
-def product(**axes: Sequence[Any]) -> Any:
-    """Parametrize a test with a product of values: the default run takes `each_value`, the rest is slow.
+def product(*daily: tuple[Any, ...], **axes: Sequence[Any]) -> Any:
+    """Parametrize a test with a product of values: the default run takes these rows, or `each_value`; the rest is slow.
 
     The axis `device`, of `DEVICES`, is the fixture's.
     """
     import pytest
 
-    cover = [tuple(row.values()) for row in each_value(**axes)]
+    cover = daily or [tuple(row.values()) for row in each_value(**axes)]
     rows: list[Any] = []
     for row in itertools.product(*axes.values()):
         on_simgpu = dict(zip(axes, row, strict=True)).get("device") == "simgpu"

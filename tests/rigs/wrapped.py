@@ -1,27 +1,34 @@
 """Frozen weights that consist of several tensors: a class of our own, which nests, and those of torchao.
 
-`adapted(form)` makes a net whose blocks are frozen linear layers of that form with adapters, as under LoRA.
+`adapted(form)` makes a net whose blocks are frozen linear layers of that form with adapters, as under LoRA; `filed` the
+same net with its weights in a file; `llama` a language model with peft's adapters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from side_by_side import inputs, training
 from torch import Tensor, nn
 
 import models
+import parity
 import sp_lightning
 
 aten = torch.ops.aten
 WIDTH, HIDDEN = 128, 256  # 256 blocks of 64 weights fit, which NF4 needs
+VOCABULARY = 64
 
 
 class Coded(torch.Tensor):
@@ -111,17 +118,14 @@ def coded(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(Coded.of(layer.weight), requires_grad=False)
 
 
-def by_torchao(layer: nn.Linear, config: Callable[[Any], Any]) -> None:
-    import torchao.quantization as torchao
+def by_config(name: str, module: str = "torchao.quantization", **options: Any) -> Callable[[nn.Linear], None]:
+    """What `torchao.quantize_` does with a configuration of this name, made with these options."""
 
-    torchao.quantize_(layer, config(torchao))
+    def quantise(layer: nn.Linear) -> None:
+        config = getattr(importlib.import_module(module), name)(**options)
+        importlib.import_module("torchao.quantization").quantize_(layer, config)
 
-
-def by_nvfp4(layer: nn.Linear) -> None:
-    from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
-    from torchao.quantization import quantize_
-
-    quantize_(layer, NVFP4WeightOnlyConfig())
+    return quantise
 
 
 def by_nf4(layer: nn.Linear) -> None:
@@ -131,16 +135,31 @@ def by_nf4(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
+def by_mx(layer: nn.Linear, dtype: torch.dtype) -> None:
+    """By kernels that are emulated, which are those for any device."""
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    kind = {"activation_dtype": dtype, "weight_dtype": dtype, "kernel_preference": KernelPreference.EMULATED}
+    by_config("MXDynamicActivationMXWeightConfig", MX, **kind)(layer.bfloat16())
+
+
+MX = "torchao.prototype.mx_formats"
+INT4 = "torchao.prototype.quantization.int4.inference_workflow"
 FORMS: dict[str, Callable[[nn.Linear], None]] = {
     "coded": coded,
-    "int8": functools.partial(by_torchao, config=lambda of: of.Int8WeightOnlyConfig()),
+    "int8": by_config("Int8WeightOnlyConfig"),
     "nf4": by_nf4,
-    "nvfp4": by_nvfp4,
-    "float8": functools.partial(by_torchao, config=lambda of: of.Float8WeightOnlyConfig()),
-    "intx4": functools.partial(by_torchao, config=lambda of: of.IntxWeightOnlyConfig(weight_dtype=torch.int4)),
-    "int8-dynamic": functools.partial(by_torchao, config=lambda of: of.Int8DynamicActivationInt8WeightConfig()),
+    "nvfp4": by_config("NVFP4WeightOnlyConfig", MX),
+    "float8": by_config("Float8WeightOnlyConfig"),
+    "intx4": by_config("IntxWeightOnlyConfig", weight_dtype=torch.int4),
+    "int8-dynamic": by_config("Int8DynamicActivationInt8WeightConfig"),
+    "intx4-dynamic": by_config("Int8DynamicActivationIntxWeightConfig", weight_dtype=torch.int4),
+    "int4": by_config("PrototypeInt4WeightOnlyConfig", INT4, set_inductor_config=False),
+    "mxfp8": functools.partial(by_mx, dtype=torch.float8_e4m3fn),
+    "mxfp4": functools.partial(by_mx, dtype=torch.float4_e2m1fn_x2),
 }
-TRAINED = [form for form in FORMS if form != "int8-dynamic"]  # whose kernels have a backward
+EVALUATED = ["int8-dynamic", "intx4-dynamic", "int4", "mxfp8", "mxfp4"]  # whose kernels have no backward
+TRAINED = [form for form in FORMS if form not in EVALUATED]
 
 
 def quantise(layer: nn.Linear, form: str) -> nn.Linear:
@@ -148,6 +167,11 @@ def quantise(layer: nn.Linear, form: str) -> nn.Linear:
         pytest.skip("torchao is not installed")
     FORMS[form](layer.requires_grad_(False))
     return layer
+
+
+def skip_unless_computed(form: str, device: torch.device) -> None:
+    if form == "int4" and device.type != "cpu":
+        pytest.skip("the kernels of this form are the CPU's")
 
 
 class Adapted(nn.Module):
@@ -160,7 +184,8 @@ class Adapted(nn.Module):
         self.grow = nn.Linear(4, outside, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.grow(self.shrink(x))
+        kind = self.base.weight.dtype  # of some forms only half precision is computed
+        return self.base(x.to(kind)).to(x.dtype) + self.grow(self.shrink(x))
 
 
 class AdaptedBlock(nn.Module):
@@ -185,33 +210,134 @@ def adapted(form: str, count: int = 4) -> Callable[[], AdaptedStack]:
     return functools.partial(AdaptedStack, form, count)
 
 
-def train_on_ranks(options: dict[str, Any] | None, form: str, device: str = "cpu") -> list[Tensor]:
-    """Losses and trained weights of this rank: under DDP without options, else streamed with them."""
+def filed(form: str) -> Callable[[], AdaptedStack]:
+    """The same net with all of its weights in a file, where those that are frozen may stay."""
+    return functools.partial(in_a_file, adapted(form))
+
+
+def in_a_file(make: Callable[[], Any]) -> Any:
+    """Makes a module, saves its weights and maps them, as a loader of a checkpoint does."""
+    net = make()
+    place = os.path.join(tempfile.mkdtemp(dir=os.getcwd()), "base.pt")
+    torch.save(net.state_dict(), place)
+    net.load_state_dict(torch.load(place, mmap=True, weights_only=False), assign=True)
+    return net
+
+
+def llama(form: str) -> Callable[[], Any]:
+    """A language model whose linear layers but the head are of that form, with peft's adapters."""
+
+    def make() -> Any:
+        base = plain_llama().requires_grad_(False)
+        for name, module in list(base.named_modules()):
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                quantise(module, form)
+        return with_adapters(base)
+
+    return make
+
+
+def with_adapters(base: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+
+
+def plain_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=3, **sizes)).eval()
+
+
+def tokens(device: Any, number: int) -> Tensor:
+    return torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(number)).to(device)
+
+
+def loss_of_vectors(call: Any, number: int, device: str) -> Tensor:
+    return call(models.vectors(number)[0].to(device)).square().mean()
+
+
+def loss_of_tokens(call: Any, number: int, device: str) -> Tensor:
+    ids = tokens(device, number)
+    return call(input_ids=ids, labels=ids).loss
+
+
+NETS = {"adapted": (adapted, loss_of_vectors), "llama": (llama, loss_of_tokens)}
+
+
+def train_on_ranks(options: dict[str, Any] | None, form: str, device: str = "cpu", net: str = "adapted") -> list[Any]:
+    """Losses, trained weights and the bytes of the others, of this rank: under DDP without options, else streamed."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     torch.manual_seed(0)
-    net: Any = adapted(form)()
-    call, handle, seen = net, contextlib.nullcontext(), []
+    make, loss_of = NETS[net]
+    module: Any = make(form)()
+    call, handle, seen = module, contextlib.nullcontext(), []
     if options is None:
         device = "cpu"
         ignored = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        ignored(net, list(weights(net)))  # which DDP cannot broadcast
-        call = nn.parallel.DistributedDataParallel(net)
+        ignored(module, list(weights(module)))  # which DDP cannot broadcast
+        call = nn.parallel.DistributedDataParallel(module)
     else:
-        handle = sp_lightning.stream(net, device, group=dist.group.WORLD, **options)
+        handle = sp_lightning.stream(module, device, group=dist.group.WORLD, **options)
     with handle:
-        trained = [p for p in net.parameters() if p.requires_grad]
+        trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
         for step in range(3):
-            x = models.vectors(2 * step + rank)[0].to(device)
-            loss = call(x).square().mean()
+            loss = loss_of(call, 2 * step + rank, device)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             seen.append(loss.detach().cpu())
+        with torch.no_grad():
+            seen.append(loss_of(call, 7 + rank, device).cpu())
         seen += [p.detach().clone() for p in trained]
+    seen += [part.clone() for weight in weights(module).values() for part in parts(weight)]
     dist.destroy_process_group()
     return seen
+
+
+class Module(L.LightningModule):
+    """Its checkpoints have what trains: Lightning cannot read others of such weights, plainly either."""
+
+    def __init__(self, form: str, make: Callable[[str], Callable[[], nn.Module]] = adapted) -> None:
+        super().__init__()
+        self.strict_loading = False
+        self.net = make(form)()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+    def predict_step(self, batch: Any, _: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k not in frozen}
+
+
+def compare(one: Module, other: Module) -> None:
+    """Compares two modules after their fits."""
+    for (name, theirs), (_, ours) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        for wanted, found in zip(parts(theirs), parts(ours), strict=True):
+            assert parity.difference(wanted.detach().cpu(), found.detach().cpu()) is None, name
+    assert [loss.item() for loss in one.losses] == [loss.item() for loss in other.losses]
+
+
+def trained_and_evaluated(module: nn.Module, device: torch.device) -> Iterator[Any]:
+    """Trains, and computes without gradients."""
+    yield from training()(module, device)
+    with torch.no_grad():
+        yield [module(x) for x in inputs(device, 2)]
+    with torch.inference_mode():
+        yield [module(x) for x in inputs(device, 2)]
 
 
 def parts(tensor: Tensor) -> list[Tensor]:

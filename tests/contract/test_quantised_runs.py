@@ -1,0 +1,181 @@
+"""Adapters over a quantised base, beside the disk, on two ranks and from checkpoints, are those of the plain run."""
+
+from __future__ import annotations
+
+import os
+
+import processes
+import pytest
+import torch
+import wrapped
+from lightning.pytorch.callbacks import ModelCheckpoint
+from side_by_side import check, fit, inputs, make_trainer, sgd, squares
+
+import models
+import parity
+import sp_lightning
+
+# Window and activations
+SETTINGS = [(1, "keep"), (2, "recompute"), (1, "offload"), (2, "recompute+offload")]
+
+
+# --- The disk
+
+
+@parity.product(
+    ("nf4", "file", SETTINGS[1], "simgpu"),
+    ("int8", "memory", SETTINGS[0], "cpu"),
+    form=wrapped.TRAINED,
+    place=["file", "memory"],
+    setting=SETTINGS,
+    device=parity.DEVICES,
+)
+def test_adapters_train_over_a_quantised_base_beside_the_disk(device, form, place, setting):
+    """The optimizer's state goes to the disk, and weights of a file stay there."""
+    window, activations = setting
+    make = {"file": wrapped.filed, "memory": wrapped.adapted}[place](form)
+    options = {"host_budget": "0B", "disk": os.getcwd(), "activations": activations, "window": window}
+    stats = check(make, wrapped.trained_and_evaluated, device, **options)
+    assert stats["disk_written"] > 0
+    frozen = sum(part.nbytes for weight in wrapped.weights(make()).values() for part in wrapped.parts(weight))
+    if place == "file":  # in seven passes at least, over units of which a window may have stayed from the last one
+        assert stats["disk_read"] > 7 * frozen * (4 - window) / 4
+
+
+@parity.product(
+    ("int8", "bf16-mixed", "simgpu"),
+    form=wrapped.TRAINED,
+    precision=["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
+    device=parity.DEVICES,
+)
+def test_a_trainer_trains_adapters_over_a_base_in_its_file(device, form, precision):
+    if device.type == "cpu" and precision == "16-mixed":
+        pytest.skip("Lightning has no fp16-mixed on the CPU")
+    plain = fit(lambda: wrapped.Module(form), None, device, precision=precision)
+    streaming = parity.streaming_strategy(device.type, window=1, host_budget="0B", disk=os.getcwd())
+    found = fit(lambda: wrapped.Module(form, wrapped.filed), streaming, device, precision=precision)
+    wrapped.compare(plain, found)
+
+
+# --- Two ranks
+
+
+@parity.product(
+    ("nf4", "adapted", SETTINGS[0], "cpu"),
+    ("coded", "adapted", SETTINGS[1], "simgpu"),
+    form=wrapped.TRAINED,
+    net=list(wrapped.NETS),
+    setting=SETTINGS[:2],
+    device=parity.DEVICES,
+)
+def test_two_ranks_train_adapters_over_one_host_copy_of_a_quantised_base(device, form, net, setting):
+    for library in ("peft", "transformers") if net == "llama" else ():
+        pytest.importorskip(library)
+    window, activations = setting
+    options = {"activations": activations, "window": window}
+    expected = processes.run(2, wrapped.train_on_ranks, None, form, net=net)
+    found = processes.run(2, wrapped.train_on_ranks, options, form, device.type, net)
+    for theirs, ours in zip(expected, found, strict=True):
+        assert [parity.difference(*pair) for pair in zip(theirs, ours, strict=True)] == [None] * len(theirs)
+
+
+# --- Checkpoints, and predictions
+
+
+@parity.product(("nf4", "memory", "cpu"), form=wrapped.TRAINED, place=["memory", "file"], device=parity.DEVICES)
+def test_checkpoints_of_adapters_resume_both_ways(device, form, place, tmp_path):
+    make = wrapped.filed if place == "file" else wrapped.adapted
+    tier = {"host_budget": "0B", "disk": os.getcwd()} if place == "file" else {}
+
+    def train(streams, steps, ckpt_path=None):
+        strategy = parity.streaming_strategy(device.type, window=1, **tier) if streams else None
+        saves = ModelCheckpoint(tmp_path / str(streams), "last") if ckpt_path is None else None
+        options = {"callbacks": [saves], "enable_checkpointing": True} if saves else {}
+        module = fit(lambda: wrapped.Module(form, make), strategy, device, ckpt_path, max_steps=steps, **options)
+        return saves.best_model_path if saves else module
+
+    paths = [train(streams, 2) for streams in (False, True)]
+    first, *others = [train(streams, 4, path) for path in paths for streams in (False, True)]
+    assert len(first.losses) == 2
+    for other in others:
+        wrapped.compare(first, other)
+
+
+@parity.product(("coded", "cpu"), form=["coded", *wrapped.TRAINED[1:]], device=parity.DEVICES)
+def test_whole_checkpoints_are_read_both_ways(device, form):
+    plain, streamed, other = (wrapped.adapted(form)() for _ in range(3))
+    (x,) = inputs(device, 1)
+    torch.save(plain.state_dict(), "plain.pt")
+    with torch.no_grad():
+        expected = plain.to(device)(x)
+        with sp_lightning.stream(streamed, device, window=1):
+            assert not torch.equal(streamed(x), expected)
+            streamed.load_state_dict(torch.load("plain.pt", weights_only=False))
+            assert torch.equal(streamed(x), expected)
+            torch.save(streamed.state_dict(), "streamed.pt")
+        other.load_state_dict(torch.load("streamed.pt", weights_only=form != "coded"))  # torchao's classes are known
+        assert torch.equal(other.to(device)(x), expected)
+
+
+@parity.product(
+    ("int8-dynamic", "memory", 2, "simgpu"),
+    form=list(wrapped.FORMS),
+    place=["memory", "file"],
+    at_once=[1, 2],
+    device=parity.DEVICES,
+)
+def test_a_trainer_predicts_with_a_quantised_base(device, form, place, at_once):
+    wrapped.skip_unless_computed(form, device)
+
+    def answers(strategy, make):
+        torch.manual_seed(0)
+        batches = torch.utils.data.DataLoader([models.vectors(i) for i in range(5)], batch_size=None)
+        found = make_trainer(strategy, device).predict(wrapped.Module(form, make), batches)
+        return [one.cpu() for one in found]
+
+    make = wrapped.filed if place == "file" else wrapped.adapted
+    options = {"window": 1, "predict_at_once": at_once} | ({"host_budget": "0B"} if place == "file" else {})
+    expected = answers(None, make)
+    found = answers(parity.streaming_strategy(device.type, **options), make)
+    assert len(found) == 5 and all(map(torch.equal, expected, found))
+
+
+# --- Plans
+
+
+def upward(plan):
+    """The bytes that a planned step sends to the device, by the time in which the link is busy."""
+    busy = sum(span.seconds for span in plan.simulation.timeline if span.lane == "up")
+    return busy * plan.machine.up_bytes_per_s
+
+
+@parity.product(
+    ("nf4", "file", SETTINGS[1], "simgpu"),
+    ("int8", "memory", SETTINGS[0], "simgpu"),
+    form=wrapped.TRAINED,
+    place=["file", "memory"],
+    setting=SETTINGS,
+    device=["simgpu"],
+)
+def test_a_step_takes_the_bytes_that_its_plan_says(device, form, place, setting, monkeypatch):
+    monkeypatch.setattr(wrapped, "WIDTH", 512)
+    window, activations = setting
+    options = {"activations": activations, "window": window, "transfer": 1, "wire_dtype": "as-is"}
+    options |= {"host_budget": "0B"} if place == "file" else {}
+    net = {"file": wrapped.filed, "memory": wrapped.adapted}[place](form)()
+    (x,) = inputs(torch.device("cpu"), 1)
+    plan = sp_lightning.plan(net, x, loss=squares, machine="h100", device="cpu", optimizer="SGD", **options)
+    optimizer, x, moved = sgd(net), x.to(device), []
+    with sp_lightning.stream(net, device, **options) as handle:
+        for _ in range(4):
+            earlier = handle.stats()
+            squares(net, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            handle.finish_step()
+            later = handle.stats()
+            moved.append([later[name] - earlier[name] for name in ("bytes_up", "disk_read")])
+        host = sum(unit.host_bytes().weights for unit in handle.engine.units)
+    assert moved[-1] == moved[-2] == [pytest.approx(upward(plan), rel=0.05), plan.disk_nbytes]
+    assert plan.host.weights == pytest.approx(host, rel=0.05)
+    assert (plan.disk_nbytes > 0) == (place == "file")
