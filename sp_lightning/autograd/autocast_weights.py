@@ -487,7 +487,7 @@ class AutocastWeights:
             if recorded and weight.dtype is not None and weight.travels_cast(trained):
                 of_unit[weight.index] = weight.dtype
         for unit, of_unit in types.items():
-            self._dirty = unit.stand_ins.full_precision.check_old_copies() or self._dirty
+            self._dirty = unit.stand_ins.full_precision.refresh() or self._dirty
             if of_unit == unit.store.autocast:
                 continue
             if unit.movable and not unit.store.remembered():

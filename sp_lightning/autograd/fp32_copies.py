@@ -5,10 +5,11 @@
    nothing overlaps; from the next pass on the weight travels as it is (autocast_weights.py).
 2. In one backward, all gradients of a weight come from uses of its cast stand-in, or all from the full-precision copy
    of one visit. Others would have to be summed with them before they reach ``.grad``, and are an error instead.
-3. A full-precision copy does not follow its host parameter: keeping it until the weight has changed is an error. So is
-   a hook on it, which the gradients of earlier uses would bypass. What is written to it goes down to the host when the
-   visit ends, and what is written to a view of it later before the host's bytes are read (weight_reads.py, Rule 8); a
-   forward that writes to it cannot run again.
+3. What is written to a full-precision copy goes down to the host when the visit ends, and what is written to a view of
+   it later before the host's bytes are read (weight_reads.py, Rule 8); a forward that writes to it cannot run again. As
+   long as other code refers to it, it gets the weight's new bytes when device bytes do that code refers to. A hook on
+   it is an error, since the gradients of earlier uses would bypass it. So is other data for the weight (``p.data =
+   ...``), which a plain run may have given it before the reference was made or after.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ class FullPrecisionCopies:
             )
 
     def collect_writes(self) -> None:
-        """Write back what code wrote to views of copies of earlier visits (Rule 3)."""
+        """Write back what code wrote to views of copies of earlier visits, once the weights are stepped (Rule 3)."""
+        if self.old_copies:
+            self._store.wait_step()
         for copy in self.old_copies:
             exposed, version = copy.data_exposed[0], true_version(copy.data)
             written, copy.version, copy.data_exposed[0] = exposed or version != copy.version, version, False
@@ -140,16 +143,20 @@ class FullPrecisionCopies:
         self.enabled.clear()
         self._written.clear()
 
-    def check_old_copies(self) -> bool:
-        """Raise if an old copy is referenced elsewhere and its weight has changed (Rule 3).
+    def refresh(self) -> bool:
+        """Give old copies that other code refers to the bytes that their weights have now (Rule 3).
 
-        True: some are referenced elsewhere, and have to be checked again.
+        True: there are some, and it has to be done again.
         """
         self.collect_writes()
-        for copy in self.old_copies:
-            if shares_storage(copy.data) and not self._equals_host(copy.index, copy.data):
-                self._refuse_kept(copy)
         self.old_copies = [copy for copy in self.old_copies if shares_storage(copy.data)]
+        for copy in self.old_copies:
+            if copy.host != (now := self._store.state(copy.index)):
+                if copy.host[1] != now[1]:
+                    self._refuse_kept(copy)
+                with torch.inference_mode(False), torch.no_grad():
+                    copy.data.copy_(true_data(self._store.params[copy.index]))
+                copy.host, copy.version = now, true_version(copy.data)
         return bool(self.old_copies)
 
     def _refuse_kept(self, copy: _OldCopy) -> None:
@@ -158,5 +165,4 @@ class FullPrecisionCopies:
         )
 
     def _equals_host(self, index: int, tensor: Tensor) -> bool:
-        self._store.wait_step()
         return same_bytes(tensor.cpu(), true_data(self._store.params[index]))

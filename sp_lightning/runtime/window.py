@@ -234,6 +234,9 @@ class Window:
         for unit in self.referenced_elsewhere():
             if unit.store.stale():
                 self.refill(unit)
+        for unit in self.units:
+            if unit.stand_ins.full_precision.old_copies and not unit.visits:
+                unit.stand_ins.full_precision.refresh()
 
     def refill(self, unit: StreamedUnit) -> None:
         """Fill a unit's device bytes again in place: all references to them see the new values, as in a plain run."""

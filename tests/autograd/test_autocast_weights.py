@@ -881,14 +881,34 @@ def test_a_hook_on_the_weight_inside_its_unit_is_an_error(device):
     refused(device, r'hook was registered.*wire_dtype="as-is"', other=hook)
 
 
-def test_a_reference_that_is_kept_is_an_error_when_it_would_be_old(device):
-    kept = []
+@pytest.mark.parametrize("view", [lambda weight: weight, lambda weight: weight.detach().t()])
+def test_references_to_weights_that_are_kept_see_each_step(view, device):
+    def run(net, device):
+        kept = []
+
+        def keep(linear, x):
+            kept.append(view(linear.weight))
+            return linear(x)
+
+        for value in training(keep, steps=LATE + 4)(net, device):
+            yield value, [one.detach().clone() for one in kept]
+        yield kept
+
+    check(layers, run, device)
+
+
+def test_other_data_for_a_weight_of_which_a_view_is_kept_is_an_error(device):
+    kept, net = [], layers()
 
     def keep(linear, x):
-        kept.append(linear.weight)
+        kept.append(linear.weight.detach().t())
         return linear(x)
 
-    refused(device, r'reference to blocks\.1\.linear\.weight was kept.*wire_dtype="as-is"', other=keep)
+    with sp_lightning.stream(net, device, window=1):
+        stepped(net, device, LATE + 1, other=keep)
+        net.blocks[1].linear.weight.data = net.blocks[1].linear.weight.data * 2
+        with pytest.raises(ExactnessError, match=r'reference to blocks\.1\.linear\.weight was kept.*"as-is"'):
+            stepped(net, device, 1)
 
 
 # --- Compiled code

@@ -143,12 +143,10 @@ def test_a_write_after_the_last_step_to_a_frozen_weight_that_it_read_under_autoc
 
 
 @pytest.mark.parametrize("step, moment", [(1, "before step"), (1, "batch end"), (2, "batch start"), (1, "epoch end")])
+@pytest.mark.parametrize("edit", ["see what was kept", "write to what was kept"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_write_to_what_a_step_before_read_under_autocast_is_an_error(step, moment, overlap, device):
-    acts = (
-        programs.Act(1, "forward", "module", "keep T", 6),
-        programs.Act(step, moment, "module", "write to what was kept", 59),
-    )
+def test_a_view_of_what_a_step_read_under_autocast_is_one_of_the_weight(step, moment, edit, overlap, device):
+    acts = (programs.Act(1, "forward", "module", "keep T", 6), programs.Act(step, moment, "module", edit, 59))
     options = (("window", 1), ("units", ("Dense",)), ("optimizer_overlap", overlap))
     program = programs.Program(
         2556,
@@ -158,8 +156,7 @@ def test_a_write_to_what_a_step_before_read_under_autocast_is_an_error(step, mom
         acts=acts,
         options=options,
     )
-    found = programs.outcome(program, programs.runs_on(device))
-    assert found.kind == "refused" and "was kept after its unit's forward" in found.what
+    assert programs.outcome(program, programs.runs_on(device)) == ("equal", "")
 
 
 @pytest.mark.slow
