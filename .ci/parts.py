@@ -34,7 +34,7 @@ SPARE = 1.25  # a part is chosen if this many times its seconds are left
 
 
 class Part(NamedTuple):
-    """Tests, by the beginnings of their names, and the folders and files whose change they are the first to notice."""
+    """Tests, by their names or folders, and the folders and files whose change they are the first to notice."""
 
     tests: tuple[str, ...]
     code: tuple[str, ...]
@@ -48,7 +48,10 @@ RANKS = "sp_lightning/ranks/", "sp_lightning/lightning/"
 PARTS = {
     "exact-models": Part((f"{EXACTNESS}_for_every_model",), STEP),
     "exact-autocast": Part((f"{EXACTNESS}_for_every_model_under_autocast",), ("sp_lightning/autograd/",)),
-    "exact-settings": Part((f"{EXACTNESS}_in",), ("sp_lightning/optim/", "sp_lightning/runtime/")),
+    "exact-settings": Part(
+        (f"{EXACTNESS}_in_every_setting", f"{EXACTNESS}_in_a_cover_of_all_pairs_of_settings"),
+        ("sp_lightning/optim/", "sp_lightning/runtime/"),
+    ),
     "families": Part(("tests/contract/test_families.py",), ("tests/rigs/families.py", "sp_lightning/runtime/")),
     "contract": Part(("tests/contract", "tests/optim", "tests/autograd", "tests/lightning", "tests/runtime"), STEP),
     "quantised": Part(

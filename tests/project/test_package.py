@@ -335,6 +335,14 @@ def test_quick_tests_need_no_accelerator():
 # ---- parts of the slow tests
 
 
+def test_each_part_names_files_and_tests_that_exist():
+    for part in loaded(ROOT / ".ci/parts.py").PARTS.values():
+        for path in part.tests:
+            file, _, name = path.partition("::")
+            assert (ROOT / file).exists(), path
+            assert not name or f"\ndef {name}(" in (ROOT / file).read_text(), path
+
+
 @pytest.fixture
 def parts(tmp_path, monkeypatch):
     """.ci/parts.py as a module, with parts and a table of its own, in a folder with slow tests for them."""
