@@ -75,6 +75,8 @@ def of_trainers() -> dict[Patch, str]:
     version = f"transformers {transformers.__version__}"
     train, load = Patch(transformers.Trainer, "train"), Patch(transformers.PreTrainedModel, "from_pretrained")
     _check(train, ["resume_from_checkpoint"], version)
+    _check(load, ["pretrained_model_name_or_path"], version)
+    _check(Patch(transformers.PreTrainedModel, "_from_config"), ["config"], version)  # which is called instead
     arguments = importlib.import_module("transformers.training_args")
     has_bf16 = Patch(arguments, "is_torch_bf16_gpu_available")
     _check(has_bf16, [], version)
@@ -137,7 +139,8 @@ def check_names() -> None:
 
 def _check(patch: Patch, expected: list[str], version: str) -> None:
     place = f"{patch.holder.__name__}.{patch.name}"
-    found = list(inspect.signature(patch.original).parameters)[1:] if callable(patch.original) else None
+    function = getattr(patch.original, "__func__", patch.original)  # of a class method
+    found = list(inspect.signature(function).parameters)[1:] if callable(function) else None
     if found is None or found[: len(expected)] != expected:
         has = "no such method" if found is None else f"{place}({', '.join(found)})"
         raise UnsupportedError(

@@ -130,9 +130,10 @@ class rehearsal:
             names.PREPARE_MODEL: self._prepare_model,
             names.PREPARE_OPTIMIZER: self._prepare_optimizer,
         }
+        makers = {**names.of_trainers(), **names.of_data_sets()}  # before any patch: they may raise an error
         for patch, replacement in replacements.items():
             replace(self._undo, patch, function(patch.original, replacement))
-        for patch, method in [*names.of_trainers().items(), *names.of_data_sets().items()]:
+        for patch, method in makers.items():
             replace(self._undo, patch, getattr(self, method)(patch))
         return self
 

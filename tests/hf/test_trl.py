@@ -34,6 +34,7 @@ RUNS = {
     "Reward": {"kind": "Reward"},
     "GRPO": {"kind": "GRPO", **EACH_OTHER},
     "GRPO with a reference": {"kind": "GRPO", "beta": 0.1, **EACH_OTHER},
+    "GRPO with a reference and a judge": {"kind": "GRPO", "beta": 0.1, "judged": True, **EACH_OTHER},
     "GRPO of adapters with a reference": {"kind": "GRPO", "beta": 0.1, "adapters": True, **EACH_OTHER},
 }
 DAILY = ("SFT", "DPO with a reference", "GRPO")
@@ -59,3 +60,5 @@ def test_trl_leaves_the_bits_of_the_stock_run(run, device, tmp_path):
         assert sum(found["held_steps"]) == len(found["fetches"]) - 1, found["why"]  # the first one makes the state
     if run in ("DPO with a reference", "GRPO with a reference"):
         assert len(found["handles"]) == 2
+    if run == "GRPO with a reference and a judge":
+        assert sorted(found["handles"]) == ["LlamaForCausalLM"] * 2 + ["LlamaForSequenceClassification"]

@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import inspect
+import itertools
 import os
 import pathlib
 import socket
@@ -401,6 +402,37 @@ def test_a_step_is_deferred_where_nobody_waits_for_it_and_not_where_the_option_s
             optimizer.step()
             deferred.append(strategy.handles[0].stats()["pending_step"] == "deferred")
     assert deferred == [False] + [True] * (BATCHES - 1) + [False] * BATCHES  # the first step makes the state
+
+
+def test_a_step_is_deferred_past_a_zero_grad_and_fetches_no_more(device):
+    found = {}
+    for zeroes_after in (False, True):
+        strategy = streaming(device)
+        fabric = fabric_on(device, strategy)
+        net = blocks()
+        net, optimizer = fabric.setup(net, adamw(net))
+        handle = strategy.handles[0]
+        fetches = []
+        for x, y in batches(fabric):
+            if not zeroes_after:
+                optimizer.zero_grad()
+            fabric.backward(nn.functional.cross_entropy(net(x), y))
+            optimizer.step()
+            if zeroes_after:
+                optimizer.zero_grad()
+            fetches.append(handle.stats()["fetches"])
+        handle.finish_step()
+        assert handle.stats()["held_steps"] == BATCHES - 1  # the first one makes the state
+        found[zeroes_after] = [after - before for before, after in itertools.pairwise(fetches[1:])]
+    assert found[True] == found[False] == found[True][:1] * (BATCHES - 2) and found[True][0] > 0
+
+
+def test_the_steps_of_two_modules_are_deferred(device):
+    strategy = streaming(device)
+    record(adversaries, device, strategy, "32-true")
+    for handle in strategy.handles:
+        handle.finish_step()
+    assert [handle.stats()["held_steps"] for handle in strategy.handles] == [BATCHES - 1] * 2
 
 
 # --- Checkpoints

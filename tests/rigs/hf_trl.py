@@ -32,7 +32,7 @@ def distinct(completions, **_):
     return [float(len(set(text))) for text in completions]
 
 
-def train(folder, kind, adapters=False, reference=False, **settings):
+def train(folder, kind, adapters=False, reference=False, judged=False, **settings):
     trl = importlib.import_module("trl")
     torch.manual_seed(1)
     given = {"model": judge() if kind == "Reward" else llama()}
@@ -46,7 +46,8 @@ def train(folder, kind, adapters=False, reference=False, **settings):
     if adapters:
         given["peft_config"] = pytest.importorskip("peft").LoraConfig(r=4, target_modules="all-linear")
     if kind == "GRPO":
-        given["reward_funcs"] = distinct
+        given["reward_funcs"] = judge() if judged else distinct
+        given["reward_processing_classes"] = tokenizer() if judged else None
     defaults = {"num_train_epochs": 1, "logging_steps": 1, "report_to": [], "save_strategy": "no", "seed": 3}
     defaults |= {"disable_tqdm": True, "bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 4}
     trainer = getattr(trl, f"{kind}Trainer")(
