@@ -139,6 +139,11 @@ class rehearsal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
         self._undo.close()
+        if isinstance(error, RuntimeError) and "meta tensor" in str(error):
+            raise UnsupportedError(
+                "the script saves weights or reads their values before it trains, and a plan of it has none: let it "
+                "save the model in a run of its own, and leave out what depends on a weight's value"
+            ) from error
         return isinstance(error, _Reached) or (isinstance(error, SystemExit) and not error.code)
 
     # ---- weights (Rule 1)

@@ -210,6 +210,15 @@ def test_a_quantised_base_and_batches_that_are_generated_are_refused(capsys):
     assert "makes no quantised weights, which base has" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("reads", ["model.save_pretrained('saved')", "model.lm_head.weight.sum().item()"])
+def test_a_script_that_reads_weights_before_it_trains_is_refused(reads, capsys):
+    script = textwrap.dedent(TRAINER)
+    made = script.index("rows = ")
+    pathlib.Path("trainer.py").write_text(f"{script[:made]}{reads}\n{script[made:]}")
+    planned("--", "trainer.py", status=1)
+    assert "UnsupportedError: the script saves weights or reads their values before" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
 def test_the_device_peak_of_a_script_is_the_planned_one(device):
