@@ -72,7 +72,7 @@ class streaming:
         self.ranks: Ranks | None = None  # once several processes share a model
         self._shared: weakref.WeakSet[Handle] = weakref.WeakSet()  # those of one copy on all ranks
         self._timeout = timeout
-        self._reports = Reports() if report or log_metrics else None
+        self._reports = Reports()
         self._says, self._log_metrics = report, log_metrics
         self._marks: weakref.WeakKeyDictionary[Handle, RunsOn] = weakref.WeakKeyDictionary()
         self._undo = contextlib.ExitStack()
@@ -113,7 +113,7 @@ class streaming:
 
     def figures(self, module: nn.Module) -> dict[str, float]:
         """Return the figures of a model since the last call, for a log of your own; needs ``log_metrics=True``."""
-        return {} if self._reports is None else self._reports.figures(self.handle_of(module))
+        return self._reports.figures(self.handle_of(module))
 
     def close(self) -> None:
         """Make all models plain again, on the host, and undo all patches. Safe twice."""
@@ -123,8 +123,7 @@ class streaming:
             if self.ranks is not None:
                 self._undo.callback(self.ranks.close)
             self._undo.callback(close_all, self.handles)
-            if self._reports is not None:
-                self._reports.end(self.ranks, list(self._shared), self._says)
+            self._reports.end(self.ranks, list(self._shared), self._says)
             for handle in self.handles:
                 self._unmark(handle)
 
@@ -164,7 +163,7 @@ class streaming:
         handle.steps.by_hand = True
         self.handles.append(handle)
         self._marks[handle] = self._names.mark(module, device)
-        if self._reports is not None and _trains(module):
+        if (self._says or self._log_metrics) and _trains(module):
             self._reports.begin(handle)
         return handle
 
