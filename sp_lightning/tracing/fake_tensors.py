@@ -28,6 +28,7 @@ from ..compat.patches import DETERMINISM_CHECKS, RUN_BACKWARD
 from ..compat.tensors import (
     FLATTEN,
     TorchDispatchMode,
+    dispatch_key,
     operator_of,
     schema_of,
     storage_id,
@@ -174,9 +175,10 @@ class _Traits(NamedTuple):
         changes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
         aliases = not schema.is_mutable and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
         named = any(argument.name == "device" for argument in schema.arguments)
+        may_copy = func.has_kernel_for_dispatch_key(dispatch_key("CompositeImplicitAutograd"))  # as `to` may
         return cls(
             body=body_of(func),
-            is_view=func is aten.set_.source_Storage_storage_offset or (aliases and not named),
+            is_view=func is aten.set_.source_Storage_storage_offset or (aliases and not named and not may_copy),
             is_fresh=not schema.is_mutable and not any(v.alias_info for v in (*schema.arguments, *schema.returns)),
             keeps_shapes=schema.is_mutable and torch.Tag.inplace_view not in func.tags,
             sets=operator is aten.set_,

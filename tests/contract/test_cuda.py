@@ -296,6 +296,75 @@ print(json.dumps([by_hand, [nullcuda.touches(0), nullcuda.touches(1)]]))
     assert not first and not first_after and 0 < second < second_after, touches
 
 
+@SLOW
+@pytest.mark.parametrize("late", [False, True])
+def test_quantised_weights_compute_what_they_do_plainly(late, run):
+    pytest.importorskip("torchao")
+    found = run(
+        """
+sys.modules.pop("torchao")  # kept from transformers, which would ask for the device
+import wrapped
+from side_by_side import check, inputs
+
+def evaluated(module, device):
+    with torch.no_grad():
+        yield [module(x) for x in inputs(device, 3)]
+
+def by_float8(layer):
+    wrapped.by_config("Float8DynamicActivationFloat8WeightConfig")(layer.bfloat16())
+
+torch.cuda.get_device_capability = lambda *_: (9, 0)  # of which torchao makes weights whose kernel the CPU has
+wrapped.FORMS["float8-dynamic"] = by_float8
+moved = {}
+for number, form in enumerate(wrapped.FORMS):
+    if form == "int4":  # whose kernels are the CPU's
+        continue
+    act = wrapped.trained_and_evaluated if form in wrapped.TRAINED else evaluated
+    ways = ("keep", "recompute", "offload", "recompute+offload")
+    options = {"window": 1 + number % 2, "activations": ways[number % 4]}
+    moved[form] = check(wrapped.adapted(form), act, torch.device("cuda", 0), **options)["bytes_up"]
+print(json.dumps(moved))
+""",
+        numbers=True,
+        late=late,
+    )
+    assert len(found) == 11 and all(found.values())
+
+
+@SLOW
+def test_weights_of_four_bits_that_only_cuda_has_are_locked_and_take_their_bytes(run):
+    """Their kernels compute nothing here."""
+    pytest.importorskip("torchao")
+    (up, _, not_locked, *_), counted, nbytes = run("""
+sys.modules.pop("torchao")
+import wrapped
+
+def quantise(layer):
+    made = layer.bfloat16().cuda()
+    wrapped.by_config("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d")(made)
+    layer.weight = torch.nn.Parameter(made.weight.cpu(), requires_grad=False)
+
+wrapped.FORMS["int4-tiles"] = quantise
+wrapped.WIDTH = 256
+net = wrapped.adapted("int4-tiles")()
+for block in net.blocks:
+    for part in (block.up, block.down):
+        part.base.bias = None
+        part.base.extra_repr = lambda: ""
+parts = [part for weight in net.blocks.parameters() for part in wrapped.parts(weight)]
+with sp_lightning.stream(net, "cuda", window=1) as handle, torch.no_grad():
+    x = torch.ones(4, net.stem.in_features, device="cuda")
+    net(x)
+    before, stats = nullcuda.counts(), handle.stats()["bytes_up"]
+    net(x)
+    torch.cuda.synchronize()
+    after, later = nullcuda.counts(), handle.stats()["bytes_up"]
+print(json.dumps([[b - a for a, b in zip(before, after)], later - stats, sum(part.nbytes for part in parts)]))
+""")
+    assert not not_locked and up == counted
+    assert nbytes * 3 / 4 <= up < 1.05 * nbytes, (up, nbytes)  # one of four units may be there already
+
+
 # ---- numbers
 
 

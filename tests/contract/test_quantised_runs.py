@@ -166,8 +166,10 @@ def test_a_step_takes_the_bytes_that_its_plan_says(device, form, place, setting,
     (x,) = inputs(torch.device("cpu"), 1)
     plan = sp_lightning.plan(net, x, loss=squares, machine="h100", device="cpu", optimizer="SGD", **options)
     optimizer, x, moved = sgd(net), x.to(device), []
+    before = torch.accelerator.memory_allocated()
     with sp_lightning.stream(net, device, **options) as handle:
         for _ in range(4):
+            torch.accelerator.reset_peak_memory_stats()
             earlier = handle.stats()
             squares(net, x).backward()
             optimizer.step()
@@ -175,7 +177,9 @@ def test_a_step_takes_the_bytes_that_its_plan_says(device, form, place, setting,
             handle.finish_step()
             later = handle.stats()
             moved.append([later[name] - earlier[name] for name in ("bytes_up", "disk_read")])
+        peak = torch.accelerator.max_memory_allocated() - before
         host = sum(unit.host_bytes().weights for unit in handle.engine.units)
     assert moved[-1] == moved[-2] == [pytest.approx(upward(plan), rel=0.05), plan.disk_nbytes]
     assert plan.host.weights == pytest.approx(host, rel=0.05)
+    assert sum(n for name, n in plan.device_terms.items() if name != "reserve") == pytest.approx(peak, rel=0.05)
     assert (plan.disk_nbytes > 0) == (place == "file")
