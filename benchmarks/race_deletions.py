@@ -30,7 +30,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 _CLOSURE = "tests/contract/test_writes_outside_visits.py::test_a_view_that_is_written_in_the_closure_of_a_manual_step"
 _KEPT = "tests/contract/test_random_programs.py::test_a_view_of_what_a_step_read_under_autocast_is_one_of_the_weight"
 TESTS = ("tests/contract/test_races.py", "tests/optim/test_deferred_step.py", _CLOSURE, _KEPT)
-_OF_RANKS = "waits schedules stream_by_hand features_with_ddp refusals failures fabric_with_ddp parity_with_ddp".split()
+_OF_RANKS = (
+    "waits nodes schedules stream_by_hand features_with_ddp refusals failures fabric_with_ddp parity_with_ddp".split()
+)
 TESTS_OF_RANKS = tuple(f"tests/ranks/test_{name}.py" for name in _OF_RANKS)
 GUIDE = ROOT / "CONTRIBUTING.md"
 MARKS = "<!-- race deletions -->", "<!-- end -->"

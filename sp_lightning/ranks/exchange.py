@@ -118,6 +118,8 @@ class _Backward:
         self.passed: defaultdict[HostCopy, set[int]] = defaultdict(set)  # of those to whose leaves autograd came
         self.whole: dict[HostCopy, None] = {}  # units that may be summed beside backward (Rule 6)
         self.shown: dict[HostCopy, list[int]] = {}  # units that were, with the parameters that any rank reached
+        # Sums of gradients that no rank of this node has reached: if none of another one has, the mean stays.
+        self.apart: defaultdict[HostCopy, dict[int, Tensor]] = defaultdict(dict)
         self.begun: dict[HostCopy, Message] = {}  # units that this node has summed, and sends (Rule 11)
         self.lent: list[tuple[HostCopy, Tensor]] = []  # regions that owners have not summed
         self.single: dict[tuple[HostCopy, int], Tensor] = {}  # those of gradients that came otherwise (Rule 5)
@@ -600,12 +602,14 @@ class Exchange:
 
     def _sum_unit(self, backward: _Backward, store: HostCopy) -> None:
         """Sum what this rank owns of a unit's gradients; with several nodes, send the sum to the others (Rule 11)."""
-        shown, transport = self._sum(store), self._ranks.transport
+        apart = backward.apart[store]
+        shown, transport = self._sum(store, apart), self._ranks.transport
         if transport is None:
             backward.shown[store] = shown
             return
         flags = self._flags(store)
-        parts = [self._own_sum(store, index) for index, flag in enumerate(flags) if flag & AT]
+        posted = (index for index, flag in enumerate(flags) if flag & AT)
+        parts = [apart[index] if index in apart else self._own_sum(store, index) for index in posted]
         backward.begun[store] = transport.send(self._key(store), functools.partial(packed, flags, parts))
 
     @staticmethod
@@ -635,7 +639,7 @@ class Exchange:
         """Add the sums of all nodes, of units of which they have come (Rule 11)."""
         for store in [store for store in backward.begun if store not in backward.shown]:
             if not self._missing(backward, store):
-                backward.shown[store] = self._sum_of_nodes(store)
+                backward.shown[store] = self._sum_of_nodes(store, backward.apart.pop(store))
 
     def _wait_for_nodes(self, backward: _Backward) -> None:
         """Add the sums of all nodes, once this one has sent all of its own (Rule 11)."""
@@ -652,7 +656,7 @@ class Exchange:
         self._ranks.wait_for_nodes(missing, "gradients of other machines")
         transport.drains = False
 
-    def _sum_of_nodes(self, store: HostCopy) -> list[int]:
+    def _sum_of_nodes(self, store: HostCopy, apart: dict[int, Tensor]) -> list[int]:
         """Add the sums of all nodes as a tree over nodes; return the parameters that get them."""
         transport, place = self._ranks.transport, self._ranks.place
         assert transport is not None
@@ -664,7 +668,7 @@ class Exchange:
             target = self._own_sum(store, index)
             there = {node: of.part(target) for node, of in came.items() if of.flags[index] & AT}
             if flags_of[place.node][index] & AT:
-                there[place.node] = target
+                there[place.node] = apart.get(index, target)
             if index not in shown:
                 continue
             for start in range(0, len(target), PART):
@@ -674,7 +678,7 @@ class Exchange:
                 target[part] = tree(parts)
         return shown
 
-    def _sum(self, store: HostCopy) -> list[int]:
+    def _sum(self, store: HostCopy, apart: dict[int, Tensor]) -> list[int]:
         """Sum what this rank owns of a unit's gradients on this node (Rule 2); return the parameters that get them."""
         rank, size, world = self._ranks.rank, self._ranks.size, self._ranks.world
         first = self._firsts[store]
@@ -689,6 +693,8 @@ class Exchange:
                 continue
             own = owned(field, rank, size)
             target = flat(self._sums[store].slab.truth, field, own)
+            if not used:
+                target = apart[index] = torch.empty_like(target)
             sources = [
                 self._source(other, entry, field.nbytes // field.dtype.itemsize, own)
                 for other, entry in enumerate(posted)

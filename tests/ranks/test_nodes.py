@@ -1,8 +1,10 @@
 """Several nodes train as DDP does over all their ranks, to the last bit: here two parts of this machine's ranks."""
 
+import time
 from datetime import timedelta
 
 import failing_runs
+import linked_nodes
 import loops
 import pretended_nodes
 import processes
@@ -11,6 +13,7 @@ import ranked_fabric
 import ranked_parity
 import ranked_runs
 import refused_runs
+import schedules
 import torch
 import waiting
 
@@ -29,7 +32,8 @@ COVER = parity.pairwise(
     optimizer=["adamw", "sgd", "adafactor", "lbfgs", "two"],
     accelerator=["cpu", "simgpu"],
 )
-DAILY = 1  # rows that are not slow
+DAILY = 0, 6  # rows that are not slow; in 6 all nodes skip, in one backward, a block that has gradients
+TRAITS = [case for case in sorted(models.ZOO) if case not in ranked_parity.NOT_AS_DDP]
 
 
 def check_loop(size=4, nodes=2, device="cpu", **settings):
@@ -98,9 +102,37 @@ def check(case, row, **more):
     ranked_parity.check(ranked_runs.fit, case, options, size=4, nodes=2, **row, **more)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=[SLOW] * (row >= DAILY)) for row in range(len(COVER))])
+@pytest.mark.parametrize("row", [pytest.param(row, marks=[SLOW] * (row not in DAILY)) for row in range(len(COVER))])
 def test_a_trainer_over_two_nodes_is_ddp_with_the_tree(row):
     check(OFTEN[row % len(OFTEN)], COVER[row])
+
+
+@pytest.mark.parametrize(
+    ("case", "row"),
+    [pytest.param(case, 5 * number % len(COVER), marks=SLOW) for number, case in enumerate(TRAITS)],
+)
+def test_a_trainer_over_two_nodes_is_ddp_with_the_tree_for_every_trait(case, row):
+    check(case, COVER[row])
+
+
+def check_schedules(seeds, count=30, **options):
+    found = processes.run(4, pretended_nodes.run, 2, schedules.run, list(seeds), count, **options)
+    assert found == [[]] * 4
+
+
+def test_random_schedules_over_two_nodes_are_the_sum_of_all_ranks():
+    check_schedules([0], 10)
+
+
+@SLOW
+@pytest.mark.parametrize("seeds", [range(start, start + 17) for start in (100, 117, 134, 151)])
+def test_two_thousand_random_schedules_over_two_nodes_are_the_sum_of_all_ranks(seeds):
+    check_schedules(seeds, timeout=900)
+
+
+@SLOW
+def test_ranks_of_two_nodes_that_are_held_up_anywhere_change_nothing():
+    check_schedules(range(200, 203), held_up=0.02, timeout=900)
 
 
 @pytest.mark.parametrize(
@@ -232,3 +264,41 @@ def test_a_machine_that_does_not_come_is_named_after_the_timeout():
     for rank, error in enumerate((first, second)):
         assert error.startswith(f"PeerError: rank {rank} on host0 waited "), error
         assert "rank 2, rank 3 did not come to 127.0.0.1:" in error and "MASTER_ADDR" in error, error
+
+
+# --- Over a link of its own, which only root can make
+
+
+@pytest.fixture
+def link():
+    if not linked_nodes.can_link():
+        pytest.skip("needs root, ip netns and tc")
+    with linked_nodes.linked("100mbit") as made:
+        yield made
+
+
+@SLOW
+def test_two_networks_with_a_slow_link_give_the_bits_of_ddp(link, tmp_path):
+    expected = processes.run(4, loops.train, None, clip=True)
+    found = linked_nodes.results(linked_nodes.start(link, "train", tmp_path), tmp_path)
+    compare(expected, [loops.Found(*one) for one in found])
+
+
+@SLOW
+def test_a_node_sends_four_bytes_for_each_parameter_and_step(link, tmp_path):
+    """As much as its gradients are, once."""
+    for nbytes in linked_nodes.results(linked_nodes.start(link, "nbytes_of_steps", tmp_path), tmp_path):
+        assert 4 <= nbytes < 4 * 1.02
+
+
+@SLOW
+def test_a_link_that_goes_down_ends_all_ranks_after_the_keepalive(link, tmp_path):
+    ranks = linked_nodes.start(link, "until_the_link_ends", tmp_path)
+    until = time.monotonic() + 120
+    while len(list(tmp_path.glob("*.mark"))) < len(ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+    link.go_down()
+    down = time.monotonic()
+    for rank, (error, at) in enumerate(linked_nodes.results(ranks, tmp_path)):
+        assert error.startswith("PeerError") and f"rank {2 - rank // 2 * 2} on " in error, error
+        assert "cannot be reached" in error and at - down < linked_nodes.KEEPALIVE_S + LIMIT_S, (error, at - down)

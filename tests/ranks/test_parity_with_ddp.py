@@ -13,12 +13,7 @@ import parity
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 SLOW = pytest.mark.slow
 CASES = sorted(models.ZOO)
-NOT_AS_DDP = {
-    "checkpoint_reentrant": "DDP refuses reentrant checkpoints: their weights become ready in several backwards",
-    "llama_checkpoint_reentrant": "as above",
-    "max_norm_embedding": "under DDP the ranks drift apart: each rescales the rows that it looks up; we raise an error",
-}
-TRAITS = [case for case in CASES if case not in NOT_AS_DDP]
+TRAITS = [case for case in CASES if case not in ranked_parity.NOT_AS_DDP]
 OFTEN = ["batch_norm", "dropout", "mixture_of_experts", "skipped_block", "tied_embedding", "parameter_regulariser"]
 COVER = parity.pairwise(
     window=[1, 2, 99],

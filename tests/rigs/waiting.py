@@ -156,9 +156,9 @@ def slow_sums(net: nn.Module) -> Iterator[Counter[tuple[int, str]]]:
         of_net = handle.team.exchange
         sums, counted = of_net._sum, Counter()
 
-        def slowly(store: Any) -> Any:
+        def slowly(store: Any, apart: Any) -> Any:
             counted[of_net._count, store.unit.name] += 1
-            found = sums(store)
+            found = sums(store, apart)
             time.sleep(0.2)
             return found
 
@@ -205,7 +205,7 @@ def error_of_sums_that_fail() -> str:
     """Have the sums of the first rank fail while its backward is ahead of them; return the error of this rank."""
     net, rank = nn.Sequential(Blocks(), Blocks()), int(os.environ["LOCAL_RANK"])
 
-    def fail(store: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise RuntimeError("this sum fails")
 
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))

@@ -1,0 +1,173 @@
+"""Two nodes, each in a network namespace of its own, with a link of a given speed between them: needs root.
+
+Run as a program it is one rank, which does one of `WORKS` and leaves what it found in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+RIGS = pathlib.Path(__file__).parent
+MASTER = "10.77.0.1"
+WIDTH, LAYERS = 640, 4
+KEEPALIVE_S = 3.0
+
+
+def can_link() -> bool:
+    """Whether this process may make network namespaces, and has the tools."""
+    name = f"probe{os.getpid()}"
+    try:
+        return not any(_run(f"ip netns {verb} {name}", check=False) for verb in ("add", "del")) and not _run("tc -V")
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
+def _run(command: str, check: bool = True) -> int:
+    return subprocess.run(command.split(), check=check, capture_output=True).returncode
+
+
+class Link:
+    """The link between two namespaces."""
+
+    def __init__(self, rate: str) -> None:
+        number = os.getpid()
+        self.spaces = [f"node{end}{number}" for end in "AB"]
+        self.ends = [f"n{end}{number}" for end in "AB"]
+        for space in self.spaces:
+            _run(f"ip netns add {space}")
+        _run(f"ip link add {self.ends[0]} type veth peer name {self.ends[1]}")
+        for index, (space, end) in enumerate(zip(self.spaces, self.ends, strict=True)):
+            _run(f"ip link set {end} netns {space}")
+            _run(f"ip -n {space} addr add 10.77.0.{index + 1}/24 dev {end}")
+            for device in ("lo", end):
+                _run(f"ip -n {space} link set {device} up")
+            # A burst holds the largest packet, so that headers do not count.
+            _run(f"ip netns exec {space} tc qdisc add dev {end} root tbf rate {rate} burst 256kb latency 500ms")
+
+    def go_down(self) -> None:
+        """End the link."""
+        _run(f"ip -n {self.spaces[0]} link set {self.ends[0]} down")
+
+    def close(self) -> None:
+        """Remove the namespaces, and what is in them."""
+        for space in self.spaces:
+            _run(f"ip netns del {space}", check=False)
+
+
+@contextlib.contextmanager
+def linked(rate: str) -> Iterator[Link]:
+    link = Link(rate)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def start(link: Link, work: str, folder: pathlib.Path, local: int = 2) -> list[subprocess.Popen[str]]:
+    """Start the ranks of both nodes."""
+    ranks = []
+    for rank in range(2 * local):
+        node = rank // local
+        place = {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(2 * local), "RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        place |= {"MASTER_ADDR": MASTER, "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": link.ends[node]}
+        place |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = ["ip", "netns", "exec", link.spaces[node], sys.executable, str(RIGS / "linked_nodes.py")]
+        command += [work, str(folder / f"{rank}.pt")]
+        ranks.append(subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True))
+    return ranks
+
+
+def results(ranks: list[subprocess.Popen[str]], folder: pathlib.Path, timeout: float = 240) -> list[Any]:
+    """Wait for the ranks, and return what each has found."""
+    try:
+        said = [rank.communicate(timeout=timeout)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    found = [folder / f"{rank}.pt" for rank in range(len(ranks))]
+    assert all(file.exists() for file in found), "\n".join(said)[-4000:]
+    return [torch.load(file, weights_only=False) for file in found]
+
+
+# ---- what a rank does
+
+
+def train() -> tuple[Any, ...]:
+    import loops
+
+    return tuple(loops.train({"window": 2}, clip=True))
+
+
+def sent_nbytes() -> int:
+    """Return how many bytes have left this namespace."""
+    with open("/proc/net/dev") as devices:
+        lines = [line.split(":") for line in devices if ":" in line]
+    return sum(int(numbers.split()[8]) for name, numbers in lines if name.strip() != "lo")
+
+
+def steps(count: int, more: Callable[[int], None], **options: Any) -> int:
+    """Train a stack of layers; return how many parameters it has."""
+    import sp_lightning
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, window=1, **options):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for step in range(count):
+            optimizer.zero_grad()
+            net(torch.ones(2, WIDTH)).square().mean().backward()
+            optimizer.step()
+            more(step)
+    return sum(p.numel() for p in net.parameters())
+
+
+def nbytes_of_steps() -> float:
+    """Return how many bytes this rank's node sends in a step, for each parameter."""
+    counts: list[int] = []
+
+    def count(_: int) -> None:
+        dist.barrier()
+        counts.append(sent_nbytes())
+
+    numel = steps(4, count)
+    return (counts[-1] - counts[0]) / (len(counts) - 1) / numel
+
+
+def until_the_link_ends() -> tuple[str, float]:
+    """Train without end; return the error that ended it, and when that was."""
+    mark = pathlib.Path(sys.argv[2]).with_suffix(".mark")
+
+    def note(step: int) -> None:
+        if step == 1:
+            mark.touch()
+
+    try:
+        steps(1 << 30, note, keepalive=timedelta(seconds=KEEPALIVE_S))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic()
+    return "", 0.0
+
+
+WORKS: dict[str, Callable[[], Any]] = {work.__name__: work for work in (train, nbytes_of_steps, until_the_link_ends)}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    made = WORKS[sys.argv[1]]()
+    part = pathlib.Path(sys.argv[2] + ".part")
+    torch.save(made, part)
+    part.rename(sys.argv[2])
+    sys.stderr.flush()
+    os._exit(0)  # torch's own group may wait for its peers
