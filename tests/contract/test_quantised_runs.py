@@ -45,7 +45,7 @@ def test_adapters_train_over_a_quantised_base_beside_the_disk(device, form, plac
 @parity.product(
     ("int8", "bf16-mixed", "simgpu"),
     form=wrapped.TRAINED,
-    precision=["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
+    precision=["32-true", "bf16-mixed", "16-mixed"],  # plain Lightning cannot convert such weights to bf16-true
     device=parity.DEVICES,
 )
 def test_a_trainer_trains_adapters_over_a_base_in_its_file(device, form, precision):

@@ -911,6 +911,25 @@ def test_a_packed_base_sends_its_packed_bytes_and_gives_plain_lightnings_result(
     parity.compare(left(plain), left(streamed))
 
 
+class HostWeights(Moved):
+    """What weights took on the host."""
+
+    nbytes: int
+
+    def on_train_end(self, trainer, module):
+        HostWeights.nbytes = sum(unit.host_bytes().weights for unit in trainer.strategy.handle.engine.units)
+
+
+def test_a_plan_of_a_packed_base_is_made_without_weights_and_counts_its_bytes(tiny_llm):
+    pytest.importorskip("torchao")
+    given = f"--model.name_or_path={tiny_llm}", "--model.base_bits=nf4"
+    with contextlib.suppress(SystemExit):
+        main(["plan", "--config", "examples/lora_llm/config.yaml", *given, "--json", "plan.json"])
+    fit("lora_llm", *given, "--trainer.callbacks+=test_recipes.HostWeights")
+    planned = json.loads(pathlib.Path("plan.json").read_text())["host"]["weights"]
+    assert planned == pytest.approx(HostWeights.nbytes, rel=0.05)
+
+
 def test_the_command_that_a_plan_suggests_for_a_base_of_4_bits_runs(tiny_llm):
     pytest.importorskip("bitsandbytes")
     from sp_lightning.core import remedies
