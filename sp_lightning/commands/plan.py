@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .fit_config import Run
 
 MEASURED_S = 10.0  # of the disk
+ANSWER = 256  # tokens, with --inference
 OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget", "disk"
 OF_SCRIPT = "config", "model", "batch", "data", "loss", "answer", "cache", "precision", "optimizer", "accumulate"
 OF_RUN = *OF_STRATEGY, "batch", "seq", "answer", "cache", "precision", "accumulate", "devices"  # that a config says
@@ -47,6 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="full (default); chunked: never all logits; or package.module:function of module and batch",
     )
     parser.add_argument("--answer", type=int, help="tokens to generate for each row: nothing is trained (bf16-true)")
+    parser.add_argument(
+        "--inference",
+        action="store_true",
+        help="plan calls in lockstep, each of such a batch: how many fit, and tokens a second (--answer: 256)",
+    )
+    parser.add_argument("--at-once", type=int, help="with --inference: so many calls (default: as many as fit)")
+    parser.add_argument("--guessed", type=int, help="with --inference: tokens that speculation guesses for a forward")
+    parser.add_argument("--accepted", type=float, help="with --guessed: tokens that a forward gives, on average")
     parser.add_argument("--cache", help="with --answer: keys and values wait on the device (default) or the host")
     parser.add_argument("--precision", help="the Trainer's precision (default: bf16-mixed)")
     parser.add_argument("--optimizer", help="an optimizer such as AdamW or SGD (default: the module's own, or AdamW)")
@@ -88,6 +97,11 @@ def main(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise OptionError(argument=name, found=value, allowed="an int >= 1")
+    if args.inference:
+        if args.script or in_place_of_fit(args):
+            allowed = "left out beside a script or arguments of fit: give --model, --batch, --seq and --answer"
+            raise OptionError(argument="inference", found=True, allowed=allowed)
+        args.answer = args.answer or ANSWER
     _check_run(args)
     if args.plot:
         check_picture(args.plot)
@@ -143,6 +157,9 @@ def _plan_of(args: argparse.Namespace, run: Run, device_memory: int | str | None
         loss=None if run.answer is not None and args.loss is None else loss,  # that of the model's kind
         answer=run.answer,
         cache=run.cache,
+        at_once=(args.at_once or "auto") if args.inference else None,
+        guessed=args.guessed or 0,
+        accepted=args.accepted or 1.0,
         name=spec.name,
         **{name: value for name, value in run.options.items() if name != "host_memory"},  # it changes no plan
     )
@@ -262,6 +279,9 @@ def _check_run(args: argparse.Namespace) -> None:
         allowed = "left out beside --answer: nothing is trained"
         raise OptionError(argument="accumulate", found=args.accumulate, allowed=allowed)
     knows_steps = args.script or in_place_of_fit(args)
+    for name in ("at_once", "guessed", "accepted"):
+        if getattr(args, name) is not None and not args.inference:
+            raise OptionError(argument=name, found=getattr(args, name), allowed="given together with --inference")
     for name in ("epochs", "price"):
         if getattr(args, name) is not None and args.samples is None and not (knows_steps and name == "price"):
             raise OptionError(argument=name, found=getattr(args, name), allowed="given together with --samples")

@@ -44,6 +44,9 @@ def plan(
     devices: int = 1,
     own_gradients: bool = False,
     accumulate: int = 1,
+    at_once: int | str | None = None,
+    guessed: int = 0,
+    accepted: float = 1.0,
     host_nbytes: int | str | None = None,
     **options: Any,
 ) -> Plan:
@@ -81,6 +84,10 @@ def plan(
         own_gradients: With several devices: whether each rank has all gradients once more, as with clipping of values
             or ``zero_grad(set_to_none=False)``. Accumulation and gradient scaling are known without it.
         accumulate: Batches whose gradients are added up before the optimizer steps.
+        at_once: With ``answer``: plan calls in lockstep, too, each with such a batch: how many, or "auto" for all that
+            fit (docs/inference.md).
+        guessed: With ``at_once``: tokens of each row that speculation guesses for a forward.
+        accepted: Tokens for each row that a forward then gives on average, its own included.
         link: The link's PCIe generation and lanes such as "gen4x8", or bytes per second such as "12GB".
         disk_speed: Bytes per second that the machine's disk reads and writes, such as "7GB,5GB"; by default those of a
             drive on four lanes of PCIe 4. A third number, from 0.5 to 1, is the share of that which each direction
@@ -89,7 +96,7 @@ def plan(
         **options: Options of ``SuperpipelineStrategy``.
     """
     from .planner import make_plan  # slow to import
-    from .settings import PlannedMachine, PlannedRun, answers_of
+    from .settings import PlannedMachine, PlannedRun, answers_of, calls_of
 
     if host_nbytes is not None:
         if host_memory not in (None, *HOST_MEMORY):
@@ -111,6 +118,7 @@ def plan(
         devices=devices,
         own_gradients=own_gradients,
         accumulate=accumulate,
+        calls=calls_of(at_once, guessed, accepted),
     )
     on = PlannedMachine.of(
         machine,

@@ -90,6 +90,26 @@ class Change:
 
 
 @dataclass(frozen=True)
+class LockstepPlan:
+    """The predicted memory and time of calls in lockstep, each with a plan's batch."""
+
+    cache: str  # where keys and values wait: "device" or "host"
+    at_once: int
+    window: int
+    device_terms: dict[str, int]
+    fits: bool
+    first_s: float  # seconds to the first token
+    token_s: float  # of each further one, for every row
+    tokens_per_s: float  # of all rows of the calls under way, once prompts are read
+    weights_per_token: float  # bytes of weights that travel for a token
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes on the device, all terms together."""
+        return sum(self.device_terms.values())
+
+
+@dataclass(frozen=True)
 class Plan:
     """The predicted memory and time of a run."""
 
@@ -123,6 +143,7 @@ class Plan:
     accumulate: int = 1  # batches in a step of the optimizer
     answer: int = 0  # tokens that are generated for each row: a step is one of them; 0 if the model is trained
     reading_s: float = 0.0  # seconds in which the prompts are read, and the first tokens made
+    lockstep: tuple[LockstepPlan, ...] = ()  # of several such batches, with each place of the cache
 
     @property
     def device_nbytes(self) -> int:
@@ -320,6 +341,7 @@ class Plan:
             "disk_written_nbytes": self.disk_written_nbytes,
             "first": self.first,
             "sweep": [asdict(point) for point in self.sweep],
+            "lockstep": [asdict(calls) | {"device_nbytes": calls.device_nbytes} for calls in self.lockstep],
             "changes": [asdict(change) | {"cost": change.cost(self)} for change in self.changes],
             "host_changes": [asdict(change) | {"cost": change.cost(self)} for change in self.host_changes],
         }
@@ -384,7 +406,8 @@ def text(
 
 def _print(console: Any, plan: Plan, note: str, run: Mapping[str, float], tokens: int | None) -> None:
     console.print(_heading(plan), markup=False, soft_wrap=True)
-    for table in (_bytes_table(plan), _time_table(plan), _sweep_table(plan), _changes_table(plan, run)):
+    calls = [_lockstep_table(plan)] if plan.lockstep else []
+    for table in (*calls, _bytes_table(plan), _time_table(plan), _sweep_table(plan), _changes_table(plan, run)):
         console.print()
         console.print(table)
     console.print()
@@ -498,6 +521,24 @@ def _sweep_table(plan: Plan) -> Any:
         if chosen or number % step == 0:
             mark = "chosen" if chosen else "" if point.nbytes <= plan.available else "too large"
             table.add_row(str(point.window), str(point.transfer), format_bytes(point.nbytes), time(point.step_s), mark)
+    return table
+
+
+def _lockstep_table(plan: Plan) -> Any:
+    columns = "at once", "window", "device", "first token", "each further", "tokens/s", "weights for a token", ""
+    table = _table(f"Calls in lockstep, of {plan.rows} rows each", "keys and values", *columns)
+    for calls in plan.lockstep:
+        table.add_row(
+            f"on the {calls.cache}",
+            str(calls.at_once),
+            str(calls.window),
+            format_bytes(calls.device_nbytes),
+            format_seconds(calls.first_s),
+            format_seconds(calls.token_s),
+            f"{calls.tokens_per_s:.3g}",
+            format_bytes(round(calls.weights_per_token)),
+            "" if calls.fits else "too large",
+        )
     return table
 
 

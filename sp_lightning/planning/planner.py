@@ -19,7 +19,7 @@ import contextlib
 import functools
 import gc
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -39,8 +39,9 @@ from ..options import Options
 from ..ranks.exchange import AHEAD
 from ..runtime.preflight import finer_classes
 from ..tracing.dry_run import Answers
-from .forecast import MANY, SLOW, Change, Plan, RunTimes, SweepPoint, mean_s
+from .forecast import MANY, SLOW, Change, LockstepPlan, Plan, RunTimes, SweepPoint, mean_s
 from .listed_model import ListedModel
+from .planned_calls import plan_calls
 from .planned_model import PlannedModel, Requirements, states_of
 from .settings import PlannedMachine, PlannedRun
 from .traced_model import TracedModel
@@ -200,14 +201,44 @@ class _Planner:
             reading_s=self._reading_s(reading, chosen),
             with_memory=RunTimes(*self.tried.times(paced), self._reading_s(reading, paced)),
             on_disk=self.needs.on_disk,
+            lockstep=tuple(self._lockstep()),
         )
+
+    def _lockstep(self) -> Iterator[LockstepPlan]:
+        """Yield what calls in lockstep take, with each place of their caches."""
+        calls, answers = self.run.calls, self.source.answers
+        if calls is None or answers is None:
+            return
+        assert isinstance(self.source, TracedModel)
+        for cache in ("device", "host"):
+            source = self.source if cache == answers.cache else self.source.with_answers(Answers(answers.tokens, cache))
+            try:
+                needs = source.needs(self.options, self.machine)
+            except SuperpipelineError:
+                continue  # the cache cannot wait there
+            yield plan_calls(
+                calls,
+                needs,
+                rows=self.source.rows,
+                cache=cache,
+                available=self.available,
+                reserving=self._reserving,
+                simulated=self._simulated_calls,
+                window=self.options.window,
+            )
+
+    def _simulated_calls(self, needs: Requirements, sizes: tuple[int, int]) -> Simulation:
+        return self.simulated(needs, Pair(*sizes), self.machine)
 
     def _reading_s(self, reading: Requirements | None, sizes: Pair) -> float:
         return 0.0 if reading is None else _Sizes(self, self.options, reading, self.machine).simulated(sizes).step_s
 
     def terms(self, needs: Requirements, window: int, transfer: int) -> dict[str, int]:
         """Return the bytes on the device, by term, with what is reserved."""
-        terms = {name: nbytes for name, nbytes in needs.peak(window, transfer).items() if nbytes}
+        return self._reserving(needs.peak(window, transfer))
+
+    def _reserving(self, peak: Mapping[str, int]) -> dict[str, int]:
+        terms = {name: nbytes for name, nbytes in peak.items() if nbytes}
         fixed, share = RESERVE.get(self.target, (0, 0.0))
         reserve = fixed + int(share * sum(terms.values()))
         return terms | ({RESERVED: reserve} if reserve else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,24 @@ OF_TRAINING = (
 )
 
 
+@dataclass(frozen=True)
+class PlannedCalls:
+    """The calls in lockstep to plan for (planned_calls.py). Creating an instance checks every value."""
+
+    at_once: int | Literal["auto"]
+    guessed: int = 0
+    accepted: float = 1.0  # tokens for each forward and row, that of the forward itself included
+
+    def __post_init__(self) -> None:
+        if self.at_once != "auto" and not (is_int(self.at_once) and self.at_once >= 1):
+            raise OptionError(argument="at_once", found=self.at_once, allowed="'auto' or an int >= 1")
+        if not (is_int(self.guessed) and self.guessed >= 0):
+            raise OptionError(argument="guessed", found=self.guessed, allowed="an int >= 0")
+        if not 1 <= self.accepted <= self.guessed + 1:
+            allowed = f"from 1 to {self.guessed + 1}, one more than guessed"
+            raise OptionError(argument="accepted", found=self.accepted, allowed=allowed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """How the model is trained, or asked for answers. Creating an instance checks every value."""
@@ -37,6 +55,7 @@ class PlannedRun:
     devices: int
     own_gradients: bool  # whether each rank has all gradients once more (unit_numbers.py, Rule 5)
     accumulate: int  # batches in a step of the optimizer
+    calls: PlannedCalls | None = None  # in lockstep, of such batches
 
     def __post_init__(self) -> None:
         precision = SHORT_PRECISIONS.get(self.precision, self.precision)
@@ -50,6 +69,8 @@ class PlannedRun:
             value = getattr(self, name)
             if not is_int(value) or value < least:
                 raise OptionError(argument=name, found=value, allowed=f"an int >= {least}")
+        if self.calls is not None and self.answers is None:
+            raise OptionError(argument="at_once", found=self.calls.at_once, allowed="given together with answer")
         if self.accumulate > 1 or precision == "16-mixed":  # which scales the gradients
             object.__setattr__(self, "own_gradients", True)
 
@@ -126,6 +147,16 @@ def answers_of(tokens: int | None, cache: str | None, given: dict[str, Any]) -> 
         if given.get(name) not in (None, 0, getattr(Options(), name, None)):
             raise OptionError(argument=name, found=given[name], allowed="left out beside answer: nothing is trained")
     return Answers(tokens, cache or "device")
+
+
+def calls_of(at_once: Any, guessed: int, accepted: float) -> PlannedCalls | None:
+    """Return the calls in lockstep to plan for, if there are any."""
+    if at_once is not None:
+        return PlannedCalls(at_once, guessed, accepted)
+    for name, value, default in (("guessed", guessed, 0), ("accepted", accepted, 1)):
+        if value != default:
+            raise OptionError(argument=name, found=value, allowed="given together with at_once")
+    return None
 
 
 def _profile(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
