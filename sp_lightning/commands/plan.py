@@ -54,8 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan calls in lockstep, each of such a batch: how many fit, and tokens a second (--answer: 256)",
     )
     parser.add_argument("--at-once", type=int, help="with --inference: so many calls (default: as many as fit)")
-    parser.add_argument("--guessed", type=int, help="with --inference: tokens that speculation guesses for a forward")
-    parser.add_argument("--accepted", type=float, help="with --guessed: tokens that a forward gives, on average")
+    parser.add_argument(
+        "--guessed", type=int, default=0, help="with --inference: tokens that speculation guesses for a forward"
+    )
+    parser.add_argument(
+        "--accepted", type=float, default=1.0, help="with --guessed: tokens that a forward gives, on average"
+    )
     parser.add_argument("--cache", help="with --answer: keys and values wait on the device (default) or the host")
     parser.add_argument("--precision", help="the Trainer's precision (default: bf16-mixed)")
     parser.add_argument("--optimizer", help="an optimizer such as AdamW or SGD (default: the module's own, or AdamW)")
@@ -102,6 +106,7 @@ def main(args: argparse.Namespace) -> int:
             allowed = "left out beside a script or arguments of fit: give --model, --batch, --seq and --answer"
             raise OptionError(argument="inference", found=True, allowed=allowed)
         args.answer = args.answer or ANSWER
+        args.at_once = "auto" if args.at_once is None else args.at_once
     _check_run(args)
     if args.plot:
         check_picture(args.plot)
@@ -157,9 +162,9 @@ def _plan_of(args: argparse.Namespace, run: Run, device_memory: int | str | None
         loss=None if run.answer is not None and args.loss is None else loss,  # that of the model's kind
         answer=run.answer,
         cache=run.cache,
-        at_once=(args.at_once or "auto") if args.inference else None,
-        guessed=args.guessed or 0,
-        accepted=args.accepted or 1.0,
+        at_once=args.at_once,
+        guessed=args.guessed,
+        accepted=args.accepted,
         name=spec.name,
         **{name: value for name, value in run.options.items() if name != "host_memory"},  # it changes no plan
     )
@@ -279,8 +284,8 @@ def _check_run(args: argparse.Namespace) -> None:
         allowed = "left out beside --answer: nothing is trained"
         raise OptionError(argument="accumulate", found=args.accumulate, allowed=allowed)
     knows_steps = args.script or in_place_of_fit(args)
-    for name in ("at_once", "guessed", "accepted"):
-        if getattr(args, name) is not None and not args.inference:
+    for name, default in (("at_once", None), ("guessed", 0), ("accepted", 1.0)):
+        if getattr(args, name) != default and not args.inference:
             raise OptionError(argument=name, found=getattr(args, name), allowed="given together with --inference")
     for name in ("epochs", "price"):
         if getattr(args, name) is not None and args.samples is None and not (knows_steps and name == "price"):

@@ -207,6 +207,10 @@ VALUES = {
     "loss": ["test_plan_command:{loss}"],
     "answer": ["5"],
     "cache": ["host", "--answer", "5"],
+    "inference": ["--answer", "5"],
+    "at_once": ["2", "--inference"],
+    "guessed": ["3", "--inference"],
+    "accepted": ["2", "--inference", "--guessed", "3"],
     "precision": ["64-true"],
     "optimizer": ["SGD"],
     "machine": ["h100"],
@@ -234,6 +238,8 @@ VALUES = {
     "plot": None,
     "timeline": None,
 }
+SWITCHES = ("master_weights", "inference")
+ANSWERING = ("answer", "cache", "inference", "at_once", "guessed", "accepted")
 FEW = [  # the quick ones; a slow run has all
     kind if kind == "function" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS
 ]
@@ -252,7 +258,7 @@ REFUSED = {
     ("listed without a shape", "units"),
     ("listed without a shape", "activations"),
     ("torchvision", "seq"),
-    *((kind, name) for kind in KINDS if kind not in ("shape", "config") for name in ("answer", "cache")),
+    *((kind, name) for kind in KINDS if kind not in ("shape", "config") for name in ANSWERING),
 }
 NONSENSE = {
     "batch": "0",
@@ -261,6 +267,9 @@ NONSENSE = {
     "loss": "Foo",
     "answer": "0",
     "cache": "Foo",
+    "at_once": "0",
+    "guessed": "-1",
+    "accepted": "0.5",
     "precision": "Foo",
     "optimizer": "Nonsense",
     "machine": "Foo",
@@ -284,7 +293,7 @@ NONSENSE = {
     "units": "Foo",
     "activations": "Foo",
 }
-NO_NONSENSE = {"config", "model", "master_weights", "json", "plot", "timeline"}
+NO_NONSENSE = {"config", "model", *SWITCHES, "json", "plot", "timeline"}
 
 
 def options_of_plan():
@@ -361,11 +370,11 @@ def test_every_option_is_obeyed_or_refused_by_name(kind, llama, capsys):
         if values is None:
             continue
         first, *rest = values
-        flags = [] if name == "master_weights" else [first.format(data=data, loss=loss, budget=BUDGETS[kind])]
-        rest = values if name == "master_weights" else rest
+        flags = [] if name in SWITCHES else [first.format(data=data, loss=loss, budget=BUDGETS[kind])]
+        rest = values if name in SWITCHES else rest
         found = planned_as_json(capsys, *given, options[name], *flags, *rest)
         if (kind, name) in REFUSED:
-            named = "answer" if name == "cache" else name  # without an answer there is no cache
+            named = "answer" if name in ANSWERING else name  # nothing of theirs is without an answer
             assert isinstance(found, str) and f"plan: {named} must be" in found, (name, found)
             continue
         without = planned_as_json(capsys, *given, *rest) if rest else plain
@@ -381,6 +390,7 @@ def test_nonsense_is_refused_by_name(kind, llama, capsys):
     given, _ = of_kind(kind, llama)
     for name, value in NONSENSE.items():
         more = ["--samples", "9"] if name in ("epochs", "price") else []
+        more += ["--inference"] if name in ("at_once", "guessed", "accepted") else []
         said = planned_as_json(capsys, *given, options_of_plan()[name], value, *more)
         assert isinstance(said, str) and re.search(rf"plan: .*{name}\b", said), (name, said)
 

@@ -189,7 +189,7 @@ def test_several_devices_are_refused(nets):
     with pytest.raises(OptionError, match=r"devices must be 1 with host_budget='0 B': .*, got 2"):
         L.Trainer(strategy=sp_lightning.SuperpipelineStrategy(host_budget="0B"), accelerator="cpu", devices=2)
     with pytest.raises(OptionError, match=r"devices must be 1 with host_budget='0 B': .*, got 2"):
-        Handle(nets[1], "cpu", Options(host_budget=0), ranks=SimpleNamespace(size=2))
+        Handle(nets[1], "cpu", Options(host_budget=0), ranks=SimpleNamespace(size=2, world=2))
 
 
 def test_another_system_is_refused(nets, monkeypatch):

@@ -343,7 +343,7 @@ def test_several_devices_are_refused():
     with pytest.raises(OptionError, match=r"devices must be 1 with disk='/': .*, got 3"):
         L.Fabric(strategy=sp_lightning.SuperpipelineFabricStrategy(disk="/"), accelerator="cpu", devices=3)
     with pytest.raises(OptionError, match=r"devices must be 1 with disk='/': .*, got 2"):
-        Handle(stack(), "cpu", Options(disk="/"), ranks=SimpleNamespace(size=2))
+        Handle(stack(), "cpu", Options(disk="/"), ranks=SimpleNamespace(size=2, world=2))
 
 
 def test_a_disk_without_room_is_an_error_before_the_run_with_both_numbers(monkeypatch):

@@ -630,7 +630,7 @@ def test_lockstep_is_refused_where_no_weights_can_be_shared(device):
     with sp_lightning.stream(net, device) as handle:
         with pytest.raises(UnsupportedError, match="another lockstep"):
             handle.lockstep([lambda: handle.lockstep([lambda: net(x)])])
-        with pytest.raises(OptionError, match="at_once must be an int >= 1, got 0"):
+        with pytest.raises(OptionError, match="at_once must be 'auto' or an int >= 1, got 0"):
             handle.lockstep([lambda: net(x)], at_once=0)
         with torch.device("meta"), pytest.raises(UnsupportedError, match="enter it inside of each call"):
             handle.lockstep([lambda: net(x)])
