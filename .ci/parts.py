@@ -69,6 +69,7 @@ PARTS = {
     "ranks-features": Part(("tests/ranks/test_features_with_ddp.py", "tests/ranks/test_resume.py"), RANKS),
     "ranks-schedules": Part(("tests/ranks/test_schedules.py",), RANKS),
     "ranks-recipes": Part(("tests/ranks/test_recipes_with_ddp.py",), ("examples/", "sp_lightning/ranks/")),
+    "nodes": Part(("tests/ranks/test_nodes.py",), RANKS),
     "ranks-failures": Part(("tests/ranks/test_failures.py",), RANKS),
     "ranks": Part(("tests/ranks",), (*RANKS, "sp_lightning/memory/")),
     "disk-state": Part(
