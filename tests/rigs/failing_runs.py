@@ -117,7 +117,8 @@ IN_MODULE = [
     *("setup", "configure_model", "data", "forward", "backward", "before the step", "after the step"),
     *("validation", "checkpoint", "teardown"),
 ]
-PHASES = [*STRIKES, *IN_MODULE]
+BETWEEN_NODES = ("connecting nodes", "sum of nodes", "agreement of nodes")  # the ranks of one machine never come there
+PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in BETWEEN_NODES]
 ONCE = {
     "connecting",
     "accepting",
