@@ -31,7 +31,8 @@ _CLOSURE = "tests/contract/test_writes_outside_visits.py::test_a_view_that_is_wr
 _KEPT = "tests/contract/test_random_programs.py::test_a_view_of_what_a_step_read_under_autocast_is_one_of_the_weight"
 TESTS = ("tests/contract/test_races.py", "tests/optim/test_deferred_step.py", _CLOSURE, _KEPT)
 _OF_RANKS = (
-    "waits nodes schedules stream_by_hand features_with_ddp refusals failures fabric_with_ddp parity_with_ddp".split()
+    "waits deferred_steps nodes schedules stream_by_hand features_with_ddp refusals failures fabric_with_ddp "
+    "parity_with_ddp".split()
 )
 TESTS_OF_RANKS = tuple(f"tests/ranks/test_{name}.py" for name in _OF_RANKS)
 GUIDE = ROOT / "CONTRIBUTING.md"
@@ -47,14 +48,19 @@ BESIDE = {"runtime/measure.py", "observe/progress.py", "runtime/recorder.py", "b
 BESIDE |= {"observe/disk_speed.py"}
 # Waits of one rank for others: these calls, and all waits of these files, and of these functions of other files.
 OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_any"}
-OF_RANKS |= {"_meet_handling", "_wait_for_all", "_end_job"}
+OF_RANKS |= {"_meet_handling", "_wait_for_all", "_end_job", "wait_beside"}
 OF_RANKS |= {"wait_for_nodes", "alike", "_wait_for_nodes", "_join"}  # of those of other machines
 OF_RANKS |= {"_all_at"}  # it says, where units are summed, which are not due yet
 BETWEEN_RANKS = {
     f"ranks/{name}.py" for name in ("board", "exchange", "sharded_step", "team", "transport", "user_edits")
 }
 BETWEEN_RANKS |= {"lightning/several_devices.py", "lightning/strategy.py"}
-BETWEEN_RANKS |= {"lightning/fabric.py: _settle", "runtime/engine.py: exchanging", "runtime/handle.py: settle"}
+BETWEEN_RANKS |= {
+    "optim/pending_step.py: _error_of_others",
+    "lightning/fabric.py: _settle",
+    "runtime/engine.py: exchanging",
+    "runtime/handle.py: settle",
+}
 # Waits for reads and writes of files: all waits in these files, each with the tests that run without one of them.
 _IN_FILES = ("tests/disk/test_waits_for_files.py", "tests/disk/test_file_store.py")
 _ON_DISK = ("tests/disk/test_waits_for_files.py", "tests/optim/test_portions.py", "tests/disk/test_state_in_runs.py")

@@ -369,6 +369,11 @@ class HostCopy:
         self.counters.bytes_written_back += view.nbytes
 
     @property
+    def is_deferred(self) -> bool:
+        """Whether an optimizer step of the unit is entered in the ledger."""
+        return self in self.owner.access.steps
+
+    @property
     def stepping(self) -> bool:
         """Whether an optimizer step that is under way has yet to change the host bytes."""
         step = self.owner.access.steps.get(self)

@@ -31,6 +31,8 @@
    more is stepped, and the step is torn (torn_step.py). Time spent waiting counts as a stall.
 9. Where the CPU computes with several threads, nothing is stepped beside other work: threads of both sides would wait
    for each other on cores that one side can fill alone.
+10. Where several ranks step a part of each parameter, a unit's step is done once all have stepped theirs. `Parts` says
+    what this process steps, and waits for what others do. Where nobody else steps, it steps all.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -62,7 +64,7 @@ from ..compat.references import (
 from ..compat.tensors import forbid_access, storage_id, without_dispatch
 from ..core.simulation import PARTS
 from ..core.telemetry import Counters
-from ..errors import DiskError, ExactnessError
+from ..errors import DiskError, ExactnessError, SuperpipelineError
 from ..memory.access import Access
 from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
@@ -101,6 +103,37 @@ class Arriving(Protocol):
 
     def land(self) -> Sequence[Tensor]:
         """Wait for the gradients, accumulate them, and return their parameters."""
+
+
+class Parts:
+    """Which part of each parameter this process steps: all of it; ranks override this (sharded_step.py; Rule 10)."""
+
+    is_all = True
+    pieces: Mapping[int, tuple[Tensor, State]] = {}  # of parameters, by their ids, of which it steps another tensor
+    stepped = staticmethod(HostCopy.after_step)  # called on the thread when its part of a unit is stepped
+
+    def check(self) -> None:
+        """Raise CannotDefer if the step as a whole cannot be deferred."""
+
+    def beside(self, store: HostCopy) -> Collection[int]:
+        """List the parameters of a unit, by index, that code may not read or write before its deferred step is done."""
+        return ()
+
+    def begin(self, stepped: Mapping[HostCopy, Sequence[Tensor]], state: Mapping[Tensor, State]) -> None:
+        """Begin to defer the step of these parameters, whose state this is."""
+
+    def misses(self, store: HostCopy) -> bool:
+        """Whether another process has not stepped its part of a unit."""
+        return False
+
+    def wait(self, store: HostCopy) -> None:
+        """Wait until all have stepped their parts of a unit."""
+
+    def done(self, store: HostCopy) -> None:
+        """Note that a unit's parameters have their data again."""
+
+
+WHOLE = Parts()
 
 
 class HostThread:
@@ -169,11 +202,13 @@ class _Unit:
             elements += part[-1].numel()
         return part
 
-    def occupy(self) -> None:
+    def occupy(self, parts: Parts) -> None:
         """Give the parameters their data again (Rule 6). Safe twice, also after an interruption."""
         for index, data in self.data.items():
             set_true_data(self.store.params[index], data)
             data.grad = None
+        if self.data and not parts.is_all:
+            parts.done(self.store)
         self.data, self.placeholders = {}, {}
 
 
@@ -212,6 +247,7 @@ class PendingStep:
         self._jobs: list[Future[None]] = []  # to be waited for
         self._deferred: dict[HostCopy, _Unit] = {}
         self._failed = False
+        self._parts = WHOLE  # that this process steps (Rule 10)
         self._writes = False  # since the thread stepped a parameter
         self.has_ended = False  # but for what is deferred: the optimizer's own step returned
         self._leaving = False  # the thread ends with the part that it is at (Rule 3)
@@ -226,7 +262,7 @@ class PendingStep:
     def is_stepping(self, store: HostCopy) -> bool:
         """Whether the step of a unit that is entered in the ledger may be running, or is still to come."""
         unit = self._deferred.get(store)
-        return unit is None or not unit.job.done()
+        return unit is None or not unit.job.done() or self._parts.misses(store)
 
     # ---- waits (Rule 8)
 
@@ -234,17 +270,27 @@ class PendingStep:
         """Wait for this unit's deferred step."""
         unit = self._deferred.get(store)
         if unit is not None and unit.data and not HostThread.is_current():
-            with self._waiting, self._stall([unit.job]), quietly():
-                if unit.job.exception() is not None or unit.left:
+            with self._waiting, self._stall([unit.job], [unit]), quietly():
+                is_done = unit.job.exception() is None and not unit.left
+                if not (is_done and (self._parts.is_all or self._error_of_others([unit]) is None)):
                     self.finish()
-                unit.occupy()
+                unit.occupy(self._parts)
                 self._access.steps.pop(store, None)
+
+    def _error_of_others(self, units: Iterable[_Unit]) -> SuperpipelineError | None:
+        """Wait for what others step of these units; return the error of one that cannot go on (Rule 10)."""
+        try:
+            for unit in units:
+                self._parts.wait(unit.store)
+        except SuperpipelineError as error:
+            return error
+        return None
 
     def finish(self) -> None:
         """Wait for all that is pending, or leave to the step what the thread did not reach in backward (Rule 3)."""
         if self not in self._access.gradients or HostThread.is_current():
             return
-        with self._waiting, self._stall(self._jobs), quietly():
+        with self._waiting, self._stall(self._jobs, self._deferred.values()), quietly():
             if self._queue and not self._deferred and self._may_defer():
                 self._leave()
             jobs = list(self._jobs)
@@ -252,10 +298,13 @@ class PendingStep:
             if isinstance(error, DiskError) and self._writes:
                 error = error.in_step(len(self.stepped), self._count)
             if self._deferred:
-                if error is not None and self._writes:
+                error = error or (None if self._parts.is_all else self._error_of_others(self._deferred.values()))
+                if error is not None and not self._parts.is_all:
+                    torn_step.tear(self.optimizer, "some", error)  # others may have stepped theirs
+                elif error is not None and self._writes:
                     torn_step.tear(self.optimizer, len(self.stepped), error)
                 for unit in self._deferred.values():
-                    unit.occupy()
+                    unit.occupy(self._parts)
                 weight_reads.release(self)
                 self.close()
             with self._lock:
@@ -307,8 +356,10 @@ class PendingStep:
         for store in stores:
             self._access.steps.pop(store, None)
 
-    def _stall(self, jobs: Sequence[Future[None]]) -> AbstractContextManager[None]:
+    def _stall(self, jobs: Sequence[Future[None]], units: Collection[_Unit]) -> AbstractContextManager[None]:
         done = all(job.done() for job in jobs)
+        if not self._parts.is_all:
+            done = done and not any(self._parts.misses(unit.store) for unit in units)
         return contextlib.nullcontext() if done else self._counters.stall("optimizer")
 
     # ---- beside backward
@@ -402,7 +453,7 @@ class PendingStep:
         with unit.timed:
             self._step_params(part, unit)
             if not unit.left:
-                unit.store.after_step(unit.data, unit.conversions)
+                self._parts.stepped(unit.store, unit.data, unit.conversions)
         self.stepped.update(map(id, part))
         if not self._deferred:
             self._counters.stepped_ahead += len(part)
@@ -414,22 +465,26 @@ class PendingStep:
         conversions: dict[Tensor, Conversion] = {}
         for param in params:
             index = unit.store.index_of[id(param)]
-            data = unit.data[index] if unit.data else data_of(param)
-            state[data] = self._guard.state.get(param, {})
+            if (piece := self._parts.pieces.get(id(param))) is not None:
+                data, state[data] = piece
+            else:
+                data = unit.data[index] if unit.data else data_of(param)
+                state[data] = self._guard.state.get(param, {})
+                if (conversion := unit.store.conversion(index)) is not None:
+                    conversions[data] = unit.conversions[index] = conversion
             for number in self._numbers[id(param)]:
                 groups[number]["params"].append(data)
-            if (conversion := unit.store.conversion(index)) is not None:
-                conversions[data] = unit.conversions[index] = conversion
         self._shadow_step.step_groups(self._source, groups, state, conversions)
 
     # ---- beside the next forward
 
-    def step_rest(self, order: Sequence[HostCopy], is_own: IsOwn) -> tuple[list[Group], Any]:
+    def step_rest(self, order: Sequence[HostCopy], is_own: IsOwn, parts: Parts = WHOLE) -> tuple[list[Group], Any]:
         """Return the groups and the state for ``optimizer.step()``, having deferred the rest in this order if possible.
 
         ``is_own`` tells whether only the parameter refers to its gradient.
         """
         self.give_back()
+        self._parts = parts
         if self.stepped and self._options != _options(self.optimizer):
             raise ExactnessError(
                 "the optimizer's options were changed in backward, when it had stepped some parameters with what they "
@@ -467,6 +522,7 @@ class PendingStep:
             raise CannotDefer(STATE_IS_SHARED)
         if any(group.get("differentiable") for group in groups):
             raise CannotDefer("the optimizer is differentiable")
+        self._parts.check()
         timed = self._counters.listener.work
         units = {
             store: _Unit(store, -place, timed("optimizer", store.unit.name, "step"))
@@ -474,15 +530,26 @@ class PendingStep:
         }
         for store, number, param in left:
             index = store.index_of[id(param)]
-            _check_parameter(param, store, index)
+            _check_bytes(param, store, index)
+            _check_gradient(param, store.names[index])
             if not is_own(store, index):
                 raise CannotDefer(f"somebody else refers to the gradient of {store.names[index]}")
             _check_state(self.optimizer, groups[number], param, store.names[index])
             self._numbers[id(param)] = [number]
             units[store].left.append(param)
-            units[store].data[index] = data_of(param)
-            units[store].placeholders[index] = _placeholder(param, store.names[index])
-        return {store: unit for store, unit in units.items() if unit.left}
+            self._hide(units[store], index)
+        found = {store: unit for store, unit in units.items() if unit.left}
+        for store, unit in found.items():
+            for index in set(self._parts.beside(store)).difference(unit.data):
+                _check_bytes(store.params[index], store, index)
+                self._hide(unit, index)
+        return found
+
+    @staticmethod
+    def _hide(unit: _Unit, index: int) -> None:
+        parameter = unit.store.params[index]
+        unit.data[index] = data_of(parameter)
+        unit.placeholders[index] = _placeholder(parameter, unit.store.names[index])
 
     def _defer(self, units: dict[HostCopy, _Unit]) -> None:
         for store in units:
@@ -497,6 +564,7 @@ class PendingStep:
             for group in self._source.param_groups
         ]
         _mind_forks()
+        self._parts.begin({store: unit.left for store, unit in units.items()}, self.optimizer.state)
         self._guard = GuardedState(self.optimizer, self.finish)
         for store, unit in units.items():
             for index, placeholder in unit.placeholders.items():
@@ -531,13 +599,16 @@ def _mark(option: Any) -> Any:
 # ---- Rules 4 and 5
 
 
-def _check_parameter(param: nn.Parameter, store: HostCopy, index: int) -> None:
-    grad: Any = true_grad(param)
+def _check_bytes(param: nn.Parameter, store: HostCopy, index: int) -> None:
     name = store.names[index]
     if type(param) is not HostParameter:
         raise CannotDefer(f"{name} is of a class of its own, {type(param).__name__}")
     if store.shares(index) or is_referenced_elsewhere(param) or not store.at_home(index):
         raise CannotDefer(f"somebody else refers to the bytes of {name}")
+
+
+def _check_gradient(param: nn.Parameter, name: str) -> None:
+    grad: Any = true_grad(param)
     if type(grad) is not Tensor or grad.layout is not torch.strided or grad.dtype is not true_dtype(param):
         raise CannotDefer(f"the gradient of {name} is not as the weight is")
 

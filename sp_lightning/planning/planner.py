@@ -10,7 +10,7 @@
    run (window_choice.py, Rule 1), with the same errors.
 5. With several devices a batch, a window and bytes on the device are one rank's; the host's bytes are those of all
    ranks together (unit_numbers.py, Rule 5), and they share its bandwidth (simulation.py, Rule 8). The optimizer does
-   not step beside backward or beside the next forward there.
+   not step beside backward there.
 """
 
 from __future__ import annotations
@@ -245,12 +245,12 @@ class _Planner:
 
     def simulated(self, needs: Requirements, sizes: Pair, machine: Machine) -> Simulation:
         """Simulate a step with these needs."""
-        overlap = self.options.optimizer_overlap and self.run.devices == 1
+        overlap = self.options.optimizer_overlap
         return simulate(
             needs.costs,
             Schedule([cost.up_nbytes for cost in needs.costs], *sizes),
             machine,
-            optimizer_overlap=overlap,
+            optimizer_overlap=overlap and self.run.devices == 1,
             steps_into_forward=overlap,
             works=needs.works,
             ranks=self.run.devices,

@@ -21,10 +21,11 @@ from ..memory.access import Access
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy, OwnSlab, Slab
 from ..memory.partition import Unit
+from ..optim.pending_step import WHOLE, IsOwn, Parts
 from ..optim.pieces import Group
 from .board import Ranks
 
-Rest = Callable[[Optimizer], tuple[list[Group], Any]]
+Rest = Callable[[Optimizer, IsOwn, Parts], tuple[list[Group], Any]]
 
 
 class Alone:
@@ -32,8 +33,8 @@ class Alone:
 
     ranks: Ranks | None = None
     rank, size = 0, 1  # on all machines
+    steps_in_backward = True  # whether optimizers may step units beside backward
     gives_weights = True  # whether the host copy takes this process's weights, not another's
-    steps_beside = True  # whether optimizers may step units beside other work
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -56,6 +57,7 @@ class Alone:
 
     def begin(self, stores: Sequence[HostCopy], access: Access, gradients: GradientReturn, overlaps: bool) -> None:
         """Begin with these units; ``overlaps``: whether gradients may be summed beside backward."""
+        self._is_own = gradients.is_own
 
     def close(self) -> None:
         """Leave weights, gradients and state to their users. The team may begin again, with units made anew."""
@@ -90,8 +92,11 @@ class Alone:
         """Raise an error if an optimizer steps two modules of which each is shared by several ranks."""
 
     def rest(self, optimizer: Optimizer, alone: Rest) -> tuple[list[Group], Any]:
-        """Return the groups and the state that an optimizer's own code steps; ``alone`` finds those of one process."""
-        return alone(optimizer)
+        """Return the groups and the state that an optimizer's own code steps.
+
+        ``alone`` finds them, having deferred what this process may step later.
+        """
+        return alone(optimizer, self._is_own, WHOLE)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """End a step that was cut, before hooks of the user's read what other ranks have stepped."""

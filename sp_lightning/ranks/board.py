@@ -19,6 +19,8 @@
 8. Everything here is one node's, but for the state of ranks: of those on other nodes each rank knows what its node's
    first rank hears (transport.py, Rule 5), and what the end of its own connections says. Where all nodes have to agree,
    the ranks of each agree first, then its first rank asks the other nodes', and posts what came of it.
+9. A thread of a rank that steps beside other code goes on while that code handles an exception. So who waits for it
+   waits until it is done, or until the rank is gone.
 """
 
 from __future__ import annotations
@@ -102,6 +104,7 @@ class Ranks:
         self._nodes: Board | None = None  # on which all nodes meet
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()  # of gradients, one for each model that they stream
         self._closed = False
+        self._waits_beside = False
         self._peers: dict[int, socket.socket] = {}  # for descriptors
         self._lives: dict[int, socket.socket] = {}
         self._state: ctypes.Array[ctypes.c_int64] | None = None
@@ -200,9 +203,33 @@ class Ranks:
             if time.monotonic() > deadline:
                 for rank in ranks:
                     self._note(rank, SILENT)
-                raise PeerError(f"{self.name()} waited {self.timeout} for {what}: {self._names(ranks)} did not come")
+                raise PeerError(self._silent(what, ranks))
             time.sleep(pause)
             pause = min(2 * pause, longest)
+
+    def wait_beside(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+        """Wait until no rank of this node is missing any more, for what its threads do beside other code (Rule 9)."""
+        if not missing():
+            return
+        first, deadline = self.place.first, time.monotonic() + self.timeout.total_seconds()
+        pause, longest = POLL_S
+        self._waits_beside = True
+        try:
+            while True:
+                gone = {rank for rank, came in enumerate(self._came_handling) if came >= GONE}  # read first
+                late = [first + rank for rank in missing()]
+                if not late:
+                    return
+                if gone.intersection(late):
+                    raise PeerError(self._news((STOPPED, LEFT)))
+                if time.monotonic() > deadline:
+                    for rank in late:
+                        self._note(rank, SILENT)
+                    raise PeerError(self._silent(what, late))
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+        finally:
+            self._waits_beside = False
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here as often as this one: before a collective, which would not name them."""
@@ -226,7 +253,7 @@ class Ranks:
             rank for rank, came in enumerate(self._came_handling) if came < now and self._state[rank] != SILENT
         ]:
             if time.monotonic() > deadline:
-                raise PeerError(f"{self.name()} waited {self.timeout} for {what}: {self._names(missing)} did not come")
+                raise PeerError(self._silent(what, missing))
             time.sleep(POLL_S[1])
         if any(came % GONE < now for came in self._came_handling):
             raise PeerError(self._news((STOPPED, LEFT)))
@@ -375,8 +402,8 @@ class Ranks:
         """Name a rank of this node."""
         return self.name(self.place.first + rank)
 
-    def _names(self, ranks: Sequence[int]) -> str:
-        return ", ".join(map(self.name, ranks))
+    def _silent(self, what: str, ranks: Sequence[int]) -> str:
+        return f"{self.name()} waited {self.timeout} for {what}: {', '.join(map(self.name, ranks))} did not come"
 
     def _news(
         self, others: Sequence[int] = (), states: Sequence[int] | None = None, of: Sequence[int] | None = None
@@ -510,7 +537,9 @@ class Ranks:
                     log.error("superpipeline: %s %s", self.name(rank), NEWS[news[rank]])
             if until is None and any(rank != self.world_rank or state == SILENT for rank, state in news.items()):
                 until = time.monotonic() + GRACE_S
-            if until is not None and time.monotonic() > until and not self._closed and not self._handles_exception:
+            if until is None or time.monotonic() < until or self._closed:
+                continue
+            if not (self._handles_exception or self._waits_beside):
                 self._end_process(self._news())
 
     def _end_process(self, news: str) -> None:

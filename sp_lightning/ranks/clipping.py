@@ -108,8 +108,8 @@ class Clipping:
         found = sorted((self._numbers[place], [factor.item() for factor in of]) for place, of in self._factors.items())
         return Alike("clipped gradients in different ways", f"clipped {len(found)} of them", repr(found).encode())
 
-    def multiply(self) -> bool:
-        """Multiply the shared gradients that this rank owns; return whether there were any factors (Rule 1)."""
+    def multiply(self) -> None:
+        """Multiply the shared gradients that this rank owns (Rule 1)."""
         factors = dict(self._factors)
         self._factors.clear()
         self._unseen.clear()
@@ -120,7 +120,6 @@ class Clipping:
                 for factor in of:
                     shared.mul_(factor)
         self._access.gradients.discard(self)
-        return bool(factors)
 
 
 _all: weakref.WeakSet[Clipping] = weakref.WeakSet()

@@ -586,6 +586,15 @@ class Exchange:
         traces = _traces([sums.views[index] for index in indices])
         return {index for index, seen in zip(indices, traces, strict=True) if seen == _own_traces(True, references)}
 
+    def unreferenced(self) -> Callable[[HostCopy, int], bool]:
+        """Return what says of a mean gradient whether only the parameter refers to it, as it is now."""
+
+        @functools.cache
+        def unseen(store: HostCopy) -> set[int]:
+            return self.unseen(store, [at for at in range(len(store.params)) if self.is_mean(store, at)], 0)
+
+        return lambda store, index: index in unseen(store)
+
     # ---- details
 
     def _keep_old(self, backward: _Backward, store: HostCopy) -> None:

@@ -12,19 +12,27 @@
    the default loop, of parameters without dimensions, whose state cannot be told from a count of steps, and of those
    whose data user code moved. It does not step their faces: a page of its own would have old bytes of the parameters
    beside them, which their owners step. Their state is each rank's own, as that of parameters that are not streamed.
-4. The ranks meet before what they own is stepped, since another rank may still read it, and after it. Each posts when
-   it comes to the first of these meetings, and when what it owns is stepped. An error between them leaves a torn step
-   (torn_step.py), unless one that gave up was not there, so that none has stepped; or all have.
+4. The ranks meet before what they own is stepped, since another rank may still read it. Each posts when it comes to
+   this meeting, and when what it owns is stepped, of each unit by itself. Who needs a unit waits for these numbers,
+   never for a meeting: so a rank may step beside other work (pending_step.py) where another one does not. An error
+   before all have posted leaves a torn step (torn_step.py), unless one that gave up was not there, so that none has
+   stepped.
+5. A step may be deferred, but where user code wrote to the state. All parameters of a unit are hidden until all ranks
+   have stepped it: user code that writes to one gets a page of its own (shared_memory.py, Rule 2), with the bytes of
+   those beside it.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
+import itertools
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,14 +43,24 @@ from ..errors import ExactnessError
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout
 from ..memory.watched_parameters import true_data, true_grad
+from ..optim.pending_step import CannotDefer, Parts
 from ..optim.pieces import ELEMENTWISE, Group, State, takes_the_loop
 from .board import Board, Ranks
 from .clipping import Clipping
 from .shared_memory import SharedSlab, SlabRange
 from .user_edits import Alike, Faces, fingerprint, flat, in_order, listed, owned
 
-ALL = slice(None)
 StateSlabs = dict[tuple[HostCopy, str], SharedSlab]
+
+
+@dataclass(eq=False)
+class OwnPiece:
+    """A parameter's range that this rank steps, or a copy of the whole, or the parameter itself (Rules 1 and 3)."""
+
+    parameter: Tensor
+    data: Tensor  # with its gradient
+    given: State  # before the step
+    made: State  # the state with which it is stepped; of a whole parameter the same
 
 
 class Owners:
@@ -53,16 +71,18 @@ class Owners:
     ) -> None:
         self._ranks, self._board, self._faces, self._clipping = ranks, board, faces, clipping
         self._places = {id(p): (store, index) for store in stores for index, p in enumerate(store.params)}
-        self._progress = Board(ranks, 1)  # how far each rank is in a step (Rule 4)
+        # How far each rank is in a step that is not deferred, and which one has stepped each unit last (Rule 4).
+        self._progress = Board(ranks, 1 + len(stores))
+        self.units = {store: number for number, store in enumerate(stores)}
         self._steps = 0
+        self._parts: OwnParts | None = None  # of the step that runs, if it is cut
         self._optimizer: Optimizer | None = None  # of the step that runs
         # Of state. Ranks share memory together, so no rank may find a slab where another finds none: the address of an
         # optimizer, which may be that of one that died, does not decide.
         self._slabs: weakref.WeakKeyDictionary[Optimizer, StateSlabs] = weakref.WeakKeyDictionary()
-        self._pieces: dict[Tensor, Tensor] = {}  # of the step that runs: the parameter of each piece
-        self._copies: dict[Tensor, Tensor] = {}  # likewise, of what every rank steps: a copy, or the parameter itself
-        self._given: dict[Tensor, State] = {}  # the state that each had before
-        self._state: dict[Tensor, State] = {}
+        self._copies: dict[int, Tensor] = {}  # of the step that runs: of what every rank steps, by the parameter's id
+        self._pieces: list[OwnPiece] = []  # likewise, what its own code steps
+        self._state: Any = {}  # likewise, the optimizer's
         self._edits: list[tuple[HostCopy, SharedSlab, list[SlabRange]]] = []  # of state, by user code on this rank
 
     @staticmethod
@@ -74,8 +94,8 @@ class Owners:
         """Find the units of which these parameters are."""
         return {self._places[id(parameter)][0] for parameter in parameters if id(parameter) in self._places}
 
-    def pieces(self, optimizer: Optimizer, gradients: Alike) -> tuple[list[Group], Any]:
-        """Return the groups and the state with which this rank steps what it owns. Every rank comes here (Rule 4)."""
+    def begin(self, optimizer: Optimizer, gradients: Alike) -> OwnParts:
+        """Begin a step; return what this rank may defer of it. Every rank comes here (Rules 2 to 4)."""
         self._copy_moved_state(optimizer)
         alike = self._find_edits(optimizer), gradients, self._clipping.described(), _options(optimizer)
         self._steps += 1
@@ -87,62 +107,92 @@ class Owners:
             self._progress.post(0, 2 * self._steps - 2)  # the others come no further without this rank
             raise
         self._collect_edits()
-        if self._clipping.multiply():
-            self._board.meet()  # a rank may step copies of gradients that another one owns (Rule 3)
-        self._pieces, self._copies, self._given, self._state = {}, {}, {}, defaultdict(dict)
-        groups = [
-            {**group, "params": [self._piece(optimizer, p, takes_the_loop(group)) for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        if any(copy is not parameter for copy, parameter in self._copies.items()):
-            self._board.meet()  # a rank that ends its step writes what another one may not have copied yet
-        return groups, self._state
+        self._pieces, self._copies = [], {}
+        self._clipping.multiply()
+        for group, parameter in self._stepped(optimizer):
+            if self.is_cut(group, parameter):
+                self.adopt(optimizer, group, parameter)
+            else:
+                self._copies[id(parameter)] = true_data(parameter).clone(memory_format=torch.preserve_format)
+        if self._copies:
+            # A rank steps copies with gradients that others multiply, and others write weights that it copies (Rule 3).
+            self._board.meet()
+        self._parts = OwnParts(self, optimizer, self._steps)
+        return self._parts
 
-    def _piece(self, optimizer: Optimizer, parameter: Tensor, loops: bool) -> Tensor:
-        place = self._places.get(id(parameter))
-        grad = true_grad(parameter)
-        if grad is None:
-            return parameter
-        if place is None:
-            self._copies[parameter], self._state[parameter] = parameter, self._own_state(optimizer, parameter)
-            return parameter
-        store, index = place
-        if not loops or not parameter.dim() or not store.at_home(index):
-            copy = true_data(parameter).clone(memory_format=torch.preserve_format)
+    def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[Group, Tensor]]:
+        """Yield the streamed parameters that an optimizer steps, with their groups."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._places and true_grad(parameter) is not None:
+                    yield group, parameter
+
+    def is_cut(self, group: Group, parameter: Tensor) -> bool:
+        """Whether each rank steps a range of a streamed parameter (Rule 3)."""
+        store, index = self._places[id(parameter)]
+        return takes_the_loop(group) and bool(parameter.dim()) and store.at_home(index)
+
+    def pieces(self, groups: list[Group], state: Any) -> tuple[list[Group], Any]:
+        """Return groups and state of what the optimizer's own code steps now of these groups (Rules 1 and 3)."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        self._state = state
+        trained = (p for group in groups for p in group["params"] if true_grad(p) is not None)
+        pieces = {parameter: self.piece(optimizer, parameter, state) for parameter in trained}
+        self._pieces = list(pieces.values())
+        data = {parameter: piece.data for parameter, piece in pieces.items()}
+        cut = [{**group, "params": [data.get(p, p) for p in group["params"]]} for group in groups]
+        return cut, defaultdict(dict, {piece.data: piece.made for piece in self._pieces})
+
+    def piece(self, optimizer: Optimizer, parameter: Tensor, state: Mapping[Tensor, State]) -> OwnPiece:
+        """Return what this rank steps of a parameter, with its gradient and its state (Rules 1 to 3)."""
+        own_state, grad = state.get(parameter, {}), true_grad(parameter)
+        if id(parameter) not in self._places:
+            return OwnPiece(parameter, parameter, own_state, own_state)
+        assert grad is not None
+        copy = self._copies.get(id(parameter))
+        if copy is not None:
             copy.grad = grad
-            self._copies[copy], self._state[copy] = parameter, self._own_state(optimizer, parameter)
-            return copy
+            self._leave_slabs(optimizer, parameter, own_state)
+            return OwnPiece(parameter, copy, own_state, own_state)
+        store, index = self._places[id(parameter)]
         field, own = self._owned(store, index)
         piece = flat(self._faces.slabs[store].truth, field, own)
         piece.grad = in_order(grad, field)[own]
-        self._pieces[piece] = parameter
-        self._given[piece] = {
-            key: self._adopted(optimizer, parameter, key, value)[own] if _is_like(value, parameter) else value
-            for key, value in optimizer.state.get(parameter, {}).items()
+        slabs = self._slabs.get(optimizer, {})
+        given = {
+            key: flat(slabs[store, key].truth, field, own) if _is_like(value, parameter) else value
+            for key, value in own_state.items()
         }
-        self._state[piece] = dict(self._given[piece])
-        return piece
+        return OwnPiece(parameter, piece, given, dict(given))
+
+    def take(self, optimizer: Optimizer, piece: OwnPiece, state: Any) -> None:
+        """Take over what a step made of a piece, for all ranks; ``state`` is the optimizer's."""
+        parameter, made = piece.parameter, piece.made
+        if made is piece.given:  # the whole parameter's
+            if made:
+                state[parameter] = made
+            if piece.data is parameter:
+                return
+            store, index = self._places[id(parameter)]
+            field, own = self._owned(store, index)
+            whole = torch.as_strided(piece.data, (piece.data.numel(),), (1,))
+            flat(self._faces.slabs[store].truth, field, own).copy_(whole[own])
+            return
+        for key, value in made.items():
+            if value is not piece.given.get(key):
+                is_tensor = isinstance(value, Tensor) and value.dim()
+                state[parameter][key] = self._publish(optimizer, parameter, key, value) if is_tensor else value
 
     def _owned(self, store: HostCopy, index: int) -> tuple[Any, slice]:
         field = store.host_layout.fields[index]
         return field, owned(field, self._ranks.rank, self._ranks.size)
 
-    def _adopted(self, optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> Tensor:
-        """Return the flat truth of a parameter's state, which moves into a slab if it is not in one (Rule 2)."""
-        store, index = self._places[id(parameter)]
-        field, own = self._owned(store, index)
-        if not self._lies_in_a_slab(optimizer, parameter, key, value):
-            self._publish(optimizer, parameter, key, in_order(value, field)[own])
-        return flat(self._slabs[optimizer][store, key].truth, field, ALL)
-
-    def _own_state(self, optimizer: Optimizer, parameter: Tensor) -> State:
-        """Return the state of a parameter that every rank steps as a whole: each has its own (Rule 3)."""
-        state: State = optimizer.state.get(parameter, {})
+    def _leave_slabs(self, optimizer: Optimizer, parameter: Tensor, state: State) -> None:
+        """Give a rank state of its own for a parameter that every rank steps as a whole (Rule 3)."""
         for key, value in state.items():
-            is_like = id(parameter) in self._places and _is_like(value, parameter)
-            if is_like and self._lies_in_a_slab(optimizer, parameter, key, value):
+            if _is_like(value, parameter) and self._lies_in_a_slab(optimizer, parameter, key, value):
                 state[key] = value.clone(memory_format=torch.preserve_format)
-        return state
 
     def _lies_in_a_slab(self, optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:
         store, index = self._places[id(parameter)]
@@ -209,13 +259,14 @@ class Owners:
 
     def adopt(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
         """Move a parameter's state that was loaded into slabs; the ranks have to meet before it is read (Rule 2)."""
-        store, index = self._places.get(id(parameter), (None, 0))
-        if store is None or not self.cuts(optimizer) or not takes_the_loop(group):
+        if id(parameter) not in self._places or not self.cuts(optimizer) or not self.is_cut(group, parameter):
             return
-        if parameter.dim() and store.at_home(index):
-            for key, value in list(optimizer.state.get(parameter, {}).items()):
-                if _is_like(value, parameter):
-                    self._adopted(optimizer, parameter, key, value)
+        store, index = self._places[id(parameter)]
+        field, own = self._owned(store, index)
+        state = optimizer.state.get(parameter, {})
+        for key, value in list(state.items()):
+            if _is_like(value, parameter) and not self._lies_in_a_slab(optimizer, parameter, key, value):
+                state[key] = self._publish(optimizer, parameter, key, in_order(value, field)[own])
 
     def _collect_edits(self) -> None:
         """Write to the truth what user code wrote to the state that this rank owns (Rule 2)."""
@@ -225,42 +276,64 @@ class Owners:
                 flat(slab.truth, field, own).copy_(flat(slab.face, field, own))
 
     def end(self, optimizer: Optimizer) -> None:
-        """End a step: its results are true for all ranks. Every rank comes here (Rules 3 and 4)."""
-        moved: list[tuple[Tensor, Tensor]] = []
-        for copy, parameter in self._copies.items():
-            if self._state[copy]:
-                optimizer.state[parameter] = self._state[copy]
-            if copy is parameter:
+        """End a step: its results are true for all ranks, but for what is deferred. Every rank comes here (Rule 4)."""
+        parts, self._parts = self._parts, None
+        moved: list[OwnPiece] = []
+        for piece in self._pieces:
+            store, index = self._places.get(id(piece.parameter), (None, 0))
+            if store is not None and not store.at_home(index):
+                moved.append(piece)
+                if piece.made:
+                    self._state[piece.parameter] = piece.made
                 continue
-            store, index = self._places[id(parameter)]
-            if not store.at_home(index):
-                moved.append((copy, parameter))
-                continue
-            field, own = self._owned(store, index)
-            flat(self._faces.slabs[store].truth, field, own).copy_(torch.as_strided(copy, (copy.numel(),), (1,))[own])
-            torch.autograd.graph.increment_version(parameter)
-        for piece, parameter in self._pieces.items():
-            for key, value in self._state[piece].items():
-                if value is self._given[piece].get(key):
-                    continue
-                if isinstance(value, Tensor) and value.dim():
-                    self._publish(optimizer, parameter, key, value)
-                else:
-                    optimizer.state[parameter][key] = value
-            torch.autograd.graph.increment_version(parameter)
+            self.take(optimizer, piece, self._state)
+            if store is not None:
+                torch.autograd.graph.increment_version(piece.parameter)
         for _, slab, pages in self._edits:
             slab.drop(pages)
-        if not moved:
-            self._progress.post(0, 2 * self._steps)
-        self._pieces, self._copies, self._given, self._state, self._edits = {}, {}, {}, {}, []
-        self._faces.settle()
-        for copy, parameter in moved:  # perhaps to the face of another one's place, and all beside it is stepped now
-            true_data(parameter).copy_(copy)
-            torch.autograd.graph.increment_version(parameter)
-        if moved:
+        self._pieces, self._copies, self._state, self._edits = [], {}, {}, []
+        if parts is None:
             self._faces.settle()
-            self._progress.post(0, 2 * self._steps)
+        elif not parts.begun:
+            self.post(self.units, self._steps)
+            if not moved:
+                self._progress.post(0, 2 * self._steps)
+            self.wait(self.units, self._steps)
+            self._faces.are_true()
+        for piece in moved:  # perhaps to the face of another one's place, and all beside it is stepped now
+            true_data(piece.parameter).copy_(piece.data)
+            torch.autograd.graph.increment_version(piece.parameter)
+        if moved:
+            self._progress.post(0, 2 * self._steps)  # the next exchange settles what is on faces
         self._optimizer = None
+
+    # ---- how far a step is (Rule 4)
+
+    def post(self, stores: Iterable[HostCopy], step: int) -> None:
+        """Post that this rank has stepped what it owns of these units in a step."""
+        for store in stores:
+            self._progress.post(1 + self.units[store], step)
+
+    def missing(self, store: HostCopy, step: int) -> list[int]:
+        """List the other ranks that have not stepped what they own of a unit in a step."""
+        number, mine = 1 + self.units[store], self._ranks.rank
+        others = (rank for rank in range(self._ranks.size) if rank != mine)
+        return [rank for rank in others if self._progress.read(rank, number) < step]
+
+    def wait(self, stores: Iterable[HostCopy], step: int) -> None:
+        """Wait until all ranks have stepped what they own of these units in a step."""
+        for store in stores:
+            missing = functools.partial(self.missing, store, step)
+            self._ranks.wait_beside(missing, "their parts of an optimizer's step")
+
+    def is_true(self, store: HostCopy) -> None:
+        """Note that a unit's face is equal to the truth: all ranks have stepped it, and it was hidden meanwhile."""
+        self._faces.is_true(store)
+
+    def check_deferrable(self) -> None:
+        """Raise CannotDefer if this rank still has pages of its own of the state (Rule 5)."""
+        if self._edits:
+            raise CannotDefer("other code wrote to the optimizer's state")
 
     def take_torn(self) -> Optimizer | None:
         """Return the optimizer of a step that an error ended, once, if some of it may be stepped (Rule 4)."""
@@ -276,8 +349,8 @@ class Owners:
         """Leave state to the optimizers that have it. Safe twice."""
         self._slabs.clear()
 
-    def _publish(self, optimizer: Optimizer, parameter: Tensor, key: str, part: Tensor) -> None:
-        """Move state that the step made for this rank's range into a slab."""
+    def _publish(self, optimizer: Optimizer, parameter: Tensor, key: str, part: Tensor) -> Tensor:
+        """Move state of this rank's range into a slab; return the whole of it, as user code sees it."""
         store, index = self._places[id(parameter)]
         field, own = self._owned(store, index)
         slabs = self._slabs.setdefault(optimizer, {})
@@ -285,7 +358,53 @@ class Owners:
             slabs[store, key] = self._ranks.share(store.host_layout.nbytes)
         slab = slabs[store, key]
         flat(slab.truth, field, own).copy_(part)
-        optimizer.state[parameter][key] = Layout.own_view(slab.face.untyped_storage(), field)
+        return Layout.own_view(slab.face.untyped_storage(), field)
+
+
+class OwnParts(Parts):
+    """This rank's part of a step that it may defer (Rules 4 and 5)."""
+
+    is_all = False
+
+    def __init__(self, owners: Owners, optimizer: Optimizer, step: int) -> None:
+        self._owners, self._optimizer, self._step = owners, optimizer, step
+        self.pieces: dict[int, tuple[Tensor, State]] = {}  # as these lie in the next, for the thread
+        self._own: dict[int, OwnPiece] = {}  # that this rank has not stepped, by their parameters' ids
+        self._state: Any = {}  # of the optimizer
+        self.begun = False  # whether this rank defers the step
+
+    def check(self) -> None:
+        self._owners.check_deferrable()
+
+    def beside(self, store: HostCopy) -> Collection[int]:
+        return range(len(store.params))
+
+    def begin(self, stepped: Mapping[HostCopy, Sequence[Tensor]], state: Mapping[Tensor, State]) -> None:
+        self.begun, self._state = True, state
+        for parameter in itertools.chain.from_iterable(stepped.values()):
+            piece = self._own[id(parameter)] = self._owners.piece(self._optimizer, parameter, state)
+            self.pieces[id(parameter)] = piece.data, piece.made
+        self._owners.post([store for store in self._owners.units if store not in stepped], self._step)
+
+    def stepped(self, store: HostCopy, data: Mapping[int, Tensor], conversions: Any) -> None:  # type: ignore[override]
+        for index, parameter in enumerate(store.params):
+            piece = self._own.pop(id(parameter), None)
+            if piece is not None:
+                del self.pieces[id(parameter)]
+                self._owners.take(self._optimizer, piece, self._state)
+                torch.autograd.graph.increment_version(data[index])
+        if not self._own:
+            self._state = {}  # a reference would be counted at the next step
+        self._owners.post([store], self._step)
+
+    def misses(self, store: HostCopy) -> bool:
+        return bool(self._owners.missing(store, self._step))
+
+    def wait(self, store: HostCopy) -> None:
+        self._owners.wait([store], self._step)
+
+    def done(self, store: HostCopy) -> None:
+        self._owners.is_true(store)
 
 
 def _options(optimizer: Optimizer) -> Alike:

@@ -37,7 +37,7 @@ class Team(Alone):
     """All ranks of a machine, which stream one host copy of a model; those of other machines stream equal ones."""
 
     ranks: Ranks
-    steps_beside = False
+    steps_in_backward = False  # where other ranks read weights yet
 
     def __init__(self, ranks: Ranks, device: Device) -> None:
         super().__init__(device)
@@ -159,7 +159,8 @@ class Team(Alone):
 
     def rest(self, optimizer: Optimizer, alone: Rest) -> tuple[list[Group], Any]:
         with self.tearing():
-            return self.owners.pieces(optimizer, self.exchange.gradients_of(optimizer, self.clipping.clipped))
+            parts = self.owners.begin(optimizer, self.exchange.gradients_of(optimizer, self.clipping.clipped))
+            return self.owners.pieces(*alone(optimizer, self.exchange.unreferenced(), parts))
 
     def step_ended(self, optimizer: Optimizer) -> None:
         with self.tearing():

@@ -105,6 +105,7 @@ class Faces:
 
     def _may_differ(self, store: HostCopy) -> bool:
         """Whether user code may have written to the face since it was last equal to the truth (Rule 4)."""
+        store.wait_step()
         return store.stamp() != self._homes[store].settled
 
     def settle(self, *others: Alike) -> None:
@@ -164,13 +165,20 @@ class Faces:
 
     def are_true(self) -> None:
         """Note that all faces are equal to the truth."""
-        for store, home in self._homes.items():
-            home.settled = store.stamp()
+        for store in self._homes:
+            self.is_true(store)
+
+    def is_true(self, store: HostCopy) -> None:
+        """Note that a unit's face is equal to the truth."""
+        self._homes[store].settled = store.stamp()
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Note after this context, which moves epochs but writes no weight, that faces are as true as before it."""
-        true = [store for store in self._homes if not self._may_differ(store)]
+        """Note after this context, which moves epochs but writes no weight, that faces are as true as before it.
+
+        Who waits for a deferred step notes this of its units.
+        """
+        true = [store for store in self._homes if not store.is_deferred and not self._may_differ(store)]
         yield
         for store in true:
             self._homes[store].settled = store.stamp()

@@ -29,7 +29,7 @@ from ..compat.modules import HOOKS_AFTER_EVERY_STEP, HOOKS_AFTER_STEP, HOOKS_BEF
 from ..compat.patches import UNSCALE_GRADS
 from ..core import malloc
 from ..optim import grad_scaler, torn_step
-from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
+from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP, IsOwn, Parts
 from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of
 from ..optim.state_in_memory import StateInMemory
 from .engine import Engine
@@ -151,7 +151,7 @@ class OptimizerSteps:
 
     def _beside(self, optimizer: Optimizer) -> ShadowStep | None:
         """Return the shadow that steps this optimizer's units beside other work; None if it may not (Rule 3)."""
-        if self._closed or not self.engine.team.steps_beside:
+        if self._closed:
             return None
         self._prepare(optimizer)
         if isinstance(optimizer, ASGD):
@@ -173,6 +173,7 @@ class OptimizerSteps:
         if shadow is None:
             yield
             return
+        in_backward = in_backward and self.engine.team.steps_in_backward
         with self.engine.step_owner.announced(optimizer, shadow, may_defer, self.say, in_backward):
             try:
                 yield
@@ -185,7 +186,7 @@ class OptimizerSteps:
         self._wait_for_copies()
         return self.engine.team.rest(optimizer, self._own_rest)
 
-    def _own_rest(self, optimizer: Optimizer) -> tuple[list[Group], Any]:
+    def _own_rest(self, optimizer: Optimizer, is_own: IsOwn, parts: Parts) -> tuple[list[Group], Any]:
         owner = self.engine.step_owner
         if self.by_hand and self._options.optimizer_overlap and not owner.is_announced():  # Rule 4
             shadow = self._beside(optimizer)
@@ -195,7 +196,7 @@ class OptimizerSteps:
             return all_of(optimizer)
         if owner.begins_in_backward:
             self.engine.check_changed()  # a hook may have changed gradients after the engine's end of backward
-        return owner.rest(optimizer, self.engine.next_needed(), self.engine.gradient_return.is_own)
+        return owner.rest(optimizer, self.engine.next_needed(), is_own, parts)
 
     def say(self, what: str, reason: str | None) -> None:
         """Log what does not run beside other work, once for each reason."""

@@ -16,7 +16,13 @@ ALL_WAYS = [
     for way in ("raise", "kill", "memory")
     if way != "memory" or phase in ("forward", "backward", "in the step")
 ]
-DAILY = {("descriptors", "kill"), ("forward", "kill"), ("backward", "raise"), ("in the step", "kill")}
+DAILY = {
+    ("descriptors", "kill"),
+    ("forward", "kill"),
+    ("backward", "raise"),
+    ("in the step", "kill"),
+    ("deferred part", "kill"),
+}
 
 
 def check(size, phase, way, victim, timeout=60):
@@ -65,7 +71,9 @@ def test_one_of_four_may_fail(phase, way):
     check(4, phase, way, 2)
 
 
-@pytest.mark.parametrize("phase", ["data", pytest.param("exchange", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "phase", ["data", *(pytest.param(p, marks=pytest.mark.slow) for p in ("exchange", "deferred part"))]
+)
 def test_a_rank_that_hangs_is_named_and_ended_after_the_timeout(phase):
     endings = check(2, phase, "hang", 1, timeout=5)
     assert endings[1].status == -9  # by its own thread that watches
@@ -104,6 +112,7 @@ def test_ranks_that_fail_wait_for_the_checkpoint_that_the_first_one_saves(victim
         ("in the step", 1, "raise", None),
         ("loop of the step", 0, "memory", None),
         pytest.param("loop of the step", 1, "kill", None, marks=pytest.mark.slow),
+        ("deferred part", 1, "raise", None),
         ("end of the step", 1, "raise", None),
         pytest.param("end of the step", 1, "kill", None, marks=pytest.mark.slow),
     ],

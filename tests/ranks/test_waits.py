@@ -66,6 +66,10 @@ def test_a_rank_that_is_slow_to_copy_weights_before_a_step_does_not_find_the_ste
     assert processes.run(2, waiting.weights_after_a_slow_step, foreach=True) == [True, True]
 
 
+def test_a_step_that_every_rank_takes_as_a_whole_leaves_one_copy():
+    assert processes.run(2, waiting.pages_after_a_replicated_step) == [0, 0]
+
+
 def test_a_step_that_failed_on_one_rank_is_not_followed_by_another_on_any():
     first, second = processes.run(2, waiting.after_a_step_that_failed, "loop")
     assert "had stepped some of 8 parameters when a MemoryError ended its step" in first

@@ -98,6 +98,13 @@ class Net(L.LightningModule):
         self.strike("teardown")
 
 
+class NoHooks(Net):
+    """The same without hooks around a step, which may therefore be deferred."""
+
+    on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
+    on_train_batch_end = L.LightningModule.on_train_batch_end
+
+
 # Functions of the library, and one of torch, in which a rank fails before they do anything.
 STRIKES: dict[str, tuple[Any, str]] = {
     "connecting": (board.Ranks, "_connect"),
@@ -112,6 +119,7 @@ STRIKES: dict[str, tuple[Any, str]] = {
     "in the step": (sharded_step.Owners, "_owned"),
     "loop of the step": (importlib.import_module("torch.optim.adam"), "adam"),
     "end of the step": (sharded_step.Owners, "end"),
+    "deferred part": (sharded_step.OwnParts, "stepped"),
 }
 IN_MODULE = [
     *("setup", "configure_model", "data", "forward", "backward", "before the step", "after the step"),
@@ -250,7 +258,8 @@ def run(
     board._address = lambda token: (tell.send({"names": [real(token)]}), real(token))[1]
     try:
         with contextlib.redirect_stdout(None):
-            fit(size, strike, timeout, tell, [] if saves_to is None else [SlowSaver(saves_to)], nodes, keepalive)
+            net = NoHooks(strike) if phase == "deferred part" else Net(strike)
+            fit(size, net, timeout, tell, [] if saves_to is None else [SlowSaver(saves_to)], nodes, keepalive)
     except BaseException as error:
         tell.send({"error": type(error).__name__, "message": str(error), "at": time.monotonic()})
         traceback.print_exc()
@@ -268,7 +277,7 @@ def script(phase: str, way: str) -> None:
             print("the victim strikes at", time.monotonic(), file=sys.stderr, flush=True)
             ways(way)
 
-    fit(2, strike, 30, mock.Mock())  # in which both import everything
+    fit(2, Net(strike), 30, mock.Mock())  # in which both import everything
 
 
 def wrap(owner: Any, method: str, name: str, strike: Callable[[str], None]) -> None:
@@ -290,7 +299,7 @@ class SlowSaver(OnExceptionCheckpoint):
 
 def fit(
     size: int,
-    strike: Callable[[str], None],
+    net: Net,
     timeout: float,
     tell: Any,
     callbacks: Sequence[L.Callback] = (),
@@ -317,7 +326,7 @@ def fit(
         default_root_dir=os.getcwd(),
     )
     data = [torch.randn(4, 8) for _ in range(3 * size)]
-    trainer.fit(Net(strike), DataLoader(Struck(data, strike), batch_size=None), DataLoader(data, batch_size=None))
+    trainer.fit(net, DataLoader(Struck(data, net.strike), batch_size=None), DataLoader(data, batch_size=None))
     with open("/proc/self/maps") as maps:
         tell.send({"in_shm": [line for line in maps if "/dev/shm" in line]})
 
