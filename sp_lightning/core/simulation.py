@@ -245,11 +245,16 @@ def _rates(machine: Machine, ranks: int) -> Callable[[Collection[LaneName]], dic
     return lambda busy: rates(tuple(busy))
 
 
+def has_backward(units: Sequence[UnitNumbers]) -> bool:
+    """Whether a step over these units has a backward; passes without one follow each other as a ring (window.py)."""
+    return any(unit.trained or unit.backward_flops for unit in units)
+
+
 def floor(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute: bool, ranks: int = 1) -> LowerBound:
     """Compute the lower bound of a step over these units."""
     first, rest = units[0], units[1:]
     streamed = [unit for unit in units if not unit.resident]
-    last = len(streamed) - window if any(unit.trained or unit.backward_flops for unit in units) else 0
+    last = len(streamed) - window if has_backward(units) else 0
     again = streamed[: max(0, last)]  # loaded again in backward, if there is one; the others are still resident
     stay = streamed[:window]  # still resident from the last backward, unless they were stepped
     come = [unit for unit in rest if unit.trained or not (unit.resident or unit in stay)]
@@ -321,6 +326,7 @@ class _Host:
         self.lanes |= {name: WeightsFirst(newest_state_first=into_forward) for name in ON_DISK}
         self._units = units
         self._residents = [index for index, unit in enumerate(units) if unit.resident]
+        self._has_backward = not works or has_backward(units)
         self._works = works
         self._schedule = schedule
         self._machine = machine
@@ -386,7 +392,7 @@ class _Host:
         stale = [unit for unit in self._schedule.resident if self._is_stale(unit)]
         if self._schedule.invalidate(stale):
             self._reader = self._computing
-        self._schedule.begin(self._order)
+        self._schedule.begin(self._order, wrap=not self._has_backward)
         self._order, self._last = [], None
 
     def _close(self) -> None:

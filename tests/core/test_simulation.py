@@ -252,6 +252,20 @@ def test_what_comes_up_is_what_the_schedule_says(transfer):
 # Memory
 
 
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 6])
+def test_passes_without_a_backward_follow_each_other_as_a_ring(window):
+    """As in a run (window.py): the first units come up during the last ones of the pass before."""
+    units = [unit(str(number), backward=0, down=0, step=0) for number in range(6)]
+    order = list(range(len(units)))
+    by_itself, counts = Schedule([1] * len(units), window), []
+    for _ in range(8):
+        by_itself.begin(order if counts else (), wrap=True)
+        counts.append(sum(len(by_itself.visit(index).load) for index in order))
+    found = simulated(units, window, works=[simulation.SimulatedVisit(index, 1.0) for index in order])
+    assert sum(span.lane == "up" for span in found.timeline) in counts[-2:]
+    assert found.step_s == len(units) * (1 + (window == 1))  # but for which all ways up are hidden
+
+
 def test_kept_activations_add_up_until_backward():
     units = [unit(up=10, down=3, activation_nbytes=100)] * 4
     # Window of two, the last one's backward: its gradients as autograd makes them.
