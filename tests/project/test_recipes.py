@@ -896,7 +896,7 @@ def test_exported_adapters_give_the_logits_of_the_model_in_memory(tiny_llm, monk
     assert torch.equal(mine, theirs) and not torch.equal(mine, logits(tiny_llm))
 
 
-LIBRARY_OF = {8: "bitsandbytes", 4: "bitsandbytes", "int8": "torchao", "nf4": "torchao", "nvfp4": "torchao"}
+LIBRARY_OF = {8: "bitsandbytes", 4: "bitsandbytes", **dict.fromkeys(("int8", "float8", "nf4", "nvfp4"), "torchao")}
 
 
 @pytest.mark.parametrize("bits", [8, "nf4", *(pytest.param(bits, marks=SLOW) for bits in (4, "int8", "nvfp4"))])
@@ -920,9 +920,12 @@ class HostWeights(Moved):
         HostWeights.nbytes = sum(unit.host_bytes().weights for unit in trainer.strategy.handle.engine.units)
 
 
-def test_a_plan_of_a_packed_base_is_made_without_weights_and_counts_its_bytes(tiny_llm):
-    pytest.importorskip("torchao")
-    given = f"--model.name_or_path={tiny_llm}", "--model.base_bits=nf4"
+@pytest.mark.parametrize(
+    "bits", ["nf4", *(pytest.param(bits, marks=SLOW) for bits in (8, 4, "int8", "float8", "nvfp4"))]
+)
+def test_a_plan_of_a_packed_base_is_made_without_weights_and_counts_its_bytes(bits, tiny_llm):
+    pytest.importorskip(LIBRARY_OF[bits])
+    given = f"--model.name_or_path={tiny_llm}", f"--model.base_bits={bits}"
     with contextlib.suppress(SystemExit):
         main(["plan", "--config", "examples/lora_llm/config.yaml", *given, "--json", "plan.json"])
     fit("lora_llm", *given, "--trainer.callbacks+=test_recipes.HostWeights")
