@@ -1,6 +1,6 @@
 """Measure how much of a step is hidden, on the simulated accelerator, where every part takes a known time.
 
-    python benchmarks/overlap.py [--units 24] [--window 3] [--steps 5] [--json FILE]
+    python benchmarks/overlap.py [--units 24] [--window 3] [--steps 5] [--devices N] [--json FILE]
 
 Each unit's way up takes 10 ms, its forward 10, its backward 20, its gradients' way down 10 and its step on the host
 10. Compute alone takes units x 30 ms; the best possible step adds the first unit's gradient, step and way up, which
@@ -10,12 +10,15 @@ nothing can hide. "one after the other" is the same engine made to wait after ea
 The second part has a step on the host of 40 ms, which takes longer than everything else: in the best possible step, the
 steps of all units but the first then take the place of compute. "step not deferred" has no deferred steps, which run
 beside the next forward.
+
+With ``--devices`` each of so many ranks has such a device, and steps its part of each unit in a part of that time.
 """
 
 import argparse
 import contextlib
 import json
 import logging
+import os
 import pathlib
 import statistics
 import sys
@@ -137,20 +140,27 @@ def without_deferred_steps():
         SuperpipelineStrategy._may_hold = may_defer
 
 
+def of_ranks(setting, overlap):
+    """Return the time of a step on this rank: a function for tests/rigs/processes.py."""
+    quiet()
+    size = int(os.environ["WORLD_SIZE"])
+    return step_ms(*setting, overlap=overlap, optimizer_ms=STEP / size, devices=size)
+
+
 def best_ms(units, optimizer_ms):
     """Return the time of the best possible step: compute or the optimizer, and what nothing can hide."""
     return max(units * (FORWARD + BACKWARD), (units - 1) * optimizer_ms) + DOWN + optimizer_ms + UP
 
 
-def step_ms(units, window, steps, overlap=True, clip=None, optimizer_ms=STEP):
+def step_ms(units, window, steps, overlap=True, clip=None, optimizer_ms=STEP, devices=1):
     """Return the median time from one step's start to the next one's, after warm-up."""
     simgpu.config.h2d_us, simgpu.config.d2h_us = UP * MS, DOWN * MS
     module = Stack(units)
-    strategy = SuperpipelineStrategy(
-        window=window, units=["Block"], device=torch.device("simgpu", 0), optimizer_overlap=overlap
-    )
+    device = torch.device("simgpu", 0) if devices == 1 else None
+    strategy = SuperpipelineStrategy(window=window, units=["Block"], device=device, optimizer_overlap=overlap)
     trainer = L.Trainer(
         accelerator="simgpu",
+        devices=devices,
         strategy=strategy,
         max_epochs=1,
         gradient_clip_val=clip,
@@ -159,7 +169,7 @@ def step_ms(units, window, steps, overlap=True, clip=None, optimizer_ms=STEP):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = TensorDataset(torch.randn(steps + 3, 4, WIDTH))
+    data = TensorDataset(torch.randn((steps + 3) * devices, 4, WIDTH))
     with sleeping_optimizer(optimizer_ms):
         trainer.fit(module, DataLoader(data, batch_size=None))
     simgpu.config.h2d_us = simgpu.config.d2h_us = 0
@@ -167,19 +177,45 @@ def step_ms(units, window, steps, overlap=True, clip=None, optimizer_ms=STEP):
     return statistics.median(times) * 1000
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--units", type=int, default=24)
-    parser.add_argument("--window", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--json", type=pathlib.Path)
-    arguments = parser.parse_args()
+def several(setting, devices, to):
+    """Measure ranks with and without deferred steps, in turn."""
+    sys.path.append(str(pathlib.Path(__file__).parent))
+    processes, here = import_module("processes"), import_module("overlap")
+    best = best_ms(setting[0], STEP / devices)
+    runs = [
+        [max(processes.run(devices, here.of_ranks, setting, overlap)) for overlap in (True, False)] for _ in range(3)
+    ]
+    deferred, after = map(statistics.median, zip(*runs, strict=True))
+    print(f"{devices} devices, best possible {best:.0f} ms")
+    print(f"overlapped          {deferred:7.0f} ms   {deferred / best:.2f} x best")
+    print(f"  step not deferred {after:7.0f} ms   {after / deferred:.2f} x deferred")
+    if to:
+        facts = {"torch": torch.__version__, "units": setting[0], "window": setting[1], "devices": devices}
+        to.write_text(
+            json.dumps({**facts, "best_ms": best, "deferred_ms": deferred, "not_deferred_ms": after}, indent=1)
+        )
+
+
+def quiet():
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
 
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--units", type=int, default=24)
+    parser.add_argument("--window", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    quiet()
     setting = arguments.units, arguments.window, arguments.steps
+    if arguments.devices > 1:
+        several(setting, arguments.devices, arguments.json)
+        return
     compute = arguments.units * (FORWARD + BACKWARD)
     best, long_best = best_ms(arguments.units, STEP), best_ms(arguments.units, LONG_STEP)
     overlapped = step_ms(*setting)

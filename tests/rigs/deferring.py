@@ -32,15 +32,15 @@ class Found(NamedTuple):
 
 
 @contextlib.contextmanager
-def slow(rank: int | None) -> Iterator[None]:
-    """Have a rank's thread be slow to step each parameter."""
+def slow(rank: int | None, seconds: float = SLOW_S) -> Iterator[None]:
+    """Have a rank's thread be slow to step each unit."""
     if rank != int(os.environ["LOCAL_RANK"]):
         yield
         return
     step_part = pending_step.PendingStep._step_part
 
     def late(self: Any, unit: Any) -> None:
-        time.sleep(SLOW_S)
+        time.sleep(seconds)
         step_part(self, unit)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -74,6 +74,9 @@ def look(net: loops.Net, optimizers: list[torch.optim.Optimizer], what: str, ran
             return [value.clone() for one in states for value in one.values() if isinstance(value, Tensor)]
         if what == "reads state on one rank" and rank == 0:
             copy.deepcopy(optimizers[0].state_dict())
+        if what == "steps again":
+            for optimizer in optimizers:
+                optimizer.step()
         if what == "writes state":
             optimizers[0].state[block.up.weight]["exp_avg"].mul_(0.9)
         if what == "evaluates on one rank" and rank == 0:
