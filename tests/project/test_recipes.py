@@ -899,7 +899,7 @@ def test_exported_adapters_give_the_logits_of_the_model_in_memory(tiny_llm, monk
 LIBRARY_OF = {8: "bitsandbytes", 4: "bitsandbytes", **dict.fromkeys(("int8", "float8", "nf4", "nvfp4"), "torchao")}
 
 
-@pytest.mark.parametrize("bits", [8, "nf4", *(pytest.param(bits, marks=SLOW) for bits in (4, "int8", "nvfp4"))])
+@pytest.mark.parametrize("bits", [8, *(pytest.param(bits, marks=SLOW) for bits in (4, "int8", "nf4", "nvfp4"))])
 def test_a_packed_base_sends_its_packed_bytes_and_gives_plain_lightnings_result(bits, tiny_llm):
     pytest.importorskip(LIBRARY_OF[bits])
     base, moved = f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved"
@@ -1613,7 +1613,7 @@ def test_answers_of_another_run_are_not_gone_on_from(tiny_llm):
     assert predict(*where, other, folder="killed") == predict(*where, other)
 
 
-@pytest.mark.parametrize("bits", [4, 8, "nf4", pytest.param("int8", marks=SLOW)])
+@pytest.mark.parametrize("bits", ["nf4", *(pytest.param(bits, marks=SLOW) for bits in (4, 8, "int8"))])
 def test_answers_of_a_packed_base_are_those_of_the_plain_run(bits, tiny_llm):
     pytest.importorskip(LIBRARY_OF[bits])
     arguments = f"--model.name_or_path={tiny_llm}", f"--model.base_bits={bits}", "--model.dtype=bfloat16"

@@ -127,7 +127,7 @@ def test_a_host_too_small_for_gradients_of_each_rank():
     assert said.startswith("HostMemoryError: 2 ranks need 1.27 GiB"), said
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_host_that_may_be_filled_is_one_warning_of_all_ranks(late):
     """With AdamW's state it would be filled; the step is SGD's, and goes through."""
     found = processes.run(2, refused_runs.little_memory, (450 + 288 * late) * MIB, late)
@@ -145,7 +145,7 @@ def test_ranks_whose_weights_do_not_count_have_no_memory_for_them():
     assert torch.equal(weight, other) and torch.equal(number, its_number)
 
 
-@pytest.mark.parametrize("what", ["whole", "slice", "numpy"])
+@pytest.mark.parametrize("what", ["whole", *(pytest.param(it, marks=pytest.mark.slow) for it in ("slice", "numpy"))])
 def test_a_forked_worker_that_reads_a_weight(what):
     for error in processes.run(2, refused_runs.worker, what):
         assert "forked process" in error, error

@@ -193,10 +193,13 @@ def endings(
         process = context.Process(target=run, args=args)
         process.start()
         writes.close()
-        here.append((process, reads))
+        here.append((process, reads, its_way == "stop"))
     until = time.monotonic() + longest
-    found = [ending(process, reads, until) for process, reads in here]
-    return found
+    found: dict[int, Ending] = {}
+    for rank, (process, reads, stopped) in sorted(enumerate(here), key=lambda item: item[1][2]):
+        # whoever is stopped ends by nothing of its own: once all others have, there is nothing to wait for
+        found[rank] = ending(process, reads, min(until, time.monotonic() + 2) if stopped else until)
+    return [found[rank] for rank in range(size)]
 
 
 def ending(process: Any, reads: Any, until: float) -> Ending:
