@@ -10,6 +10,7 @@ LOOKS = [
     *("reads", "writes", "writes beside", "writes an array", "reads gradients", "writes gradients", "takes gradients"),
     *("reads state", "reads state on one rank", "writes state", "evaluates on one rank", "steps again"),
 ]
+OFTEN = {"reads", "writes beside", "takes gradients", "reads state on one rank", "steps again"}
 HELD = {"writes state": 0, "steps again": 2 * deferring.STEPS - 1}
 UNHINDERED = deferring.STEPS - 1  # the first step makes the state
 
@@ -38,7 +39,7 @@ def test_steps_are_deferred_on_a_device(slow_rank):
     assert check(slow_rank=slow_rank, device="simgpu") == [UNHINDERED] * 2
 
 
-@pytest.mark.parametrize("what", LOOKS)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in OFTEN)) for what in LOOKS])
 def test_user_code_after_a_deferred_step_is_as_under_ddp(what):
     """The other rank is slow to step what it owns."""
     held = check(what=what, slow_rank=1)
