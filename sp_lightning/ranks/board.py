@@ -104,7 +104,7 @@ class Ranks:
         self._nodes: Board | None = None  # on which all nodes meet
         self.exchanges: weakref.WeakSet[Any] = weakref.WeakSet()  # of gradients, one for each model that they stream
         self._closed = False
-        self._waits_beside = False
+        self._waiting_beside: set[int] = set()  # threads
         self._peers: dict[int, socket.socket] = {}  # for descriptors
         self._lives: dict[int, socket.socket] = {}
         self._state: ctypes.Array[ctypes.c_int64] | None = None
@@ -175,20 +175,39 @@ class Ranks:
         first = self.place.first
         here = range(first, first + self.size)
         seconds = self.timeout.total_seconds() + longer * LATER_S
-        self._wait(lambda: [first + rank for rank in missing()], what, seconds, lambda _: here)
+        ended = functools.partial(self._news, (STOPPED, LEFT), of=here)
+        self._wait(lambda: [first + rank for rank in missing()], what, seconds, lambda states, _: ended(states))
 
     def wait_for_nodes(self, missing: Callable[[], Sequence[int]], what: str, longer: int = FOR_GRADIENTS) -> None:
         """Wait until no rank of another node is missing any more, by its number among all (Rule 8)."""
-        self._wait(missing, what, self.timeout.total_seconds() + longer * LATER_S, lambda ranks: ranks)
+        ended = functools.partial(self._news, (STOPPED, LEFT))
+        self._wait(missing, what, self.timeout.total_seconds() + longer * LATER_S, ended)
+
+    def wait_beside(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+        """Wait until no rank of this node is missing any more, for what its threads do beside other code (Rule 9)."""
+        first, thread = self.place.first, threading.get_ident()
+
+        def late() -> list[int]:
+            return [first + rank for rank in missing()]
+
+        def ended(*_: Any) -> str:
+            gone = {rank for rank, came in enumerate(self._came_handling) if came >= GONE}  # first: it may have posted
+            return self._news((STOPPED, LEFT)) if gone.intersection(late()) else ""
+
+        self._waiting_beside.add(thread)
+        try:
+            self._wait(late, what, self.timeout.total_seconds(), ended)
+        finally:
+            self._waiting_beside.discard(thread)
 
     def _wait(
         self,
         missing: Callable[[], Sequence[int]],
         what: str,
         seconds: float,
-        needed: Callable[[Sequence[int]], Sequence[int]],
+        ended: Callable[[Sequence[int], Sequence[int]], str],
     ) -> None:
-        """Wait until no rank is missing; ``needed``: those of which none may have left while these are missing."""
+        """Wait until no rank is missing; ``ended``: says of states, and of those missing, why they will not come."""
         if not missing():
             return
         deadline = time.monotonic() + seconds
@@ -198,7 +217,7 @@ class Ranks:
             ranks = missing()
             if not ranks:
                 return
-            if news := self._news((STOPPED, LEFT), states, needed(ranks)):
+            if news := ended(states, ranks):
                 raise PeerError(news)
             if time.monotonic() > deadline:
                 for rank in ranks:
@@ -206,30 +225,6 @@ class Ranks:
                 raise PeerError(self._silent(what, ranks))
             time.sleep(pause)
             pause = min(2 * pause, longest)
-
-    def wait_beside(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until no rank of this node is missing any more, for what its threads do beside other code (Rule 9)."""
-        if not missing():
-            return
-        first, deadline = self.place.first, time.monotonic() + self.timeout.total_seconds()
-        pause, longest = POLL_S
-        self._waits_beside = True
-        try:
-            while True:
-                gone = {rank for rank, came in enumerate(self._came_handling) if came >= GONE}  # read first
-                late = [first + rank for rank in missing()]
-                if not late:
-                    return
-                if gone.intersection(late):
-                    raise PeerError(self._news((STOPPED, LEFT)))
-                if time.monotonic() > deadline:
-                    for rank in late:
-                        self._note(rank, SILENT)
-                    raise PeerError(self._silent(what, late))
-                time.sleep(pause)
-                pause = min(2 * pause, longest)
-        finally:
-            self._waits_beside = False
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here as often as this one: before a collective, which would not name them."""
@@ -539,7 +534,7 @@ class Ranks:
                 until = time.monotonic() + GRACE_S
             if until is None or time.monotonic() < until or self._closed:
                 continue
-            if not (self._handles_exception or self._waits_beside):
+            if not (self._handles_exception or self._waiting_beside):
                 self._end_process(self._news())
 
     def _end_process(self, news: str) -> None:
