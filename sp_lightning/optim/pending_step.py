@@ -105,18 +105,25 @@ class Arriving(Protocol):
         """Wait for the gradients, accumulate them, and return their parameters."""
 
 
+class Piece(Protocol):
+    """What is stepped in place of a parameter."""
+
+    data: Tensor  # with its gradient
+    made: State
+
+
 class Parts:
     """Which part of each parameter this process steps: all of it; ranks override this (sharded_step.py; Rule 10)."""
 
     is_all = True
-    pieces: Mapping[int, tuple[Tensor, State]] = {}  # of parameters, by their ids, of which it steps another tensor
+    pieces: Mapping[int, Piece] = {}  # of parameters, by their ids, of which it steps another tensor
     stepped = staticmethod(HostCopy.after_step)  # called on the thread when its part of a unit is stepped
 
     def check(self) -> None:
         """Raise CannotDefer if the step as a whole cannot be deferred."""
 
     def beside(self, store: HostCopy) -> Collection[int]:
-        """List the parameters of a unit, by index, that code may not read or write before its deferred step is done."""
+        """List the parameters of a unit, by index, to whose bytes no code may refer though nothing steps them."""
         return ()
 
     def begin(self, stepped: Mapping[HostCopy, Sequence[Tensor]], state: Mapping[Tensor, State]) -> None:
@@ -466,7 +473,7 @@ class PendingStep:
         for param in params:
             index = unit.store.index_of[id(param)]
             if (piece := self._parts.pieces.get(id(param))) is not None:
-                data, state[data] = piece
+                data, state[piece.data] = piece.data, piece.made
             else:
                 data = unit.data[index] if unit.data else data_of(param)
                 state[data] = self._guard.state.get(param, {})
@@ -478,7 +485,7 @@ class PendingStep:
 
     # ---- beside the next forward
 
-    def step_rest(self, order: Sequence[HostCopy], is_own: IsOwn, parts: Parts = WHOLE) -> tuple[list[Group], Any]:
+    def step_rest(self, order: Sequence[HostCopy], is_own: IsOwn, parts: Parts) -> tuple[list[Group], Any]:
         """Return the groups and the state for ``optimizer.step()``, having deferred the rest in this order if possible.
 
         ``is_own`` tells whether only the parameter refers to its gradient.
@@ -537,19 +544,13 @@ class PendingStep:
             _check_state(self.optimizer, groups[number], param, store.names[index])
             self._numbers[id(param)] = [number]
             units[store].left.append(param)
-            self._hide(units[store], index)
+            units[store].data[index] = data_of(param)
+            units[store].placeholders[index] = _placeholder(param, store.names[index])
         found = {store: unit for store, unit in units.items() if unit.left}
         for store, unit in found.items():
             for index in set(self._parts.beside(store)).difference(unit.data):
                 _check_bytes(store.params[index], store, index)
-                self._hide(unit, index)
         return found
-
-    @staticmethod
-    def _hide(unit: _Unit, index: int) -> None:
-        parameter = unit.store.params[index]
-        unit.data[index] = data_of(parameter)
-        unit.placeholders[index] = _placeholder(parameter, unit.store.names[index])
 
     def _defer(self, units: dict[HostCopy, _Unit]) -> None:
         for store in units:

@@ -17,9 +17,9 @@
    never for a meeting: so a rank may step beside other work (pending_step.py) where another one does not. An error
    before all have posted leaves a torn step (torn_step.py), unless one that gave up was not there, so that none has
    stepped.
-5. A step may be deferred, but where user code wrote to the state. All parameters of a unit are hidden until all ranks
-   have stepped it: user code that writes to one gets a page of its own (shared_memory.py, Rule 2), with the bytes of
-   those beside it.
+5. A step may be deferred, but where user code wrote to the state, or refers to the bytes of any parameter of the unit,
+   also of a frozen one: a write to that would get a page of its own (shared_memory.py, Rule 2), with bytes of those
+   beside it from before their step. A read or write of the parameter itself waits for its unit.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class OwnPiece:
 
     parameter: Tensor
     data: Tensor  # with its gradient
-    given: State  # before the step
-    made: State  # the state with which it is stepped; of a whole parameter the same
+    made: State  # the state with which it is stepped
+    given: State | None = None  # of a range: the state before the step
 
 
 class Owners:
@@ -148,13 +148,13 @@ class Owners:
         """Return what this rank steps of a parameter, with its gradient and its state (Rules 1 to 3)."""
         own_state, grad = state.get(parameter, {}), true_grad(parameter)
         if id(parameter) not in self._places:
-            return OwnPiece(parameter, parameter, own_state, own_state)
+            return OwnPiece(parameter, parameter, own_state)
         assert grad is not None
         copy = self._copies.get(id(parameter))
         if copy is not None:
             copy.grad = grad
             self._leave_slabs(optimizer, parameter, own_state)
-            return OwnPiece(parameter, copy, own_state, own_state)
+            return OwnPiece(parameter, copy, own_state)
         store, index = self._places[id(parameter)]
         field, own = self._owned(store, index)
         piece = flat(self._faces.slabs[store].truth, field, own)
@@ -164,12 +164,12 @@ class Owners:
             key: flat(slabs[store, key].truth, field, own) if _is_like(value, parameter) else value
             for key, value in own_state.items()
         }
-        return OwnPiece(parameter, piece, given, dict(given))
+        return OwnPiece(parameter, piece, dict(given), given)
 
     def take(self, optimizer: Optimizer, piece: OwnPiece, state: Any) -> None:
         """Take over what a step made of a piece, for all ranks; ``state`` is the optimizer's."""
-        parameter, made = piece.parameter, piece.made
-        if made is piece.given:  # the whole parameter's
+        parameter, made, given = piece.parameter, piece.made, piece.given
+        if given is None:  # the whole parameter's
             if made:
                 state[parameter] = made
             if piece.data is parameter:
@@ -180,7 +180,7 @@ class Owners:
             flat(self._faces.slabs[store].truth, field, own).copy_(whole[own])
             return
         for key, value in made.items():
-            if value is not piece.given.get(key):
+            if value is not given.get(key):
                 is_tensor = isinstance(value, Tensor) and value.dim()
                 state[parameter][key] = self._publish(optimizer, parameter, key, value) if is_tensor else value
 
@@ -362,14 +362,13 @@ class Owners:
 
 
 class OwnParts(Parts):
-    """This rank's part of a step that it may defer (Rules 4 and 5)."""
+    """A rank's part of a step, which it may defer (Rules 4 and 5)."""
 
     is_all = False
 
     def __init__(self, owners: Owners, optimizer: Optimizer, step: int) -> None:
         self._owners, self._optimizer, self._step = owners, optimizer, step
-        self.pieces: dict[int, tuple[Tensor, State]] = {}  # as these lie in the next, for the thread
-        self._own: dict[int, OwnPiece] = {}  # that this rank has not stepped, by their parameters' ids
+        self.pieces: dict[int, OwnPiece] = {}  # that this rank has not stepped
         self._state: Any = {}  # of the optimizer
         self.begun = False  # whether this rank defers the step
 
@@ -382,18 +381,16 @@ class OwnParts(Parts):
     def begin(self, stepped: Mapping[HostCopy, Sequence[Tensor]], state: Mapping[Tensor, State]) -> None:
         self.begun, self._state = True, state
         for parameter in itertools.chain.from_iterable(stepped.values()):
-            piece = self._own[id(parameter)] = self._owners.piece(self._optimizer, parameter, state)
-            self.pieces[id(parameter)] = piece.data, piece.made
+            self.pieces[id(parameter)] = self._owners.piece(self._optimizer, parameter, state)
         self._owners.post([store for store in self._owners.units if store not in stepped], self._step)
 
     def stepped(self, store: HostCopy, data: Mapping[int, Tensor], conversions: Any) -> None:  # type: ignore[override]
         for index, parameter in enumerate(store.params):
-            piece = self._own.pop(id(parameter), None)
+            piece = self.pieces.pop(id(parameter), None)
             if piece is not None:
-                del self.pieces[id(parameter)]
                 self._owners.take(self._optimizer, piece, self._state)
                 torch.autograd.graph.increment_version(data[index])
-        if not self._own:
+        if not self.pieces:
             self._state = {}  # a reference would be counted at the next step
         self._owners.post([store], self._step)
 

@@ -9,9 +9,10 @@ import parity
 LOOKS = [
     *("reads", "writes", "writes beside", "writes an array", "reads gradients", "writes gradients", "takes gradients"),
     *("reads state", "reads state on one rank", "writes state", "evaluates on one rank", "steps again"),
+    "writes beside, by a view",
 ]
-OFTEN = {"reads", "writes beside", "takes gradients", "reads state on one rank", "steps again"}
-HELD = {"writes state": 0, "steps again": 2 * deferring.STEPS - 1}
+OFTEN = {"reads", "writes beside, by a view", "takes gradients", "reads state on one rank", "steps again"}
+HELD = {"writes state": 0, "writes beside, by a view": 0, "steps again": 2 * deferring.STEPS - 1}
 UNHINDERED = deferring.STEPS - 1  # the first step makes the state
 
 
@@ -41,8 +42,8 @@ def test_steps_are_deferred_on_a_device(slow_rank):
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in OFTEN)) for what in LOOKS])
 def test_user_code_after_a_deferred_step_is_as_under_ddp(what):
-    """The other rank is slow to step what it owns."""
-    held = check(what=what, slow_rank=1)
+    """One rank is slow to step what it owns: the first, where that lies in a page with what user code writes."""
+    held = check(what=what, slow_rank=int("beside" not in what))
     assert held == [HELD.get(what, UNHINDERED)] * 2
 
 

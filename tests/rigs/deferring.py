@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import loops
@@ -48,7 +48,9 @@ def slow(rank: int | None, seconds: float = SLOW_S) -> Iterator[None]:
         yield
 
 
-def look(net: loops.Net, optimizers: list[torch.optim.Optimizer], what: str, rank: int) -> list[Tensor]:
+def look(
+    net: loops.Net, optimizers: list[torch.optim.Optimizer], what: str, rank: int, views: list[Tensor]
+) -> list[Tensor]:
     """Do to a model that was just stepped what user code may do; return what it sees."""
     block = net.blocks[2]
     with torch.no_grad():
@@ -60,6 +62,9 @@ def look(net: loops.Net, optimizers: list[torch.optim.Optimizer], what: str, ran
         if what == "writes beside":  # of what is frozen, in a page with what is stepped
             block.norm.weight.mul_(0.99)
             block.norm.bias.data.add_(0.01)
+        if what == "writes beside, by a view":
+            for view in views:
+                view.mul_(0.99)
         if what == "writes an array":
             block.down.bias.detach().numpy()[3] *= 1.01
         if what == "reads gradients":
@@ -106,20 +111,15 @@ def train(
     net = loops.Net()
     for block in net.blocks:
         block.norm.requires_grad_(False)
-    call: Callable[..., Tensor] = net
-    handle, seen = None, []
+    seen = []
     with contextlib.ExitStack() as stack:
-        if streamed is None:
-            device = "cpu"
-            call = ddp = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
-            if size > 2:
-                ddp.register_comm_hook(None, sp_lightning.tree_hook)
-        else:
+        if streamed is not None:
             stack.enter_context(slow(slow_rank))
-            handle = stack.enter_context(sp_lightning.stream(net, device, group=dist.group.WORLD, **streamed))
+        call, device, handle = loops.placed(net, device, streamed, stack)
         trained = [p for p in net.parameters() if p.requires_grad]
         optimizers = [loops.OPTIMIZERS[optimizer](trained[part::several]) for part in range(several)]
         kept = net.head.weight.detach() if keeps == rank else None
+        views = [block.norm.weight.detach() for block in net.blocks] if "view" in what else []
         for step in range(STEPS):
             tokens = torch.randint(0, 97, (16,), generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
             nn.functional.cross_entropy(call(tokens, loops.skipped(rank, step)), tokens).backward()
@@ -127,11 +127,11 @@ def train(
                 each.step()
             if streamed is None and what == "evaluates on one rank":
                 continue
-            seen += look(net, optimizers, what, rank)
+            seen += look(net, optimizers, what, rank, views)
         if handle is not None:
             handle.finish_step()
         assert kept is None or torch.equal(kept, net.head.weight)
-        del kept
+        del kept, views
         found = Found(
             seen,
             {name: p.detach().clone() for name, p in net.named_parameters()},

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import sp_lightning
 from sp_lightning.compat.patches import CLIP_GRADIENTS
 from sp_lightning.ranks import exchange
+from sp_lightning.runtime.handle import Handle
 
 STEPS = 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -77,6 +78,18 @@ def skipped(rank: int, step: int) -> int | None:
     return None if step < 2 else 1 + rank + step % 3 if step % 2 else 3
 
 
+def placed(
+    net: nn.Module, device: str, streamed: dict[str, Any] | None, stack: contextlib.ExitStack
+) -> tuple[Callable[..., Tensor], str, Handle | None]:
+    """Return what calls the net, its device and its handle: under DDP, on the CPU, if ``streamed`` is None."""
+    if streamed is not None:
+        return net, device, stack.enter_context(sp_lightning.stream(net, device, group=dist.group.WORLD, **streamed))
+    ddp = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    if dist.get_world_size() > 2:
+        ddp.register_comm_hook(None, sp_lightning.tree_hook)
+    return ddp, "cpu", None
+
+
 def train(
     streamed: dict[str, Any] | None,
     device: str = "cpu",
@@ -102,17 +115,9 @@ def train(
     dist.init_process_group("gloo", rank=rank, world_size=size)
     torch.manual_seed(rank)  # the first rank's weights are those of all
     net = Net()
-    call: Callable[..., Tensor] = net
     with contextlib.ExitStack() as stack:
-        if streamed is None:
-            device = "cpu"
-            call = ddp = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
-            if size > 2:
-                ddp.register_comm_hook(None, sp_lightning.tree_hook)
-            no_sync = ddp.no_sync
-        else:
-            handle = stack.enter_context(sp_lightning.stream(net, device, group=dist.group.WORLD, **streamed))
-            no_sync = handle.no_sync
+        call, device, handle = placed(net, device, streamed, stack)
+        no_sync = (call if handle is None else handle).no_sync
         stepped = OPTIMIZERS[optimizer](net.parameters())
         losses, kept = [], [stepped]
         held: list[Tensor | None] = []
@@ -135,7 +140,7 @@ def train(
             losses.append(loss.item())
             if step == 1 and rank == 0:  # evaluates alone
                 with torch.no_grad():
-                    (net.eval() if streamed is not None else ddp.module.eval())(tokens, None)
+                    net.eval()(tokens, None)
                 net.train()
             if not last:
                 held = [p.grad for p in net.parameters()] if holds and rank == 0 else []
@@ -259,15 +264,8 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
     pages: list[int] = []
     faces: set[int] = set()
     with contextlib.ExitStack() as stack:
-        call: Callable[..., Tensor] = net
-        handle = None
-        if streamed is None:
-            device = "cpu"
-            call = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
-            if size > 2:
-                call.register_comm_hook(None, sp_lightning.tree_hook)
-        else:
-            handle = stack.enter_context(sp_lightning.stream(net, device, group=dist.group.WORLD, **streamed))
+        call, device, handle = placed(net, device, streamed, stack)
+        if handle is not None:
             assert vars(CLIP_GRADIENTS.holder)[CLIP_GRADIENTS.name] is not CLIP_GRADIENTS.original
         optimizer = OPTIMIZERS[how if how in OPTIMIZERS else "adamw"](net.parameters())
         weights = [p for p in net.parameters() if p.dim() > 1]
