@@ -105,8 +105,8 @@ class Arriving(Protocol):
         """Wait for the gradients, accumulate them, and return their parameters."""
 
 
-class Piece(Protocol):
-    """What is stepped in place of a parameter."""
+class SteppedPiece(Protocol):
+    """A tensor that is stepped in place of a parameter."""
 
     data: Tensor  # with its gradient
     made: State
@@ -116,7 +116,7 @@ class Parts:
     """Which part of each parameter this process steps: all of it; ranks override this (sharded_step.py; Rule 10)."""
 
     is_all = True
-    pieces: Mapping[int, Piece] = {}  # of parameters, by their ids, of which it steps another tensor
+    pieces: Mapping[int, SteppedPiece] = {}  # of parameters, by their ids, of which it steps another tensor
     stepped = staticmethod(HostCopy.after_step)  # called on the thread when its part of a unit is stepped
 
     def check(self) -> None:
