@@ -59,7 +59,7 @@ def find(arguments: Sequence[str]) -> Run:
     if importlib.util.find_spec("jsonargparse") is None:
         raise MissingExtraError(feature="a plan of a config", package="jsonargparse", extra="cli")
     from ..compat.lightning import attach_data, set_epochs
-    from ..lightning.names import StochasticWeightAveraging, TrainerFn, WeightAveraging
+    from ..lightning.names import LightningModule, StochasticWeightAveraging, TrainerFn, WeightAveraging
     from ..lightning.strategy import SuperpipelineStrategy
     from ..planning.settings import OF_TRAINING
 
@@ -74,6 +74,9 @@ def find(arguments: Sequence[str]) -> Run:
         module = _connected(cli)
     answer, cache = getattr(module, "generates", (None, None))
     asked = answer is not None
+    if not asked and type(module).training_step is LightningModule.training_step:
+        allowed = "a module with a training_step, or one that says what it generates (docs/planning.md)"
+        raise OptionError(argument="model", found=type(module).__name__, allowed=allowed)
     trainer.state.fn = TrainerFn.PREDICTING if asked else TrainerFn.FITTING
     trainer.predicting, trainer.training = asked, not asked
     attach_data(trainer, module, cli.datamodule)

@@ -10,9 +10,9 @@
    take is counted apart, so that the trace also tells what later steps take. Another step is only begun: then the
    engine has decided which weights travel cast.
 5. Answers are no step: nothing is differentiated. Three passes over the weights stand for them: one reads the prompts,
-   one makes the token in the middle of each answer, and one the last. Layers of a cache on the host wait there as with
-   examples/common/host_cache.py: the one before is on its way down, and the next one on its way up. For the simulation
-   a layer comes up before its visit.
+   with the images that belong to them, one makes the token in the middle of each answer, and one the last. Layers of a
+   cache on the host wait there as with examples/common/host_cache.py: the one before is on its way down, and the next
+   one on its way up. For the simulation a layer comes up before its visit.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from .memory_tracker import MemoryTracker
 from .step_trace import BATCH, BUFFERS, CACHE, GRADIENTS, OUTSIDE, WORKING, StepTrace, Visit
 
 Runner = Callable[[nn.Module, Any], Any]
+OF_TEXT = "input_ids", "attention_mask", "position_ids", "past_key_values", "labels"  # the rest goes with prompts alone
 KEEPS_MORE = "update_conv_state", "update_indexer"  # of a cache's layers that cannot wait on the host
 
 
@@ -155,15 +156,20 @@ def _answer(handle: Handle, batch: Any, answers: Answers, tracker: MemoryTracker
         raise OptionError(argument="cache", found="host", allowed="'device': the layers keep more than keys and values")
     cache = _CountedCache(plain, tracker, answers.cache == "host")
     given = {"past_key_values": cache.plain, "use_cache": True}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    taken = inspect.signature(model.forward).parameters
+    if "logits_to_keep" in taken:
         given["logits_to_keep"] = 1
+    given_beside = {} if batch is prompts else {name: batch[name] for name in taken if name in batch}
+    beside = {name: value for name, value in given_beside.items() if name not in OF_TEXT}
     middle, one = answers.tokens // 2, prompts[:, :1]
+    alone: dict[str, Any] = {}
+    passes = (prompts, 0, beside), (one, middle - 1, alone), (one, answers.tokens - middle - 1, alone)
     handle.open_scope("predict")
     with torch.no_grad():
-        for tokens, between in (prompts, 0), (one, middle - 1), (one, answers.tokens - middle - 1):
+        for tokens, between, more in passes:
             cache.lengthen(between)
             tracker.passes.append(len(tracker.visits))
-            model(tokens, **given)
+            model(tokens, **given, **more)
     handle.close_scope()
 
 

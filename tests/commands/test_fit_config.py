@@ -95,11 +95,12 @@ CASES = [
     ("preference", ["--trainer.max_epochs", "1", "--model.train", "all"]),
 ]
 CHEAP = CASES[0], ("diffusion", ["--trainer.max_epochs", "1"])
+ANSWER = {"predict", "classify", "describe", "embed"}  # and train nothing
 RECIPES = sorted(path.parent.name for path in EXAMPLES.glob("*/config.yaml"))
 
 
 def test_every_recipe_that_trains_has_a_case():
-    assert {recipe for recipe, _ in CASES} == {*RECIPES} - {"predict"}
+    assert {recipe for recipe, _ in CASES} == {*RECIPES} - ANSWER
 
 
 def test_of_a_recipe_that_answers_the_run_of_predict_is_planned(capsys):
@@ -115,6 +116,28 @@ def test_of_a_recipe_that_answers_the_run_of_predict_is_planned(capsys):
     assert (there["rows"], there["answer"], away["rows"], away["answer"]) == (64, 16, 16, 99)  # of four batches
     assert there["host"]["keys_and_values"] == 0 < away["host"]["keys_and_values"]
     assert (there["trained"], there["run"]["steps"], away["run"]["steps"]) == (0, 1, 2)  # of 32 prompts
+
+
+def test_of_answers_about_images_the_pass_that_sees_them_is_planned_too():
+    pytest.importorskip("transformers")
+    run = fit_config.find(["--config", str(EXAMPLES / "describe" / "config.yaml"), *QUIET])
+
+    def planned(*without):
+        batch = {name: value for name, value in run.spec.batch.items() if name not in without}
+        return plan(run.spec.model, batch, machine="rtx4090", window=1, answer=run.answer, cache=run.cache)
+
+    seen, blind = planned(), planned("pixel_values")
+    assert seen.step_s == blind.step_s and seen.reading_s > blind.reading_s
+
+
+def test_a_module_that_neither_trains_nor_generates_is_not_planned(capsys):
+    pytest.importorskip("transformers")
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--config", str(EXAMPLES / "embed" / "config.yaml"), "--machine", "rtx4090", *QUIET])
+    said = capsys.readouterr().err
+    assert (
+        "model must be a module with a training_step, or one that says what it generates" in said and "'Embed'" in said
+    )
 
 
 @pytest.mark.parametrize(
