@@ -33,8 +33,10 @@ COMMAND = re.compile(
     re.DOTALL,
 )
 NEEDS = "Needs "
+NO_PLAN = {"classify", "embed"}  # neither train nor generate
 DATA = {  # what stands for the data of a recipe, if not for that of all
     "finetune_vlm": "pictures/my.jsonl",
+    "describe": "pictures",
     "preference": "pairs.jsonl",
     "speech": "recordings/recordings.jsonl",
     "diffusion": "latents",
@@ -178,10 +180,10 @@ def planned(recipe: str, arguments: str) -> Plan:
 
     given = shlex.split(arguments.replace("\\\n", " "))
     if recipe in DATA:
-        given = [DATA[recipe] if word in ("my.jsonl", "held_out.jsonl") else word for word in given]
+        given = [DATA[recipe] if word in ("my.jsonl", "held_out.jsonl", "photos") else word for word in given]
     run = fit_config.find(["--config", str(ROOT / "examples" / recipe / "config.yaml"), *given])
     batch = run.spec.batch
-    if run.answer is not None:
+    if recipe == "predict":
         batch = {"input_ids": torch.zeros(len(batch["input_ids"]), PROMPT, dtype=torch.long)}
     options = run.options | {"window": 1 if run.options["window"] == "auto" else run.options["window"]}
     return plan(

@@ -106,16 +106,16 @@ def load_config(checkpoint: str) -> Any:
     return read(AutoConfig, checkpoint).get_text_config()
 
 
-def load_tokenizer(name_or_path: str, checkpoint: str) -> Any:
-    """A tokenizer whose every token the checkpoint's model has an embedding for."""
+def load_tokenizer(name_or_path: str, checkpoint: str, ends: bool = True) -> Any:
+    """A tokenizer whose every token the checkpoint's model has an embedding for; ``ends``: one that can end a text."""
     from transformers import AutoTokenizer
 
     tokenizer = read(AutoTokenizer, name_or_path, "the tokenizer's directory")
-    check_tokenizer(tokenizer, load_config(checkpoint), name_or_path, checkpoint)
+    check_tokenizer(tokenizer, load_config(checkpoint), name_or_path, checkpoint, ends)
     return tokenizer
 
 
-def check_tokenizer(tokenizer: Any, config: Any, name: str, checkpoint: str) -> None:
+def check_tokenizer(tokenizer: Any, config: Any, name: str, checkpoint: str, ends: bool = True) -> None:
     """Refuses one that makes tokens for which the model has no embedding; special ones that no text holds may be
     more: a tokenizer may serve a family's models with images and those without."""
     rows = config.vocab_size
@@ -128,7 +128,7 @@ def check_tokenizer(tokenizer: Any, config: Any, name: str, checkpoint: str) -> 
             f"the tokenizer of {name} has {len(tokenizer)} tokens, but the model of {checkpoint} embeds {rows}; "
             "use the tokenizer that the model was trained with, or resize the model's embedding first"
         )
-    if tokenizer.eos_token_id is None:
+    if ends and tokenizer.eos_token_id is None:
         raise BadInput(f"the tokenizer of {name} has no end-of-sequence token, which ends every document")
 
 

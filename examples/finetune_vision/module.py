@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from ..common import checkpoints, tiny
 from ..common.errors import BadInput
 from ..common.files import existing, read_image
+from ..common.images import to_numbers, whole_image
 from ..common.loading import Data, TrainLoader
 from ..common.schedule import warmup_then_cosine
 
@@ -190,10 +191,7 @@ class ImageData(Data):
 
         size = self.image_size
         cut = [v2.RandomResizedCrop(size, scale=(0.5, 1.0)), v2.RandomHorizontalFlip()]
-        whole = [v2.Resize(size), v2.CenterCrop(size)]
-        to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
-        normal = v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-        transform = v2.Compose([*(cut if training else whole), *to_tensor, normal])
+        transform = v2.Compose([*cut, *to_numbers()]) if training else whole_image(size)
         try:
             return ImageFolder(str(existing(path, "the image folder")), transform, loader=read_image)
         except FileNotFoundError as error:  # no class has an image

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from ..common import checkpoints, tiny
 from ..common.errors import BadInput
 from ..common.files import read_image, read_jsonl
+from ..common.images import asked, load_processor
 from ..common.loading import Data, TrainLoader
 from ..common.loss import Kind, NextTokens
 from ..common.quantized import Form, quantize
@@ -166,18 +167,8 @@ class CaptionData(Data):
 
     def setup(self, stage: str) -> None:
         assert self.trainer is not None
-        from transformers import AutoProcessor
-
-        checkpoint = self.trainer.lightning_module.checkpoint
-        self.processor = checkpoints.read(AutoProcessor, checkpoint)
-        tokenizer = getattr(self.processor, "tokenizer", None)
-        if tokenizer is None or not hasattr(self.processor, "image_processor"):
-            raise BadInput(
-                f"{checkpoint} has no processor of images and texts; examples/finetune_llm trains on texts alone"
-            )
-        checkpoints.check_tokenizer(tokenizer, checkpoints.load_config(checkpoint), checkpoint, checkpoint)
-        tokenizer.padding_side = "right"
-        self.filler = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.processor, self.filler = load_processor(self.trainer.lightning_module.checkpoint)
+        self.processor.tokenizer.padding_side = "right"
         val_path = self.val_path if self.path else self.made_up("val", 4)
         self.train_records = self.records(self.path or self.made_up("train", 20))
         self.val_records = self.records(val_path) if val_path else []
@@ -203,19 +194,10 @@ class CaptionData(Data):
             records.append({**record, "image": str(image)})
         return records
 
-    def prompt(self, record: dict[str, str]) -> str:
-        """The question as the model was trained to see it."""
-        if getattr(self.processor, "chat_template", None):
-            content = [{"type": "image"}, {"type": "text", "text": record["prompt"]}]
-            return self.processor.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True
-            )
-        return f"{self.processor.image_token}{record['prompt']} "
-
     def collate(self, records: Sequence[dict[str, str]]) -> dict[str, Tensor]:
         """A batch in which what follows the prompt is learned."""
         images = [[read_image(record["image"])] for record in records]
-        prompts = [self.prompt(record) for record in records]
+        prompts = [asked(self.processor, record["prompt"]) for record in records]
         end = self.processor.tokenizer.eos_token
         texts = [prompt + record["completion"] + end for prompt, record in zip(prompts, records, strict=True)]
         batch = dict(self.processor(images=images, text=texts, padding=True, return_tensors="pt"))

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import time
 from collections.abc import Sequence
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -16,16 +10,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..common import tiny
+from ..common.answers import Predicts
 from ..common.checkpoints import load_config, load_tokenizer, positions
 from ..common.errors import BadInput
-from ..common.files import read_jsonl, whole
+from ..common.files import read_jsonl
 from ..common.quantized import Form, quantize
-from ..common.summary import say
 from ..common.text import templated
 from ..finetune_llm.module import FineTuneLLM
 
 
-class Generate(FineTuneLLM):
+class Generate(Predicts, FineTuneLLM):
     """A causal language model that answers, greedily or by sampling, with its cache.
 
     Args:
@@ -70,9 +64,6 @@ class Generate(FineTuneLLM):
         """What answers depend on, beside the prompts."""
         return [self.name_or_path, self.dtype_name, self.max_new_tokens, self.temperature, self.base_bits]
 
-    def on_predict_start(self) -> None:
-        self.generated, self.begin, self.seed = 0, time.perf_counter(), torch.initial_seed()
-
     def predict_step(self, batch: dict[str, Any], index: int) -> list[dict[str, Any]]:
         tokenizer, prompts = self.trainer.datamodule.tokenizer, batch["input_ids"]
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
@@ -86,7 +77,7 @@ class Generate(FineTuneLLM):
             past_key_values=self.own_cache(),
             **sampling,
         )[:, prompts.shape[1] :].cpu()
-        batch["generated"] = int((made != tokenizer.pad_token_id).sum())  # on the module others would count, too
+        batch["count"] = int((made != tokenizer.pad_token_id).sum())
         texts = tokenizer.batch_decode(made, skip_special_tokens=True)
         return [{**record, "answer": text} for record, text in zip(batch["records"], texts, strict=True)]
 
@@ -97,13 +88,6 @@ class Generate(FineTuneLLM):
         from ..common.host_cache import host_cache
 
         return host_cache(self.model.config)
-
-    def on_predict_end(self) -> None:
-        generated, seconds = (
-            float(self.trainer.strategy.reduce(torch.tensor(figure), reduce_op=how))
-            for figure, how in ((self.generated, "sum"), (time.perf_counter() - self.begin, "max"))
-        )
-        say(f"{generated:.0f} tokens in {seconds:.1f} s, {generated / seconds:.1f} tokens per second")
 
 
 class PromptData(L.LightningDataModule):
@@ -140,6 +124,8 @@ class PromptData(L.LightningDataModule):
                     f"than the {most} positions of the model of {checkpoint}"
                 )
             self.records.append({"record": record, "tokens": tokens, "number": len(self.records)})
+        # The longest ones first: rows of a batch are nearly of one length, and the first batch needs the most memory.
+        self.records.sort(key=lambda one: len(one["tokens"]), reverse=True)
 
     def made_up(self) -> str:
         """Prompts for a run that was given none."""
@@ -165,92 +151,3 @@ class PromptData(L.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.records[self.done :], batch_size=self.batch_size, collate_fn=self.collate)
-
-
-class Answers(L.Callback):
-    """Writes what was predicted, a line for each record, as soon as it is there; the file appears when all are.
-
-    Until then the lines are in a file beside it, from which the same run goes on after a kill: with the next whole
-    batch, so that batches, and what they draw at random, are those of an undisturbed run. On several devices each has
-    such a file, and a run begins anew.
-    """
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.out: Any = None
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.path = Path(trainer.default_root_dir) / self.file
-        ranks = range(trainer.world_size)
-        self.parts = [self.path.with_name(f"{self.path.name}.part{f'.{rank}' * (len(ranks) > 1)}") for rank in ranks]
-        self.part = self.parts[trainer.global_rank]
-        self.of = self.path.with_name(f"{self.path.name}.of")  # says of which run the part is
-        self.kept = 0
-        if len(ranks) == 1:
-            self.go_on(trainer.datamodule, pl_module)
-
-    def go_on(self, data: Any, module: Any) -> None:
-        """Keep the whole batches of the same run, if one was killed."""
-        prompts = json.dumps([[one["tokens"], one["record"]] for one in data.records])
-        digest = hashlib.sha256(prompts.encode()).hexdigest()
-        run = json.dumps([digest, data.batch_size, torch.initial_seed(), *module.settings])
-        if self.part.exists() and self.of.exists() and self.of.read_text() == run:
-            with self.part.open("rb") as part:
-                sizes = [len(line) for line in part if line.endswith(b"\n")]
-            batches = len(sizes) // data.batch_size
-            data.done = min(batches * data.batch_size, len(data.records) - 1)  # something is left to answer
-            data.done -= data.done % data.batch_size
-            self.kept = sum(sizes[: data.done])
-            say(f"going on after {data.done} prompts that {self.part} has answers to")
-        else:
-            self.part.unlink(missing_ok=True)  # before the other file says that it is of this run
-            with whole(self.of) as of:
-                of.write_text(run)
-
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.out = self.part.open("ab")
-        self.out.truncate(self.kept)
-
-    def on_predict_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        self.out.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in outputs).encode())
-        self.out.flush()
-        pl_module.generated += batch["generated"]
-        speed = pl_module.generated / (time.perf_counter() - pl_module.begin)
-        show_beside(trainer.progress_bar_callback, f"{speed:.1f} tokens/s")
-
-    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.out.close()
-        trainer.strategy.barrier()  # all parts are there
-        if trainer.is_global_zero:
-            if len(self.parts) > 1:
-                self.merge()
-            else:
-                self.part.replace(self.path)
-            self.of.unlink(missing_ok=True)
-
-    def merge(self) -> None:
-        """Put the answers of all devices in the order of their prompts, of which Lightning deals each one in turn."""
-        with contextlib.ExitStack() as stack:
-            out = stack.enter_context(stack.enter_context(whole(self.path)).open("w", encoding="utf-8"))
-            answers = [stack.enter_context(part.open(encoding="utf-8")) for part in self.parts]
-            out.writelines(line for lines in zip_longest(*answers, fillvalue="") for line in lines)
-        for part in self.parts:
-            part.unlink()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self.out is not None:
-            self.out.close()
-            if len(self.parts) > 1 or not self.part.stat().st_size:  # nothing to go on from
-                self.part.unlink(missing_ok=True)
-                self.of.unlink(missing_ok=True)
-
-
-def show_beside(bar: Any, text: str) -> None:
-    """Show a figure in a progress bar of either kind, beside the batches that were predicted."""
-    if getattr(bar, "predict_progress_bar_id", None) is not None:
-        bar.progress.update(bar.predict_progress_bar_id, description=f"{bar.predict_description} {text}")
-    elif hasattr(bar, "predict_progress_bar"):
-        bar.predict_progress_bar.set_postfix_str(text)

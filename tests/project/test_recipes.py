@@ -1474,11 +1474,12 @@ def test_a_step_at_which_nothing_can_be_delinked_is_named():
 # ---- batch inference
 
 
-def predict(*arguments, folder="run"):
-    """Runs the recipe; gives the records that it wrote."""
+def predict(*arguments, folder="run", recipe="predict"):
+    """Runs a recipe; gives the records that it wrote."""
     where = [f"--trainer.default_root_dir={folder}", *QUIET]
-    main(["predict", "--config", "examples/predict/config.yaml", *where, *arguments])
-    return [json.loads(line) for line in pathlib.Path(folder, "answers.jsonl").read_text().splitlines()]
+    main(["predict", "--config", f"examples/{recipe}/config.yaml", *where, *arguments])
+    (written,) = pathlib.Path(folder).glob("*.jsonl")
+    return [json.loads(line) for line in written.read_text().splitlines()]
 
 
 def test_answers_are_those_of_the_plain_run(tiny_llm, capsys):
@@ -1488,6 +1489,26 @@ def test_answers_are_those_of_the_plain_run(tiny_llm, capsys):
     assert Moved.stats["bytes_down"] == 0 and Moved.stats["fetches"] > 16
     assert re.search(r"\d+ tokens in [0-9.]+ s, [0-9.]+ tokens per second", capsys.readouterr().out)
     assert streamed == predict(*arguments, PLAIN, folder="plain") and streamed[1]["id"] == 7
+
+
+def test_the_longest_prompts_are_answered_first_and_all_written_in_their_order(tiny_llm, monkeypatch):
+    """So rows of a batch have hardly any padding, and the first batch, by which memory is counted, is the largest."""
+    from examples.predict.module import Generate
+
+    shapes, step = [], Generate.predict_step
+    monkeypatch.setattr(
+        Generate,
+        "predict_step",
+        lambda self, batch, index: (shapes.append(batch["input_ids"].shape), step(self, batch, index))[1],
+    )
+    prompts = [{"prompt": "owl " * length, "id": number} for number, length in enumerate((2, 9, 3, 12, 2, 9, 1))]
+    found = predict(
+        f"--model.name_or_path={tiny_llm}", f"--data.path={write('ask.jsonl', *prompts)}", "--data.batch_size=2"
+    )
+    assert [{key: record[key] for key in ("prompt", "id")} for record in found] == prompts
+    lengths = [length for _, length in shapes]
+    assert lengths == sorted(lengths, reverse=True)
+    assert [rows for rows, _ in shapes] == [2, 2, 2, 1]
 
 
 @pytest.mark.simgpu
@@ -1566,7 +1587,7 @@ def killed_after(batches, arguments):
     code = f"""
         import os, signal
         import torch
-        from examples.predict.module import Answers
+        from examples.common.answers import Answers
         from sp_lightning.cli import main
         torch.set_num_threads(1)
         write, left = Answers.on_predict_batch_end, [{batches}]
@@ -1599,7 +1620,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_file(count, batches, tiny_llm,
         assert not (folder / "answers.jsonl").exists()
     capsys.readouterr()
     assert predict(*where, folder="killed") == undisturbed
-    assert f"going on after {2 * sum(batches)} prompts" in capsys.readouterr().out
+    assert f"going on after {2 * sum(batches)} records" in capsys.readouterr().out
     assert [path.name for path in folder.glob("answers*")] == ["answers.jsonl"]
 
 
@@ -1627,6 +1648,135 @@ def test_sampled_answers_do_not_depend_on_the_batches_at_once(at_once, tiny_llm)
     arguments = f"--model.name_or_path={tiny_llm}", "--model.temperature=0.7", "--data.batch_size=4"
     option = f"--trainer.strategy.predict_at_once={at_once}"
     assert predict(*arguments, option) == predict(*arguments, PLAIN, folder="plain")
+
+
+# ---- what is said of many images and texts
+
+
+@pytest.mark.parametrize("recipe", ["classify", "describe", "embed"])
+def test_predictions_are_those_of_the_plain_run(recipe):
+    streamed = predict("--trainer.callbacks+=test_recipes.Moved", recipe=recipe, folder="streamed")
+    assert Moved.stats["bytes_down"] == 0 and Moved.stats["fetches"] > 8
+    assert streamed == predict(PLAIN, recipe=recipe, folder="plain")
+    assert predict("--data.batch_size=1", "--trainer.strategy.predict_at_once=1", recipe=recipe) != []
+    if recipe != "embed":
+        assert [record["image"] for record in streamed] == sorted(record["image"] for record in streamed)
+
+
+@SLOW
+@pytest.mark.parametrize("recipe", ["describe", "embed"])
+def test_predictions_with_a_packed_base_are_those_of_the_plain_run(recipe):
+    pytest.importorskip("torchao")
+    arguments = "--model.base_bits=nf4", "--model.dtype=bfloat16"
+    assert predict(*arguments, recipe=recipe) == predict(*arguments, PLAIN, recipe=recipe, folder="plain")
+
+
+@pytest.mark.parametrize("recipe", ["classify", "describe"])
+def test_an_image_that_cannot_be_read_is_told_and_the_others_go_on(recipe):
+    from examples.common import tiny
+
+    folder = pathlib.Path("photos")
+    tiny.image_folder(folder, 2)
+    one_by_one = f"--data.path={folder}", "--data.batch_size=1", "--model.dtype=float32"
+    before = predict(*one_by_one, recipe=recipe)
+    (folder / "broken.jpg").write_bytes(b"no image")
+    (folder / "notes.txt").write_text("not looked at")
+    after = predict(*one_by_one, recipe=recipe)
+    (broken,) = [record for record in after if "error" in record]
+    assert broken["image"] == "broken.jpg" and "photos/broken.jpg is not an image that can be read" in broken["error"]
+    assert [record for record in after if record is not broken] == before
+    together = predict(f"--data.path={folder}", "--data.batch_size=3", "--model.dtype=float32", recipe=recipe)
+    assert [record["image"] for record in together] == [record["image"] for record in after]
+    assert [broken] == [record for record in together if "error" in record]
+
+
+@pytest.mark.parametrize(
+    "recipe, arguments, said",
+    [
+        ("classify", ["--data.path=none"], "the image folder none does not exist"),
+        ("classify", ["--data.path=."], r"\. has no images: files that end in .bmp, "),
+        ("describe", ["--data.path=ask.jsonl"], "ask.jsonl is a file, not a folder of images"),
+        ("embed", ["--data.path=ask.jsonl"], r"ask.jsonl, line 1 has the keys \['prompt'\]; a record needs \"text\""),
+        ("embed", ["--data.path=long.jsonl"], r"long.jsonl, line 2: a text of \d+ tokens; the model of \S+ takes 1 to"),
+    ],
+)
+def test_images_and_texts_that_are_none_are_named(recipe, arguments, said):
+    from examples.common.errors import BadInput
+
+    write("ask.jsonl", {"prompt": "The owl"})
+    write("long.jsonl", {"text": "The owl"}, {"text": "The owl " * 999})
+    with pytest.raises(BadInput, match=said):
+        predict(*arguments, recipe=recipe)
+
+
+def test_a_long_text_may_be_cut():
+    write("long.jsonl", {"text": "The owl " * 999}, {"text": "The owl The owl The"}, {"text": "owl"})
+    cut = predict("--data.path=long.jsonl", "--data.most_tokens=4", "--data.batch_size=1", recipe="embed")
+    assert len({tuple(record["embedding"]) for record in cut[:2]}) == 1 and cut[2]["embedding"] != cut[0]["embedding"]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_a_vector_is_made_of_the_tokens_and_not_of_the_padding(pooling):
+    """Beside a longer text it is what it is alone, but for how sums of other shapes are rounded."""
+    write("texts.jsonl", {"text": "A cat sees a red boat and then another boat"}, {"text": "The owl"})
+    arguments = "--data.path=texts.jsonl", f"--model.pooling={pooling}"
+    together, alone = predict(*arguments, recipe="embed"), predict(*arguments, "--data.batch_size=1", recipe="embed")
+    for ours, theirs in zip(together, alone, strict=True):
+        torch.testing.assert_close(torch.tensor(ours["embedding"]), torch.tensor(theirs["embedding"]))
+        assert torch.tensor(ours["embedding"]).norm() == pytest.approx(1)
+    assert together[0]["embedding"] != together[1]["embedding"]
+
+
+def test_vectors_of_an_encoder_whose_tokenizer_ends_nothing(words):
+    """As BERT's, which has no end-of-sequence token."""
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = BertModel(BertConfig(vocab_size=len(words), **sizes)).eval()
+    model.save_pretrained("bert")
+    PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, pad_token="<pad>").save_pretrained("bert")
+    write("texts.jsonl", {"text": "The owl"})
+    (found,) = predict("--data.path=texts.jsonl", "--model.name_or_path=bert", "--model.pooling=first", recipe="embed")
+    with torch.no_grad():
+        state = model(torch.tensor([words("The owl")["input_ids"]])).last_hidden_state[:, 0]
+    assert found["embedding"] == torch.nn.functional.normalize(state, dim=-1)[0].tolist()
+
+
+@SLOW
+def test_a_classifier_that_was_trained_names_its_classes():
+    run = fit("finetune_vision", "--trainer.max_epochs=6", folder="trained")
+    found = predict(
+        f"--model.name_or_path={run / 'model'}", f"--data.path={run / 'tiny/squares-val'}", recipe="classify"
+    )
+    right = [record["image"].split("/")[0] == record["label"] for record in found]
+    assert {record["label"] for record in found} <= {"blue", "green", "red", "yellow"} and sum(right) > len(right) / 2
+
+
+def test_a_classifier_sees_images_as_its_own_processor_prepares_them():
+    from transformers import ViTImageProcessor
+
+    from examples.classify.module import Classify
+    from examples.common import tiny
+
+    tiny.image_classifier(pathlib.Path("vit"))
+    tiny.image_folder(pathlib.Path("photos"), 1)
+    seen, step = [], Classify.predict_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Classify,
+            "predict_step",
+            lambda self, batch, index: (seen.append(batch["pixel_values"]), step(self, batch, index))[1],
+        )
+        arguments = "--model.name_or_path=vit", "--data.path=photos", "--trainer.strategy.predict_at_once=1"
+        predict(*arguments, recipe="classify")
+        processor = ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1] * 3, image_std=[0.7] * 3)
+        processor.save_pretrained("vit")
+        predict(*arguments, recipe="classify")
+    from PIL import Image
+
+    names = sorted(pathlib.Path("photos").rglob("*.png"))
+    expected = processor(images=[Image.open(name).convert("RGB") for name in names], return_tensors="pt")
+    assert not torch.equal(seen[0], seen[1]) and torch.equal(seen[1], expected["pixel_values"])
 
 
 # ---- images

@@ -1,0 +1,1 @@
+"""Answers about the images of a folder."""
