@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sp_lightning.core.machine import GEN4, GIB, MACHINES, SUSTAINED_FLOPS, Machine
+from sp_lightning.core.machine import GEN4, GIB, MACHINES, SUSTAINED_DEVICE, SUSTAINED_FLOPS, Machine
 from sp_lightning.core.schedule import Schedule
 from sp_lightning.core.simulation import SimulatedVisit, Simulation, simulate
 from sp_lightning.core.unit_numbers import UnitNumbers
@@ -83,13 +83,16 @@ class Decoder:
             stowed_nbytes=layer * on_host,
             fetched_nbytes=layer * on_host * reads,
             nbytes=there + mlp,
+            moved_nbytes=HALF * self.block + layer,
         )
         hidden = HALF * tokens * self.hidden
         yield SimulatedVisit(0, 0.0, nbytes=there + hidden)
         for index in range(1, self.layers + 1):
             yield replace(block, unit=index)
         head = 2 * rows * self.vocabulary * self.hidden
-        yield SimulatedVisit(self.layers + 1, head, nbytes=there + hidden + LOGIT * rows * self.vocabulary)
+        logits = LOGIT * rows * self.vocabulary
+        matrix = HALF * self.vocabulary * self.hidden
+        yield SimulatedVisit(self.layers + 1, head, nbytes=there + hidden + logits, moved_nbytes=matrix + logits)
 
 
 LLAMAS = (  # from their published config.json files
@@ -97,8 +100,12 @@ LLAMAS = (  # from their published config.json files
     Decoder("Llama 3 70B", 8192, 80, 8192, 1024, 28672, 128256),
 )
 OPT = Decoder("OPT-30B", 7168, 48, 7168, 7168, 28672, 50272, matrices=2, tied=True)
-# NVIDIA T4 datasheet: 65 TFLOP/s in half precision, 16 GB, 16 lanes of half GEN4's rate. FlexGen's host had 208 GB.
-T4 = Machine("t4", 65e12 * SUSTAINED_FLOPS, GEN4 / 2, GEN4 / 2, 0.85, 1e11, 16 * GIB, int(208e9))
+# NVIDIA T4 datasheet: 65 TFLOP/s in half precision, 16 GB of 320 GB/s, 16 lanes of half GEN4's rate. FlexGen's host
+# had 208 GB.
+T4 = replace(
+    Machine("t4", 65e12 * SUSTAINED_FLOPS, GEN4 / 2, GEN4 / 2, 0.85, 1e11, 16 * GIB, int(208e9)),
+    device_bytes_per_s=320e9 * SUSTAINED_DEVICE,
+)
 # Generated tokens per second on one T4, 512 tokens in and 32 out, with each system's best batch:
 # github.com/FMInference/FlexiGen, benchmark/batch_size_table.md.
 PUBLISHED = (("Hugging Face Accelerate", 8, 0.62), ("DeepSpeed ZeRO-Inference", 4, 0.60), ("FlexGen", 144, 7.32))

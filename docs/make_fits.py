@@ -1,17 +1,21 @@
-"""Write the tables of what fits where, a long one and the README's, from the planner alone.
+"""Write the tables of what fits where, from the planner alone: a long one, the README's, and one of answers.
 
     python docs/make_fits.py
 
-Each cell is the largest of `MODELS` whose plan fits, with its speed and the hours for 10 M tokens. Nothing is measured.
+In the first two a cell is the largest of `MODELS` whose plan fits, with its speed and the hours for 10 M tokens; in the
+last how many calls in lockstep, of how many rows, a card takes, and how fast they are. Nothing is measured.
 """
 
 from __future__ import annotations
 
+import functools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sp_lightning.core.machine import GIB, PROFILES, headroom
 from sp_lightning.planning import plan
@@ -20,6 +24,7 @@ from sp_lightning.planning.workloads import WORKLOADS
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 PAGE = pathlib.Path(__file__).parent / "what-fits.md"
+OF_ANSWERS = pathlib.Path(__file__).parent / "inference.md"
 BEGIN, END = "<!-- what fits -->", "<!-- end of what fits -->"
 CARDS = ("rtx4060", "rtx4070", "rtx4060ti-16gb", "rtx4090")
 MEMORIES = (32, 64, 128)  # GiB
@@ -44,8 +49,30 @@ MODELS = {  # the smallest first
 }
 WAYS = ("FP32 AdamW", "bf16-true AdamW", "adapters, bf16")
 SHORT = ("FP32 AdamW", "adapters, bf16", "answers, bf16")
-ASKED = {"Llama 1B": "llama-1b", "Llama 3B": "llama-3b", "Llama 8B": "llama-8b"}  # of shapes.py, which can answer
 PROMPTS, PROMPT, ANSWER = 32, 512, 256  # of the answers: how many at once, and their tokens
+ROWS = 4, 16, 64  # of a call in lockstep, of which the best is listed
+ASKING = ("rtx4060", "rtx4070", "rtx4090")
+
+
+def _qwen3(layers: int, heads: int, intermediate: int) -> nn.Module:
+    config = Qwen3Config(
+        hidden_size=5120,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=intermediate,
+        vocab_size=151936,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+ASKED: dict[str, Callable[[], nn.Module]] = {  # by the models' published config.json files
+    "Llama 8B": SHAPES["llama-8b"].make,
+    "Qwen3 14B": functools.partial(_qwen3, 40, 40, 17408),
+    "Qwen3 32B": functools.partial(_qwen3, 64, 64, 25600),
+    "Llama 70B": SHAPES["llama-70b"].make,
+}
 
 
 @dataclass(frozen=True)
@@ -69,11 +96,33 @@ def needs(card: str, model: str) -> Iterator[Needs]:
 
 def answers(card: str, model: str) -> Needs:
     """Return what answers take on one card."""
-    shape = SHAPES[ASKED[model]]
-    batch = shape.inputs(PROMPTS, PROMPT, torch.Generator())
-    given = {"machine": card, "precision": "bf16-true", "answer": ANSWER, "host_memory": ROOMY}
-    found = plan(shape.make, batch, **given)
+    found = plan(ASKED[model], _prompts(PROMPTS), **_asking(card))
     return Needs(found.device_nbytes, found.host.total, found.with_memory.answer_s(ANSWER))
+
+
+def in_lockstep() -> str:
+    """Make the table of answers, with a row for each model."""
+    heads = [f"{PROFILES[card].device_nbytes // GIB} GB (`{card}`)" for card in ASKING]
+    lines = [f"| model, bf16 | weights | {' | '.join(heads)} |", f"| --- | --- |{' --- |' * len(heads)}"]
+    for name, make in ASKED.items():
+        cells, host = [], 0
+        for card in ASKING:
+            found = {rows: plan(make, _prompts(rows), **_asking(card), at_once="auto") for rows in ROWS}
+            fits = [(calls.tokens_per_s, calls, rows) for rows in ROWS for calls in found[rows].lockstep if calls.fits]
+            rate, calls, rows = max(fits, key=lambda one: one[0])
+            away = ", cache on the host" * (calls.cache == "host")
+            cells.append(f"{calls.at_once} x {rows} rows{away}: {float(f'{rate:.2g}'):.0f} tokens/s")
+            host = found[rows].host.weights
+        lines.append(f"| {name} | {host / GIB:.0f} GiB | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _prompts(rows: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.zeros(rows, PROMPT, dtype=torch.long)}
+
+
+def _asking(card: str) -> dict[str, object]:
+    return {"machine": card, "precision": "bf16-true", "answer": ANSWER, "host_memory": ROOMY}
 
 
 def tables() -> tuple[str, str]:
@@ -111,8 +160,8 @@ def written(text: str, new: str) -> str:
 
 
 def main() -> None:
-    """Write both tables into their pages."""
-    for page, table in zip((PAGE, README), tables(), strict=True):
+    """Write the tables into their pages."""
+    for page, table in zip((PAGE, README, OF_ANSWERS), (*tables(), in_lockstep()), strict=True):
         page.write_text(written(page.read_text(), table))
 
 

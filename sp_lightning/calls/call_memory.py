@@ -3,8 +3,9 @@
 1. The first call runs alone to its end. What it *keeps* is the most that it had on the device, beside weights, where it
    was about to enter a unit: that is what a call keeps while others run. The rest of its peak is what the running call
    *works* with.
-2. As many calls are under way as fit beside the resident root, a window of two units (or one that was set), a reserve
-   of 5 %, what else is on the device, and what one of them works with; at least one, and at most 64. An "auto" window
+2. As many calls are under way as fit beside the resident root, a window, a reserve of 5 %, what else is on the device,
+   and what one of them works with; at least one, and at most 64. An "auto" window counts with all units if a call fits
+   beside them, since then nothing has to travel; else with two, as more calls save more traffic than more units do. It
    shrinks before they begin.
 3. A later call that keeps more counts from then on: fewer calls begin, and those under way go on. So the largest should
    come first.
@@ -65,7 +66,8 @@ class CallMemory:
         if self._works is None:
             return 1
         base = self._device.beside_weights() - sum(call.kept_nbytes for call in under_way)
-        room: int = self._window.tuner.room_beside_window() - base - self._works
-        count = max(1, min(room // self._kept, MOST))
+        rooms = (room - base - self._works for room in self._window.tuner.rooms_beside_window())
+        count = next((room // self._kept for room in rooms if room >= self._kept), 1)
+        count = min(count, MOST)
         self._window.expect(base + count * self._kept + self._works, f"{count} calls at once")
         return count

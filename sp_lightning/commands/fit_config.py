@@ -11,15 +11,16 @@
    says how many, by an attribute ``trained_copies``.
 5. A module that generates answers in ``predict`` says so by an attribute ``generates``: the tokens of each, and where
    keys and values wait, "device" or "host". Its batch holds the prompts as ``input_ids``, and it is not trained.
-   With ``predict_at_once`` the batches under way at once count as one; with "auto", one counts for all.
+   With ``predict_at_once="auto"`` one batch is planned, and how many of it fit is found in the run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,11 +46,12 @@ class Run:
     accumulate: int  # batches before a step of the optimizer
     copies: int  # of the weights, that callbacks have
     trained_copies: int  # of the trained ones alone, that callbacks say they have (Rule 4)
-    steps: int | None  # of the optimizer, in the whole run, or batches of prompts; None if it has no end
+    steps: int | None  # of the optimizer, in the whole run, or batches of prompts, those at once as one; None: no end
     devices: int = 1  # each with such a batch
     own_gradients: bool = False  # whether each of several devices has gradients of its own (unit_numbers.py, Rule 5)
     answer: int | None = None  # tokens of each answer, if the run generates them (Rule 5)
     cache: str | None = None
+    predict_at_once: int = 1
     optimizer: Any = None  # a name or a function of parameters; None for the module's own
     beside: Callable[[int], int] | None = None  # with a window: device bytes that other models' windows take
 
@@ -95,9 +97,8 @@ def find(arguments: Sequence[str]) -> Run:
     for name in BATCH_HOOKS:
         for owner in filter(None, (cli.datamodule, module)):
             batch = getattr(owner, name)(batch, 0)
-    at_once = trainer.strategy.predict_at_once if asked else None
-    if isinstance(at_once, int):
-        batch, steps = _several(batch, at_once), -(-steps // at_once)
+    option = trainer.strategy.predict_at_once if asked else None
+    at_once = option if isinstance(option, int) else 1
     averages = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
     length = batch["input_ids"].shape[1] if hasattr(batch, "keys") and "input_ids" in batch else None
     return Run(
@@ -107,22 +108,13 @@ def find(arguments: Sequence[str]) -> Run:
         accumulate=1 if asked else trainer.accumulate_grad_batches,
         copies=0 if asked else len(averages),
         trained_copies=0 if asked else sum(getattr(one, "trained_copies", 0) for one in trainer.callbacks),
-        steps=int(steps) if 0 <= steps < float("inf") else None,
+        steps=math.ceil(steps / at_once) if 0 <= steps < float("inf") else None,
         devices=trainer.strategy.world_size,
         own_gradients=trainer.strategy.writes_gradients,
         answer=answer,
         cache=cache,
+        predict_at_once=at_once,
     )
-
-
-def _several(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return ``count`` batches as one: all of them have caches at the same time, and share each trip (Rule 5)."""
-    rows = batch["input_ids"].shape[0]
-    of_rows = {name: hasattr(value, "__len__") and len(value) == rows for name, value in batch.items()}
-    return {
-        name: value if not of_rows[name] else value * count if isinstance(value, list) else torch.cat([value] * count)
-        for name, value in batch.items()
-    }
 
 
 def _parser() -> Any:

@@ -9,6 +9,7 @@ to plan for a machine that is not at hand. Measure a machine that is: hosts diff
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ GIB = 2**30
 
 # Assumed shares of the peaks.
 SUSTAINED_FLOPS = 0.6  # of dense bf16 with FP32 accumulation, in large matrix products and what surrounds them
+SUSTAINED_DEVICE = 0.8  # of the device's memory, in products of large matrices with few rows
 SUSTAINED_DRAM = 0.7  # of one socket's memory channels, read and written by the optimizer
 DUPLEX = 0.85  # of its bandwidth, in each direction while both run; 0.5 on some hosts
 
@@ -63,6 +65,11 @@ class Machine:
     disk_bytes_per_s: float = DISK_READ
     disk_out_bytes_per_s: float = DISK_WRITE  # sustained
     disk_duplex: float = DISK_DUPLEX  # as `duplex`
+    device_bytes_per_s: float = math.inf  # of its memory, read and written; inf: not known
+
+    def compute_s(self, flops: float, moved_nbytes: float) -> float:
+        """Return the seconds in which the device does these operations, and reads and writes these bytes."""
+        return max(flops / self.flops_per_s, moved_nbytes / self.device_bytes_per_s)
 
     def disk_s(self, read_nbytes: int, written_nbytes: int) -> float:
         """Return the seconds in which the disk can read and write these bytes, at best at once."""
@@ -128,6 +135,7 @@ def _profile(
     peak_fp32: float,
     link: float,
     peak_dram: float,
+    peak_device: float,
     device_nbytes: float,
     host_nbytes: int,
 ) -> Machine:
@@ -141,43 +149,52 @@ def _profile(
         device_nbytes=int(device_nbytes),
         host_nbytes=host_nbytes,
         fp32_flops_per_s=peak_fp32 * SUSTAINED_FLOPS,
+        device_bytes_per_s=peak_device * SUSTAINED_DEVICE,
     )
 
 
 # Peaks are the vendors': dense bf16 tensor operations with FP32 accumulation, without sparsity; then FP32 outside of
-# tensor cores, as torch multiplies it by default. Hosts are typical ones, with one active device on a socket of its
-# own. Several devices of a plan (`simulate(ranks=...)`) share all of it.
+# tensor cores, as torch multiplies it by default; the bandwidth of the device's memory is theirs, too. Hosts are
+# typical ones, with one active device on a socket of its own. Several devices of a plan (`simulate(ranks=...)`) share
+# all of it.
 MACHINES = {
     machine.name: machine
     for machine in (
         # NVIDIA Ampere GA102 GPU architecture whitepaper: 128 FLOP per tensor core and clock. 112 tensor cores, 3584
         # CUDA cores, 1.777 GHz, 12 GB. Two channels of DDR4-3200: 51.2 GB/s.
-        _profile("rtx3060", 25.5e12, 12.7e12, GEN4, 51.2e9, 12 * GIB, 64 * GIB),
+        _profile("rtx3060", 25.5e12, 12.7e12, GEN4, 51.2e9, 360e9, 12 * GIB, 64 * GIB),
         # NVIDIA Ada GPU architecture whitepaper: 165.2 TFLOP/s, 24 GB. Two channels of DDR5-5600: 89.6 GB/s.
-        _profile("rtx4090", 165.2e12, 82.6e12, GEN4, 89.6e9, 24 * GIB, 128 * GIB),
+        _profile("rtx4090", 165.2e12, 82.6e12, GEN4, 89.6e9, 1008e9, 24 * GIB, 128 * GIB),
         # NVIDIA RTX Blackwell GPU architecture whitepaper: 209.5 TFLOP/s, 32 GB. Two channels of DDR5-6400: 102.4 GB/s.
-        _profile("rtx5090", 209.5e12, 104.8e12, GEN5, 102.4e9, 32 * GIB, 192 * GIB),
+        _profile("rtx5090", 209.5e12, 104.8e12, GEN5, 102.4e9, 1792e9, 32 * GIB, 192 * GIB),
         # NVIDIA A100 80GB SXM datasheet: 312 TFLOP/s. EPYC 7003, eight channels of DDR4-3200: 204.8 GB/s.
-        _profile("a100", 312e12, 19.5e12, GEN4, 204.8e9, 80 * GIB, 1024 * GIB),
+        _profile("a100", 312e12, 19.5e12, GEN4, 204.8e9, 2039e9, 80 * GIB, 1024 * GIB),
         # NVIDIA H100 SXM datasheet: 989.4 TFLOP/s, 80 GB. Xeon 8480C, eight channels of DDR5-4800: 307.2 GB/s.
-        _profile("h100", 989.4e12, 66.9e12, GEN5, 307.2e9, 80 * GIB, 2048 * GIB),
+        _profile("h100", 989.4e12, 66.9e12, GEN5, 307.2e9, 3350e9, 80 * GIB, 2048 * GIB),
         # NVIDIA H200 SXM datasheet: 989.4 TFLOP/s, 141 GB. Xeon 8580, eight channels of DDR5-5600: 358.4 GB/s.
-        _profile("h200", 989.4e12, 66.9e12, GEN5, 358.4e9, 141e9, 2048 * GIB),
+        _profile("h200", 989.4e12, 66.9e12, GEN5, 358.4e9, 4800e9, 141e9, 2048 * GIB),
         # AMD Instinct MI300X data sheet: 1307.4 TFLOP/s, 192 GB. EPYC 9004, twelve channels of DDR5-4800: 460.8 GB/s.
-        _profile("mi300x", 1307.4e12, 163.4e12, GEN5, 460.8e9, 192e9, 2048 * GIB),
+        _profile("mi300x", 1307.4e12, 163.4e12, GEN5, 460.8e9, 5300e9, 192e9, 2048 * GIB),
     )
 }
 
 
 def _geforce(
-    name: str, cores: int, clock: float, link: float, peak_dram: float, device_nbytes: float, host_nbytes: int
+    name: str,
+    cores: int,
+    clock: float,
+    link: float,
+    peak_dram: float,
+    peak_device: float,
+    device_nbytes: float,
+    host_nbytes: int,
 ) -> Machine:
     """Make the profile of a GeForce card from its CUDA cores and its boost clock.
 
     A CUDA core does 2 FLOP per clock, and the tensor cores beside it 4, dense bf16 with FP32 accumulation.
     """
     fp32 = 2 * cores * clock
-    return _profile(name, 2 * fp32, fp32, link, peak_dram, device_nbytes, host_nbytes)
+    return _profile(name, 2 * fp32, fp32, link, peak_dram, peak_device, device_nbytes, host_nbytes)
 
 
 def _rented(
@@ -185,13 +202,15 @@ def _rented(
     peak_flops: float,
     peak_fp32: float,
     link: float,
+    peak_device: float,
     device_nbytes: float,
     host_nbytes: int,
     cores: int,
     peak_dram: float = 204.8e9,
 ) -> Machine:
     """Make the profile of a virtual machine, which has some cores of a server with this memory bandwidth."""
-    return with_cores(_profile(name, peak_flops, peak_fp32, link, peak_dram, device_nbytes, host_nbytes), cores)
+    machine = _profile(name, peak_flops, peak_fp32, link, peak_dram, peak_device, device_nbytes, host_nbytes)
+    return with_cores(machine, cores)
 
 
 # Cards as people have them. Cores and boost clocks are those of the vendor's specification pages (of laptops, whose
@@ -200,39 +219,39 @@ def _rented(
 _DDR4, _DDR5, _LAPTOP = 51.2e9, 89.6e9, 76.8e9
 _CARDS = (
     # 8 GB
-    _geforce("rtx3070", 5888, 1.725e9, GEN4, _DDR4, 8 * GIB, 32 * GIB),
-    _geforce("rtx4060", 3072, 2.46e9, GEN4 / 2, _DDR5, 8 * GIB, 32 * GIB),  # 8 lanes
-    _geforce("rtx4060-laptop", 3072, 1.92e9, GEN4 / 2, _LAPTOP, 8 * GIB, 16 * GIB),  # 8 lanes
-    _geforce("rtx4070-laptop", 4608, 1.70e9, GEN4 / 2, _LAPTOP, 8 * GIB, 32 * GIB),  # 8 lanes
+    _geforce("rtx3070", 5888, 1.725e9, GEN4, _DDR4, 448e9, 8 * GIB, 32 * GIB),
+    _geforce("rtx4060", 3072, 2.46e9, GEN4 / 2, _DDR5, 272e9, 8 * GIB, 32 * GIB),  # 8 lanes
+    _geforce("rtx4060-laptop", 3072, 1.92e9, GEN4 / 2, _LAPTOP, 256e9, 8 * GIB, 16 * GIB),  # 8 lanes
+    _geforce("rtx4070-laptop", 4608, 1.70e9, GEN4 / 2, _LAPTOP, 256e9, 8 * GIB, 32 * GIB),  # 8 lanes
     # 12 GB
-    _geforce("rtx4070", 5888, 2.475e9, GEN4, _DDR5, 12 * GIB, 64 * GIB),
-    _geforce("rtx5070", 6144, 2.512e9, GEN5, _DDR5, 12 * GIB, 64 * GIB),
-    _geforce("rtx4080-laptop", 7424, 1.81e9, GEN4, _LAPTOP, 12 * GIB, 32 * GIB),
+    _geforce("rtx4070", 5888, 2.475e9, GEN4, _DDR5, 504e9, 12 * GIB, 64 * GIB),
+    _geforce("rtx5070", 6144, 2.512e9, GEN5, _DDR5, 672e9, 12 * GIB, 64 * GIB),
+    _geforce("rtx4080-laptop", 7424, 1.81e9, GEN4, _LAPTOP, 432e9, 12 * GIB, 32 * GIB),
     # 16 GB
-    _geforce("rtx4060ti-16gb", 4352, 2.535e9, GEN4 / 2, _DDR5, 16 * GIB, 64 * GIB),  # 8 lanes
-    _geforce("rtx4080", 9728, 2.505e9, GEN4, _DDR5, 16 * GIB, 64 * GIB),
-    _geforce("rtx5060ti-16gb", 4608, 2.572e9, GEN5 / 2, _DDR5, 16 * GIB, 64 * GIB),  # 8 lanes
-    _geforce("rtx5080", 10752, 2.617e9, GEN5, _DDR5, 16 * GIB, 64 * GIB),
-    _geforce("rtx4090-laptop", 9728, 1.75e9, GEN4, _LAPTOP, 16 * GIB, 64 * GIB),
+    _geforce("rtx4060ti-16gb", 4352, 2.535e9, GEN4 / 2, _DDR5, 288e9, 16 * GIB, 64 * GIB),  # 8 lanes
+    _geforce("rtx4080", 9728, 2.505e9, GEN4, _DDR5, 716.8e9, 16 * GIB, 64 * GIB),
+    _geforce("rtx5060ti-16gb", 4608, 2.572e9, GEN5 / 2, _DDR5, 448e9, 16 * GIB, 64 * GIB),  # 8 lanes
+    _geforce("rtx5080", 10752, 2.617e9, GEN5, _DDR5, 960e9, 16 * GIB, 64 * GIB),
+    _geforce("rtx4090-laptop", 9728, 1.75e9, GEN4, _LAPTOP, 576e9, 16 * GIB, 64 * GIB),
     # 24 GB
-    _geforce("rtx3090", 10496, 1.695e9, GEN4, _DDR4, 24 * GIB, 128 * GIB),
+    _geforce("rtx3090", 10496, 1.695e9, GEN4, _DDR4, 936e9, 24 * GIB, 128 * GIB),
 )
 
 # What clouds rent by the hour, with one card: cores are half of the vCPUs, which are hardware threads. Peaks are the
 # cards' data sheets' (dense bf16, FP32), cores and memory the pages of the instance types; eight memory channels.
 _RENTED = (
     # AWS g5.4xlarge: A10G, 70 and 35 TFLOP/s; 16 vCPUs, 64 GiB.
-    _rented("aws-g5.4xlarge", 70e12, 35e12, GEN4, 24 * GIB, 64 * GIB, 8),
+    _rented("aws-g5.4xlarge", 70e12, 35e12, GEN4, 600e9, 24 * GIB, 64 * GIB, 8),
     # AWS g6e.4xlarge: L40S, 362 and 91.6 TFLOP/s; 16 vCPUs, 128 GiB.
-    _rented("aws-g6e.4xlarge", 362e12, 91.6e12, GEN4, 48 * GIB, 128 * GIB, 8),
+    _rented("aws-g6e.4xlarge", 362e12, 91.6e12, GEN4, 864e9, 48 * GIB, 128 * GIB, 8),
     # Google Cloud g2-standard-16: L4, 121 and 30.3 TFLOP/s; 16 vCPUs, 64 GB.
-    _rented("gcp-g2-standard-16", 121e12, 30.3e12, GEN4, 24 * GIB, 64 * GIB, 8),
+    _rented("gcp-g2-standard-16", 121e12, 30.3e12, GEN4, 300e9, 24 * GIB, 64 * GIB, 8),
     # Google Cloud a2-highgpu-1g: A100, 312 and 19.5 TFLOP/s, 40 GB; 12 vCPUs, 85 GB.
-    _rented("gcp-a2-highgpu-1g", 312e12, 19.5e12, GEN4, 40 * GIB, int(85e9), 6),
+    _rented("gcp-a2-highgpu-1g", 312e12, 19.5e12, GEN4, 1555e9, 40 * GIB, int(85e9), 6),
     # Lambda gpu_1x_a10: A10, 125 and 31.2 TFLOP/s; 30 vCPUs, 200 GiB.
-    _rented("lambda-1x-a10", 125e12, 31.2e12, GEN4, 24 * GIB, 200 * GIB, 15),
+    _rented("lambda-1x-a10", 125e12, 31.2e12, GEN4, 600e9, 24 * GIB, 200 * GIB, 15),
     # Lambda gpu_1x_h100_pcie: H100 PCIe, 756 and 51 TFLOP/s, 80 GB; 26 vCPUs, 200 GiB.
-    _rented("lambda-1x-h100", 756e12, 51e12, GEN5, 80 * GIB, 200 * GIB, 13, 307.2e9),
+    _rented("lambda-1x-h100", 756e12, 51e12, GEN5, 2000e9, 80 * GIB, 200 * GIB, 13, 307.2e9),
 )
 
 PROFILES = MACHINES | {machine.name: machine for machine in (*_CARDS, *_RENTED)}

@@ -69,6 +69,7 @@ class SimulatedVisit:
     stowed_nbytes: int = 0  # of activations that go to the host after this visit
     fetched_nbytes: int = 0  # of activations that come back before this visit
     nbytes: int = 0  # on the device beside weights
+    moved_nbytes: float = 0.0  # of the device's memory, read and written
 
 
 @dataclass(frozen=True)
@@ -258,14 +259,14 @@ def floor(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute
     again = streamed[: max(0, last)]  # loaded again in backward, if there is one; the others are still resident
     stay = streamed[:window]  # still resident from the last backward, unless they were stepped
     come = [unit for unit in rest if unit.trained or not (unit.resident or unit in stay)]
-    forward = math.fsum(unit.forward_flops for unit in units)
-    backward = math.fsum(unit.backward_flops for unit in units) + recompute * forward
+    forward = math.fsum(unit.forward_s(machine) for unit in units)
+    backward = math.fsum(unit.backward_s(machine) for unit in units) + recompute * forward
     copied = sum(unit.up_nbytes for unit in (*come, *again)) + first.trained * first.up_nbytes
     copied += DOWN_ACCESSES * sum(unit.down_nbytes for unit in units)
     stepped = math.fsum(unit.step_s(machine) for unit in units)
     return LowerBound(
-        compute_forward=forward / machine.flops_per_s,
-        compute_backward=backward / machine.flops_per_s,
+        compute_forward=forward,
+        compute_backward=backward,
         up_forward=sum(unit.up_nbytes for unit in come) / machine.up_bytes_per_s,
         up_backward=sum(unit.up_nbytes for unit in again) / machine.up_bytes_per_s,
         down=sum(unit.down_nbytes for unit in rest) / machine.down_bytes_per_s,
@@ -291,15 +292,15 @@ def _chain(units: Sequence[UnitNumbers], machine: Machine, recompute: bool) -> f
     Such a chain is: backward from the last unit to this one, the copy of its gradients, the steps of all units up to
     it, the shortest of their loads, forward from this unit to the last.
     """
-    flops = [(1 + recompute) * unit.forward_flops + unit.backward_flops for unit in units]
-    longest = left = math.fsum(flops) / machine.flops_per_s
+    computes = [(1 + recompute) * unit.forward_s(machine) + unit.backward_s(machine) for unit in units]
+    longest = left = math.fsum(computes)
     steps, up = 0.0, math.inf
-    for unit, own in zip(units, flops, strict=True):
+    for unit, own in zip(units, computes, strict=True):
         if unit.trained:
             steps += unit.step_in_memory_s(machine)
             up = min(up, unit.up_s(machine))
             longest = max(longest, left + unit.down_nbytes / machine.down_bytes_per_s + steps + up)
-        left -= own / machine.flops_per_s
+        left -= own
     return longest
 
 
@@ -372,7 +373,7 @@ class _Host:
         if work.fetched_nbytes:
             seconds = work.fetched_nbytes / self._machine.up_bytes_per_s
             back = self._issue("up", work.unit, seconds, [self._computing])  # whose memory it takes
-        task = self._compute(work.unit, work.flops, back)
+        task = self._compute(work.unit, self._machine.compute_s(work.flops, work.moved_nbytes), back)
         self.peak = max(self.peak, self._resident_nbytes + self._schedule.resident_nbytes + work.nbytes)
         self._stow(work)
         for sent in work.sends:
@@ -406,7 +407,7 @@ class _Host:
     def _forward(self, index: int) -> Task:
         unit = self._units[index]
         self._visit(index)
-        task = self._compute(index, unit.forward_flops)
+        task = self._compute(index, unit.forward_s(self._machine))
         self._observe(unit.activation_nbytes)
         self._saved_nbytes += unit.input_nbytes if self._recompute else unit.activation_nbytes
         return task
@@ -414,7 +415,7 @@ class _Host:
     def _backward(self, index: int) -> None:
         unit = self._units[index]
         self._visit(index)
-        self._compute(index, unit.backward_flops + self._recompute * unit.forward_flops)
+        self._compute(index, unit.backward_s(self._machine) + self._recompute * unit.forward_s(self._machine))
         self._observe(unit.down_nbytes + self._recompute * unit.activation_nbytes)
         self._saved_nbytes -= unit.input_nbytes if self._recompute else unit.activation_nbytes
         if unit.trained:
@@ -449,10 +450,9 @@ class _Host:
             self._read[index] = self._issue("disk in", index, seconds, after, "weights")
         self._ready[index] = self._issue("up", index, unit.up_nbytes / self._machine.up_bytes_per_s, after)
 
-    def _compute(self, index: int, flops: float, back: Task | None = None) -> Task:
-        work = flops / self._machine.flops_per_s
+    def _compute(self, index: int, seconds: float, back: Task | None = None) -> Task:
         after = [self._begin, self._ready[index], self._read.get(index), back]
-        self._computing = self._issue("compute", index, work, after)
+        self._computing = self._issue("compute", index, seconds, after)
         return self._computing
 
     def _send(self, index: int) -> None:

@@ -52,6 +52,8 @@ class UnitNumbers:
     state_read_nbytes: int = 0  # from the disk, for the optimizer's step of the unit
     state_written_nbytes: int = 0
     cast: int = 0  # of the elements that the optimizer steps, those that travel in half precision and are FP32 there
+    forward_moved: float = 0.0  # bytes of the device's memory that forward reads and writes
+    backward_moved: float = 0.0
 
     @property
     def trained(self) -> bool:
@@ -61,6 +63,14 @@ class UnitNumbers:
     def up_s(self, machine: Machine) -> float:
         """Return the seconds of a load: files are read while what was read goes up."""
         return max(self.up_nbytes / machine.up_bytes_per_s, self.disk_nbytes / machine.disk_bytes_per_s)
+
+    def forward_s(self, machine: Machine) -> float:
+        """Return the seconds in which the device computes forward."""
+        return machine.compute_s(self.forward_flops, self.forward_moved)
+
+    def backward_s(self, machine: Machine) -> float:
+        """Return the seconds in which the device computes backward."""
+        return machine.compute_s(self.backward_flops, self.backward_moved)
 
     def step_in_memory_s(self, machine: Machine) -> float:
         """Return the seconds of the optimizer's step if its state is in memory."""

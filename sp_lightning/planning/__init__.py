@@ -44,6 +44,7 @@ def plan(
     devices: int = 1,
     own_gradients: bool = False,
     accumulate: int = 1,
+    predict_at_once: int = 1,
     at_once: int | str | None = None,
     guessed: int = 0,
     accepted: float = 1.0,
@@ -84,6 +85,8 @@ def plan(
         own_gradients: With several devices: whether each rank has all gradients once more, as with clipping of values
             or ``zero_grad(set_to_none=False)``. Accumulation and gradient scaling are known without it.
         accumulate: Batches whose gradients are added up before the optimizer steps.
+        predict_at_once: With ``answer``: batches under way at once, as by the strategy's option of this name. The plan
+            is of all of them, and its rows are theirs together.
         at_once: With ``answer``: plan calls in lockstep, too, each with such a batch: how many, or "auto" for all that
             fit (docs/inference.md).
         guessed: With ``at_once``: tokens of each row that speculation guesses for a forward.
@@ -119,6 +122,7 @@ def plan(
         own_gradients=own_gradients,
         accumulate=accumulate,
         calls=calls_of(at_once, guessed, accepted),
+        predict_at_once=predict_at_once,
     )
     on = PlannedMachine.of(
         machine,

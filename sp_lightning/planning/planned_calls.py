@@ -1,9 +1,10 @@
 """Plan calls in lockstep: how many fit, and how fast they answer.
 
 1. Calls share each trip of the weights. Each has keys and values, and a batch, of its own; what the running one works
-   with is there once.
-2. As many are under way as with ``at_once="auto"`` in a run (calls/call_memory.py): the most that fit beside a window
-   of two, or the window that was given, at most 64. An "auto" window is then the largest that fits beside them.
+   with is there once. When a call ends the next begins, beside the longest caches of the others.
+2. As many are under way as with ``at_once="auto"`` in a run (calls/call_memory.py): the most that fit beside all units
+   if one does, else beside a window of two, or beside the window that was given; at most 64. An "auto" window is then
+   the largest that fits beside them.
 3. With speculation a forward checks ``guessed`` tokens of each row beside the one that it makes, and ``accepted`` of
    all of them count, on average: the tokens for a trip.
 4. The first token is there when all prompts of the calls under way were read. The pass in the middle of an answer
@@ -53,26 +54,24 @@ def plan_calls(
         window: The option.
     """
 
-    assert needs.trace is not None and needs.reading is not None
-    last = needs.trace.of_pass(2).visits
-    kept = {name: min(visit.terms.get(name, 0) for visit in last) for name in OF_EACH}  # less copies of the running one
+    assert needs.reading is not None
 
     def nbytes(count: int, window: int) -> dict[str, int]:
-        peak = needs.peak(window, 1).items()
-        return reserving({name: nbytes + (count - 1) * kept.get(name, 0) for name, nbytes in peak})
+        return reserving(of_calls(needs, count).peak(window, 1))
 
     def fits(count: int, window: int) -> bool:
         return sum(nbytes(count, window).values()) <= available
 
     streamed = max(1, len(needs.streamed))
     least = min(FIRST_WINDOW if window == "auto" else window, streamed)
-    fitting = (count for count in range(MOST, 0, -1) if fits(count, least))
+    beside = streamed if window == "auto" and fits(1, streamed) else least
+    fitting = (count for count in range(MOST, 0, -1) if fits(count, beside))
     count = next(fitting, 1) if calls.at_once == "auto" else calls.at_once
     chosen = least
     if window == "auto":
         chosen = next((wide for wide in range(streamed, least, -1) if fits(count, wide)), least)
-    reading = simulated(_of_calls(needs.reading, count), (chosen, 1))
-    each = simulated(_of_calls(needs, count, calls.guessed + 1), (chosen, 1))
+    reading = simulated(of_calls(needs.reading, count), (chosen, 1))
+    each = simulated(of_calls(needs, count, calls.guessed + 1), (chosen, 1))
     tokens = count * rows * calls.accepted
     return LockstepPlan(
         cache=cache,
@@ -100,15 +99,24 @@ def _travelling(needs: Requirements, window: int) -> float:
     return loaded / PASSES
 
 
-def _of_calls(needs: Requirements, count: int, tokens: int = 1) -> Requirements:
+def of_calls(needs: Requirements, count: int, tokens: int = 1) -> Requirements:
     """Return the needs of a pass of several calls, each of which has this number of tokens in place of one (Rule 3)."""
+    assert needs.trace is not None
+    last = needs.trace.of_pass(2).visits
+    kept = {name: min(visit.terms.get(name, 0) for visit in last) for name in OF_EACH}  # less copies of the running one
+
+    def peak(window: int, transfer: int) -> dict[str, int]:
+        terms = needs.peak(window, transfer)
+        return {name: nbytes + (count - 1) * kept.get(name, 0) for name, nbytes in terms.items()}
+
     works = [
         replace(
             work,
             flops=work.flops * count * tokens,
+            moved_nbytes=work.moved_nbytes * count,  # mostly of weights
             stowed_nbytes=work.stowed_nbytes * count,
             fetched_nbytes=work.fetched_nbytes * count,
         )
         for work in needs.works
     ]
-    return replace(needs, works=works)
+    return replace(needs, works=works, peak=peak)

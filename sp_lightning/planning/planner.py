@@ -89,7 +89,8 @@ def _source(module: Any, batch: Any, run: PlannedRun, target: str) -> PlannedMod
             raise OptionError(argument="module", found=module, allowed="a module, or one of " + ", ".join(WORKLOADS))
         module = found
     if not isinstance(module, Workload):
-        return TracedModel(module, batch, run.precision, run.optimizer, target, run.answers or run.own_loss)
+        does = run.answers or run.own_loss
+        return TracedModel(module, batch, run.precision, run.optimizer, target, does, run.predict_at_once)
     if run.own_loss is not None:
         allowed = "None for a workload, whose numbers are listed (give a module, or a function that makes one)"
         raise OptionError(argument="loss", found=run.own_loss, allowed=allowed)

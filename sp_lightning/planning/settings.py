@@ -56,6 +56,7 @@ class PlannedRun:
     own_gradients: bool  # whether each rank has all gradients once more (unit_numbers.py, Rule 5)
     accumulate: int  # batches in a step of the optimizer
     calls: PlannedCalls | None = None  # in lockstep, of such batches
+    predict_at_once: int = 1  # batches that are answered in lockstep; one has all figures of a plan
 
     def __post_init__(self) -> None:
         precision = SHORT_PRECISIONS.get(self.precision, self.precision)
@@ -65,12 +66,21 @@ class PlannedRun:
         object.__setattr__(self, "precision", precision)  # a frozen instance may change only while it is made
         if isinstance(self.loss, str) and self.loss not in ("full", "chunked"):
             raise OptionError(argument="loss", found=self.loss, allowed="'full', 'chunked' or a function")
-        for name, least in (("copies", 0), ("trained_copies", 0), ("devices", 1), ("accumulate", 1)):
+        for name, least in (
+            ("copies", 0),
+            ("trained_copies", 0),
+            ("devices", 1),
+            ("accumulate", 1),
+            ("predict_at_once", 1),
+        ):
             value = getattr(self, name)
             if not is_int(value) or value < least:
                 raise OptionError(argument=name, found=value, allowed=f"an int >= {least}")
         if self.calls is not None and self.answers is None:
             raise OptionError(argument="at_once", found=self.calls.at_once, allowed="given together with answer")
+        if self.predict_at_once > 1 and self.answers is None:
+            allowed = "given together with answer"
+            raise OptionError(argument="predict_at_once", found=self.predict_at_once, allowed=allowed)
         if self.accumulate > 1 or precision == "16-mixed":  # which scales the gradients
             object.__setattr__(self, "own_gradients", True)
 

@@ -36,6 +36,7 @@ from ..options import Options, format_bytes
 from ..tracing.dry_run import Answers, RealTensors, Runner, dry_run, generating
 from ..tracing.fake_tensors import FakeTensors, Unknown
 from ..tracing.step_trace import StepTrace
+from .planned_calls import of_calls
 from .planned_model import (
     PlannedModel,
     Requirements,
@@ -56,7 +57,14 @@ class TracedModel(PlannedModel):
     """A module, measured by a dry run."""
 
     def __init__(
-        self, module: Any, batch: Any, precision: str, optimizer: Any, target: str, loss: Runner | Answers | None
+        self,
+        module: Any,
+        batch: Any,
+        precision: str,
+        optimizer: Any,
+        target: str,
+        loss: Runner | Answers | None,
+        at_once: int = 1,
     ) -> None:
         if batch is None:
             raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
@@ -66,6 +74,7 @@ class TracedModel(PlannedModel):
         self._optimizer = optimizer
         self._target = target
         self._loss = loss
+        self._at_once = at_once  # batches that are answered in lockstep
         self._lines: dict[Options, tuple[StepTrace, StepTrace] | None] = {}
         self._traces: dict[tuple[Options, int], StepTrace] = {}
         self._states: float | None = None
@@ -74,7 +83,8 @@ class TracedModel(PlannedModel):
         self._forward = False  # whether forward replaces training_step
         self._made_class: Any = None  # class of the module that was made, if one was
         self._logits_nbytes = 0
-        self.rows = _rows(self._batch)
+        self._rows = _rows(self._batch)
+        self.rows = at_once * self._rows
         self.notes: list[str] = []
         self.name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
 
@@ -122,7 +132,8 @@ class TracedModel(PlannedModel):
 
         if not trace.passes:
             return of(trace)
-        return replace(of(trace.of_pass(1)), reading=of(trace.of_pass(0)))  # planned_model.py, Rule 4
+        reading, each = (of_calls(of(trace.of_pass(number)), self._at_once) for number in (0, 1))
+        return replace(each, reading=reading)  # planned_model.py, Rule 4
 
     def _placed(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], Budgeted]:
         """Return the bytes of weights that stay in files, and what is where (planned_model.py, Rule 3).
@@ -174,7 +185,7 @@ class TracedModel(PlannedModel):
             kept = UnitHostBytes.of([p for _, p in unit.params if id(p) not in filed])
             units.append(replace(kept, wire=wire - bool(filed) * frozen_wire))
         if trace.passes:  # the last one has the longest cache
-            waiting = sum(visit.stowed_nbytes for visit in trace.of_pass(2).visits)
+            waiting = self._at_once * sum(visit.stowed_nbytes for visit in trace.of_pass(2).visits)
             return replace(host_bytes(units, ring=placed.host.ring), keys_and_values=waiting)
         stowed = sum(work.stowed_nbytes for work in needs.works)
         host = host_bytes(units, states=self.states(), activations=stowed, ring=placed.host.ring)
@@ -208,7 +219,7 @@ class TracedModel(PlannedModel):
     def _with(self, precision: str | None = None, loss: Runner | Answers | None = None) -> TracedModel:
         """Return the same model with another precision or another loss."""
         precision, loss = precision or self._precision, loss or self._loss
-        return TracedModel(self._module, self._batch, precision, self._optimizer, self._target, loss)
+        return TracedModel(self._module, self._batch, precision, self._optimizer, self._target, loss, self._at_once)
 
     def _half(self) -> torch.dtype | None:
         return half_of(self._precision)
@@ -220,7 +231,7 @@ class TracedModel(PlannedModel):
 
     def _find_trace(self, options: Options, scale: int) -> StepTrace:
         """Trace a step in the plainest way that works; the first trace decides the way of all others (Rule 1)."""
-        batch = _scaled(self._batch, self.rows, scale)
+        batch = _scaled(self._batch, self._rows, scale)
         first: Exception | None = None
         while True:
             try:
@@ -380,15 +391,16 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
     order += [unit.index for unit in trace.units if unit.index not in order]
     place = {index: position for position, index in enumerate(order)}
     ratio = machine.flops_per_s / (machine.fp32_flops_per_s or machine.flops_per_s)
-    forward: dict[int, float] = {}
-    backward: dict[int, float] = {}
+    forward: dict[int, tuple[float, float]] = {}  # FLOPs, and bytes of the device's memory
+    backward: dict[int, tuple[float, float]] = {}
     works: list[SimulatedVisit] = []
     first = order[0]
     for visit in trace.visits:
         index = first if visit.unit is None else visit.unit
         flops = visit.flops + ratio * visit.fp32_flops
-        flops_of = backward if visit.backward else forward
-        flops_of[index] = flops_of.get(index, 0.0) + flops
+        of_units = backward if visit.backward else forward
+        before = of_units.get(index, (0.0, 0.0))
+        of_units[index] = before[0] + flops, before[1] + visit.moved_nbytes
         if visit.unit is None and not flops and not visit.sends:
             continue
         works.append(
@@ -400,13 +412,16 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
                 visit.stowed_nbytes,
                 visit.fetched_nbytes,
                 visit.nbytes,
+                visit.moved_nbytes,
             )
         )
     costs = [
         replace(
             trace.wire[index],
-            forward_flops=forward.get(index, 0.0),
-            backward_flops=backward.get(index, 0.0),
+            forward_flops=forward.get(index, (0.0, 0.0))[0],
+            backward_flops=backward.get(index, (0.0, 0.0))[0],
+            forward_moved=forward.get(index, (0.0, 0.0))[1],
+            backward_moved=backward.get(index, (0.0, 0.0))[1],
         )
         for index in order
     ]

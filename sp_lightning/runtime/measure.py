@@ -72,6 +72,7 @@ def measure(device: torch.device | str | int, effort: Effort = QUICK, dtype: tor
     return replace(
         _without_compute(here, link, parameters_per_s),
         flops_per_s=measure_flops(here, dtype, effort),
+        device_bytes_per_s=dram if here.is_host else measure_memory(here, effort),
         dram_bytes_per_s=dram,
         optimizer_bytes_per_parameter=dram / parameters_per_s,
         cast_bytes_per_parameter=Machine.cast_bytes_per_parameter,
@@ -176,6 +177,13 @@ def measure_dram(effort: Effort = QUICK) -> float:
     nbytes = min(4 * effort.largest_nbytes, host_memory().free // MEMORY_SHARE)  # beyond every cache
     values = torch.zeros(nbytes // 4, device="cpu")
     return 2 * nbytes / _seconds(Device("cpu"), lambda: values.add_(1), effort)
+
+
+def measure_memory(device: Device, effort: Effort = QUICK) -> float:
+    """Measure the bytes per second that the device reads and writes in its memory."""
+    limit = _largest(device.memory()[0], effort)
+    values = torch.zeros(limit // 4, device=device.torch_device)
+    return 2 * values.nbytes / _seconds(device, lambda: values.add_(1), effort)
 
 
 def measure_optimizer(fused: bool = False, effort: Effort = QUICK) -> float:

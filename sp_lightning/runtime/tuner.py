@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,12 +249,12 @@ class Tuner:
             self._others_nbytes = max(self._others_nbytes, expected)
             self._shrink(most, f"activations rise {ratio:.2f} times as fast as in the pass before; {memory} expected")
 
-    def room_beside_window(self) -> int:
-        """Return the bytes that the resident root and the smallest useful window leave to everything else."""
-        window = FIRST_WINDOW if self._fills_memory else self.window
-        largest = sorted((unit.up_nbytes for unit in self._streamed), reverse=True)[:window]
+    def rooms_beside_window(self) -> Iterator[int]:
+        """Yield the bytes that the resident root and a window leave to all else, for each window to count with."""
+        largest = sorted((unit.up_nbytes for unit in self._streamed), reverse=True)
         root = sum(unit.up_nbytes for unit in self._units if unit.resident)
-        return DeviceBudget(capacity=self._device.memory_capacity(), others=root + sum(largest)).spare
+        for window in (len(largest), FIRST_WINDOW) if self._fills_memory else (self.window,):
+            yield DeviceBudget(capacity=self._device.memory_capacity(), others=root + sum(largest[:window])).spare
 
     def expect(self, nbytes: int, why: str) -> None:
         """Shrink the window to what fits beside bytes that are about to be taken, beyond weights."""

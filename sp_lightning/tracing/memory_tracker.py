@@ -70,7 +70,10 @@ class MemoryTracker:
         for tensor in tensors_of((out,)):
             self.add(tensor)
         if (flops := _flops_of(func)) is not None:
-            self._count(self.visits[-1], flops(args, kwargs, out), args)
+            visit = self.visits[-1]
+            self._count(visit, flops(args, kwargs, out), args)
+            if operator_of(func) is not torch.ops.aten._grouped_mm:  # which reads the experts that have tokens alone
+                visit.moved_nbytes += sum(tensor.nbytes for tensor in tensors_of((args, out)))
 
     @staticmethod
     def _count(visit: Visit, flops: float, args: Any) -> None:

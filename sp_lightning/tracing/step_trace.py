@@ -43,6 +43,7 @@ class Visit:
     backward: bool
     flops: float = 0.0  # in half precision
     fp32_flops: float = 0.0  # in all other types
+    moved_nbytes: float = 0.0  # of the device's memory, that operators with FLOPs read and write
     sends: list[int] = field(default_factory=list)  # units whose gradients start their way down
     stowed_nbytes: int = 0  # activations offloaded to the host
     fetched_nbytes: int = 0  # activations fetched back
@@ -92,6 +93,7 @@ class StepTrace:
                 one,
                 flops=line(one.flops, two.flops),
                 fp32_flops=line(one.fp32_flops, two.fp32_flops),
+                moved_nbytes=line(one.moved_nbytes, two.moved_nbytes),
                 stowed_nbytes=int(line(one.stowed_nbytes, two.stowed_nbytes)),
                 fetched_nbytes=int(line(one.fetched_nbytes, two.fetched_nbytes)),
                 nbytes=max(totals),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -50,6 +51,9 @@ def test_a_device_counts_the_bytes_of_a_plan(count, window):
     found = planned(at_once=count, window=window, transfer=1).lockstep[0]
     assert found.cache == "device" and found.at_once == count
     assert peak == pytest.approx(found.device_nbytes, rel=0.05)
+    run = planned(predict_at_once=count, at_once=None, window=window, transfer=1)  # as the option of the strategy
+    assert run.device_terms == found.device_terms and run.rows == count * ROWS
+    assert run.step_s == found.token_s and run.reading_s == found.first_s
     assert travelled / (count * ROWS * ANSWER) == pytest.approx(found.weights_per_token, rel=0.05)
 
 
@@ -66,8 +70,20 @@ def test_as_many_calls_are_planned_as_fit():
 def test_an_auto_window_takes_what_calls_leave():
     one = planned(at_once=1, window="auto").lockstep[0]
     assert one.window == len(planned().units)
-    tight = planned(at_once="auto", window="auto", device_memory=planned(at_once=5).lockstep[0].device_nbytes)
-    assert (tight.lockstep[0].at_once, tight.lockstep[0].window) == (5, 2)
+    tight = planned(at_once="auto", window="auto", device_memory=planned(at_once=3).lockstep[0].device_nbytes)
+    assert (tight.lockstep[0].at_once, tight.lockstep[0].window) == (3, 2)
+    roomy = planned(at_once="auto", window="auto", device_memory=planned(at_once=5).lockstep[0].device_nbytes)
+    assert (roomy.lockstep[0].at_once, roomy.lockstep[0].window) == (2, one.window)  # all units beside two
+
+
+def test_a_pass_of_few_rows_takes_the_time_in_which_the_devices_memory_is_read():
+    machine = dataclasses.replace(MACHINES["rtx3060"], up_bytes_per_s=1e15, device_bytes_per_s=1e9)
+    slow, fast = (planned(machine=one, at_once=None) for one in (machine, MACHINES["rtx3060"]))
+    weights = sum(
+        p.nbytes for name, p in transformers.LlamaForCausalLM(config()).named_parameters() if "embed" not in name
+    )
+    assert weights / 1e9 < slow.step_s < 1.5 * weights / 1e9  # the rest are activations, and keys and values
+    assert slow.binds == "compute" and slow.floor_s > 0.99 * slow.step_s > 20 * fast.step_s
 
 
 @pytest.mark.slow
@@ -96,6 +112,8 @@ def test_a_cache_on_the_host_has_room_for_more_calls():
     [
         ({"at_once": 0}, "at_once must be 'auto' or an int >= 1"),
         ({"answer": None}, "at_once must be given together with answer"),
+        ({"at_once": None, "predict_at_once": 0}, "predict_at_once must be an int >= 1"),
+        ({"at_once": None, "predict_at_once": 2, "answer": None}, "predict_at_once must be given together with answer"),
         ({"at_once": None, "guessed": 3}, "guessed must be given together with at_once"),
         ({"at_once": None, "accepted": 2.0}, "accepted must be given together with at_once"),
         ({"guessed": -1}, "guessed must be an int >= 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 
 import pytest
 import torch
@@ -100,12 +101,22 @@ def test_a_call_that_keeps_more_counts_from_then_on():
 
 
 def test_an_auto_window_shrinks_before_calls_take_its_memory(caplog):
+    net, capacity = Keeps(512), 8 * MIB  # of which all blocks together take more
+    run = Run(net, capacity, window="auto")
+    with caplog.at_level("INFO"):
+        _, peak = run.run([lambda: list(map(operator.call, forwards(net, 4))), *forwards(net, 30)])
+    assert run.most > 12 and peak <= capacity
+    assert re.search(r"window \d -> [4-7]\b", caplog.text) and re.search(r"window [4-7] -> 2\b", caplog.text)
+
+
+def test_an_auto_window_keeps_all_units_where_calls_fit_beside_them(caplog):
     net, capacity = Keeps(256), 5 * MIB  # of which all blocks together take 2 MiB
     run = Run(net, capacity, window="auto")
     with caplog.at_level("INFO"):
         _, peak = run.run([lambda: list(map(operator.call, forwards(net, 4))), *forwards(net, 30)])
-    assert run.most > 8 and peak <= capacity
-    assert "window 4 -> 8" in caplog.text and "window 8 -> 2" in caplog.text
+    room = 0.95 * capacity - sum(aligned(p.nbytes) for p in net.parameters()) - WORKS
+    assert room / KEPT - 2 <= run.most <= room / KEPT and peak <= capacity
+    assert "window 4 -> 8" in caplog.text and "window 8 ->" not in caplog.text and run.window == 8
 
 
 def test_prompts_generate_with_as_many_caches_as_fit():

@@ -1,6 +1,7 @@
 """The machine at hand as a profile, with the simulated accelerator's known rates; what the system says of the host."""
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def test_a_measured_machine_is_a_profile_in_which_nothing_is_missing(device):
     assert machine.name == "here"
     for name, value in dataclasses.asdict(machine).items():
         assert name == "name" or (name == "fp32_flops_per_s" and value is None) or value > 0, name
-    assert 0 < machine.duplex <= 1
+    assert 0 < machine.duplex <= 1 and math.isfinite(machine.device_bytes_per_s)
     assert machine.host_nbytes == host_memory().total
 
 
