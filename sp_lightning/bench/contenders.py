@@ -78,6 +78,8 @@ class Fsdp2:
 
     def run(self, work: Work, turns: Turns) -> None:
         """Do the work in a loop."""
+        if work.setting.answer:
+            raise UnsupportedError("fully_shard gathers weights for a forward of the whole module, no answer is one")
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -234,21 +236,33 @@ CONTENDERS: Mapping[str, Callable[..., Contender]] = {
 class _Task(L.LightningModule):
     """The model as a LightningModule."""
 
-    def __init__(self, work: Work, turns: Turns, module: nn.Module) -> None:
+    def __init__(self, work: Work, module: nn.Module) -> None:
         super().__init__()
         self.work = work
-        self.turns = turns
         self.module = module
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        loss: Tensor = self.module(**batch)
-        self.turns.add_loss(loss)
-        return loss
+        return self.work.loss(self.module, batch)
 
     predict_step = training_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.work.optimizer(self.parameters())
+
+
+class _Losses(L.Callback):
+    """Adds the loss of each step: a step of several at once must not change what a module keeps."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._turns.add_loss(outputs["loss"])
+
+    def on_predict_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._turns.add_loss(outputs)
 
 
 def with_trainer(work: Work, turns: Turns, strategy: Strategy, module: nn.Module) -> None:
@@ -261,12 +275,13 @@ def with_trainer(work: Work, turns: Turns, strategy: Strategy, module: nn.Module
         precision=setting.precision,  # type: ignore[arg-type]
         gradient_clip_val=None if setting.inference else setting.clip,
         max_epochs=1,
+        callbacks=_Losses(turns),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    task = _Task(work, turns, module)
+    task = _Task(work, module)
     if setting.inference:
         trainer.predict(task, turns, return_predictions=False)
     else:
@@ -279,10 +294,10 @@ def with_loop(work: Work, turns: Turns, module: nn.Module, optimizer: Any) -> No
     for batch in turns:
         with torch.set_grad_enabled(optimizer is not None):
             with work.autocast():
-                loss = module(**work.to_device(batch))
+                loss: Tensor = work.loss(module, work.to_device(batch))
         turns.add_loss(loss)
         if optimizer is not None:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             if clip is not None:
                 nn.utils.clip_grad_norm_(module.parameters(), clip)
             optimizer.step()

@@ -59,7 +59,7 @@ class Row:
         """Fill in the figures that follow from the repetitions."""
         if not self.repetitions:
             return
-        self.step_s = Spread.of(repetition["seconds"] / costs.setting.steps for repetition in self.repetitions)
+        self.step_s = Spread.of(repetition["seconds"] / repetition["batches"] for repetition in self.repetitions)
         devices = costs.setting.devices
         self.tokens_per_s = devices * costs.tokens / self.step_s.median
         self.flops_per_s = devices * costs.flops / self.step_s.median
@@ -67,7 +67,7 @@ class Row:
         self.host_peak = self._most("host_peak")
         window = self._window(costs)
         if window is not None:
-            self.floor_s = costs.floor_s(machine, window)
+            self.floor_s = costs.floor_s(machine, window, self.entry.at_once)
 
     @property
     def merit(self) -> float | None:
@@ -155,7 +155,8 @@ class Result:
 
     @staticmethod
     def _difference(row: Row, other: Row, count: int) -> str:
-        for step, (mine, theirs) in enumerate(zip(row.losses[:count], other.losses[:count], strict=True), 1):
+        # Batches under way at once as a repetition ends report their losses later.
+        for step, (mine, theirs) in enumerate(zip(row.losses[:count], other.losses[:count], strict=False), 1):
             if mine != theirs:
                 return f"{row.entry.label} has loss {mine!r} at step {step}, {other.entry.label} {theirs!r}"
         return ""

@@ -2,9 +2,12 @@
 
 1. Under autocast, weights of linear layers and convolutions travel in the type they are multiplied in, all others as
    they are; so do gradients.
-2. In training the lower bound is the simulation's; in inference it is compute or the way up of the units outside the
-   window, whichever takes longer.
-3. A window of all units still has a way up in training: what a step changed has to be sent again.
+2. In training the lower bound is the simulation's; in inference it is, for each forward, compute or the way up of the
+   units outside the window, whichever takes longer. Batches at once share the way up. A forward that makes a token for
+   each row reads all weights in the device's memory.
+3. A batch of answers is a forward of the prompts and one of each further token. What makes logits is multiplied with
+   the last token alone then.
+4. A window of all units still has a way up in training: what a step changed has to be sent again.
 """
 
 from __future__ import annotations
@@ -33,31 +36,37 @@ class Costs:
 
     parameters: int
     flops: float  # of the model, forward and backward
-    tokens: int
+    token_flops: float  # of a forward that makes one further token for each row
+    tokens: int  # of a batch, or that are answered
     units: tuple[UnitNumbers, ...]
     setting: Setting
 
     @classmethod
     def of(cls, module: nn.Module, setting: Setting) -> Costs:
         """Return the costs of a module, which may be on the meta device."""
-        units = tuple(_unit_costs(module, setting))
+        units, token_flops = tuple(_unit_costs(module, setting)), _token_flops(module, setting)
         return cls(
             parameters=sum(parameter.numel() for parameter in module.parameters()),
-            flops=sum(unit.forward_flops + unit.backward_flops for unit in units),
-            tokens=setting.batch * setting.seq,
+            flops=sum(unit.forward_flops + unit.backward_flops for unit in units) + setting.further * token_flops,
+            token_flops=token_flops,
+            tokens=setting.batch * (setting.answer or setting.seq),
             units=units,
             setting=setting,
         )
 
-    def floor_s(self, machine: Machine, window: int) -> float:
-        """Return the lower bound of the step time, with this many units on the device, in seconds."""
+    def floor_s(self, machine: Machine, window: int, at_once: int = 1) -> float:
+        """Return the lower bound of a batch's time, in seconds, for a window and a number of batches at once."""
         if not self.setting.inference:
             machine = dataclasses.replace(
                 machine, optimizer_bytes_per_parameter=machine.optimizer_bytes_per_parameter * self._optimizer_share
             )
             return floor(self.units, window, machine, self.setting.recompute, self.setting.devices).seconds
         sent = [unit.up_nbytes for unit in self.units if not unit.resident][window:]
-        return max(self.flops / machine.flops_per_s, sum(sent) / machine.up_bytes_per_s)
+        up_s = sum(sent) / machine.up_bytes_per_s / at_once
+        further = self.setting.further
+        first = (self.flops - further * self.token_flops) / machine.flops_per_s
+        each = machine.compute_s(self.token_flops, sum(unit.up_nbytes for unit in self.units))
+        return max(first, up_s) + further * max(each, up_s)
 
     @property
     def _optimizer_share(self) -> float:
@@ -68,10 +77,14 @@ class Costs:
 
 def _unit_costs(module: nn.Module, setting: Setting) -> list[UnitNumbers]:
     active = multiplied(module)
+    once = _of_last_token(module) if setting.answer else set()  # for each row
     cast = _cast(module) if setting.precision == "bf16-mixed" else set()
 
     def cost(unit: Unit) -> UnitNumbers:
-        tokens = {name: setting.shape.tokens(name, setting.batch, setting.seq) for name, _ in unit.params}
+        tokens = {
+            name: setting.batch if id(p) in once else setting.shape.tokens(name, setting.batch, setting.seq)
+            for name, p in unit.params
+        }
         forward = 2.0 * sum(active[name] * count for name, count in tokens.items())
         half = setting.precision == "bf16-true"
         narrow = sum(p.numel() for _, p in unit.params if id(p) in cast)
@@ -88,6 +101,19 @@ def _unit_costs(module: nn.Module, setting: Setting) -> list[UnitNumbers]:
         )
 
     return [cost(unit) for unit in partition(module)]
+
+
+def _token_flops(module: nn.Module, setting: Setting) -> float:
+    if not setting.answer:
+        return 0.0
+    tokens, rows, last = setting.shape.tokens, setting.batch, setting.seq
+    active = multiplied(module).items()
+    return 2.0 * sum(size * (tokens(name, rows, last + 1) - tokens(name, rows, last)) for name, size in active)
+
+
+def _of_last_token(module: nn.Module) -> set[int]:
+    """Return the ids of the weights that make logits, in an answer those of the last token alone (Rule 3)."""
+    return {id(module.model.get_output_embeddings().weight)}  # type: ignore[operator, union-attr]
 
 
 def _cast(module: nn.Module) -> set[int]:

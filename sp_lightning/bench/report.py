@@ -16,6 +16,7 @@ from ..errors import MissingExtraError
 from ..options import format_bytes
 from .entries import OURS
 from .figures import Result, Row
+from .setting import WARM_UP
 
 NOTHING = "-"
 
@@ -87,7 +88,9 @@ def _what(result: Result) -> str:
         f"{setting.model}, {result.costs.parameters / 1e6:.0f} M parameters",
         "inference" if setting.inference else setting.optimizer,
         setting.precision,
-        f"{setting.batch} x {setting.seq} tokens" + f" on each of {setting.devices} devices" * (setting.devices > 1),
+        f"{setting.batch} x {setting.seq} tokens"
+        + f", answers of {setting.answer}" * (setting.answer > 0)
+        + f" on each of {setting.devices} devices" * (setting.devices > 1),
         "" if setting.inference or setting.activations == "keep" else f"activations {setting.activations}",
         "" if setting.inference or setting.clip is None else f"clipped at {setting.clip:g}",
     ]
@@ -146,5 +149,6 @@ _COLUMNS: dict[str, Any] = {
     "host peak": lambda row, _: _memory(row.host_peak),
     "floor ms": lambda row, _: _number(row.floor_s and row.floor_s * 1e3, ",.1f"),
     "floor/step": lambda row, _: _number(row.merit, ".2f"),
-    "last loss": lambda row, _: repr(row.losses[-1]),
+    # With several batches at once there are more: those that all rows have end here.
+    "last loss": lambda row, result: repr(row.losses[: WARM_UP + result.setting.steps][-1]),
 }

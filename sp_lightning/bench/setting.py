@@ -32,6 +32,7 @@ class Setting:
     clip: float | None = None  # global norm of the gradients
     activations: str = "keep"
     inference: bool = False
+    answer: int = 0  # tokens that the model generates for each row of a batch, in inference; 0: a forward
     steps: int = 5  # of a repetition
     repetitions: int = 3
     device: str = "cpu"
@@ -61,6 +62,12 @@ class Setting:
         for name in ("batch", "seq", "steps", "repetitions", "devices"):
             if getattr(self, name) < 1:
                 raise OptionError(argument=name, found=getattr(self, name), allowed="an int >= 1")
+        if self.answer < 0:
+            raise OptionError(argument="answer", found=self.answer, allowed="an int >= 0")
+        if self.answer and not self.inference:
+            raise OptionError(argument="answer", found=self.answer, allowed="given together with --inference")
+        if self.answer and not self.shape.answers:
+            raise OptionError(argument="model", found=self.model, allowed="one that generates, such as 'llama-1b'")
         for name in ("clip", "time_limit"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
@@ -87,6 +94,11 @@ class Setting:
     def recompute(self) -> bool:
         """Whether blocks are recomputed in backward."""
         return "recompute" in self.activations and not self.inference
+
+    @property
+    def further(self) -> int:
+        """Forwards of an answer after that of the prompts."""
+        return max(0, self.answer - 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the values for JSON."""

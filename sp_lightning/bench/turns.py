@@ -5,6 +5,9 @@
    step of a repetition. The step after a repetition does not count: it begins with the next turn.
 3. Losses stay on the device until a repetition is over: reading one would wait for the device.
 4. The number of batches is known in advance: otherwise Lightning fetches one batch ahead, and times are one step off.
+5. A contender that works on several batches at once has as many for each step. It draws the first batch of a step as it
+   ends the first one of the step before: what it still has to do then is timed with the next step, before each
+   repetition as after it, and losses of it are reported later.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ class Turns:
         steps: Steps in a repetition.
         repetitions: Number of repetitions.
         warm_up: Steps before the first repetition.
+        at_once: Batches of a step.
         report: Called with the time and memory of each repetition.
         wait: Returns when it is the contender's turn again.
     """
@@ -40,6 +44,7 @@ class Turns:
         steps: int,
         repetitions: int,
         warm_up: int,
+        at_once: int = 1,
         report: Callable[[dict[str, Any]], None],
         wait: Callable[[], None],
     ) -> None:
@@ -48,6 +53,7 @@ class Turns:
         self._steps = steps
         self._repetitions = repetitions
         self._warm_up = warm_up
+        self._at_once = at_once
         self._report = report
         self._wait = wait
         self._begin = 0.0
@@ -55,12 +61,18 @@ class Turns:
         self.details: Callable[[], dict[str, Any]] = dict  # about the contender, for the report
 
     def __len__(self) -> int:
+        return self._all_steps * self._at_once
+
+    @property
+    def _all_steps(self) -> int:
         return self._warm_up + self._repetitions * (self._steps + 1)
 
     def __iter__(self) -> Iterator[Batch]:
-        for step in range(len(self)):
-            self._tick(step - self._warm_up)
-            yield self._batches[step % len(self._batches)]
+        for number in range(len(self)):
+            step, place = divmod(number, self._at_once)
+            if place == 0:
+                self._tick(step - self._warm_up)
+            yield self._batches[number % len(self._batches)]
 
     def add_loss(self, loss: Tensor) -> None:
         """Add the loss of the current step."""
@@ -75,7 +87,7 @@ class Turns:
         elif step >= 0 and place == self._steps:
             self._device.synchronize()
             self._end(time.perf_counter() - self._begin)
-            if step + 1 < len(self) - self._warm_up:
+            if step + 1 < self._all_steps - self._warm_up:
                 self._device.free_cached()
                 self._wait()
 
@@ -83,4 +95,5 @@ class Turns:
         losses = [float(loss) for loss in self._losses]
         self._losses.clear()
         peaks = self._device.allocator_peaks()
-        self._report({"seconds": seconds, "losses": losses, **peaks, "details": self.details()})
+        report = {"seconds": seconds, "batches": self._steps * self._at_once, "losses": losses}
+        self._report({**report, **peaks, "details": self.details()})

@@ -73,6 +73,12 @@ class Work:
         fused = {"fused": True} if self.setting.optimizer == "adamw-fused" else {}
         return torch.optim.AdamW, {"lr": RATE, **fused}
 
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of a batch on the device: of its tokens, or of those that the model answers."""
+        tokens = self.setting.answer
+        loss: Tensor = module.answer(tokens, **batch) if tokens else module(**batch)  # type: ignore[operator]
+        return loss
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context that Lightning's precision plugin puts around forward."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.setting.precision == "bf16-mixed")

@@ -19,6 +19,7 @@ import torch
 from ..memory.device import Device
 from ..runtime.measure import measure, measure_optimizer
 from .contenders import CONTENDERS
+from .entries import Entry
 from .setting import WARM_UP, Setting
 from .turns import Turns
 from .work import Work, rank_here
@@ -63,6 +64,7 @@ def work_on(job: dict[str, Any], report: Report) -> None:
         steps=setting.steps,
         repetitions=job["repetitions"],
         warm_up=WARM_UP,
+        at_once=Entry(job["contender"], job["options"]).at_once,
         report=report,
         wait=next_turn,
     )

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import OptionError
 from . import make_room
 
-SETTING = "model batch seq precision optimizer clip activations inference steps repetitions device device_memory"
+SETTING = "model batch seq precision optimizer clip activations inference answer steps repetitions device device_memory"
 SETTING += " time_limit devices"
 
 
@@ -28,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--clip", type=float, metavar="NORM", help="clip gradients by their global norm")
     add("--activations", help="keep (default), recompute, offload or recompute+offload; for peers: recomputed or kept")
     add("--inference", action="store_true", help="forward only")
+    add("--answer", type=int, metavar="TOKENS", help="with --inference: generate so many tokens for each row")
+    add("--at-once", default="1", metavar="N,...", help="with --inference: batches of this strategy under way at once, "
+        "a row each (default: %(default)s)")  # fmt: skip
     add("--windows", default="1,2,4,all", help="units on the device at a time, a row each (default: %(default)s)")
     add("--contenders", help="some of plain, superpipeline, fsdp2, deepspeed, zero-offload, superoffload, torchao, "
         "accelerate and group-offload (default: those for training, or for inference)")  # fmt: skip
@@ -52,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         report.check_plot()
     make_room(args.json, args.plot)
     setting = Setting.parse(**{name: getattr(args, name) for name in SETTING.split()})
-    rows = entries(_names(args), args.windows.split(","), _options(args.set))
+    rows = entries(_names(args), args.windows.split(","), _options(args.set), _at_once(args))
     progress = Console(stderr=True, highlight=False, markup=False)
     result = compare(setting, rows, progress.print)
     Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
@@ -71,6 +74,15 @@ def _names(args: argparse.Namespace) -> tuple[str, ...]:
     if (args.devices or 1) > 1:
         return SEVERAL
     return INFERENCE if args.inference else TRAINING
+
+
+def _at_once(args: argparse.Namespace) -> list[int]:
+    counts = args.at_once.split(",")
+    if not all(count.isdigit() and int(count) for count in counts):
+        raise OptionError(argument="--at-once", found=args.at_once, allowed="ints >= 1, with commas between")
+    if counts != ["1"] and not args.inference:
+        raise OptionError(argument="--at-once", found=args.at_once, allowed="given together with --inference")
+    return [int(count) for count in counts]
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:

@@ -42,6 +42,10 @@ class Shape(Protocol):
     def needs(self) -> tuple[str, ...]:
         """Libraries that the model needs beside torch."""
 
+    @property
+    def answers(self) -> bool:
+        """Whether the model generates tokens, by a method ``answer`` that returns the loss of those."""
+
     def check(self, seq: int) -> None:
         """Raise OptionError for a sequence length that the model cannot have."""
 
@@ -66,6 +70,7 @@ class Toy:
     seq: int
     blocks: tuple[str, ...] = ("_ToyBlock",)
     needs: tuple[str, ...] = ()
+    answers: bool = False
 
     def check(self, seq: int) -> None:
         """Accept any sequence length."""
@@ -133,6 +138,7 @@ class Llama:
     seq: int
     blocks: tuple[str, ...] = ("LlamaDecoderLayer",)
     needs: tuple[str, ...] = ("transformers",)
+    answers: bool = True
 
     def check(self, seq: int) -> None:
         """Accept any sequence length."""
@@ -208,6 +214,7 @@ class Vit(_Tower):
     batch: int
     blocks: tuple[str, ...] = ("ViTLayer",)
     needs: tuple[str, ...] = ("transformers",)
+    answers: bool = False
 
     @property
     def seq(self) -> int:
@@ -247,6 +254,7 @@ class Llava(_Tower):
     seq: int  # tokens of the decoder: patches and text
     blocks: tuple[str, ...] = ("LlamaDecoderLayer", "CLIPEncoderLayer")
     needs: tuple[str, ...] = ("transformers",)
+    answers: bool = True
 
     def check(self, seq: int) -> None:
         """Raise OptionError unless an image and some text fit into a sequence."""
@@ -290,6 +298,36 @@ class _WithLoss(nn.Module):
     def forward(self, **inputs: Tensor) -> Tensor:
         loss: Tensor = self.model(**inputs, **self._always).loss
         return loss
+
+    def answer(self, tokens: int, *, labels: Tensor, **prompt: Tensor) -> Tensor:
+        """Generate this number of tokens for each row, the likeliest ones, and return their mean loss."""
+        loss = _LossOfLikeliest()
+        self.model.generate(  # type: ignore[operator]
+            **prompt,
+            attention_mask=torch.ones_like(prompt["input_ids"]),
+            logits_processor=[loss],
+            do_sample=False,
+            use_cache=True,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+        )
+        return loss.sum() / tokens
+
+
+class _LossOfLikeliest:
+    """A logits processor that adds up the mean loss of each pass's likeliest tokens."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+
+    def __call__(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        logits = logits.float()
+        self._losses.append((logits.logsumexp(-1) - logits.amax(-1)).mean())
+        return logits
+
+    def sum(self) -> Tensor:
+        """Return the sum over all passes."""
+        return torch.stack(self._losses).sum()
 
 
 # ---- weights

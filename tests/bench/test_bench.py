@@ -41,10 +41,10 @@ def costs(**given):
         return Costs.of(build(chosen.shape), chosen)
 
 
-def row(label="plain", losses=(1.0, 2.0), seconds=(0.2,), **options):
+def row(label="plain", losses=(1.0, 2.0), seconds=(0.2,), batches=2, **options):
     made = Row(Entry(label, options))
     for took in seconds:
-        report = {"seconds": took, "losses": list(losses), "allocated_peak": None, "details": {}}
+        report = {"seconds": took, "batches": batches, "losses": list(losses), "allocated_peak": None, "details": {}}
         made.add(report, host_peak=round(1000 * took))
     return made
 
@@ -98,6 +98,11 @@ def test_the_command_measures_all_and_finds_our_losses_equal_to_the_plain_ones(o
         (["--model", "llava-tiny"], "seq must be more than the 16 patches of an image, got 8"),
         (["--repetitions", "0"], "repetitions must be an int >= 1, got 0"),
         (["--clip", "-1"], "clip must be a number > 0, got -1"),
+        (["--answer", "-1", "--inference"], "answer must be an int >= 0, got -1"),
+        (["--answer", "2"], "answer must be given together with --inference, got 2"),
+        (["--answer", "2", "--inference"], "model must be one that generates, such as 'llama-1b', got 'tiny'"),
+        (["--at-once", "1,0", "--inference"], "--at-once must be ints >= 1, with commas between, got '1,0'"),
+        (["--at-once", "2"], "--at-once must be given together with --inference, got '2'"),
         (["--device", "abacus"], "device must be one of 'cpu'.*, got 'abacus'"),
     ],
 )
@@ -154,7 +159,7 @@ TURNS = """
 import json, sys
 sys.stdin.readline()
 print(json.dumps({"how": "", "resident_set": 0}), flush=True)
-turn = {"seconds": 1.0, "losses": [0.5], "allocated_peak": None, "reserved_peak": None, "details": {}}
+turn = {"seconds": 1.0, "batches": 2, "losses": [0.5], "allocated_peak": None, "reserved_peak": None, "details": {}}
 while print(json.dumps(turn), flush=True) or sys.stdin.readline():
     pass
 """
@@ -192,8 +197,9 @@ def test_processes_never_stay_on_an_accelerator():
 def done(contender, **given):
     """The reports of a process, had by doing its job here."""
     reports = []
-    chosen = setting(model="llama-tiny", **given).as_dict()
     options = {"window": 1} if contender == "superpipeline" else {}
+    options |= {name: given.pop(name) for name in ("predict_at_once",) if name in given}
+    chosen = setting(**{"model": "llama-tiny", **given}).as_dict()
     job = {"setting": chosen, "contender": contender, "options": options, "repetitions": 1}
     worker.work_on(job, reports.append)
     return reports[-1]
@@ -211,6 +217,41 @@ def test_on_a_device_the_first_loss_is_the_plain_one_and_the_allocators_peak_is_
 @pytest.mark.parametrize("contender", ["plain", "superpipeline", "fsdp2"])
 def test_inference_gives_the_same_losses(contender):
     assert done(contender, inference=True)["losses"] == done("plain", inference=True)["losses"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("model, seq", [("llama-tiny", 8), ("llava-tiny", 20)])
+def test_answers_are_the_same_alone_and_several_batches_at_once(model, seq, precision):
+    given = {"inference": True, "answer": 3, "model": model, "seq": seq, "precision": precision}
+    plain, alone, together = (
+        done(contender, **given, **more)
+        for contender, more in (("plain", {}), ("superpipeline", {}), ("superpipeline", {"predict_at_once": 2}))
+    )
+    assert len(set(plain["losses"])) == 4 and alone["losses"] == plain["losses"]
+    assert (
+        together["losses"] == (2 * plain["losses"])[:7]
+    )  # of 2 steps before and 2 that count, one is not reported yet
+    assert [each["batches"] for each in (plain, alone, together)] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("contender, library", [("accelerate", "accelerate"), ("group-offload", "diffusers")])
+def test_peers_answer_the_same(contender, library):
+    pytest.importorskip(library)
+    given = {"inference": True, "answer": 3}
+    assert done(contender, **given)["losses"] == done("plain", **given)["losses"]
+
+
+def test_batches_at_once_share_the_trips_of_a_step():
+    bytes_up = [
+        done("superpipeline", inference=True, answer=3, **more)["details"]["bytes_up"]
+        for more in ({}, {"predict_at_once": 2})
+    ]
+    assert bytes_up[1] < 1.1 * bytes_up[0]  # twice the batches by then
+
+
+def test_what_gathers_for_forwards_refuses_to_answer():
+    with pytest.raises(UnsupportedError, match="no answer is one"):
+        done("fsdp2", inference=True, answer=3)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -283,6 +324,27 @@ def test_a_repetition_is_timed_between_two_waits_for_the_device_after_a_step_tha
     assert device.events == first + second and len(batches) == 7
 
 
+def test_a_step_of_several_batches_is_timed_from_the_first_of_it():
+    device = Watched()
+    batches = turns.Turns(
+        [{"number": torch.tensor(float(number))} for number in range(3)],
+        device,
+        steps=1,
+        repetitions=2,
+        warm_up=1,
+        at_once=2,
+        report=lambda facts: device.events.append((facts["batches"], facts["losses"])),
+        wait=lambda: device.events.append("wait"),
+    )
+    for batch in batches:
+        batches.add_loss(batch["number"])
+        device.events.append("batch")
+    step, wait = ["batch"] * 2, "synchronize"
+    first = [*step, wait, *step, wait, (2, [0.0, 1.0, 2.0, 0.0]), "free", "wait"]
+    second = [*step, wait, *step, wait, (2, [1.0, 2.0, 0.0, 1.0]), *step]
+    assert device.events == first + second and len(batches) == 10
+
+
 # ---- figures
 
 
@@ -293,7 +355,7 @@ def test_the_spread_of_a_fixed_list():
 
 
 def test_figures_follow_from_the_median_of_the_repetitions():
-    made = row(seconds=[0.2, 0.6, 0.4])
+    made = row(seconds=[0.2, 0.6, 0.4], batches=4)
     reckoned = costs(steps=4)
     made.compute(reckoned, HERE)
     assert made.step_s == Spread(0.1, 0.05, 0.15) and made.tokens_per_s == 80 and made.host_peak == 600
@@ -332,6 +394,24 @@ def test_in_inference_what_stays_does_not_travel():
     assert reckoned.floor_s(slow_link, len(reckoned.units)) == reckoned.flops / 1e15
     come = [unit.up_nbytes for unit in reckoned.units if not unit.resident]
     assert reckoned.floor_s(slow_link, 1) == sum(come[1:]) / 1e8
+
+
+def test_an_answer_has_a_forward_of_the_prompts_and_one_of_each_further_token():
+    given = {"model": "llama-tiny", "inference": True, "batch": 2}
+    answers, forward = costs(**given, answer=5), costs(**given)
+    with torch.device("meta"):
+        head = build(SHAPES["llama-tiny"]).model.get_output_embeddings().weight.numel()
+    assert answers.token_flops == 2 * 2 * answers.parameters and answers.tokens == 2 * 5
+    assert answers.flops == forward.flops - 2 * 2 * (8 - 1) * head + 4 * answers.token_flops
+    slow_link, slow = (dataclasses.replace(HERE, flops_per_s=rate) for rate in (1e15, 1.0))
+    assert answers.floor_s(slow_link, 1) == pytest.approx(5 * forward.floor_s(slow_link, 1))
+    assert answers.floor_s(slow_link, 1, at_once=4) == pytest.approx(answers.floor_s(slow_link, 1) / 4)
+    assert answers.floor_s(slow, 1, at_once=4) == pytest.approx(answers.flops)
+
+
+def test_a_towers_patches_are_of_the_prompts_alone():
+    reckoned = costs(model="llava-tiny", seq=20, inference=True, answer=2)
+    assert 0 < reckoned.token_flops < 2 * reckoned.parameters
 
 
 def test_an_automatic_window_has_the_floor_of_the_window_that_was_found():
@@ -448,6 +528,14 @@ def test_this_strategy_has_a_row_for_each_window():
     rows = entries(["plain", "superpipeline"], ["2", "all"], {"transfer": "1"})
     ours = [f"superpipeline window={window} transfer=1" for window in (2, "all")]
     assert [row.label for row in rows] == ["plain", *ours]
+
+
+def test_this_strategy_has_a_row_for_each_number_of_batches_at_once():
+    rows = entries(["superpipeline"], [1, 2], at_once=[1, 4])
+    assert [row.label for row in rows] == [
+        f"superpipeline window={window}{together}" for window in (1, 2) for together in ("", " predict_at_once=4")
+    ]
+    assert [row.at_once for row in rows] == [1, 4, 1, 4]
 
 
 def test_initialisation_that_draws_again_what_is_out_of_bounds_ends():
