@@ -160,6 +160,7 @@ IMPORTS = [  # with whether the strategy is registered there, and whether the ot
 ]
 
 
+@pytest.mark.slow
 def test_it_is_registered_where_it_was_imported_and_not_imported_where_it_was_not():
     code = f"""
 import os, sys

@@ -951,7 +951,7 @@ def compiled_blocks(module, backend):
     return module
 
 
-OFTEN = [("eager", "keep", compiled_blocks), ("inductor", "recompute", compiled_whole)]
+OFTEN = [("eager", "keep", compiled_blocks)]
 
 
 @pytest.mark.parametrize(

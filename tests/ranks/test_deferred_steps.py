@@ -1,5 +1,7 @@
 """Several ranks step their parts beside the next forward, and nobody sees it half done."""
 
+import functools
+
 import deferring
 import processes
 import pytest
@@ -12,14 +14,20 @@ LOOKS = [
     "writes beside, by a view",
 ]
 OFTEN = {"reads", "writes beside, by a view", "takes gradients", "reads state on one rank", "steps again"}
+PACE = {"slow_rank", "keeps"}  # settings without effect under DDP
 HELD = {"writes state": 0, "writes beside, by a view": 0, "steps again": 2 * deferring.STEPS - 1}
 UNHINDERED = deferring.STEPS - 1  # the first step makes the state
+
+
+@functools.cache
+def of_ddp(size, **settings):
+    return processes.run(size, deferring.train, None, **settings)
 
 
 def check(size=2, **settings):
     """Compare with DDP; return how many steps each rank deferred."""
     device = settings.pop("device", "cpu")
-    expected = processes.run(size, deferring.train, None, **settings)
+    expected = of_ddp(size, **{name: value for name, value in settings.items() if name not in PACE})
     found = processes.run(size, deferring.train, {"window": 2}, device, **settings)
     for rank, ((theirs, _), (ours, _)) in enumerate(zip(expected, found, strict=True)):
         seen = dict(parity.leaves(ours))
@@ -35,7 +43,7 @@ def test_steps_are_deferred_and_equal_ddps(slow_rank):
 
 
 @pytest.mark.simgpu
-@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize("slow_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_steps_are_deferred_on_a_device(slow_rank):
     assert check(slow_rank=slow_rank, device="simgpu") == [UNHINDERED] * 2
 
@@ -60,7 +68,7 @@ def test_other_optimizers(optimizer, expected):
     assert held == [UNHINDERED if expected else 0] * 2
 
 
-@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize("slow_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_several_optimizers_step_parts_of_the_same_units(slow_rank):
     assert min(check(several=2, slow_rank=slow_rank)) >= UNHINDERED
 

@@ -57,7 +57,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        {"edits": True, "clip": True},
+        pytest.param({"edits": True, "clip": True}, marks=SLOW),
         {"accumulate": 2, "clip": True, "holds": True},
         pytest.param({"optimizer": "adafactor", "edits": True}, marks=SLOW),
         pytest.param({"optimizer": "foreach", "accumulate": 2}, marks=SLOW),
@@ -172,7 +172,8 @@ def test_all_ranks_of_all_nodes_end_with_an_error_that_names_the_one_that_failed
             )
 
 
-@pytest.mark.parametrize("phase", ["data", pytest.param("sum of nodes", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["data", "sum of nodes"])
 def test_a_rank_that_hangs_on_another_node_is_named_after_the_timeout(phase):
     endings = failing_runs.endings(4, phase=phase, way="hang", victim=3, timeout=5, nodes=2)
     assert endings[3].status == -9  # by its own thread that watches
