@@ -21,7 +21,7 @@ from ..calls.call_memory import MOST
 from ..core.schedule import Schedule
 from ..core.simulation import Simulation
 from ..core.window_choice import FIRST_WINDOW
-from ..tracing.step_trace import BATCH, CACHE
+from ..tracing.step_trace import BATCH, CACHE, StepTrace
 from .forecast import LockstepPlan
 from .planned_model import Requirements
 from .settings import PlannedCalls
@@ -54,10 +54,11 @@ def plan_calls(
         window: The option.
     """
 
-    assert needs.reading is not None
+    assert needs.trace is not None and needs.reading is not None
+    kept = kept_by_a_call(needs.trace)
 
     def nbytes(count: int, window: int) -> dict[str, int]:
-        return reserving(of_calls(needs, count).peak(window, 1))
+        return reserving(of_calls(needs, count, kept).peak(window, 1))
 
     def fits(count: int, window: int) -> bool:
         return sum(nbytes(count, window).values()) <= available
@@ -70,8 +71,8 @@ def plan_calls(
     chosen = least
     if window == "auto":
         chosen = next((wide for wide in range(streamed, least, -1) if fits(count, wide)), least)
-    reading = simulated(of_calls(needs.reading, count), (chosen, 1))
-    each = simulated(of_calls(needs, count, calls.guessed + 1), (chosen, 1))
+    reading = simulated(of_calls(needs.reading, count, kept), (chosen, 1))
+    each = simulated(of_calls(needs, count, kept, calls.guessed + 1), (chosen, 1))
     tokens = count * rows * calls.accepted
     return LockstepPlan(
         cache=cache,
@@ -99,15 +100,21 @@ def _travelling(needs: Requirements, window: int) -> float:
     return loaded / PASSES
 
 
-def of_calls(needs: Requirements, count: int, tokens: int = 1) -> Requirements:
-    """Return the needs of a pass of several calls, each of which has this number of tokens in place of one (Rule 3)."""
-    assert needs.trace is not None
-    last = needs.trace.of_pass(2).visits
-    kept = {name: min(visit.terms.get(name, 0) for visit in last) for name in OF_EACH}  # less copies of the running one
+def kept_by_a_call(trace: StepTrace) -> dict[str, int]:
+    """Return the bytes that a call keeps on the device while others run, by term (Rule 1)."""
+    last = trace.of_pass(2).visits
+    return {name: min(visit.terms.get(name, 0) for visit in last) for name in OF_EACH}  # less copies of the running one
+
+
+def of_calls(needs: Requirements, count: int, kept: Mapping[str, int], tokens: int = 1) -> Requirements:
+    """Return the needs of a pass of several calls, each with this number of tokens in place of one (Rule 3).
+
+    ``kept``: bytes that a call keeps on the device while others run.
+    """
 
     def peak(window: int, transfer: int) -> dict[str, int]:
         terms = needs.peak(window, transfer)
-        return {name: nbytes + (count - 1) * kept.get(name, 0) for name, nbytes in terms.items()}
+        return terms | {name: terms.get(name, 0) + (count - 1) * nbytes for name, nbytes in kept.items() if count > 1}
 
     works = [
         replace(

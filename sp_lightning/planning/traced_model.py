@@ -36,7 +36,7 @@ from ..options import Options, format_bytes
 from ..tracing.dry_run import Answers, RealTensors, Runner, dry_run, generating
 from ..tracing.fake_tensors import FakeTensors, Unknown
 from ..tracing.step_trace import StepTrace
-from .planned_calls import of_calls
+from .planned_calls import kept_by_a_call, of_calls
 from .planned_model import (
     PlannedModel,
     Requirements,
@@ -98,7 +98,7 @@ class TracedModel(PlannedModel):
         line = self._lines[options]
         if line is None:
             return None
-        return self._needs(line[0].between(line[1], rows / self.rows - 1), options, machine)
+        return self._needs(line[0].between(line[1], rows / self.rows - 1), options, machine, rows / self.rows)
 
     def _line(self, options: Options) -> tuple[StepTrace, StepTrace] | None:
         one = self._trace(options, 1)
@@ -111,7 +111,8 @@ class TracedModel(PlannedModel):
             one = self._traces[options, 1] = self._find_trace(options, 1)
         return (one, two) if one.is_like(two) else None
 
-    def _needs(self, trace: StepTrace, options: Options, machine: Machine) -> Requirements:
+    def _needs(self, trace: StepTrace, options: Options, machine: Machine, share: float = 1) -> Requirements:
+        """Return the requirements by a trace, which has ``share`` times the rows of the batch."""
         in_files, placed = self._placed(trace, options)
         filed = {index: sum(of_unit.values()) for index, of_unit in in_files.items()}
         moved = {index: self._may_move(trace, index, options) for index in placed.masters}
@@ -132,7 +133,8 @@ class TracedModel(PlannedModel):
 
         if not trace.passes:
             return of(trace)
-        reading, each = (of_calls(of(trace.of_pass(number)), self._at_once) for number in (0, 1))
+        kept = {name: int(share * nbytes) for name, nbytes in kept_by_a_call(self._trace(options, 1)).items()}
+        reading, each = (of_calls(of(trace.of_pass(number)), self._at_once, kept) for number in (0, 1))
         return replace(each, reading=reading)  # planned_model.py, Rule 4
 
     def _placed(self, trace: StepTrace, options: Options) -> tuple[dict[int, dict[int, int]], Budgeted]:

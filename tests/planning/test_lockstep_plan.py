@@ -57,6 +57,23 @@ def test_a_device_counts_the_bytes_of_a_plan(count, window):
     assert travelled / (count * ROWS * ANSWER) == pytest.approx(found.weights_per_token, rel=0.05)
 
 
+def test_the_largest_batches_at_once_fit_and_larger_ones_do_not():
+    def of(rows, device_memory="40MiB"):
+        batch = {"input_ids": torch.ones(rows, PROMPT, dtype=torch.long)}
+        given = {
+            "machine": MACHINES["rtx3060"],
+            "device": "simgpu",
+            "answer": ANSWER,
+            "predict_at_once": 4,
+            "window": 2,
+        }
+        make = functools.partial(transformers.LlamaForCausalLM, config())
+        return sp_lightning.plan(make, batch, device_memory=device_memory, **given)
+
+    most = of(ROWS).largest_batch // 4  # of one of them
+    assert most > ROWS and of(most).fits and not of(most + 1).fits
+
+
 def test_as_many_calls_are_planned_as_fit():
     one = planned(at_once=1).lockstep[0]
     more = planned(at_once=2).lockstep[0].device_nbytes - one.device_nbytes
