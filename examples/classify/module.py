@@ -8,7 +8,6 @@ import torch
 
 from ..common import checkpoints, tiny
 from ..common.answers import Predicts
-from ..common.errors import BadInput
 from ..common.images import FolderImages, told, whole_image
 
 
@@ -49,7 +48,9 @@ class Classify(Predicts):
         if not batch["count"]:
             return list(batch["records"])
         images = batch["pixel_values"].to(next(self.model.parameters()).dtype)
-        likeliest = self.model(images).logits.float().softmax(-1).max(-1)
+        logits = self.model(images).logits.float()
+        several = self.model.config.problem_type == "multi_label_classification"
+        likeliest = (logits.sigmoid() if several else logits.softmax(-1)).max(-1)
         names = [self.model.config.id2label[label] for label in likeliest.indices.tolist()]
         pairs = zip(names, likeliest.values.tolist(), strict=True)
         return told(batch["records"], [{"label": name, "probability": value} for name, value in pairs])
@@ -61,14 +62,18 @@ class ImagesToClassify(FolderImages):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         from transformers import AutoConfig, AutoImageProcessor
+        from transformers.utils import cached_file
 
         assert self.trainer is not None
-        checkpoint = self.trainer.lightning_module.checkpoint
-        try:
+        checkpoint = checkpoints.found(self.trainer.lightning_module.checkpoint)
+        lenient = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        if any(
+            cached_file(checkpoint, name, **lenient) for name in ("preprocessor_config.json", "processor_config.json")
+        ):
             self.processor = checkpoints.read(AutoImageProcessor, checkpoint)
-        except BadInput:  # as of one that the recipe for training exported
+        else:  # as of one that the recipe for training exported
             self.processor = None
-            size = checkpoints.read(AutoConfig, checkpoint).image_size
+            size = getattr(checkpoints.read(AutoConfig, checkpoint), "image_size", 224)
             self.size = max(size) if isinstance(size, (list, tuple)) else size
 
     def inputs(self, images: list[Any]) -> dict[str, torch.Tensor]:

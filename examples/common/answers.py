@@ -60,18 +60,21 @@ class Answers(L.Callback):
         self.of = self.path.with_name(f"{self.path.name}.of")  # says of which run the part is
         self.kept = 0
         if len(ranks) == 1:
-            self.go_on(trainer.datamodule, pl_module)
+            self.go_on(trainer, trainer.datamodule, pl_module)
 
-    def go_on(self, data: Any, module: Any) -> None:
+    def go_on(self, trainer: L.Trainer, data: Any, module: Any) -> None:
         """Keep the whole batches of the same run, if one was killed."""
         digest = hashlib.sha256(json.dumps(data.records).encode()).hexdigest()
-        run = json.dumps([digest, data.batch_size, torch.initial_seed(), *module.settings])
+        how = [data.batch_size, torch.initial_seed(), str(trainer.precision), trainer.limit_predict_batches]
+        run = json.dumps([digest, *how, *module.settings])
         if self.part.exists() and self.of.exists() and self.of.read_text() == run:
             with self.part.open("rb") as part:
                 sizes = [len(line) for line in part if line.endswith(b"\n")]
-            batches = len(sizes) // data.batch_size
-            data.done = min(batches * data.batch_size, len(data.records) - 1)  # something is left to answer
-            data.done -= data.done % data.batch_size
+            limit, whole_run = trainer.limit_predict_batches, -(-len(data.records) // data.batch_size)
+            limit = int(limit * whole_run) if isinstance(limit, float) else min(limit, whole_run)
+            batches = min(len(sizes) // data.batch_size, max(0, limit - 1))  # something is left to answer
+            trainer.limit_predict_batches = limit - batches  # of those that are left
+            data.done = batches * data.batch_size
             self.kept = sum(sizes[: data.done])
             say(f"going on after {data.done} records that {self.part} has answers to")
         else:

@@ -45,16 +45,25 @@ def read(auto_class: Any, name_or_path: str, what: str = "the checkpoint directo
 
 
 def load(
-    auto_class: Any, name_or_path: str, dtype: str = "float32", new_head: bool = False, **options: Any
+    auto_class: Any,
+    name_or_path: str,
+    dtype: str = "float32",
+    new_head: bool = False,
+    unused: tuple[str, ...] = (),
+    **options: Any,
 ) -> torch.nn.Module:
-    """The model of a checkpoint, on the host, in training mode; with a new head, all but that is the checkpoint's."""
+    """The model of a checkpoint, on the host, in training mode; with a new head, all but that is the checkpoint's.
+
+    ``unused``: how names of weights begin that may be missing, since nothing looks at what they make.
+    """
     if dtype != "auto":
         dtype_of(dtype)
     if planned():
         return from_config(auto_class, name_or_path, dtype, **options).train()
     with torch.device("cpu"):  # wherever a plain strategy wants what is made
         model, info = read(auto_class, name_or_path, dtype=dtype, output_loading_info=True, **options)
-    if (lacking := sorted(info["missing_keys"])) and not new_head:
+    lacking = sorted(name for name in info["missing_keys"] if not name.startswith(unused))
+    if lacking and not new_head:
         raise BadInput(
             f"{name_or_path} lacks {len(lacking)} of the weights of {type(model).__name__}, which would begin at "
             f"random: {', '.join(lacking[:3])}{', ...' if len(lacking) > 3 else ''}"

@@ -57,11 +57,13 @@ def read_record(line: bytes, where: str) -> dict[str, Any]:
 
 def read_image(path: str) -> Any:
     """The image, or an error that names its file."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            if image.mode in ("I", "F") or image.mode.startswith("I;"):
+                raise BadInput("it has more than 8 bits a channel, of which those beyond would be cut; convert it")
+            return ImageOps.exif_transpose(image).convert("RGB")  # as it was held
     except Exception as error:  # a decoder may raise anything over bytes that are none of its own
         raise BadInput(f"{path} is not an image that can be read: {error}") from None
 

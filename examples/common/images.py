@@ -39,11 +39,12 @@ class FolderImages(L.LightningDataModule):
         self.folder = existing(self.path or self.made_up(), "the image folder")
         if not self.folder.is_dir():
             raise BadInput(f"{self.folder} is a file, not a folder of images")
-        names = sorted(path for path in self.folder.rglob("*") if path.suffix.lower() in ENDINGS)
+        found = (path for path in self.folder.rglob("*") if path.suffix.lower() in ENDINGS and not path.is_dir())
+        names = self.names = sorted(found)
         if not names:
             raise BadInput(f"{self.folder} has no images: files that end in {', '.join(sorted(ENDINGS))}")
         self.records = [
-            {"record": {"image": name.relative_to(self.folder).as_posix()}, "number": number, "stamp": stamp(name)}
+            {"record": {"image": written(name.relative_to(self.folder))}, "number": number, "stamp": stamp(name)}
             for number, name in enumerate(names)
         ]
 
@@ -58,9 +59,9 @@ class FolderImages(L.LightningDataModule):
 
     def collate(self, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         images, seen = [], [dict(record["record"]) for record in records]
-        for record in seen:
+        for record, name in zip(seen, (self.names[record["number"]] for record in records), strict=True):
             try:
-                images.append(read_image(str(self.folder / record["image"])))
+                images.append(read_image(str(name)))
             except BadInput as error:
                 record["error"] = str(error)
         inputs = self.inputs(images) if images else {}
@@ -75,9 +76,14 @@ class FolderImages(L.LightningDataModule):
         )
 
 
+def written(path: Path) -> str:
+    """A file's name as text, which not every name is."""
+    return path.as_posix().encode(errors="surrogateescape").decode(errors="replace")
+
+
 def stamp(path: Path) -> list[int]:
     """What tells a file from another of the same name."""
-    found = path.stat()
+    found = path.lstat()  # a link may lead nowhere
     return [found.st_size, found.st_mtime_ns]
 
 
@@ -115,6 +121,12 @@ def load_processor(checkpoint: str) -> tuple[Any, int]:
         )
     checkpoints.check_tokenizer(tokenizer, checkpoints.load_config(checkpoint), checkpoint, checkpoint)
     return processor, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def special_tokens(processor: Any, text: str) -> dict[str, Any]:
+    """What a processor has to know of a text that a chat template wrote: whether it begins as texts do."""
+    begins = processor.tokenizer.bos_token
+    return {"add_special_tokens": False} if begins and text.startswith(begins) else {}
 
 
 def asked(processor: Any, question: str) -> str:

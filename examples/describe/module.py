@@ -8,7 +8,7 @@ import torch
 
 from ..common import checkpoints, tiny
 from ..common.answers import Predicts
-from ..common.images import FolderImages, asked, load_processor, told
+from ..common.images import FolderImages, asked, load_processor, special_tokens, told
 from ..common.quantized import Form, quantize
 
 
@@ -102,4 +102,5 @@ class ImagesToDescribe(FolderImages):
 
     def inputs(self, images: list[Any]) -> dict[str, Any]:
         texts = [asked(self.processor, self.question)] * len(images)
-        return dict(self.processor(images=[[image] for image in images], text=texts, padding=True, return_tensors="pt"))
+        how = {"padding": True, "return_tensors": "pt", **special_tokens(self.processor, texts[0])}
+        return dict(self.processor(images=[[image] for image in images], text=texts, **how))

@@ -58,7 +58,7 @@ class Embed(Predicts):
         if self.model is None:
             from transformers import AutoModel
 
-            self.model = checkpoints.load(AutoModel, self.checkpoint, self.dtype_name)
+            self.model = checkpoints.load(AutoModel, self.checkpoint, self.dtype_name, unused=("pooler.",))
             if self.base_bits is not None:
                 quantize(self.model, self.base_bits, leave=[])
 
@@ -105,7 +105,10 @@ class TextData(L.LightningDataModule):
         assert self.trainer is not None
         checkpoint = self.trainer.lightning_module.checkpoint
         self.tokenizer = checkpoints.load_tokenizer(self.tokenizer_name or checkpoint, checkpoint, ends=False)
-        most = checkpoints.positions(checkpoints.load_config(checkpoint))
+        config = checkpoints.load_config(checkpoint)
+        if config.is_encoder_decoder:
+            raise BadInput(f"{checkpoint} is an encoder with a decoder; this recipe is for encoders, and for decoders")
+        most = min(checkpoints.positions(config), self.tokenizer.model_max_length)
         self.tokenizer.padding_side = "right"
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -113,7 +116,8 @@ class TextData(L.LightningDataModule):
         for where, record in read_jsonl(self.path or self.made_up()):
             if not isinstance(record.get("text"), str):
                 raise BadInput(f'{where} has the keys {sorted(record)}; a record needs "text" (a text)')
-            tokens = self.tokenizer(record["text"])["input_ids"][: self.most_tokens]
+            cut = {} if self.most_tokens is None else {"truncation": True, "max_length": self.most_tokens}
+            tokens = self.tokenizer(record["text"], **cut)["input_ids"]
             if not 0 < len(tokens) <= most:
                 raise BadInput(f"{where}: a text of {len(tokens)} tokens; the model of {checkpoint} takes 1 to {most}")
             self.records.append({"record": record, "tokens": tokens, "number": len(self.records)})

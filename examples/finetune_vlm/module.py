@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ..common import checkpoints, tiny
 from ..common.errors import BadInput
 from ..common.files import read_image, read_jsonl
-from ..common.images import asked, load_processor
+from ..common.images import asked, load_processor, special_tokens
 from ..common.loading import Data, TrainLoader
 from ..common.loss import Kind, NextTokens
 from ..common.quantized import Form, quantize
@@ -200,12 +200,11 @@ class CaptionData(Data):
         prompts = [asked(self.processor, record["prompt"]) for record in records]
         end = self.processor.tokenizer.eos_token
         texts = [prompt + record["completion"] + end for prompt, record in zip(prompts, records, strict=True)]
-        batch = dict(self.processor(images=images, text=texts, padding=True, return_tensors="pt"))
+        how = {"return_tensors": "pt", **special_tokens(self.processor, texts[0])}
+        batch = dict(self.processor(images=images, text=texts, padding=True, **how))
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         for row, image, prompt in zip(labels, images, prompts, strict=True):
-            row[: _common(row, self.processor(images=[image], text=[prompt], return_tensors="pt")["input_ids"][0])] = (
-                IGNORED
-            )
+            row[: _common(row, self.processor(images=[image], text=[prompt], **how)["input_ids"][0])] = IGNORED
         return {**batch, "labels": labels}
 
     def train_dataloader(self) -> TrainLoader:

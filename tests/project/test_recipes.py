@@ -1742,6 +1742,89 @@ def test_vectors_of_an_encoder_whose_tokenizer_ends_nothing(words):
     assert found["embedding"] == torch.nn.functional.normalize(state, dim=-1)[0].tolist()
 
 
+def test_a_text_that_is_cut_ends_as_texts_do(words):
+    from tokenizers.processors import TemplateProcessing
+    from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, pad_token="<pad>", eos_token="</s>")
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", end)])
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = LlamaModel(LlamaConfig(vocab_size=len(tokenizer), **sizes)).eval()
+    for one in (tokenizer, model):
+        one.save_pretrained("llama")
+    write("long.jsonl", {"text": "The owl " * 99})
+    (found,) = predict(
+        *("--data.path=long.jsonl", "--model.name_or_path=llama", "--data.most_tokens=4", "--model.pooling=last"),
+        recipe="embed",
+    )
+    tokens = tokenizer("The owl " * 99, truncation=True, max_length=4)["input_ids"]
+    assert tokens[-1] == end and len(tokens) == 4
+    with torch.no_grad():
+        state = model(torch.tensor([tokens])).last_hidden_state[:, -1]
+    assert found["embedding"] == torch.nn.functional.normalize(state, dim=-1)[0].tolist()
+
+
+def test_a_chat_template_that_begins_a_text_begins_it_once():
+    from transformers import AutoProcessor
+
+    from examples.common import images, tiny
+
+    tiny.vision_language_model(pathlib.Path("vlm"))
+    processor = AutoProcessor.from_pretrained("vlm")
+    begins = processor.tokenizer.bos_token
+    assert images.special_tokens(processor, f"{begins}What?") == {"add_special_tokens": False}
+    assert images.special_tokens(processor, "What?") == {}
+
+
+def test_images_are_seen_as_they_were_held_and_names_may_be_any(tmp_path):
+    from PIL import Image
+
+    from examples.common import tiny
+    from examples.common.errors import BadInput
+    from examples.common.files import read_image
+
+    tiny.image_classifier(pathlib.Path("vit"))
+    photos = pathlib.Path("photos")
+    photos.mkdir()
+    picture = Image.linear_gradient("L").resize((32, 48)).convert("RGB")
+    rotated = Image.Exif()
+    rotated[0x0112] = 6
+    picture.save("upright.png")
+    picture.transpose(Image.Transpose.ROTATE_90).save("held.png", exif=rotated)
+    assert read_image("held.png").tobytes() == read_image("upright.png").tobytes()
+    Image.new("I;16", (4, 4)).save("deep.png")
+    with pytest.raises(BadInput, match="more than 8 bits a channel"):
+        read_image("deep.png")
+    picture.save(os.fsdecode(b"photos/caf\xe9.png"))
+    (photos / "gone.png").symlink_to("nowhere.png")
+    (photos / "folder.png").mkdir()
+    found = predict("--model.name_or_path=vit", "--data.path=photos", recipe="classify")
+    assert [("label" in one, "error" in one) for one in found] == [(True, False), (False, True)]
+    pathlib.Path("vit/preprocessor_config.json").write_text("{")
+    with pytest.raises(BadInput, match="can not be read"):
+        predict("--model.name_or_path=vit", "--data.path=photos", recipe="classify")
+
+
+class Ends(L.Callback):
+    def on_predict_batch_end(self, trainer, *_):
+        if trainer.predict_loop.batch_progress.current.ready >= 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "more, goes_on", [([], True), (["--trainer.precision=bf16-mixed"], False), (["--data.batch_size=3"], False)]
+)
+def test_a_run_within_a_limit_goes_on_to_its_end_and_another_begins_anew(more, goes_on, capsys):
+    given = "--trainer.limit_predict_batches=3", "--trainer.strategy.predict_at_once=1", "--data.batch_size=4"
+    undisturbed = predict(*given, *more, recipe="embed", folder="undisturbed")
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        predict(*given, "--trainer.callbacks+=test_recipes.Ends", recipe="embed", folder="killed")
+    capsys.readouterr()
+    assert predict(*given, *more, recipe="embed", folder="killed") == undisturbed
+    assert ("going on after" in "".join(capsys.readouterr())) is goes_on
+
+
 @SLOW
 def test_a_classifier_that_was_trained_names_its_classes():
     run = fit("finetune_vision", "--trainer.max_epochs=6", folder="trained")
