@@ -89,6 +89,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact():
+    """A test that failed holds nothing on the device any more: the next one would be said to have left it."""
+    for name in ("last_exc", "last_traceback", "last_value"):  # pytest leaves them to debuggers
+        vars(sys).pop(name, None)
+
+
 def pytest_runtestloop():
     gc.enable()
     collect()

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from speeds import measured_again
 from torch import nn
 
 import sp_lightning
@@ -232,6 +233,7 @@ def test_bytes_of_weights_for_a_token_fall_by_the_calls_at_once(count, device):
 
 
 @pytest.mark.simgpu
+@measured_again
 def test_eight_calls_give_five_times_the_tokens_a_second_of_one_where_the_link_binds():
     import simgpu
 

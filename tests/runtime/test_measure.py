@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from speeds import measured_again
 
 from sp_lightning.core import host
 from sp_lightning.core.host import host_memory, lock_limit, numa_nodes, peak_memory, usable_cores
@@ -38,6 +39,7 @@ def test_a_measured_machine_is_a_profile_in_which_nothing_is_missing(device):
 
 
 @pytest.mark.simgpu
+@measured_again
 def test_a_link_s_directions_are_told_apart():
     import simgpu
 
@@ -48,6 +50,7 @@ def test_a_link_s_directions_are_told_apart():
 
 
 @pytest.mark.simgpu
+@measured_again
 def test_directions_that_run_at_once_are_told_from_those_that_take_turns():
     import simgpu
 
@@ -59,6 +62,7 @@ def test_directions_that_run_at_once_are_told_from_those_that_take_turns():
 
 
 @pytest.mark.simgpu
+@measured_again
 def test_slow_kernels_are_seen():
     import simgpu
 

@@ -7,6 +7,7 @@ import time
 import pytest
 import side_by_side
 import torch
+from speeds import measured_again
 
 import sp_lightning
 from sp_lightning.core.telemetry import CAUSES, Span
@@ -152,6 +153,7 @@ def test_the_devices_clock_and_the_hosts_are_one(device):
 
 
 @pytest.mark.simgpu
+@measured_again
 def test_waiting_for_weights_is_seen_on_a_slow_link():
     import simgpu
 
