@@ -118,6 +118,7 @@ def _compared(run: campaign.Campaign, comparison: Comparison, entry: dict[str, A
     if run.small:
         given["model"] = TINY[given["model"].partition(":")[0]]
         given |= dict.fromkeys(("batch", "seq", "device_memory")) | {"steps": 2, "repetitions": 2}
+        given |= {"answer": 2} if "answer" in given else {}
 
     def keep(result: Result) -> None:
         entry.pop("error", None)
@@ -149,9 +150,9 @@ def _line(row: Row) -> str:
 # ---- rows, and bars
 
 
-def ours(*windows: int | str, **options: Any) -> list[Entry]:
-    """Make rows of this strategy with these windows."""
-    return entries([OURS], windows, options)
+def ours(*windows: int | str, at_once: int = 1, **options: Any) -> list[Entry]:
+    """Make rows of this strategy with these windows, and ``at_once`` batches on each trip of the weights."""
+    return entries([OURS], windows, options, [at_once])
 
 
 def others(*names: str) -> list[Entry]:
