@@ -1,13 +1,14 @@
 """Delete every wait, one at a time, and run the race tests: is each needed, and would its absence be noticed?
 
-    python benchmarks/race_deletions.py [--only engine.py] [--jobs 2] [--ranks | --files]
+    python benchmarks/race_deletions.py [--only engine.py] [--jobs 2] [--ranks | --files | --calls]
 
 A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or a call that does so
 inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`; with ``--files`` one for reads and
-writes of files, and what else orders them there, such as a lock: see `OF_FILES`. Each is replaced by its arguments in a
-copy of the package, and `TESTS` run against the copy, or `TESTS_OF_RANKS`, or those of the file in `FOR_FILES`. The
-output has a line for each wait; the exit status is 1 if a deletion goes unnoticed. A complete run without ``--ranks``
-and ``--files`` writes its result into CONTRIBUTING.md, between the two marks there.
+writes of files, and what else orders them there, such as a lock: see `OF_FILES`; with ``--calls`` one of a call in
+lockstep for its turn: see `OF_CALLS`. Each is replaced by its arguments in a copy of the package, and `TESTS` run
+against the copy, or `TESTS_OF_RANKS`, `TESTS_OF_CALLS`, or those of the file in `FOR_FILES`. The output has a line for
+each wait; the exit status is 1 if a deletion goes unnoticed. A complete run for steps, without one of these options,
+writes its result into CONTRIBUTING.md, between the two marks there.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ BETWEEN_RANKS |= {
     "runtime/engine.py: exchanging",
     "runtime/handle.py: settle",
 }
+# Waits of calls in lockstep for their turns.
+OF_CALLS = {"acquire", "arrive", "join"}
+OF_RUNNING_CALLS = "calls/", "runtime/engine.py"
+TESTS_OF_CALLS = ("tests/runtime/test_lockstep.py", "tests/runtime/test_lockstep_memory.py")
 # Waits for reads and writes of files: all waits in these files, each with the tests that run without one of them.
 _IN_FILES = ("tests/disk/test_waits_for_files.py", "tests/disk/test_file_store.py")
 _ON_DISK = ("tests/disk/test_waits_for_files.py", "tests/optim/test_portions.py", "tests/disk/test_state_in_runs.py")
@@ -117,7 +122,7 @@ class Verdict(NamedTuple):
 
 
 def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of: str = "steps") -> list[Wait]:
-    """List the waits of a package in the order of its files: those "of" ranks for others, of files, or of all else.
+    """List the waits of a package in the order of its files: those "of" ranks, of files, of calls, or of all else.
 
     In the files ``beside`` no step waits.
     """
@@ -131,14 +136,20 @@ def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of: str = "st
 
 
 def kind(wait: Wait) -> str:
-    """Return what the wait is for: other "ranks", "files", or "steps"."""
+    """Return what the wait is for: other "ranks", "files", the turn of "calls", or "steps"."""
+    if called(wait) in OF_CALLS and wait.file.startswith(OF_RUNNING_CALLS):
+        return "calls"
     return "files" if wait.file in FOR_FILES else "ranks" if is_between_ranks(wait) else "steps"
+
+
+def called(wait: Wait) -> str:
+    """Return the name of the function that waits."""
+    return wait.text.partition("(")[0].rpartition(".")[2]
 
 
 def is_between_ranks(wait: Wait) -> bool:
     """Whether a rank waits for others there."""
-    called = wait.text.partition("(")[0].rpartition(".")[2]
-    return called in OF_RANKS or not BETWEEN_RANKS.isdisjoint({wait.file, f"{wait.file}: {wait.function}"})
+    return called(wait) in OF_RANKS or not BETWEEN_RANKS.isdisjoint({wait.file, f"{wait.file}: {wait.function}"})
 
 
 def all_waits(package: pathlib.Path) -> list[Wait]:
@@ -162,6 +173,7 @@ def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
     """Whether a wait is there: a call, or in what is for files a lock."""
     if isinstance(node, ast.Call):
         names, node = WAITS | (OF_FILES if file in FOR_FILES else OF_RANKS), node.func
+        names |= OF_CALLS if file.startswith(OF_RUNNING_CALLS) else set()
     else:
         names = LOCKS if file in FOR_FILES and isinstance(getattr(node, "ctx", None), ast.Load) else set()
     return (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")) in names
@@ -169,7 +181,9 @@ def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
 
 def tests_of(wait: Wait) -> Collection[str]:
     """Return the tests that may see that a wait is missing."""
-    return {"steps": TESTS, "ranks": TESTS_OF_RANKS, "files": FOR_FILES.get(wait.file, ())}[kind(wait)]
+    return {"steps": TESTS, "ranks": TESTS_OF_RANKS, "calls": TESTS_OF_CALLS, "files": FOR_FILES.get(wait.file, ())}[
+        kind(wait)
+    ]
 
 
 class Deletion(ast.NodeTransformer):
@@ -276,6 +290,7 @@ def main() -> int:
     of = parser.add_mutually_exclusive_group()
     of.add_argument("--ranks", dest="of", action="store_const", const="ranks", help="delete waits of ranks for others")
     of.add_argument("--files", dest="of", action="store_const", const="files", help="delete waits for files")
+    of.add_argument("--calls", dest="of", action="store_const", const="calls", help="delete waits of calls for turns")
     parser.set_defaults(of="steps")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import random
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
@@ -580,6 +582,37 @@ def test_an_interrupt_ends_all_calls_where_they_wait(device):
         assert ran == ["ended"] * 3
         assert torch.equal(net(x), expected)
     assert_plain(net)
+
+
+def test_after_an_interrupt_the_caller_goes_on_when_the_running_call_has_left_its_unit(monkeypatch):
+    net, x, interrupted = blocks(), torch.ones(2, 12), threading.Event()
+
+    def on_interrupt(*_):
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def within(*_):
+        if len(states) == 1:  # the second time
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            assert interrupted.wait(60)
+            time.sleep(0.2)  # in which the caller ends its step, if it does not wait
+        torch.rand(1)
+
+    before, states = signal.signal(signal.SIGINT, on_interrupt), []
+    with sp_lightning.stream(net, "cpu", window=1) as handle, torch.no_grad():
+        net.blocks[1].up.register_forward_pre_hook(within)
+        close_scope = handle.close_scope
+        monkeypatch.setattr(handle, "close_scope", lambda: (time.sleep(0.5 * interrupted.is_set()), close_scope()))
+        try:
+            for _ in range(2):
+                torch.manual_seed(0)
+                with contextlib.suppress(KeyboardInterrupt):
+                    handle.lockstep([functools.partial(net, x)] * 2)
+                states.append(torch.get_rng_state())
+        finally:
+            signal.signal(signal.SIGINT, before)
+    assert interrupted.is_set()
+    assert torch.equal(*states)  # of the caller's generator: what a call draws comes from its own
 
 
 # --- Refused
