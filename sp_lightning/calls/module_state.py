@@ -2,12 +2,12 @@
 
 1. Code *sets* an attribute, a buffer, a submodule or a hook: there is another object afterwards, and not one that is
    equal: a plain value, or a tuple or list of the same objects.
-2. Code *changes in place* what a module keeps: a tensor, a list, a dictionary, a set, a plain object, a random
-   generator, or a weight. An object that knows modules outside of this one, such as a trainer, is left alone
-   (recompute.py, Rule 1).
+2. Code *changes in place* what a module keeps: a tensor, an array, a list, a dictionary, a set, a plain object, a
+   random generator, or a weight. A hook keeps what its closure refers to, and the values of globals that it names. An
+   object that knows modules outside of this one, such as a trainer, is left alone (recompute.py, Rule 1).
 3. Looked at are, where a turn ends, the modules of the units that it visited, those outside of units that travel, and
    those of which an attribute was set; all, after a call's first turn and where it ends, or if it registers hooks or
-   changes whether modules train. Tensors and generators are compared where `changed` is asked for them.
+   changes whether modules train. Tensors, arrays and generators are compared where `changed` is asked for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
-from types import FunctionType, MethodType
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ from ..memory.weights import same_bytes
 
 OUTSIDE = -1  # in place of a unit's index: the modules outside of units that travel
 MISSING = object()
-_FIXED_KINDS = (type, FunctionType, Enum, InPlaceOfForward)
+_FIXED_KINDS = (type, Enum, InPlaceOfForward)
+_EMPTY = CellType()
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _listeners: list[set[int]] = []  # which get the ids of modules of which an attribute is set
 
@@ -56,7 +58,9 @@ class _Group:
         self._noted: list[dict[Any, Any]] = []
         self._values: list[Any] = []
         self.kept: list[tuple[Any, tuple[Any, ...]]] = []  # objects that can change in place, and what was in them
-        self.marked: list[tuple[Any, Any, str]] = []  # tensors and generators, and what shows whether they changed
+        self.marked: list[
+            tuple[Any, Any, str]
+        ] = []  # tensors, arrays and generators, and what shows whether they changed
 
     def note(self) -> None:
         """Note what is there now."""
@@ -135,7 +139,7 @@ class ModuleState:
 
         Args:
             units: The indices of the units in whose modules code ran; None: in any.
-            tensors: Whether to compare tensors and generators, too.
+            tensors: Whether to compare tensors, arrays and generators, too.
         """
         if units is not None and self._hooks == hooks_registered() and self._modes == self._training():
             units = {OUTSIDE, *units, *(self._group_of[key] for key in self._set_in if key in self._group_of)}
@@ -173,7 +177,7 @@ class ModuleState:
             for name, value in vars(module).items():
                 if value is item:
                     return f"{self._names[id(module)]}.{name}"
-        return f"a {type(item).__name__} that a module keeps"
+        return f"a {type(item).__name__} that a module or a hook keeps"
 
     def _tensor_changed(self) -> str:
         """Name a tensor, a generator, a weight or a module's code that is not as it was."""
@@ -195,11 +199,15 @@ class ModuleState:
         for module in group.modules:
             own = vars(module)
             values = [v for name, v in own.items() if name not in FIXED and type(v) not in CONSTANTS]
+            for hook in (hook for name in HOOKS_OF_FORWARD for hook in own[name].values()):
+                if isinstance(hook, FunctionType):
+                    group.kept.append((hook, _items(hook)))
+                values += _items(hook) if isinstance(hook, (FunctionType, partial)) else [hook]
             skipped = foreign(values, self._modules)
             stack = [value for value in (*values, *own["_buffers"].values()) if id(value) not in skipped]
             while stack:
                 item = stack.pop()
-                if type(item) in CONSTANTS or id(item) in seen or isinstance(item, _FIXED_KINDS):
+                if type(item) in CONSTANTS or id(item) in seen or isinstance(item, (FunctionType, *_FIXED_KINDS)):
                     continue
                 seen.add(id(item))
                 if isinstance(item, nn.Parameter):
@@ -239,18 +247,19 @@ def _code(modules: list[nn.Module]) -> list[Any]:
 
 
 def _mark(item: Any) -> Any:
-    """Return what shows whether a tensor or a random generator changed; None for anything else."""
+    """Return what shows whether a tensor, an array or a random generator changed; None for anything else."""
     if isinstance(item, Tensor):
         with without_function_modes(), torch.no_grad():
             return item.detach().clone() if item.is_inference() else (item._version, _address(item))
     if isinstance(item, torch.Generator):
         return item.get_state()
-    numpy = sys.modules.get("numpy")
-    if isinstance(item, random.Random) or (
-        numpy is not None and isinstance(item, (numpy.random.RandomState, numpy.random.Generator))
-    ):
+    if isinstance(item, random.Random):
         return pickle.dumps(item)
-    return None
+    if (numpy := sys.modules.get("numpy")) is None:
+        return None
+    if isinstance(item, numpy.ndarray):
+        return item.shape, hash(item.tobytes())
+    return pickle.dumps(item) if isinstance(item, (numpy.random.RandomState, numpy.random.Generator)) else None
 
 
 def _address(tensor: Tensor) -> int:
@@ -286,4 +295,10 @@ def _differ(item: Any, then: tuple[Any, ...]) -> bool:
 def _items(item: Any) -> tuple[Any, ...]:
     if isinstance(item, dict):
         return *item, *dict.values(item)
+    if isinstance(item, FunctionType):
+        cells = [cell.cell_contents for cell in item.__closure__ or () if cell != _EMPTY]
+        named = (item.__globals__.get(name) for name in item.__code__.co_names)
+        return *cells, *(value for value in named if isinstance(value, (Tensor, *_CONTAINERS, *CONSTANTS)))
+    if isinstance(item, partial):
+        return item.func, *item.args, *item.keywords.values()
     return tuple(item) if isinstance(item, _CONTAINERS) else (type(item), *vars(item), *vars(item).values())

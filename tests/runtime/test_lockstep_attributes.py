@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 
+import numpy
 import pytest
 import torch
 from refusals import refusal
@@ -292,10 +293,93 @@ class WritesWeights(Net):
         return x
 
 
+class HookOfClosure(Net):
+    """Reads after its visits what a hook of a block put into a dictionary of its closure, as one extracts features."""
+
+    def __init__(self):
+        super().__init__()
+        self.take = self.found_by(self.blocks[1], {})
+
+    def found_by(self, block, found):
+        block.register_forward_hook(lambda module, args, output: found.update(x=output.sum()))
+        return lambda: found["x"]
+
+    def after(self, x):
+        return x + self.take()
+
+
+class HookThatRebinds(HookOfClosure):
+    def found_by(self, block, found):
+        last = None
+
+        def hook(module, args):
+            nonlocal last
+            last = args[0].sum()
+
+        block.register_forward_pre_hook(hook)
+        return lambda: last
+
+
+class HookWithArguments(HookOfClosure):
+    def found_by(self, block, found):
+        def hook(found, module, args, output):
+            found["x"] = output.sum()
+
+        block.register_forward_hook(functools.partial(hook, found))
+        return lambda: found["x"]
+
+
+class HookOfAnObject(HookOfClosure):
+    def found_by(self, block, found):
+        class Extractor:
+            def take(self, module, args, output):
+                self.last = output.sum()
+
+        extractor = Extractor()
+        block.register_forward_hook(extractor.take)
+        return lambda: extractor.last
+
+
+taken, last_taken = [], None
+
+
+class HookOfGlobals(HookOfClosure):
+    def found_by(self, block, found):
+        block.register_forward_hook(lambda module, args, output: taken.append(float(output.sum())))
+        return taken.pop
+
+
+class HookThatRebindsAGlobal(HookOfClosure):
+    def found_by(self, block, found):
+        def hook(module, args, output):
+            global last_taken
+            last_taken = float(output.sum())
+
+        block.register_forward_hook(hook)
+        return lambda: last_taken
+
+
+class HookThatCounts(HookOfClosure):
+    """Adds to an array of numbers, which has no version."""
+
+    def found_by(self, block, found):
+        counts = numpy.zeros(1)
+
+        def hook(module, args, output):
+            counts[0] += 1
+
+        block.register_forward_hook(hook)
+        return lambda: float(counts[0])
+
+
 NETS = [
     Scratch, ScratchOfBuffers, Deleted, ClassDefault, LazyCache, Hooked, Switched, Swapped, AsksWhether, Counter,
     CountsLate, Previous, BufferInPlace, RunningStatistics, ListInPlace, Growing, Dice, ByName, OnAnother,
     OnAnotherUnit, WritesWeights, AsksAndUses, PassesOn,
+]  # fmt: skip
+HOOKED = [
+    HookOfClosure, HookThatRebinds, HookWithArguments, HookOfAnObject, HookOfGlobals, HookThatRebindsAGlobal,
+    HookThatCounts,
 ]  # fmt: skip
 
 
@@ -354,7 +438,7 @@ def same_state(found, expected):
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("at_once", [1, 2, 5])
-@pytest.mark.parametrize("make", NETS)
+@pytest.mark.parametrize("make", [*NETS, *HOOKED])
 def test_calls_that_change_modules_have_the_results_of_one_after_the_other(make, at_once, inference, device):
     expected, after = one_after_the_other(make, device)
     net = make()
@@ -382,7 +466,7 @@ def test_a_change_while_others_are_under_way_is_an_error(make, device):
         assert_plain(net)
 
 
-@pytest.mark.parametrize("make", NETS)
+@pytest.mark.parametrize("make", [*NETS, *HOOKED])
 def test_calls_of_every_length_have_the_results_of_their_order_or_an_error(make, device):
     numbers = random.Random(5)
     for kind in (make, late(make)) * 3:
