@@ -2,7 +2,7 @@
 
     python benchmarks/long_answers.py [--prompt 512] [--answer 512]
 
-The tables are those of docs/long-answers.md. Nothing is measured: machines are the profiles of core/machine.py,
+The tables are those of docs/inference.md ("Caches"). Nothing is measured: machines are the profiles of core/machine.py,
 the order of work is the runtime's with a window of two, and each cell has the best batch that fits. Published figures
 are printed as they were published, beside a simulation of the same model, device and workload.
 
