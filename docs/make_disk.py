@@ -1,4 +1,4 @@
-"""Write below each plan's command in disk-recipes.md what it prints.
+"""Write below each plan's command in disk.md what it prints.
 
     python docs/make_disk.py
 
@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import make_needs  # noqa: E402
 
-PAGE = ROOT / "docs" / "disk-recipes.md"
+PAGE = ROOT / "docs" / "disk.md"
 PRINTED = re.compile(r"(?<=```text\n)(python -m sp_lightning (plan (?:.*\\\n)*.*))\n\n(?:[^`]*\n)?(?=```)")
 
 
