@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if rest and not (args.command == "plan" and _module("plan").in_place_of_fit(args)):
                 options = re.findall(r"--[\w-]+", parsers[args.command].format_help())
                 meant = did_you_mean(rest[0], options)
+                if args.command == "launch" and not rest[0].startswith("-"):
+                    meant = f": put -- before the script ({args.command} [options] -- {rest[0]} ...)"
                 parsers[args.command].error(f"{args.command} does not know {' '.join(rest)}{meant}")
             sys.exit(_run_own(parser, args))
         # LightningCLI parses the arguments itself.

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch.utils.data import DataLoader
 
 from . import checkpoints, tiny
@@ -28,7 +29,7 @@ class FolderImages(L.LightningDataModule):
         num_workers: Processes that read images.
     """
 
-    def __init__(self, path: str | None = None, batch_size: int = 16, num_workers: int = 0) -> None:
+    def __init__(self, path: str | None = None, batch_size: PositiveInt = 16, num_workers: NonNegativeInt = 0) -> None:
         super().__init__()
         self.path = path
         self.batch_size = batch_size

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch.utils.data import DataLoader
 
 from . import tiny
@@ -178,10 +179,10 @@ class TextData(Data):
         path: str | None = None,
         val_path: str | None = None,
         tokenizer: str | None = None,
-        block_size: int = 128,
-        batch_size: int = 4,
+        block_size: PositiveInt = 128,
+        batch_size: PositiveInt = 4,
         packing: bool = True,
-        num_workers: int = 0,
+        num_workers: NonNegativeInt = 0,
     ) -> None:
         super().__init__()
         self.path = path

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from ..common import checkpoints, tiny
 from ..common.answers import Predicts
@@ -28,8 +29,8 @@ class Describe(Predicts):
         self,
         name_or_path: str | None = None,
         dtype: str = "auto",
-        max_new_tokens: int = 64,
-        temperature: float = 0.0,
+        max_new_tokens: PositiveInt = 64,
+        temperature: NonNegativeFloat = 0.0,
         base_bits: Form | None = None,
     ) -> None:
         super().__init__()
@@ -88,8 +89,8 @@ class ImagesToDescribe(FolderImages):
         self,
         path: str | None = None,
         question: str = "What is on the image?",
-        batch_size: int = 16,
-        num_workers: int = 0,
+        batch_size: PositiveInt = 16,
+        num_workers: NonNegativeInt = 0,
     ) -> None:
         super().__init__(path, batch_size, num_workers)
         self.question = question

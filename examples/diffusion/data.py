@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from ..common import tiny
@@ -25,7 +26,7 @@ class LatentData(Data):
         num_workers: Processes that read files.
     """
 
-    def __init__(self, path: str | None = None, batch_size: int = 4, num_workers: int = 0) -> None:
+    def __init__(self, path: str | None = None, batch_size: PositiveInt = 4, num_workers: NonNegativeInt = 0) -> None:
         super().__init__()
         self.path = path
         self.batch_size = batch_size

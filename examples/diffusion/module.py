@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from ..common import checkpoints, tiny
@@ -40,10 +41,10 @@ class FineTuneDiffusion(L.LightningModule):
         name_or_path: str | None = None,
         dtype: str = "float32",
         train: Literal["adapters", "all"] = "adapters",
-        rank: int = 8,
+        rank: PositiveInt = 8,
         alpha: float = 16.0,
         targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0"),
-        lr: float = 1e-4,
+        lr: NonNegativeFloat = 1e-4,
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
         base_bits: Form | None = None,

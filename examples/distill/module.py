@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
 
@@ -38,10 +39,10 @@ class Distill(FineTuneLLM):
         teacher: str | None = None,
         teacher_dtype: str = "auto",
         match: Match = "logits",
-        temperature: float = 2.0,
+        temperature: NonNegativeFloat = 2.0,
         own: float = 0.1,
         on_policy: float = 0.0,
-        max_new_tokens: int = 32,
+        max_new_tokens: PositiveInt = 32,
         **options: Any,
     ) -> None:
         super().__init__(**options)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from jsonargparse.typing import PositiveInt
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils.data import DataLoader
@@ -91,7 +92,7 @@ class TextData(L.LightningDataModule):
         self,
         path: str | None = None,
         tokenizer: str | None = None,
-        batch_size: int = 64,
+        batch_size: PositiveInt = 64,
         most_tokens: int | None = None,
     ) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from jsonargparse.typing import NonNegativeFloat
 
 from ..common import checkpoints, tiny
 from ..common.loss import Kind, NextTokens
@@ -29,7 +30,7 @@ class FineTuneLLM(L.LightningModule):
         self,
         name_or_path: str | None = None,
         dtype: str = "float32",
-        lr: float = 1e-4,
+        lr: NonNegativeFloat = 1e-4,
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
         loss: Kind = "auto",

@@ -8,6 +8,7 @@ from urllib.error import URLError
 
 import lightning as L
 import torch
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, default_collate
@@ -41,7 +42,7 @@ class FineTuneVision(L.LightningModule):
         self,
         name_or_path: str | None = None,
         pretrained: bool = True,
-        lr: float = 1e-4,
+        lr: NonNegativeFloat = 1e-4,
         weight_decay: float = 0.05,
         warmup_steps: int = 0,
         label_smoothing: float = 0.0,
@@ -151,10 +152,10 @@ class ImageData(Data):
         self,
         path: str | None = None,
         val_path: str | None = None,
-        image_size: int = 224,
-        batch_size: int = 32,
+        image_size: PositiveInt = 224,
+        batch_size: PositiveInt = 32,
         mixup: float = 0.0,
-        num_workers: int = 0,
+        num_workers: NonNegativeInt = 0,
     ) -> None:
         super().__init__()
         self.path = path

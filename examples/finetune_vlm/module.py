@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -45,7 +46,7 @@ class FineTuneVLM(L.LightningModule):
         name_or_path: str | None = None,
         dtype: str = "float32",
         train: Literal["all", "connection"] = "all",
-        lr: float = 1e-5,
+        lr: NonNegativeFloat = 1e-5,
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
         loss: Kind = "auto",
@@ -157,7 +158,11 @@ class CaptionData(Data):
     """
 
     def __init__(
-        self, path: str | None = None, val_path: str | None = None, batch_size: int = 4, num_workers: int = 0
+        self,
+        path: str | None = None,
+        val_path: str | None = None,
+        batch_size: PositiveInt = 4,
+        num_workers: NonNegativeInt = 0,
     ) -> None:
         super().__init__()
         self.path = path

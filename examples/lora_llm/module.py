@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from jsonargparse.typing import PositiveInt
+
 from ..common.checkpoints import keep_trained
 from ..common.quantized import Form, quantize
 from ..finetune_llm.module import FineTuneLLM
@@ -22,7 +24,7 @@ class LoraLLM(FineTuneLLM):
 
     def __init__(
         self,
-        rank: int = 8,
+        rank: PositiveInt = 8,
         alpha: float = 16.0,
         dropout: float = 0.0,
         targets: list[str] | None = None,

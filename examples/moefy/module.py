@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse.typing import NonNegativeFloat
 
 from ..common import checkpoints, tiny
 from ..common.text import collate
@@ -35,7 +36,7 @@ class Moefy(Distill):
         experts: int = 4,
         shared: float = 0.25,
         importance_batches: int = 8,
-        temperature: float = 2.0,
+        temperature: NonNegativeFloat = 2.0,
         own: float = 0.1,
         **options: Any,
     ) -> None:

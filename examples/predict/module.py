@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch.utils.data import DataLoader
 
 from ..common import tiny
@@ -37,8 +38,8 @@ class Generate(Predicts, FineTuneLLM):
         self,
         name_or_path: str | None = None,
         dtype: str = "auto",
-        max_new_tokens: int = 32,
-        temperature: float = 0.0,
+        max_new_tokens: PositiveInt = 32,
+        temperature: NonNegativeFloat = 0.0,
         cache: Literal["device", "host"] = "device",
         base_bits: Form | None = None,
     ) -> None:
@@ -99,7 +100,7 @@ class PromptData(L.LightningDataModule):
         batch_size: Prompts that are continued at once: weights travel once for all of them.
     """
 
-    def __init__(self, path: str | None = None, tokenizer: str | None = None, batch_size: int = 16) -> None:
+    def __init__(self, path: str | None = None, tokenizer: str | None = None, batch_size: PositiveInt = 16) -> None:
         super().__init__()
         self.path = path
         self.tokenizer_name = tokenizer

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -37,7 +38,7 @@ class Preference(FineTuneLLM):
         self,
         train: Literal["adapters", "all"] = "adapters",
         beta: float = 0.1,
-        rank: int = 8,
+        rank: PositiveInt = 8,
         alpha: float = 16.0,
         targets: list[str] | None = None,
         **options: Any,
@@ -132,9 +133,9 @@ class PairData(TextData):
         path: str | None = None,
         val_path: str | None = None,
         tokenizer: str | None = None,
-        block_size: int = 128,
-        batch_size: int = 4,
-        num_workers: int = 0,
+        block_size: PositiveInt = 128,
+        batch_size: PositiveInt = 4,
+        num_workers: NonNegativeInt = 0,
     ) -> None:
         super().__init__(path, val_path, tokenizer, block_size, batch_size, packing=False, num_workers=num_workers)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from jsonargparse.typing import NonNegativeFloat
 from lightning.pytorch.callbacks import Timer
 
 from ..common import tiny
@@ -41,7 +42,7 @@ class PretrainLLM(FineTuneLLM):
         hidden_size: int = 64,
         layers: int = 6,
         heads: int = 4,
-        lr: float = 3e-3,
+        lr: NonNegativeFloat = 3e-3,
         weight_decay: float = 0.1,
         loss: Kind = "auto",
     ) -> None:

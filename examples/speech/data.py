@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -66,8 +67,8 @@ class SpeechData(Data):
         path: str | None = None,
         val_path: str | None = None,
         language: str | None = None,
-        batch_size: int = 4,
-        num_workers: int = 0,
+        batch_size: PositiveInt = 4,
+        num_workers: NonNegativeInt = 0,
     ) -> None:
         super().__init__()
         self.path = path

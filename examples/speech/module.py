@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor
 from torchmetrics.text import WordErrorRate
 
@@ -36,12 +37,12 @@ class FineTuneSpeech(L.LightningModule):
         name_or_path: str | None = None,
         dtype: str = "float32",
         train: Literal["all", "adapters"] = "all",
-        rank: int = 8,
+        rank: PositiveInt = 8,
         base_bits: Form | None = None,
-        lr: float = 1e-5,
+        lr: NonNegativeFloat = 1e-5,
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
-        max_length: int = 225,
+        max_length: PositiveInt = 225,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()

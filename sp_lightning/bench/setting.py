@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..core.host import usable_cores
 from ..errors import MissingExtraError, OptionError, UnsupportedError
 from ..memory.device import check_supported
 from ..options import ACTIVATIONS, parse_bytes
@@ -17,6 +18,7 @@ from ..planning.shapes import SHAPES, Shape
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 OPTIMIZERS = ("adamw", "adamw-fused", "sgd")
+LEAST_RANKS = 4  # that a CPU may have, however few its cores
 WARM_UP = 2  # steps of a process before its first repetition
 
 
@@ -79,6 +81,8 @@ class Setting:
             raise UnsupportedError("several devices are compared in training only: leave out --inference or --devices")
         if self.devices > 1 and self.device != "cpu" and self.devices > torch.accelerator.device_count():
             raise OptionError(argument="devices", found=self.devices, allowed="at most the number of this machine's")
+        if self.device == "cpu" and self.devices > (most := max(LEAST_RANKS, usable_cores())):
+            raise OptionError(argument="devices", found=self.devices, allowed=f"at most {most} on this CPU")
 
     @property
     def shape(self) -> Shape:

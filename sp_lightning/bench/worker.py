@@ -10,6 +10,8 @@ import dataclasses
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,11 +26,13 @@ from .setting import WARM_UP, Setting
 from .turns import Turns
 from .work import Work, rank_here
 
+LOOKS_S = 1.0  # for its parent, so often
 Report = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
     """Do one job."""
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(os.dup(1), "w", buffering=1) as replies:
         os.dup2(2, 1)  # standard output is for reports alone
         job = json.loads(sys.stdin.readline())
@@ -41,6 +45,13 @@ def main() -> None:
         except Exception as error:
             report({"error": in_one_line(error)})
             raise
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent is gone: a rank that waits for others would stay."""
+    while os.getppid() == parent:
+        time.sleep(LOOKS_S)
+    os._exit(1)
 
 
 def work_on(job: dict[str, Any], report: Report) -> None:

@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         report.check_plot()
-    make_room(args.json, args.plot)
+    make_room(json=args.json, plot=args.plot)
     setting = Setting.parse(**{name: getattr(args, name) for name in SETTING.split()})
     rows = entries(_names(args), args.windows.split(","), _options(args.set), _at_once(args))
     progress = Console(stderr=True, highlight=False, markup=False)

@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
     """Examine the machine and print the report."""
     from ..observe.doctor import doctor
 
-    make_room(args.json)
+    make_room(json=args.json)
     report = doctor(args.device, args.folder, args.quick, args.disk)
     if args.json:
         write_json(report.to_dict(), args.json)

@@ -2,9 +2,9 @@
 
 1. Arguments that jsonargparse refuses are a CommandLineError: which argument, what is wrong with it, and the known name
    that looks most like it. Left out are the types that jsonargparse tried.
-2. The strategy's options and the checkpoint are checked before anything is made.
-3. An error of Lightning's Trainer about its own arguments is one of the command line. An error of the user's module or
-   data keeps its traceback.
+2. The strategy's options, the checkpoint and the folder of the run are checked before anything is made.
+3. An error of Lightning's Trainer about its own arguments, or about what a module or its data lack, is one of the
+   command line. An error of the user's module or data keeps its traceback.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+import jsonargparse.typing
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI  # needs the extra
 from lightning.pytorch.strategies import StrategyRegistry
 
 from ..errors import OptionError, SuperpipelineError, did_you_mean
 from ..options import Options
+from ..runtime.handle import check_at_once
+from . import check_writable
 
 OURS = "sp_lightning.SuperpipelineStrategy"
 RESUMED = ("last", "best", "hpc", "registry")  # names with which Lightning finds a checkpoint itself
@@ -32,6 +35,8 @@ _KEY = re.compile(r'Parser key "([^"]+)"')
 _REFUSED = re.compile(r"Option '([^']+)' is not accepted")
 _UNKNOWN = re.compile(r"(?:unrecognized arguments|Key|Unrecognized arguments)[^-\w]*(--?[\w.-]+)")
 _EXPECTED = re.compile(r"Expected an? (?!path but|<class 'NoneType'>)(.+?)(?:\. Got value.*|: .*)?$", re.MULTILINE)
+_RESTRICTED = re.compile(r"Not of type (\w+)")
+_VALUE = re.compile(r"Given value: NestedArg\(.*val='(.*)'\)|Given value: (.*)|Got value: (.*)")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*(.*)")
 
 
@@ -44,7 +49,10 @@ class FitCLI(LightningCLI):
 
     def __init__(self, **options: Any) -> None:
         self.made: list[Any] = []  # the parsers of all commands
-        super().__init__(trainer_defaults={"strategy": {"class_path": OURS}}, **options)
+        try:
+            super().__init__(trainer_defaults={"strategy": {"class_path": OURS}}, **options)
+        except MisconfigurationException as error:
+            raise CommandLineError(" ".join(str(error).split())) from error
 
     def init_parser(self, **options: Any) -> Any:
         """Make a parser that raises its errors."""
@@ -69,9 +77,16 @@ class FitCLI(LightningCLI):
         if getattr(strategy, "class_path", "").endswith(".SuperpipelineStrategy"):
             given = vars(strategy.get("init_args") or argparse.Namespace())
             Options.parse(**{field.name: given[field.name] for field in fields(Options) if field.name in given})
+            if (at_once := given.get("predict_at_once")) is not None:
+                check_at_once("predict_at_once", at_once)
         if checkpoint and checkpoint not in RESUMED and "://" not in checkpoint and not os.path.exists(checkpoint):
             allowed = f"a checkpoint that a run wrote, or one of {', '.join(RESUMED)} (looked from {os.getcwd()})"
             raise OptionError(argument="ckpt_path", found=checkpoint, allowed=allowed)
+        if (folder := config.trainer.get("default_root_dir")) and "://" not in str(folder):
+            check_writable(folder, "trainer.default_root_dir")
+        if config.trainer.get("accumulate_grad_batches", 1) < 1:
+            found = config.trainer.accumulate_grad_batches
+            raise OptionError(argument="trainer.accumulate_grad_batches", found=found, allowed="an int >= 1")
 
     def instantiate_trainer(self, **options: Any) -> Any:
         """Make the Trainer (Rule 3)."""
@@ -94,15 +109,18 @@ def _said(message: str, known: Iterable[str]) -> str:
     if refused := _REFUSED.search(message):
         given = _CLASS.search(message)
         return f"{name}.{refused[1]} is no argument{did_you_mean(refused[1], _arguments_of(given[1] if given else ''))}"
-    found = re.search(r"Given value: (.*)|Got value: (.*)", message)
-    value = "" if found is None else f", got {found[1] or found[2]}"
+    given_value = _VALUE.search(message)
+    found = next(filter(None, given_value.groups()), "") if given_value else ""
+    value = found and f", got {found}"
+    if restricted := _RESTRICTED.search(message):
+        return f"{name} must be {_in_words(restricted[1])}{value}"
     if (given := _CLASS.search(message)) and not keys[1:]:
         return f"{name} must be the path of a class: {given[2].strip() or given[1]}{_near(given[1])}"
     if "Expected a dot import path" in message:
         return f"{name} must be the path of a class, package.module.Class{value}"
     if expected := [_plain(text) for text in _EXPECTED.findall(message)]:
         names = re.findall(r"[\w-]+", " ".join(expected))
-        meant = did_you_mean((found[1] or found[2]) if found else "", names)
+        meant = did_you_mean(found, names)
         return f"{name} must be {' or '.join(dict.fromkeys(expected))}{value}{meant}"
     return f"{name}: {'; '.join(line.strip() for line in _KEY.sub('', message).strip(': ').splitlines()[:3])}"
 
@@ -112,6 +130,12 @@ def _plain(expected: str) -> str:
     if expected.startswith("typing.Literal"):
         return "one of " + ", ".join(map(str, ast.literal_eval(expected.removeprefix("typing.Literal"))))
     return re.sub(r"<class '([^']+)'>", r"\1", expected)
+
+
+def _in_words(restricted: str) -> str:
+    """Say one of jsonargparse's restricted types: "int > 0"."""
+    words = getattr(jsonargparse.typing, restricted).__doc__
+    return re.sub(r"restricted to be (\W+)", r"\1 ", words).replace("≥", ">=")
 
 
 def _arguments_of(path: str) -> list[str]:

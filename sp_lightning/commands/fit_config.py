@@ -72,6 +72,9 @@ def find(arguments: Sequence[str]) -> Run:
     if not isinstance(trainer.strategy, SuperpipelineStrategy) or not isinstance(options, Options):
         found, allowed = type(trainer.strategy).__name__, "superpipeline (or left out), for a plan"
         raise OptionError(argument="trainer.strategy", found=found, allowed=allowed)
+    if trainer.num_nodes > 1:
+        allowed = "1: a plan is of one machine, and docs/several-machines.md says what others add"
+        raise OptionError(argument="trainer.num_nodes", found=trainer.num_nodes, allowed=allowed)
     with META:
         module = _connected(cli)
     answer, cache = getattr(module, "generates", (None, None))

@@ -16,6 +16,9 @@ from typing import Any
 from ..errors import OptionError, SuperpipelineError
 from ..options import Options
 
+PACKAGE = os.path.dirname(os.path.dirname(__file__))
+NOT_THE_USERS = PACKAGE, sys.prefix, sys.base_prefix, "<"  # beginnings of the paths of code
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments: the strategy's options."""
@@ -63,7 +66,13 @@ def _run(context: contextlib.AbstractContextManager[Any], is_module: bool) -> in
                 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(sys.argv[0], run_name="__main__")
-    except (SuperpipelineError, OSError):  # the script's, with the place in it; others are no command's to catch
+    except SuperpipelineError as error:  # which says what to do, but not where the user's code met it
+        places = traceback.extract_tb(error.__traceback__)
+        own = [place for place in places if not place.filename.startswith(NOT_THE_USERS)]
+        at = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+        sys.stderr.write(f"python -m sp_lightning: {at}{' '.join(str(error).split())}\n")
+        return 1
+    except OSError:  # the script's, with the place in it; others are no command's to catch
         traceback.print_exc()
         return 1
     return 0

@@ -110,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
     _check_run(args)
     if args.plot:
         check_picture(args.plot)
-    make_room(args.json, args.timeline)
+    make_room(json=args.json, timeline=args.timeline, plot=args.plot)
     of = _run_of_script if args.script else _run_of_fit if in_place_of_fit(args) else _run_of_arguments
     run = of(args)
     spec, note = run.spec, run.spec.note

@@ -36,7 +36,7 @@ from ..ranks.board import Ranks
 from ..ranks.connection import broadcast_buffers, connect, home, meet_launched, typed
 from ..ranks.shared_memory import check_possible
 from ..runtime.preflight import check_copies
-from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment
+from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, rank_zero_info
 
 
 class SeveralDevices:
@@ -222,6 +222,10 @@ class SeveralDevices:
             init_process_group(environment, backend, timeout=self._timeout)
             return
         address = environment.main_address, environment.main_port
+        rank_zero_info(
+            f"superpipeline: rank 0 waits at {address[0]}:{address[1]} for {self.world_size} ranks on {self._machines} "
+            f"machines, for at most {self._timeout}"
+        )
         store = meet_launched(*address, self.global_rank, self.world_size, self._timeout)
         with typed(f"rank {self.global_rank}"):
             init_process_group(environment, backend, timeout=self._timeout, store=store)

@@ -13,6 +13,7 @@ from sp_lightning.hf import hub
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIT = f"fit --config {ROOT}/examples/finetune_llm/config.yaml"
+PREDICT = f"predict --config {ROOT}/examples/predict/config.yaml"
 PLAN = "plan --model llama3-8b --machine rtx3060"
 SAID = {  # what is typed, and what the line says
     "": "the following arguments are required: command",
@@ -44,12 +45,20 @@ SAID = {  # what is typed, and what the line says
     f"{FIT} --data.blok_size 128": "data.blok_size is no argument; did you mean block_size?",
     f"{FIT} --data.path nowhere.jsonl": "the data file nowhere.jsonl does not exist (looked from",
     f"{FIT} --data.path .": "the data file . is a folder, not a file",
-    f"{FIT} --data.block_size 0": "of fewer than 2 tokens nothing can be predicted",
-    f"{FIT} --data.batch_size 0": "data.batch_size=0: a batch has at least 1 row",
-    f"{FIT} --model.lr fast": "model.lr must be float, got fast",
+    f"{FIT} --data.block_size 0": "data.block_size must be int > 0, got 0",
+    f"{FIT} --data.batch_size 0": "data.batch_size must be int > 0, got 0",
+    f"{FIT} --model.lr -1": "model.lr must be float >= 0, got -1",
+    f"{FIT} --model.lr fast": "model.lr must be float >= 0, got fast",
     f"{FIT} --model.name_or_path ./nowhere": "directory nowhere does not exist (looked from",
     f"{FIT} --model.name_or_path meta-llama/Nonsense-8B": "cannot be reached: no network; give a folder",
     f"{FIT} --ckpt_path nowhere.ckpt": "ckpt_path must be a checkpoint that a run wrote, or one of last",
+    f"{FIT} --trainer.accumulate_grad_batches 0": "trainer.accumulate_grad_batches must be an int >= 1, got 0",
+    f"{FIT} --trainer.default_root_dir /proc/runs": "trainer.default_root_dir must be in a folder that can be written",
+    f"{PREDICT} --trainer.strategy.predict_at_once -3": "predict_at_once must be 'auto' or an int >= 1, got -3",
+    f"{PREDICT} --data.batch_size 0": "data.batch_size must be int > 0, got 0",
+    f"{PREDICT} --model.max_new_tokens none": "model.max_new_tokens must be int > 0, got none",
+    f"predict --config {ROOT}/examples/finetune_vision/config.yaml": "`predict_dataloader` must be implemented",
+    f"plan --config {ROOT}/examples/finetune_llm/config.yaml --trainer.num_nodes 2": "trainer.num_nodes must be 1",
     "plan": "model must be given, unless --config is",
     "plan --model llama3b": "did you mean llama-3b?",
     "plan --model nosuch": "or one of tiny, llama-tiny",
@@ -69,7 +78,9 @@ SAID = {  # what is typed, and what the line says
     f"{PLAN} --link gen9x99": "link must be a PCIe generation",
     f"{PLAN} --plot plan.xyz": "plot must be a file that ends in one of",
     f"{PLAN} --epochs 3": "epochs must be given together with --samples",
-    f"{PLAN} --json file/plan.json": "File exists: 'file'",
+    f"{PLAN} --json file/plan.json": "json must be in a folder that can be written",
+    f"{PLAN} --plot /proc/plan.png": "plot must be in a folder that can be written (/proc: No such file",
+    "doctor --quick --json /proc/doctor.json": "json must be in a folder that can be written",
     "doctor --device warp:0": "device must be one of '",
     "doctor --folder nowhere": "folder must be a writable directory",
     "doctor --disk nowhere": "disk must be a directory that can be written",
@@ -80,6 +91,7 @@ SAID = {  # what is typed, and what the line says
     "bench --model nosuch": "model must be one of tiny",
     "bench --windows 0": "window must be an int >= 1",
     "bench --contenders plane": "did you mean plain?",
+    "bench --device cpu --devices 99": "devices must be at most",
     "bench --precision bf15": "precision must be one of '32-true'",
     "bench --set window": "--set must be NAME=VALUE",
     "launch": "the script must be after --",

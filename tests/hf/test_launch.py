@@ -31,6 +31,9 @@ SCRIPT = """
     print(json.dumps(found))
     if "--fail" in sys.argv:
         open("gone.txt")
+    if "--twice" in sys.argv:
+        import sp_lightning
+        sp_lightning.stream(net, "cpu", window=1)
     if "--exit" in sys.argv:
         sys.exit(3)
 """
@@ -67,6 +70,19 @@ def test_a_module_runs_as_with_python_m(script, capsys, monkeypatch):
     assert '"--quiet"], true, "auto", "auto", "beside"]' in out and out.startswith('["__main__"')
 
 
+@pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]])
+def test_an_error_of_this_package_is_one_line_with_its_place_in_the_script(how, script, capsys, monkeypatch):
+    monkeypatch.chdir("folder")
+    assert launch("--", *how, "--twice") == 1
+    line = script_line('sp_lightning.stream(net, "cpu", window=1)')
+    (error,) = capsys.readouterr().err.splitlines()
+    assert f"script.py:{line}: " in error and "is streamed already" in error
+
+
+def script_line(code):
+    return textwrap.dedent(SCRIPT).splitlines().index(f"    {code}") + 1
+
+
 def test_a_script_ends_as_it_ends(script, capsys):
     assert launch("--", script, "--exit") == 3
     assert launch("--", script, "--fail") == 1
@@ -82,7 +98,7 @@ def test_a_script_ends_as_it_ends(script, capsys):
         (["--", "gone.py"], "the script must be a file, or -m and a module, got 'gone.py'"),
         (["--window", "0", "--", "script.py"], "window must be an int >= 1 or 'auto', got '0'"),
         (["--windows", "1", "--", "script.py"], "launch does not know --windows 1"),
-        (["script.py"], "launch does not know script.py"),
+        (["script.py"], "launch does not know script.py: put -- before the script"),
     ],
 )
 def test_a_wrong_command_line_is_refused(arguments, said, script, capsys, monkeypatch):
