@@ -71,6 +71,19 @@ def load(
     return model.train()
 
 
+def with_adapters(model: Any, folder: str) -> Any:
+    """A model with the adapters that were trained on it."""
+    from peft import PeftConfig, PeftModel, get_peft_model
+
+    place = found(folder, "the directory of adapters")
+    try:
+        config = PeftConfig.from_pretrained(place)
+        return get_peft_model(model, config) if planned() else PeftModel.from_pretrained(model, place)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise BadInput(f"the adapters of {folder} can not be put on {type(model).__name__}: {reason}") from error
+
+
 def dtype_of(name: str) -> torch.dtype:
     """The type of that name."""
     dtype = getattr(torch, name, None)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..common import tiny
 from ..common.answers import Predicts
-from ..common.checkpoints import load_config, load_tokenizer, positions
+from ..common.checkpoints import load_config, load_tokenizer, positions, with_adapters
 from ..common.errors import BadInput
 from ..common.files import read_jsonl
 from ..common.quantized import Form, quantize
@@ -32,6 +32,7 @@ class Generate(Predicts, FineTuneLLM):
         cache: Where keys and values of layers that are not in use wait: "device" or "host". On the host they leave room
             on the device for more prompts at a time, and each token moves them all up and down.
         base_bits: Pack the linear layers: 8 or 4 with bitsandbytes; "int8", "float8", "nf4" or "nvfp4" with torchao.
+        adapters: A directory of adapters of this model, such as the recipe for adapters wrote.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Generate(Predicts, FineTuneLLM):
         temperature: NonNegativeFloat = 0.0,
         cache: Literal["device", "host"] = "device",
         base_bits: Form | None = None,
+        adapters: str | None = None,
     ) -> None:
         super().__init__(name_or_path, dtype)
+        self.adapters = adapters
         self.cache = cache
         self.base_bits = base_bits
         self.max_new_tokens = max_new_tokens
@@ -58,12 +61,13 @@ class Generate(Predicts, FineTuneLLM):
         model = super().load()
         if self.base_bits is not None:
             quantize(model, self.base_bits, leave=[model.get_output_embeddings()])
-        return model
+        return model if self.adapters is None else with_adapters(model, self.adapters)
 
     @property
     def settings(self) -> list[Any]:
         """What answers depend on, beside the prompts."""
-        return [self.name_or_path, self.dtype_name, self.max_new_tokens, self.temperature, self.base_bits]
+        model = self.name_or_path, self.dtype_name, self.base_bits, self.adapters
+        return [*model, self.max_new_tokens, self.temperature]
 
     def predict_step(self, batch: dict[str, Any], index: int) -> list[dict[str, Any]]:
         tokenizer, prompts = self.trainer.datamodule.tokenizer, batch["input_ids"]

@@ -1491,6 +1491,24 @@ def test_answers_are_those_of_the_plain_run(tiny_llm, capsys):
     assert streamed == predict(*arguments, PLAIN, folder="plain") and streamed[1]["id"] == 7
 
 
+def test_a_model_answers_with_the_adapters_that_were_trained_on_it(tiny_llm, words):
+    from examples.common.errors import BadInput
+
+    peft, transformers = (pytest.importorskip(name) for name in ("peft", "transformers"))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny_llm)
+    trained = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)).eval()
+    trained.save_pretrained("adapters")
+    prompt = words("The owl", return_tensors="pt").input_ids
+    plain = trained.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=words.pad_token_id)
+    data = write("ask.jsonl", {"prompt": "The owl"})
+    arguments = f"--model.name_or_path={tiny_llm}", f"--data.path={data}", "--model.max_new_tokens=8"
+    (found,) = predict(*arguments, "--model.adapters=adapters")
+    assert found["answer"] == words.decode(plain[0, prompt.shape[1] :], skip_special_tokens=True)
+    assert [found] != predict(*arguments, folder="without")
+    with pytest.raises(BadInput, match=r"the adapters of run can not be put on LlamaForCausalLM: .*adapter_config"):
+        predict(*arguments, "--model.adapters=run")
+
+
 def test_the_longest_prompts_are_answered_first_and_all_written_in_their_order(tiny_llm, monkeypatch):
     """So rows of a batch have hardly any padding, and the first batch, by which memory is counted, is the largest."""
     from examples.predict.module import Generate
