@@ -20,7 +20,7 @@ import hypothesis.configuration
 import nullcuda
 import pytest
 import torch
-from daily import DAILY, axes, not_needed
+from daily import DAILY, axes, more_than_few, not_needed
 
 gc.disable()  # until all is imported and collected: nothing of it is garbage
 torch.set_num_threads(1)  # decides a sum's last bit, and holds only from before the first use
@@ -86,6 +86,14 @@ def pytest_collection_modifyitems(items):
             together[item.nodeid.partition("[")[0]].append(item)
     for alike in together.values():
         for item in not_needed(alike):
+            item.add_marker(pytest.mark.slow)
+    marked = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            marked[item.nodeid.partition("[")[0]].append(item)
+    for alike in marked.values():
+        (count,) = alike[0].get_closest_marker("few").args
+        for item in more_than_few(alike, count):
             item.add_marker(pytest.mark.slow)
 
 

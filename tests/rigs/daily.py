@@ -32,6 +32,7 @@ DAILY = {
     "test_pairwise_covers_every_pair",
     "test_a_product_keeps_each_value_in_the_default_run",
     "test_the_default_run_has_each_value_of_a_test_that_is_parametrized_several_times",
+    "test_few_of_a_tests_items_are_of_both_devices_and_apart",
 }
 
 
@@ -52,3 +53,20 @@ def not_needed(alike):
         missing.difference_update(axes(best))
         left.remove(best)
     return left
+
+
+def more_than_few(alike, count):
+    """Of a test with the mark ``few(count)``: all items but ``count`` that lie apart, half of them on each device.
+
+    What is the same for all cases is seen in few; each case by itself is seen in the slow run.
+    """
+    simulated = [item for item in alike if "simgpu" in item.callspec._idlist]
+    others = [item for item in alike if item not in simulated]
+    half = min(len(simulated), max(count - count // 2, count - len(others)))
+    kept = [*_apart(simulated, half), *_apart(others, count - half)]
+    return [item for item in alike if item not in kept]
+
+
+def _apart(items, count):
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]

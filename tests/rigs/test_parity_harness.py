@@ -628,3 +628,19 @@ def test_the_default_run_has_each_value_of_a_test_that_is_parametrized_several_t
     slow = [item.callspec._idlist for item in daily.not_needed(items)]
     often = [item.callspec._idlist for item in items if item.callspec._idlist not in slow]
     assert often == [["cpu", "recompute"], ["simgpu", "keep"], ["simgpu", "offload"]]
+
+
+@pytest.mark.parametrize(
+    "count, often",
+    [
+        (1, [["simgpu", 0]]),
+        (2, [["cpu", 0], ["simgpu", 0]]),
+        (3, [["cpu", 0], ["simgpu", 0], ["simgpu", 2]]),
+        (9, list(map(list, itertools.product(["cpu", "simgpu"], range(4))))),
+    ],
+)
+def test_few_of_a_tests_items_are_of_both_devices_and_apart(count, often):
+    ids = itertools.product(["cpu", "simgpu"], range(4))
+    items = [types.SimpleNamespace(callspec=types.SimpleNamespace(_idlist=list(each))) for each in ids]
+    slow = daily.more_than_few(items, count)
+    assert [item.callspec._idlist for item in items if item not in slow] == often
