@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -174,6 +175,16 @@ def script(name: str):
 def test_the_reference_is_what_the_docstrings_say():
     make_api = script("make_api")
     assert (ROOT / "docs" / "api.md").read_text() == make_api.page()  # else run: python docs/make_api.py
+
+
+# --- What the site makes of them
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_table_begins_after_an_empty_line(page):
+    """The site's Markdown would show its bars otherwise, as part of the paragraph above."""
+    lines = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+    assert not [line for before, line in itertools.pairwise(lines) if line[:1] == "|" and before[:1] not in ("", "|")]
 
 
 # --- What is refused
