@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 
 import forks
 import lightning as L
@@ -185,6 +186,26 @@ def test_a_table_begins_after_an_empty_line(page):
     """The site's Markdown would show its bars otherwise, as part of the paragraph above."""
     lines = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
     assert not [line for before, line in itertools.pairwise(lines) if line[:1] == "|" and before[:1] not in ("", "|")]
+
+
+def test_the_home_of_the_site_is_the_readme_and_names_pages_by_their_titles():
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="README.md"))
+    home = script("site_hooks").on_page_markdown("", page)
+    assert home.startswith("# sp-lightning\n") and "[What fits where](what-fits.md)" in home
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", home)
+    assert not [link for link in links if "://" not in link and not (ROOT / "docs" / link).exists()]
+    assert "[All pages](#all-pages)" in home and "\n## All pages\n" in home
+
+
+def test_the_site_links_pictures_to_themselves_and_keeps_short_code_on_one_line():
+    made = script("site_hooks").on_page_content(
+        '<img alt="a step" src="step.png" /><code>window</code><code>python -m sp_lightning plan</code>'
+        "<pre><span></span><code>window</code></pre>"
+    )
+    assert made == (
+        '<a href="step.png"><img alt="a step" src="step.png" /></a><code class="short">window</code>'
+        "<code>python -m sp_lightning plan</code><pre><span></span><code>window</code></pre>"
+    )
 
 
 # --- What is refused
