@@ -76,13 +76,20 @@ def first_paragraph(public: Any) -> str:
 
 
 def sections(text: str) -> str:
-    """Turn a docstring's arguments into a list, and its table into text as it is."""
+    """Turn a docstring's arguments into a list, and its table into one of Markdown."""
     text, found, arguments = text.partition("\nArgs:\n")
-    text = re.sub(r"^(====.*\n[\s\S]*\n====.*)$", r"```text\n\1\n```", text, flags=re.MULTILINE)
+    text = re.sub(r"^====.*\n([\s\S]*)\n====.*$", tabled, text, flags=re.MULTILINE)
     if not found:
         return marked(text) + "\n"
     entries = re.split(r"\n(?=\S)", textwrap.dedent(arguments))
     return marked(text) + "\n" + "\n".join(listed(" ".join(entry.split())) for entry in entries) + "\n"
+
+
+def tabled(table: re.Match[str]) -> str:
+    """Turn a table of names and meanings; two spaces or more separate them, and an indented line continues one."""
+    lines = re.sub(r"\n +", "  ", table[1]).splitlines()
+    rows = [re.sub("  +", " | ", line, count=1) for line in lines]
+    return "\n".join(["| name | meaning |", "| --- | --- |", *(f"| {row} |" for row in rows)])
 
 
 def listed(entry: str) -> str:
