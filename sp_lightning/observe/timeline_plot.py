@@ -222,7 +222,7 @@ def _legend(drawn: Any, chosen: list[tuple[Timeline, Step]]) -> None:
     handles += [
         Patch(facecolor=CAUSE_COLORS[cause], label=f"the step: {NAMES[cause]}")
         for cause in CAUSES
-        if any(shares[cause] > 0 for shares in shown)
+        if any(shares[cause] > sum(shares.values()) / 200 for shares in shown)  # as in_words
     ]
     ncols = -(-len(handles) // 2)
     drawn.legend(handles=handles, loc="lower left", ncols=ncols, frameon=False, fontsize=8, labelcolor=INK)

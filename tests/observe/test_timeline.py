@@ -149,6 +149,18 @@ def test_a_picture_names_lanes_units_waits_and_the_floor():
     assert {"floor 4 s", "0", "compute 48 %", "10 %"} <= set(texts(axis))
 
 
+def colours_of_the_step(spans):
+    (legend,) = timeline_plot.figure([timeline.measured([recorded(spans=spans)], "A model")]).legends
+    return [text.get_text()[10:] for text in legend.get_texts() if text.get_text().startswith("the step: ")]
+
+
+def test_the_legend_has_the_colours_of_the_step_but_none_that_is_too_narrow_to_see():
+    pytest.importorskip("matplotlib")
+    waits = [f"waits for {cause}" for cause in ("weights", "gradients", "optimizer")]
+    assert colours_of_the_step(WORK) == ["compute", *waits, "outside of units"]
+    assert colours_of_the_step([Span("compute", "blocks.0", 5.0, 9.98, "forward")]) == ["compute"]  # 0.4 % are outside
+
+
 def test_predicted_and_measured_share_an_axis_of_time():
     pytest.importorskip("matplotlib")
     drawn = timeline_plot.figure([timeline.simulated(simulation(), "A model"), example()])
