@@ -49,6 +49,8 @@ class Setting:
         chosen.setdefault("device", _devices()[-1])
         chosen.setdefault("model", "tiny" if chosen["device"] == "cpu" else "llama-1b")
         shape = _shape(chosen["model"])
+        if chosen.get("inference") and (idle := sorted({"optimizer", "clip"} & chosen.keys())):
+            raise OptionError(argument=idle[0], found=chosen[idle[0]], allowed="left out with --inference")
         chosen = {"batch": shape.batch, "seq": shape.seq, **chosen}
         if isinstance(chosen.get("device_memory"), str):
             chosen["device_memory"] = parse_bytes(chosen["device_memory"], "device_memory")

@@ -406,8 +406,11 @@ def text(
 
 def _print(console: Any, plan: Plan, note: str, run: Mapping[str, float], tokens: int | None) -> None:
     console.print(_heading(plan), markup=False, soft_wrap=True)
-    calls = [_lockstep_table(plan)] if plan.lockstep else []
-    for table in (*calls, _bytes_table(plan), _time_table(plan), _sweep_table(plan), _changes_table(plan, run)):
+    if plan.lockstep:
+        console.print()
+        console.print(_lockstep_table(plan))
+        console.print("\nOne call alone, as in the first lines:", markup=False)
+    for table in (_bytes_table(plan), _time_table(plan), _sweep_table(plan), _changes_table(plan, run)):
         console.print()
         console.print(table)
     console.print()
@@ -433,7 +436,8 @@ def _filled(said: str, plan: Plan, tokens: int | None) -> str:
 
 def _speed(plan: Plan, run: Mapping[str, float]) -> str:
     unit = "tokens" if "tokens_per_s" in run else "rows"
-    text = f"Speed{'' if plan.fits else ', if it fitted'}: {run[f'{unit}_per_s']:.3g} {unit} a second"
+    alone = " of one call alone" if plan.lockstep else ""
+    text = f"Speed{alone}{'' if plan.fits else ', if it fitted'}: {run[f'{unit}_per_s']:.3g} {unit} a second"
     if "hours" in run:
         long = run["hours"] >= 0.1
         text += f"; {run['steps']} steps take "

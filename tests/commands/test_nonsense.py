@@ -92,6 +92,7 @@ SAID = {  # what is typed, and what the line says
     "bench --windows 0": "window must be an int >= 1",
     "bench --contenders plane": "did you mean plain?",
     "bench --device cpu --devices 99": "devices must be at most",
+    "bench --inference --optimizer sgd": "optimizer must be left out with --inference",
     "bench --precision bf15": "precision must be one of '32-true'",
     "bench --set window": "--set must be NAME=VALUE",
     "launch": "the script must be after --",

@@ -155,6 +155,7 @@ def test_the_command_prints_what_calls_in_lockstep_take(tmp_path, capsys):
     assert run(*given, "--guessed", "3", "--accepted", "2", "--json", str(tmp_path / "plan.json")) == 0
     printed = capsys.readouterr().out
     assert "Calls in lockstep, of 1 rows each" in printed and "answers of 256 tokens" in printed
+    assert "\nOne call alone, as in the first lines:\n" in printed and "\nSpeed of one call alone: " in printed
     there, away = json.loads((tmp_path / "plan.json").read_text())["lockstep"]
     assert (there["cache"], away["cache"], there["at_once"]) == ("device", "host", 64)
     assert run(*given[:-1], "--at-once", "3") == 2
