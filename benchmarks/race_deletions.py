@@ -91,6 +91,7 @@ OF_FILES = {"drain", "recover", "_end_write", "check", "shutdown", "close", "clo
 OF_FILES |= {"_sync_folder", "increment_version", "keep_from_forks", "madvise", "set_stream", "_leave_files"}
 OF_FILES |= {"_allocate", "_keep_order"}
 LOCKS = {"_lock"}
+NOT_SLOW = "not slow or seldom"  # the tests that are slow for their products alone
 LONGEST_S = 900
 LONGEST_TEST_S = 120
 
@@ -236,14 +237,17 @@ def delete(wait: Wait, package: pathlib.Path) -> None:
 
 
 def verdict(
-    source: pathlib.Path, change: Callable[[pathlib.Path], None] | None = None, tests: Collection[str] = TESTS
+    source: pathlib.Path,
+    change: Callable[[pathlib.Path], None] | None = None,
+    tests: Collection[str] = TESTS,
+    marks: str = NOT_SLOW,
 ) -> Verdict:
-    """Run tests on a package that was changed, or on the unchanged one, until the first fails."""
+    """Run tests with these marks on a package that was changed, or on the unchanged one, until the first fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = copied(source, pathlib.Path(name))
         if change is not None:
             change(folder / "sp_lightning")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", *tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-m", marks, *tests]
         command += ["--timeout", str(LONGEST_TEST_S), "--timeout-method", "thread"]
         env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
         try:

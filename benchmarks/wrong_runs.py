@@ -22,6 +22,7 @@ from functools import partial
 import race_deletions
 
 TESTS = ("tests/contract/test_exactness.py",)
+DEFAULT = "not slow"  # the marks of the default run
 STRATEGY = "lightning/strategy.py"
 
 # What a method does wrong: `proceed()` is the right one. Here `batch` is the number of the batch, `trained` are the
@@ -118,7 +119,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source = race_deletions.copied(race_deletions.ROOT, pathlib.Path(folder))
-        if unchanged := race_deletions.verdict(source, None, TESTS).status:
+        if unchanged := race_deletions.verdict(source, None, TESTS, DEFAULT).status:
             sys.exit(f"the tests end with status {unchanged} on the unchanged package: they can show nothing")
         changes = [(name, partial(patch, name), TESTS) for name in WRONG if options.only in name]
         waits = race_deletions.waits(source / "sp_lightning")
@@ -126,7 +127,7 @@ def main() -> int:
             change = partial(race_deletions.delete, wait)
             changes.append((f"{wait.file}:{wait.line} {wait.text}", change, race_deletions.TESTS))
         with ThreadPoolExecutor(options.jobs) as pool:
-            found = pool.map(lambda change: race_deletions.verdict(source, *change[1:]), changes)
+            found = pool.map(lambda change: race_deletions.verdict(source, *change[1:], DEFAULT), changes)
             caught = [say(name, result) for (name, *_), result in zip(changes, found, strict=True)]
     sys.stdout.write(f"{len(changes)} changes, {caught.count(False)} of them can go unnoticed\n")
     return 0 if changes and all(caught) else 1

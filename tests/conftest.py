@@ -94,6 +94,9 @@ def pytest_collection_modifyitems(items):
     for alike in marked.values():
         (count,) = alike[0].get_closest_marker("few").args
         for item in more_than_few(alike, count):
+            item.add_marker(pytest.mark.seldom)
+    for item in items:
+        if item.get_closest_marker("seldom"):
             item.add_marker(pytest.mark.slow)
 
 

@@ -134,6 +134,7 @@ def test_without_jsonargparse_the_error_names_the_extra(monkeypatch, capsys):
     assert needed in capsys.readouterr().err
 
 
+@pytest.mark.seldom
 def test_as_a_program_it_trains_and_its_bar_has_one_line(toy):
     """Without a terminal, whose width the bar would know."""
     bar = ["--trainer.enable_progress_bar", "true", "--trainer.callbacks", "RichProgressBar"]
@@ -146,6 +147,7 @@ def test_as_a_program_it_trains_and_its_bar_has_one_line(toy):
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.few(2)
 def test_each_command_uses_the_strategy_by_default(command, toy, capsys):
     main([command, *toy("")])
     assert f"{command} with SuperpipelineStrategy" in capsys.readouterr().out

@@ -84,6 +84,7 @@ def stepped(net, device, steps=2, **how):
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+@pytest.mark.few(1)
 def test_from_the_second_step_on_linear_weights_take_half_the_bytes_both_ways(device, precision):
     def moved(wire_dtype):
         net = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))  # 2048 bytes in half the type: no gaps
@@ -111,6 +112,7 @@ def test_without_autocast_and_with_as_is_nothing_is_converted(device):
 
 
 @parity.product(activations=["keep", "recompute", "offload"], accumulate=[1, 3], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_training_is_exact(device, activations, accumulate):
     check(layers, training(accumulate=accumulate), device, window=2, activations=activations)
 
@@ -269,11 +271,13 @@ def scoring(scores, accumulate=1, around=autocast):
 
 
 @parity.product(activations=["keep", "recompute"], name=list(CASTING), device=parity.DEVICES)
+@pytest.mark.few(2)
 def test_a_weight_that_other_code_only_casts_is_exact(device, name, activations):
     check(Scored, scoring([CASTING[name]] * 4, accumulate=2), device, activations=activations)
 
 
 @parity.product(late=["a norm", "both ways", *CASTING], first=["linear", "to"], device=parity.DEVICES)
+@pytest.mark.few(4)
 def test_a_weight_that_other_code_uses_in_another_way_later_is_exact(device, first, late):
     scores = CASTING | {
         "a norm": lambda head, x: head(x) * head.weight.detach().norm(),
@@ -283,6 +287,7 @@ def test_a_weight_that_other_code_uses_in_another_way_later_is_exact(device, fir
 
 
 @parity.product(activations=["keep", "recompute"], order=[1, -1], name=list(CASTING), device=parity.DEVICES)
+@pytest.mark.few(3)
 def test_a_weight_that_its_layer_and_other_code_use_is_exact_from_the_first_step_on(device, name, order, activations):
     ways = [lambda head, x: head(x).float(), lambda head, x: CASTING[name](head, x).float()][::order]
 
@@ -295,6 +300,7 @@ def test_a_weight_that_its_layer_and_other_code_use_is_exact_from_the_first_step
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", sorted({"linear", "to", "bfloat16", "chunked_loss"} & CASTING.keys()))
+@pytest.mark.few(3)
 def test_a_weight_that_other_code_only_casts_travels_like_one_that_its_layer_uses(device, name, precision):
     """The layer's own forward decides what goes up and, from the second step on, down; the loss must not need more."""
     if precision is torch.float16 and name != "linear":
@@ -324,6 +330,7 @@ def test_a_weight_that_other_code_only_casts_travels_like_one_that_its_layer_use
         lambda head, x: x.half() @ head.weight.half().t(),
     ],
 )
+@pytest.mark.few(4)
 def test_a_weight_that_other_code_uses_otherwise_travels_as_it_is(device, read):
     if device.type == "cpu" and not torch.backends.mkldnn.is_available():
         pytest.skip("the CPU has no FP16 kernel for its backward")
@@ -416,6 +423,7 @@ READS = {
 
 
 @parity.product(activations=["keep", "recompute"], name=list(READS), device=parity.DEVICES)
+@pytest.mark.few(4)
 def test_a_late_read_is_exact(device, name, activations):
     if name == "in_another_type" and device.type == "cpu":
         pytest.skip("the CPU has no FP16 kernel for its backward") if not torch.backends.mkldnn.is_available() else None
@@ -932,12 +940,14 @@ class Compiling(models.Block):
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.few(1)
 def test_what_is_compiled_inside_a_unit_finds_layers_as_they_are(whole, activations):
     torch.compiler.reset()
     check(models.stack_of(lambda: Compiling(whole)), training(), torch.device("cpu"), activations=activations)
 
 
 @pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.few(1)
 def test_only_what_is_compiled_with_its_layers_ends_it(whole):
     torch.compiler.reset()
     net = models.stack_of(lambda: Compiling(whole))()

@@ -56,6 +56,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.few(2)
 def test_recomputation_copies_no_module_that_an_attribute_leads_to(kept, device, monkeypatch):
     make = models.stack_of(block_that_keeps(KEPT[kept]))
     monkeypatch.setattr(models.Block, "__deepcopy__", lambda *_: pytest.fail("a block was copied"), raising=False)
@@ -208,6 +209,7 @@ COUNTERS = {
 
 
 @pytest.mark.parametrize("kept", COUNTERS)
+@pytest.mark.few(5)
 def test_an_object_that_a_block_changes_is_for_the_second_run_what_it_was_for_the_first(kept, device):
     make, count = COUNTERS[kept]
     check(lambda: models.Stack(Counting(make(), count) for _ in range(3)), training(), device, activations="recompute")
@@ -269,6 +271,7 @@ class Configured(models.Block):
 
 
 @parity.product(shared=[False, True], change=list(CHANGES), device=parity.DEVICES)
+@pytest.mark.few(3)
 def test_a_config_that_a_block_changes_now_and_then_is_for_the_second_run_what_it_was(change, shared, device):
     def make():
         one = Config()
@@ -511,6 +514,7 @@ def test_a_second_run_that_saves_other_tensors_is_an_error(activations, device):
         assert str(caught.value).endswith("use activations='keep' or 'offload'") and "Tip:" not in str(caught.value)
 
 
+@pytest.mark.few(1)
 def test_a_level_of_forward_mode_differentiation_that_ended_before_backward_is_named(device):
     net, (x,) = models.stack_of(models.Block)(), inputs(device, 1)
     with sp_lightning.stream(net, device, window=1, activations="recompute"):
@@ -533,6 +537,7 @@ def test_a_level_of_forward_mode_differentiation_that_ended_before_backward_is_n
     ExactnessError,
     '`x = x + block(x)`, or "keep" or "offload"',
 )
+@pytest.mark.few(2)
 def test_what_is_changed_between_the_two_runs_is_an_error(activations, changed, rows, device):
     net, x = Changing(changed), torch.ones(rows, models.FEATURES, device=device)
     error = pytest.raises(ExactnessError, match="changed after its forward, which cannot run again")
@@ -822,6 +827,7 @@ CHECKPOINTED = {
 @pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("place", [*CHECKPOINTED, "in each unit"])
+@pytest.mark.few(2)
 def test_a_checkpoint_of_the_users_leaves_the_traces_of_the_plain_run(place, reentrant, activations, device):
     def run(net, device):
         calls = CHECKPOINTED.get(place, lambda net, x, _: through_blocks(net, x))
@@ -838,6 +844,7 @@ def test_a_checkpoint_of_the_users_leaves_the_traces_of_the_plain_run(place, ree
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("casts", [None, torch.bfloat16])
 @pytest.mark.parametrize("policy", [CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE])
+@pytest.mark.few(1)
 def test_a_selective_checkpoint_counts_no_copies_of_weights(policy, casts, window, device):
     """In the second run other weights are on the device than in the first."""
     products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -899,6 +906,7 @@ def test_a_checkpoint_of_the_users_around_a_module_that_owns_a_weight_beside_uni
 
 @pytest.mark.parametrize("activations", ["offload", "recompute", "recompute+offload"])
 @pytest.mark.parametrize("casts", [None, torch.bfloat16])
+@pytest.mark.few(2)
 def test_a_gradient_that_is_differentiated_in_turn(casts, activations, device):
     check(blocks, training(under(casts, penalised)), device, activations=activations)
 
@@ -931,6 +939,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.few(2)
 def test_what_torch_does_by_default_around_a_forward_it_does_in_the_second_run(default, device):
     def loss(module, x):
         with DEFAULTS[default](device):

@@ -215,12 +215,14 @@ def test_on_a_device_the_first_loss_is_the_plain_one_and_the_allocators_peak_is_
 
 
 @pytest.mark.parametrize("contender", ["plain", "superpipeline", "fsdp2"])
+@pytest.mark.few(1)
 def test_inference_gives_the_same_losses(contender):
     assert done(contender, inference=True)["losses"] == done("plain", inference=True)["losses"]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("model, seq", [("llama-tiny", 8), ("llava-tiny", 20)])
+@pytest.mark.few(1)
 def test_answers_are_the_same_alone_and_several_batches_at_once(model, seq, precision):
     given = {"inference": True, "answer": 3, "model": model, "seq": seq, "precision": precision}
     plain, alone, together = (
@@ -235,12 +237,14 @@ def test_answers_are_the_same_alone_and_several_batches_at_once(model, seq, prec
 
 
 @pytest.mark.parametrize("contender, library", [("accelerate", "accelerate"), ("group-offload", "diffusers")])
+@pytest.mark.few(1)
 def test_peers_answer_the_same(contender, library):
     pytest.importorskip(library)
     given = {"inference": True, "answer": 3}
     assert done(contender, **given)["losses"] == done("plain", **given)["losses"]
 
 
+@pytest.mark.seldom
 def test_batches_at_once_share_the_trips_of_a_step():
     bytes_up = [
         done("superpipeline", inference=True, answer=3, **more)["details"]["bytes_up"]
@@ -255,6 +259,7 @@ def test_what_gathers_for_forwards_refuses_to_answer():
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.few(1)
 def test_recomputing_blocks_changes_no_loss(precision):
     kept = done("plain", precision=precision)["losses"]
     assert done("plain", precision=precision, activations="recompute")["losses"] == kept
@@ -449,6 +454,7 @@ def test_an_error_stands_below_the_table_in_one_line():
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.few(8)
 def test_a_model_has_the_blocks_that_it_names(name):
     with torch.device("meta"):
         module = build(SHAPES[name])
@@ -486,6 +492,7 @@ def overhead():
 
 
 @pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.few(1)
 def test_what_is_timed_beside_fsdp2_computes_what_the_plain_module_does(overhead, window):
     """Before, between and after it is timed."""
     x = torch.randn(overhead.BATCH, overhead.WIDTH)

@@ -103,6 +103,7 @@ def test_every_recipe_that_trains_has_a_case():
     assert {recipe for recipe, _ in CASES} == {*RECIPES} - ANSWER
 
 
+@pytest.mark.seldom
 def test_of_a_recipe_that_answers_the_run_of_predict_is_planned(capsys):
     pytest.importorskip("transformers")
     given = ["plan", "--config", str(EXAMPLES / "predict" / "config.yaml"), "--machine", "rtx4090", "--json", *QUIET]
@@ -118,6 +119,7 @@ def test_of_a_recipe_that_answers_the_run_of_predict_is_planned(capsys):
     assert (there["trained"], there["run"]["steps"], away["run"]["steps"]) == (0, 1, 2)  # of 32 prompts
 
 
+@pytest.mark.seldom
 def test_of_answers_about_images_the_pass_that_sees_them_is_planned_too():
     pytest.importorskip("transformers")
     run = fit_config.find(["--config", str(EXAMPLES / "describe" / "config.yaml"), *QUIET])
@@ -143,6 +145,7 @@ def test_a_module_that_neither_trains_nor_generates_is_not_planned(capsys):
 @pytest.mark.parametrize(
     "recipe, more", [pytest.param(*case, marks=() if case in CHEAP else pytest.mark.slow) for case in CASES]
 )
+@pytest.mark.few(1)
 def test_what_is_planned_is_what_runs(recipe, more):
     pytest.importorskip("transformers")
     if recipe in NEEDS:
@@ -270,6 +273,7 @@ def loss_of_two(module, batch):
 
 
 @pytest.mark.parametrize("loss", [[], ["--loss", "test_fit_config:loss_of_two"]])
+@pytest.mark.few(1)
 def test_a_module_with_two_optimizers_and_an_average_is_planned(loss, capsys):
     pathlib.Path("config.yaml").write_text(
         "model: {class_path: test_fit_config.TwoOptimizers, init_args: {width: 64}}\n"

@@ -168,6 +168,7 @@ def test_a_chat_file_with_a_base_models_tokenizer_names_the_model_for_chats(base
 
 
 @pytest.mark.parametrize("place", ["plan.json", "new/folder/plan.json"])
+@pytest.mark.few(1)
 def test_a_plan_is_written_to_a_file_beside_its_text(place, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main([*PLAN.split(), "--activations", "recompute", "--host-memory", "256GiB", "--json", place])

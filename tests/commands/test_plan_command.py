@@ -121,6 +121,7 @@ def test_the_simulated_step_is_written_as_a_timeline(tmp_path):
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.15 computes it")
 @pytest.mark.parametrize("model", ["llama-tiny", "llama3-8b"])
+@pytest.mark.few(1)
 def test_a_loss_in_chunks_is_planned_for_models_by_name(model, capsys):
     def planned(loss):
         run("--model", model, *"--machine h200 --activations recompute --batch 8 --seq 512 --json --loss".split(), loss)
@@ -357,6 +358,7 @@ def summed(net, batch):
 
 
 @pytest.mark.parametrize("kind", FEW)
+@pytest.mark.seldom
 def test_every_option_is_obeyed_or_refused_by_name(kind, llama, capsys):
     """A new option of the parser fails here until it has a value above, and does something for each kind of model."""
     options = options_of_plan()
@@ -412,6 +414,7 @@ def test_how_long_needs_to_know_of_what(name, capsys):
     assert f"{name} must be given together with --samples, got 3" in capsys.readouterr().err
 
 
+@pytest.mark.seldom
 def test_it_says_how_long_a_run_takes_and_what_it_costs(capsys):
     given = ("--model", "llama-8b", "--machine", "rtx4090", "--precision", "bf16-true", "--activations", "recompute")
     given = (*given, "--batch", 2, "--seq", 1024, "--samples", 10001, "--epochs", 3, "--price", 0.5)
@@ -431,6 +434,7 @@ def test_it_says_how_long_a_run_takes_and_what_it_costs(capsys):
     assert re.search(rf"Speed: \d+ tokens a second; 15003 steps take {hours:.3g} hours and cost {hours / 2:.2f}", said)
 
 
+@pytest.mark.seldom
 def test_one_model_has_one_plan(capsys):
     given = ("--machine", "rtx4090", "--activations", "recompute")
     one, other = (planned_as_json(capsys, "--model", name, *given) for name in ("llama-8b", "llama3-8b"))
@@ -591,6 +595,7 @@ def test_several_devices_have_a_batch_each_and_one_host(capsys):
     assert both["host"]["wire"] == 2 * alone["host"]["wire"] > 0
 
 
+@pytest.mark.seldom
 def test_each_device_has_gradients_where_they_are_accumulated_or_scaled(capsys):
     def gradients(*arguments):
         return json.loads(said_of(capsys, "--json", *arguments))["host"]["gradients"]
@@ -610,6 +615,7 @@ def test_an_optimizer_that_is_not_cut_has_its_state_on_each_device(capsys):
     assert both["weights"] == 3 * alone["weights"]
 
 
+@pytest.mark.seldom
 def test_a_disk_has_its_bytes_times_and_wear_in_the_plan(capsys, tmp_path, monkeypatch):
     from sp_lightning.observe import disk_speed
 

@@ -330,6 +330,7 @@ BYPASSES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.seldom
 def test_a_patch_that_bypasses_the_registry_is_noticed(monkeypatch):
     before = seen()
     with monkeypatch.context() as patch:

@@ -197,6 +197,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("nbytes", [1000, pytest.param(2**34, marks=SLOW)])
+@pytest.mark.seldom
 def test_a_plan_is_made_by_a_process_that_has_not_touched_the_device(nbytes, run):
     """The README's, beside a device that can be asked, and beside one that others fill."""
     arguments = "--model llama-3b --batch 4 --seq 512 --activations recompute --machine rtx3060".split()

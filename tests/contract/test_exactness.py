@@ -151,11 +151,13 @@ TWO_OFTEN = cells(parity.each_value(**TWO_AXES), optimizer="two")
 
 
 @pytest.mark.parametrize("cell", parameters(COVER + OFTEN, OFTEN))
+@pytest.mark.few(17)
 def test_streaming_is_exact_in_a_cover_of_all_pairs_of_settings(cell):
     check(cell)
 
 
 @pytest.mark.parametrize("cell", parameters(TWO + TWO_OFTEN, TWO_OFTEN))
+@pytest.mark.few(1)
 def test_streaming_is_exact_with_two_optimizers_that_are_stepped_by_hand(cell):
     check(cell)
 
@@ -174,6 +176,7 @@ def test_the_cover_has_every_pair_that_exists():
 @pytest.mark.simgpu
 @pytest.mark.parametrize("case", ["mlp", "llama", "adapters", "checkpoint", "uneven_convnet"])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.few(1)
 def test_under_autocast_each_layer_that_is_run_once_comes_to_travel_in_its_type(case, activations):
     ledger = check(Cell(Settings(case, "simgpu", "bf16-mixed", accumulate=3), "2", activations))
     passes = itertools.chain.from_iterable(ledger.passes.values())
@@ -246,6 +249,7 @@ class Returning(models.Stack):
     errors.ExactnessError,
     "`optimizer_overlap=False`",
 )
+@pytest.mark.few(1)
 def test_a_backward_that_comes_back_to_a_unit_that_was_stepped_is_an_error(device, overlap):
     case = models.case("detached_weight")
     case = dataclasses.replace(case, make=lambda: Returning(models.DetachableBlock() for _ in range(4)))
@@ -285,12 +289,14 @@ LOOKS = {
 @pytest.mark.parametrize(
     ("where", "look"), [*(("tensor", look) for look in LOOKS), ("leaf", "data"), ("module", "data")]
 )
+@pytest.mark.few(1)
 def test_a_hook_in_backward_sees_weights_that_are_not_stepped(where, look, device):
     case = dataclasses.replace(models.case("mlp"), make=lambda: Looked(where, LOOKS[look]))
     parity.check(case, {"window": 2}, accelerator=device.type)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.few(1)
 def test_a_hook_that_begins_to_look_at_a_weight_that_was_stepped_is_an_error(overlap, device):
     case = dataclasses.replace(models.case("mlp"), make=lambda: Looked("tensor", LOOKS["data"], since=2))
     options = {"window": 2, "optimizer_overlap": overlap}
@@ -323,6 +329,7 @@ class Changed(models.Stack):
 
 
 @pytest.mark.parametrize("where", ["tensor", "leaf", "module", "at the end of the first", "at the end of the last"])
+@pytest.mark.few(2)
 def test_a_gradient_that_a_hook_in_backward_changes_is_stepped_with_as_it_is_then(where, device):
     case = dataclasses.replace(models.case("mlp"), make=lambda: Changed(where))
     parity.check(case, {"window": 2}, accelerator=device.type)

@@ -34,6 +34,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize("name, accelerator, options", CELLS)
+@pytest.mark.few(2)
 def test_it_trains_as_in_a_plain_run_and_streams(name, accelerator, options):
     case = FAMILIES[name].case
     for library in case.tags:

@@ -467,6 +467,7 @@ def test_a_batch_on_the_host_moves_with_the_call(device):
 
 
 @parity.product(activations=["keep", "recompute+offload"], backend=["eager", "aot_eager"], when=["before", "after"])
+@pytest.mark.few(1)
 def test_compiled_blocks(backend, when, activations):
     def compiled(net):
         for block in net.blocks:
@@ -484,6 +485,7 @@ def test_compiled_blocks(backend, when, activations):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.few(1)
 def test_a_compiled_model(backend):
     torch.compiler.reset()
     check(blocks, lambda net, device: training()(torch.compile(net, backend=backend), device), torch.device("cpu"))
@@ -497,6 +499,7 @@ def test_a_compiled_model(backend):
     window=[1, 6],
     device=parity.DEVICES,
 )
+@pytest.mark.few(7)
 def test_writes_to_weights_between_steps_are_seen_at_the_next_visit(device, write, window):
     def between(net):
         for p in net.parameters():
@@ -811,6 +814,7 @@ class Critic(L.LightningModule):
 
 
 @pytest.mark.parametrize("window", [1, 6])
+@pytest.mark.few(1)
 def test_a_clamp_through_data_under_autocast_between_accumulated_batches(device, window):
     options = {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
     plain = fit(Critic, None, device, **options)
@@ -862,6 +866,7 @@ GIVEN_AWAY = {
 
 @pytest.mark.parametrize("options", [{"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}])
 @pytest.mark.parametrize("way", GIVEN_AWAY)
+@pytest.mark.few(2)
 def test_a_write_through_what_a_weight_gave_away_is_seen(way, options, device):
     plain = fit(lambda: Giving(GIVEN_AWAY[way]()), None, device, **options)
     strategy = sp_lightning.SuperpipelineStrategy(window=6, device=device)
@@ -915,6 +920,7 @@ class Adamw(Critic):
         self.kept = {value.device for state in self.optimizers().state.values() for value in state.values()}
 
 
+@pytest.mark.few(1)
 def test_optimizer_state_is_on_the_host_also_after_a_resume(device, tmp_path):
     def strategy():
         return sp_lightning.SuperpipelineStrategy(window=1, device=device)
@@ -945,6 +951,7 @@ def test_modules_made_under_the_trainer_are_made_on_the_host(device):
 
 
 @pytest.mark.parametrize("flags", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.few(3)
 def test_flags_of_optimizers_are_the_users_and_the_state_has_nothing_else(device, flags):
     def state(streamed):
         torch.manual_seed(0)
@@ -996,6 +1003,7 @@ def test_where_no_memory_can_be_page_locked_the_run_goes_on_and_says_so(monkeypa
 @pytest.mark.simgpu
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("slow", ["copies", "kernels"])
+@pytest.mark.few(2)
 def test_memory_is_not_given_away_while_it_is_read_whoever_is_slow(window, slow):
     import simgpu
 
@@ -1064,6 +1072,7 @@ def recorded(p):
 
 @pytest.mark.parametrize("wire_dtype", ["auto", "as-is"])
 @pytest.mark.parametrize("change", [data_given, made_double_and_back, recorded])
+@pytest.mark.few(2)
 def test_a_gradient_that_is_made_another_tensor(change, wire_dtype, device):
     def run(net, device):
         optimizer = sgd(net)

@@ -52,6 +52,7 @@ def trained_and_generated(module, device):
 
 
 @parity.product(form=wrapped.TRAINED, activations=["keep", "recompute"], window=[1, 2], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_adapters_of_peft_train_and_generate(device, form, activations, window):
     check(wrapped.llama(form), trained_and_generated, device, activations=activations, window=window)
 
@@ -69,6 +70,7 @@ def parts(module):
     return [wrapped.parts(weight) for weight in wrapped.weights(module).values()]
 
 
+@pytest.mark.few(1)
 def test_adapters_are_merged_into_a_quantised_base_and_taken_out(device, tmp_path):
     check(loaded_by_transformers(tmp_path), merged, device)
 
@@ -82,6 +84,7 @@ def test_adapters_are_unloaded_while_the_base_streams(device, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["int8", "nf4"])
+@pytest.mark.few(1)
 def test_a_merge_that_the_library_refuses_leaves_the_weights_as_they_are(device, form):
     def run(module, device):
         yield from trained(module, device)

@@ -22,11 +22,13 @@ ACTIVATIONS = ["keep", "recompute", "offload", "recompute+offload"]
 
 
 @parity.product(form=wrapped.TRAINED, activations=ACTIVATIONS, window=[1, 2], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_adapters_train_over_a_quantised_base(device, form, activations, window):
     check(wrapped.adapted(form), wrapped.trained_and_evaluated, device, activations=activations, window=window)
 
 
 @parity.product(form=list(wrapped.FORMS), device=parity.DEVICES)
+@pytest.mark.few(4)
 def test_a_quantised_base_is_evaluated(device, form):
     wrapped.skip_unless_computed(form, device)
 
@@ -86,6 +88,7 @@ def test_a_trainer_trains_adapters_over_a_quantised_base(device, form, precision
 
 
 @pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
+@pytest.mark.few(1)
 def test_compiled_blocks_read_quantised_weights(form):
     """Torch's compiler sets attributes of its own on tensors that it sees."""
 
@@ -129,6 +132,7 @@ def test_a_quantised_base_stays_in_its_file(form):
 
 
 @pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
+@pytest.mark.few(2)
 def test_a_plan_counts_the_bytes_of_a_quantised_base(form):
     net, (x,) = wrapped.adapted(form)(), inputs("cpu", 1)
     plan = sp_lightning.plan(net, x, loss=squares, machine="h100")
@@ -173,6 +177,7 @@ def mixture(form):
 
 
 @parity.product(form=["nf4", "nvfp4", "int8"], activations=["keep", "recompute"], device=parity.DEVICES)
+@pytest.mark.few(2)
 def test_experts_are_quantised(device, form, activations):
     check(lambda: mixture(form), wrapped.trained_and_evaluated, device, units=["Expert"], activations=activations)
 

@@ -57,6 +57,7 @@ def slow(**delays_us):
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("slowness", ["h2d", "compute", "d2h"])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.few(2)
 def test_training(window, slowness, activations):
     def run(net, device):
         slow(**{slowness: 1000})
@@ -378,6 +379,7 @@ def test_what_came_back_and_is_not_asked_for_writes_to_no_memory_that_is_given_o
 
 
 @pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.few(1)
 def test_gradients_are_there_when_backward_returns(seen):
     def run(net, device):
         if seen:
@@ -471,6 +473,7 @@ def resident_nbytes(handle):
 
 
 @pytest.mark.parametrize("returned", [[], [0, 2, 4, 6], range(8)])
+@pytest.mark.few(2)
 def test_gradients_on_their_way_hold_two_buffers_at_most(returned):
     net = wide()
     for index in returned:  # whose gradients autograd wants to have
@@ -750,6 +753,7 @@ def slowly(copies, **delays_us):
 
 
 @pytest.mark.parametrize("copies", [gradients_from_the_device, weights_from_the_device, data_from_the_device])
+@pytest.mark.few(1)
 def test_copies_to_weights_and_gradients_before_a_step(copies):
     check(blocks, training(before_step=slowly(copies, d2h=SLOW_US)), DEVICE)
 

@@ -56,6 +56,7 @@ def outcomes(numbers, runs, ranked=False):
     ],
     indirect=["device"],
 )
+@pytest.mark.few(6)
 def test_a_random_program_does_what_it_does_plainly(number, device):
     assert outcomes([number], programs.runs_on(device)) == {"equal": 1}
 
@@ -79,6 +80,7 @@ def recomputes_under_a_graph(program):
 
 
 @pytest.mark.parametrize("number", [3483])
+@pytest.mark.few(1)
 def test_graphs_of_gradients_are_summed_in_order_from_a_processs_first_step_on(number, device):
     assert outcomes([number], programs.alone_on(device)) == {"equal": 1}
 
@@ -102,6 +104,7 @@ def test_a_fault_that_comes_when_a_program_predicts_is_caught_in_both_runs(entry
 # --- What they found
 
 
+@pytest.mark.few(1)
 def test_weights_that_are_exchanged_after_their_block_ran_without_autocast(device):
     acts = [(7, "before step", "module", "evaluate a block", 90), (8, "batch start", "module", "exchange weights", 76)]
     program = programs.Program(
@@ -127,6 +130,7 @@ def test_a_view_that_is_kept_from_a_step_is_one_of_the_weight_after_the_fit(devi
     assert programs.outcome(program, programs.runs_on(device)) == ("equal", "")
 
 
+@pytest.mark.few(1)
 def test_a_write_after_the_last_step_to_a_frozen_weight_that_it_read_under_autocast(device):
     program = programs.Program(
         2556,
@@ -145,6 +149,7 @@ def test_a_write_after_the_last_step_to_a_frozen_weight_that_it_read_under_autoc
 @pytest.mark.parametrize("step, moment", [(1, "before step"), (1, "batch end"), (2, "batch start"), (1, "epoch end")])
 @pytest.mark.parametrize("edit", ["see what was kept", "write to what was kept"])
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.few(1)
 def test_a_view_of_what_a_step_read_under_autocast_is_one_of_the_weight(step, moment, edit, overlap, device):
     acts = (programs.Act(1, "forward", "module", "keep T", 6), programs.Act(step, moment, "module", edit, 59))
     options = (("window", 1), ("units", ("Dense",)), ("optimizer_overlap", overlap))
@@ -181,6 +186,7 @@ def no_wait_before_a_read(monkeypatch):
 
 
 @pytest.mark.parametrize("mutant", [never_stale, no_wait_for_a_unit, no_wait_before_a_read])
+@pytest.mark.few(1)
 def test_a_wrong_engine_is_found_within_forty_programs(mutant, monkeypatch):
     runs = programs.runs_on(parity.device_of("cpu"))
     for number in range(40):
@@ -194,6 +200,7 @@ def test_a_wrong_engine_is_found_within_forty_programs(mutant, monkeypatch):
 
 
 @pytest.mark.parametrize("number", range(0, OFTEN, 4))
+@pytest.mark.few(1)
 def test_what_a_program_sees_changes_nothing(number, device):
     program = programs.on(device, programs.draw(number))
     blind = programs.run(program, device, False, observes=False)

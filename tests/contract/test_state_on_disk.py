@@ -92,6 +92,7 @@ def legal(row):
 
 
 @pytest.mark.parametrize("cell", list(cells()))
+@pytest.mark.few(3)
 def test_training_with_its_state_on_disk_is_plain_training(cell):
     case = models.case(cell["case"])
     for library in case.tags & {"transformers", "torchvision"}:
@@ -123,6 +124,7 @@ def test_training_with_its_state_on_disk_is_plain_training(cell):
 )
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.few(1)
 def test_a_family_with_its_state_on_disk_trains_as_in_memory(name, accelerator, precision):
     case = FAMILIES[name].case
     for library in case.tags:

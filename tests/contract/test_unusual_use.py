@@ -211,6 +211,7 @@ def written_unseen_and_replaced(p):
     change=[replace_data, replaced_twice, replaced_and_the_old_data_written, written_unseen_and_replaced],
     device=parity.DEVICES,
 )
+@pytest.mark.few(1)
 def test_data_that_is_replaced_between_forward_and_backward(device, change, activations, autocast):
     def run(net, device):
         for x in inputs(device):
@@ -308,6 +309,7 @@ class Lessening(models.Block):
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.few(1)
 def test_data_that_is_replaced_between_two_uses_in_a_forward(device, activations):
     for window in (1, 6):
         check(models.stack_of(Lessening), training(), device, window=window, activations=activations)
@@ -350,6 +352,7 @@ class Renormed(Kinds):
     make=[models.stack_of(Noisy), Renormed],
     device=parity.DEVICES,
 )
+@pytest.mark.few(1)
 def test_a_weight_whose_old_data_is_kept_while_it_has_other_data(device, make, activations, autocast):
     def loss(net, x):
         with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
@@ -497,6 +500,7 @@ class JointMomentum(Momentum):
 
 
 @parity.product(precision=["32-true", "bf16-mixed"], kind=[Momentum, JointMomentum], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_a_target_whose_data_each_training_step_replaces(device, kind, precision):
     expected = fit(kind, None, device, precision=precision)
     for window in (1, 4):
@@ -570,6 +574,7 @@ def test_a_tensor_that_shared_a_weights_memory_before_follows_it():
 
 
 @pytest.mark.parametrize("lottery", [True, False])
+@pytest.mark.few(1)
 def test_pruning_keeps_and_changes_its_backup_as_the_plain_run_does(device, lottery):
     class Module(L.LightningModule):
         def __init__(self):
@@ -777,6 +782,7 @@ def test_a_trainer_that_fits_validates_and_fits_again(device):
     both(device, run)
 
 
+@pytest.mark.few(1)
 def test_a_module_used_by_two_lightning_modules_in_turns(device):
     def run(streamed):
         net = blocks()
@@ -854,6 +860,7 @@ def stack_with_a_buffer():
 
 
 @pytest.mark.parametrize("change", [replaced, assigned, swapped, loaded_by_swapping, taken_over])
+@pytest.mark.few(2)
 def test_parameters_replaced_between_steps(device, change):
     def run(net, device):
         for _ in range(3):
@@ -1106,6 +1113,7 @@ COPIES = [copy.deepcopy, pickled, saved, rebuilt]
 
 
 @pytest.mark.parametrize("make_copy", COPIES)
+@pytest.mark.few(3)
 def test_copies_made_between_steps_are_plain_modules_that_train_alike(device, make_copy):
     def run(net, device):
         yield from training(steps=1)(net, device)
@@ -1198,6 +1206,7 @@ def forward_slope(net, x):
     activations=["keep", "recompute", "offload"],
     device=parity.DEVICES,
 )
+@pytest.mark.few(3)
 def test_function_transforms_over_a_streamed_module(device, transform, training_too, activations):
     def run(net, device):
         if not training_too:
@@ -1280,6 +1289,7 @@ OVER_WEIGHTS = [adapted, along_the_output, along_the_weights, by_sample, by_row,
     autocast=[False, True],
     device=parity.DEVICES,
 )
+@pytest.mark.few(1)
 def test_function_transforms_over_the_weights_of_a_layer(transform, units, autocast, device):
     class Transformed(models.Block):
         def forward(self, x):
@@ -1356,6 +1366,7 @@ class Adapted(models.Block):
     autocast=[False, True],
     device=parity.DEVICES,
 )
+@pytest.mark.few(2)
 def test_function_transforms_inside_a_unit(block, activations, autocast, device):
     def loss(net, x):
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
@@ -1387,6 +1398,7 @@ class Scripted(models.Block):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.few(1)
 def test_torchscript_without_parameters(device, activations):
     check(models.stack_of(Scripted), training(), device, activations=activations)
 
@@ -1936,6 +1948,7 @@ def change_forward(module):
     autocast=[False, True],
     device=parity.DEVICES,
 )
+@pytest.mark.few(2)
 def test_modules_that_are_given_other_code(part, change, when, activations, autocast, device):
     def run(net, device):
         optimizer, changed = sgd(net), net.get_submodule(CHANGED_PARTS[part])
@@ -2034,6 +2047,7 @@ DISTURBANCES = {
 
 
 @pytest.mark.parametrize("write", DISTURBANCES)
+@pytest.mark.few(3)
 def test_a_step_that_writes_to_weights_what_the_device_made(device, write):
     check(lambda: Disturbed(DISTURBANCES[write]), training(), device)
 
@@ -2083,6 +2097,7 @@ class Neighbours(models.Block):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
+@pytest.mark.few(3)
 def test_sparse_tensors_in_a_forward(activations):
     check(models.stack_of(Neighbours), training(), torch.device("cpu"), activations=activations)
 
@@ -2142,6 +2157,7 @@ class Branches(models.Stack):
 @parity.product(
     window=[1, 3], activations=["keep", "recompute", "offload", "recompute+offload"], slow=["copies", "kernels"]
 )
+@pytest.mark.few(3)
 def test_units_that_are_read_on_several_streams_at_once(slow, activations, window):
     import simgpu
 
@@ -2363,6 +2379,7 @@ def under_autocast(net, x):
     loss=[through_both, contrasted, recomputed, recomputed_by_another_backward, under_autocast],
     device=parity.DEVICES,
 )
+@pytest.mark.few(4)
 def test_training_by_calls_of_parts(loss, activations, window, device):
     def run(net, device):
         yield from training(loss, steps=4)(net, device)
@@ -2472,6 +2489,7 @@ def test_generation_with_a_streamed_assistant(streams_model, options):
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("make, batch", [pytest.param(*rest, id=name) for name, *rest in families.captioners()])
+@pytest.mark.few(3)
 def test_pictures_are_put_into_words_by_hand(make, batch):
     pytest.importorskip("transformers")
 

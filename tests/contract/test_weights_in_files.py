@@ -92,11 +92,13 @@ ARGUMENTS = "case, accelerator, precision, window, activations, optimizer"
 
 
 @pytest.mark.parametrize(ARGUMENTS, [cell for cell in CELLS if not cell.values[2].endswith("-mixed")])
+@pytest.mark.few(1)
 def test_weights_that_stay_in_files_train_as_in_memory(case, accelerator, precision, window, activations, optimizer):
     check_cell(models.case(case), accelerator, precision, window, activations, optimizer)
 
 
 @pytest.mark.parametrize(ARGUMENTS, [cell for cell in CELLS if cell.values[2].endswith("-mixed")])
+@pytest.mark.few(1)
 def test_weights_that_stay_in_files_train_under_autocast_as_in_memory(
     case, accelerator, precision, window, activations, optimizer
 ):
@@ -130,6 +132,7 @@ FAMILY_CELLS = [
 
 
 @pytest.mark.parametrize("name, accelerator, options", FAMILY_CELLS)
+@pytest.mark.few(1)
 def test_a_family_whose_frozen_weights_stay_in_files_trains_as_in_memory(name, accelerator, options):
     case = FAMILIES[name].case
     for library in case.tags:

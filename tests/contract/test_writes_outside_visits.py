@@ -93,11 +93,13 @@ class Writing(L.LightningModule):
     window=[1, 6],
     device=parity.DEVICES,
 )
+@pytest.mark.few(3)
 def test_a_weight_that_is_written_through_a_view(write, moment, manual, window, device):
     compare(lambda: Writing(WRITES[write], moment, manual), device, window)
 
 
 @parity.product(write=list(WRITES), moment=["training_step", "on_after_backward"], device=parity.DEVICES)
+@pytest.mark.few(3)
 def test_a_weight_that_travels_in_autocasts_type_and_is_written_through_a_view(write, moment, device):
     compare(lambda: Writing(WRITES[write], moment, manual=True), device, precision="bf16-mixed")
 

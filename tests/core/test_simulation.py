@@ -437,6 +437,7 @@ def stepped(workload, machine, activations, margin, hidden_in_forward, into_forw
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.few(1)
 def test_a_step_comes_near_its_floor_where_compute_takes_more_than_what_hides_behind_it(activations):
     for workload, machine in CASES:
         result = stepped(workload, machine, activations, 1.2, hidden_in_forward=False, into_forward=True)
@@ -444,6 +445,7 @@ def test_a_step_comes_near_its_floor_where_compute_takes_more_than_what_hides_be
         assert result.merit >= (0.965 if workload.uniform else 0.98), (workload.name, machine.name)
 
 
+@pytest.mark.seldom
 def test_a_window_of_two_is_enough_for_that_and_one_of_one_is_not():
     for workload, machine in CASES:
         two, one = (stepped(workload, machine, "recompute", 1.2, False, False, window) for window in (2, 1))
@@ -490,6 +492,7 @@ def test_there_the_window_binds_and_not_what_comes_down(name):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.few(1)
 def test_with_steps_into_forward_it_does_so_where_the_optimizer_needs_forward_too(activations):
     for workload, machine in CASES:
         result = stepped(workload, machine, activations, 1.2, hidden_in_forward=True, into_forward=True)
@@ -499,6 +502,7 @@ def test_with_steps_into_forward_it_does_so_where_the_optimizer_needs_forward_to
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("margin", [0.8, 0.6, 0.3])
+@pytest.mark.few(1)
 def test_with_steps_into_forward_it_does_so_where_a_link_or_the_optimizer_binds(activations, margin):
     for workload, machine in CASES:
         result = stepped(workload, machine, activations, margin, hidden_in_forward=True, into_forward=True)
@@ -520,6 +524,7 @@ def test_the_least_is_reached_where_compute_and_what_hides_behind_it_take_equall
 
 
 @pytest.mark.parametrize("margin", [0.9, 0.6, 0.3])
+@pytest.mark.few(1)
 def test_where_the_optimizer_binds_no_other_order_of_its_steps_would_gain_more_than_a_little(margin):
     for workload, machine in CASES:
         result = stepped(workload, machine, "recompute", margin, hidden_in_forward=True, into_forward=True)
@@ -528,6 +533,7 @@ def test_where_the_optimizer_binds_no_other_order_of_its_steps_would_gain_more_t
 
 
 @pytest.mark.parametrize("margin", [0.8, 0.5, 0.2])
+@pytest.mark.few(1)
 def test_a_step_comes_near_its_floor_where_the_link_alone_binds(margin):
     for workload, machine in CASES:
         unhurried = replace(machine, dram_bytes_per_s=math.inf)

@@ -72,6 +72,7 @@ def in_source_files(checkpoint, folder):
 
 
 @pytest.mark.parametrize("place", ["memory", "files"])
+@pytest.mark.few(1)
 def test_a_file_is_the_one_that_torch_saves(place, tmp_path):
     checkpoint = tensors()
     expected = as_torch_saves(checkpoint)
@@ -81,6 +82,7 @@ def test_a_file_is_the_one_that_torch_saves(place, tmp_path):
 
 
 @pytest.mark.parametrize("alignment", [64, 512, 4096])
+@pytest.mark.few(1)
 def test_a_file_loads_in_all_modes_and_its_checksums_are_right(alignment, tmp_path):
     from torch.utils.serialization import config
 
@@ -165,6 +167,7 @@ def test_a_read_that_fails_is_an_error_and_the_previous_file_stays(tmp_path, mon
 
 @pytest.mark.parametrize("place", ["files", "disk"])
 @pytest.mark.parametrize("plugin", [None, AsyncCheckpointIO], ids=["", "asynchronous"])
+@pytest.mark.few(1)
 def test_a_run_with_weights_in_files_or_state_on_a_disk_writes_the_plain_run_s_checkpoints(
     plugin, place, device, tmp_path, monkeypatch
 ):
@@ -345,6 +348,7 @@ def moments(count):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("count", [moments(5), moments(50)])
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
+@pytest.mark.few(1)
 def test_whenever_a_process_is_killed_a_whole_checkpoint_is_there_and_nothing_else(direct, count, tmp_path):
     """One file that each save replaces, and one of its own for each."""
     randomness = random.Random(count)

@@ -148,6 +148,7 @@ def test_it_streams_again_from_the_same_files(nets, device):
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 5])
+@pytest.mark.few(2)
 def test_only_what_does_not_fit_the_budget_stays_in_files(blocks, device, tmp_path):
     plain, net = stack(count=14), stack(count=14)
     in_files.put(net, str(tmp_path))
@@ -236,6 +237,7 @@ def swap(one, other):
 
 
 @pytest.mark.parametrize("write", WRITES)
+@pytest.mark.few(4)
 def test_a_weight_that_user_code_writes_goes_up_from_its_memory(write, nets, device):
     plain, net = nets
     with streamed(net, device) as handle:
@@ -458,6 +460,7 @@ def test_tied_weights_and_two_models_over_one_file(device, tmp_path):
         assert equal(net, plain, device) and equal(other, stack(), device)
 
 
+@pytest.mark.few(1)
 def test_loader_processes_are_forked_while_the_disk_is_read(device):
     def record(case, **options):
         strategy = parity.streaming_strategy(device.type, **options)
@@ -472,6 +475,7 @@ def test_loader_processes_are_forked_while_the_disk_is_read(device):
     parity.compare(record(in_files.frozen(case)), record(in_files.filed(case), host_budget="0B"))
 
 
+@pytest.mark.few(1)
 def test_an_average_of_the_weights_is_a_copy_beside_the_budget_and_the_log_says_so(device, caplog):
     case, average = in_files.filed(models.case("mlp")), lambda: [EMAWeightAveraging(decay=0.9)]
     parity.check(case, {"host_budget": "0B"}, accelerator=device.type, make_callbacks=average, epochs=2)
@@ -506,6 +510,7 @@ def resumed(net_in, place, side, device, path=None, save=None, **options):
 
 
 @pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.few(1)
 def test_a_resume_from_a_whole_checkpoint_leaves_weights_in_files_that_it_does_not_change(changed, device, tmp_path):
     """Even bytes that are the same would be a copy in memory once they were written."""
     path = tmp_path / "first.ckpt"
@@ -547,6 +552,7 @@ def test_a_prediction_leaves_weights_in_files_that_require_gradients(tmp_path, d
 
 
 @pytest.mark.parametrize("dtype", ["auto", torch.float32])
+@pytest.mark.few(1)
 def test_a_language_model_out_of_its_checkpoint_predicts_and_generates(dtype, device, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -57,6 +57,7 @@ def planned(net, **options):
 
 
 @parity.product(window=[1, 2, 5, 12], activations=["keep", "recompute"], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_a_step_reads_what_the_plan_says_to_the_byte(window, activations, device, tmp_path):
     options = {"window": window, "activations": activations, "host_budget": "0B", "wire_dtype": "as-is"}
     net = model(tmp_path)
@@ -74,6 +75,7 @@ def test_a_step_reads_what_the_plan_says_to_the_byte(window, activations, device
     assert expected.host.weights < sum(p.nbytes for p in net.parameters() if p.requires_grad) + 20 * 512
 
 
+@pytest.mark.seldom
 def test_a_plan_leaves_in_files_what_a_run_does(tmp_path, monkeypatch):
     monkeypatch.setattr(placement, "MOST_SPARE", 0)  # of so small a net an eleventh is all that may be in files
     net = model(tmp_path)
@@ -91,6 +93,7 @@ def test_a_plan_leaves_in_files_what_a_run_does(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop"])
+@pytest.mark.few(1)
 def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp_path):
     options = {"window": 2, "host_budget": "0B", "disk": str(tmp_path), "wire_dtype": "as-is"}
     net = model(tmp_path)
@@ -111,6 +114,7 @@ def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.few(1)
 def test_a_step_moves_the_master_weights_that_the_plan_says_to_the_byte(kind, device, tmp_path):
     options = {"window": 2, "host_budget": "0B", "disk": str(tmp_path), "master_weights": True}
     net = model().requires_grad_(True)
@@ -144,6 +148,7 @@ class Mixed(nn.Module):
 
 
 @parity.product(kind=["AdamW", "SGD"], wider=[64, 4096], window=[1, 2], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(kind, wider, window, device, tmp_path):
     """A large weight that is not only cast is read from the disk for each of its ways up."""
     options = {"window": window, "host_budget": "0B", "disk": str(tmp_path), "units": ["Mixed"]}
@@ -175,6 +180,7 @@ def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(
     assert size <= averaged.host.copies <= size + 512 * 60
 
 
+@pytest.mark.seldom
 def test_a_plan_puts_as_much_state_on_disk_as_a_run_does(tmp_path):
     net = model()
     whole, least = planned(net).host.total, planned(net, host_budget="0B", disk=str(tmp_path)).host

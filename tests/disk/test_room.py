@@ -78,6 +78,7 @@ WEIGHTS, STATE = sum(NBYTES), 2 * sum(map(aligned, NBYTES))
         ({"enable_checkpointing": False}, 0),
     ],
 )
+@pytest.mark.few(2)
 def test_the_next_checkpoint_and_the_one_that_it_replaces_have_room(options, checkpoints, tmp_path, monkeypatch):
     options = {**options, "callbacks": [make(tmp_path) for make in options.get("callbacks", ())]}
     needed = STATE + checkpoints
@@ -98,6 +99,7 @@ def test_the_next_checkpoint_and_the_one_that_it_replaces_have_room(options, che
 
 
 @pytest.mark.parametrize("last, to_come", [(False, 2), (True, 1)])
+@pytest.mark.few(1)
 def test_a_run_that_goes_on_replaces_what_is_there_but_for_the_checkpoint_that_it_resumed_from(
     last, to_come, tmp_path, monkeypatch
 ):
@@ -184,6 +186,7 @@ LARGEST = 2 * max(-(-nbytes // 4096) * 4096 for nbytes in NBYTES)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.few(1)
 def test_a_second_fit_asks_only_for_what_is_to_come(keeps, tmp_path, quota):
     nets = []
     for room in (ROUNDED + LARGEST, 1 << 30):
@@ -214,6 +217,7 @@ def test_a_second_fit_on_another_disk_asks_for_all(tmp_path, quota):
 
 
 @pytest.mark.parametrize("master_weights", [False, True])
+@pytest.mark.few(1)
 def test_a_second_handle_asks_only_for_what_is_to_come(master_weights, quota):
     def make():
         torch.manual_seed(0)

@@ -114,6 +114,7 @@ def test_state_that_user_code_writes_is_what_the_next_step_reads(device):
     assert_same((net, optimizer), (plain, reference))
 
 
+@pytest.mark.few(1)
 def test_state_lives_on_after_the_end_and_streams_again_from_another_file(device):
     net = stack()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -128,6 +129,7 @@ def test_state_lives_on_after_the_end_and_streams_again_from_another_file(device
     assert os.listdir() == []
 
 
+@pytest.mark.few(1)
 def test_loaded_state_moves_to_the_disk_and_what_user_code_still_refers_to_does_not(device):
     _, reference = trained(2, device=device)
     plain, expected = trained(3, device=device)
@@ -169,6 +171,7 @@ def test_state_comes_into_being_in_the_order_of_the_parameters(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["LBFGS", "of the user's own", "foreach", "Adafactor, foreach"])
+@pytest.mark.few(1)
 def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(kind, device, caplog):
     class Own(torch.optim.Optimizer):
         def __init__(self, params):
@@ -287,6 +290,7 @@ def test_adafactor_takes_its_epsilon_from_the_type_of_a_groups_first_weight(firs
 
 @pytest.mark.parametrize("first, second", [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
+@pytest.mark.few(1)
 def test_one_optimizer_over_two_streamed_modules_has_its_state_on_the_disk_of_each(kind, first, second, device):
     found = []
     for streams in (True, False):
@@ -317,6 +321,7 @@ def test_one_optimizer_over_two_streamed_modules_has_its_state_on_the_disk_of_ea
 
 
 @pytest.mark.parametrize("kind", ["RMSprop", "NAdam", "Adafactor"])
+@pytest.mark.few(2)
 def test_fused_optimizer_steps_a_class_without_a_fused_kernel_in_portions(kind, device):
     net = stack()
     optimizer = getattr(torch.optim, kind)(net.parameters())
@@ -432,6 +437,7 @@ def failing(call, after, number=errno.EIO):
         *(("pwritev", number, after) for number in (errno.EIO, errno.ENOSPC) for after in (0, 4)),
     ],
 )
+@pytest.mark.few(3)
 def test_a_transfer_that_fails_ends_the_step_and_says_what_was_stepped(call, number, after, device, monkeypatch):
     net = stack()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -546,6 +552,7 @@ def test_a_disk_that_is_full_when_a_weight_gets_state_late_says_what_was_stepped
 # ---- processes
 
 
+@pytest.mark.few(1)
 def test_loader_processes_are_forked_while_the_disk_is_used(device):
     def record(**options):
         strategy = parity.streaming_strategy(device.type, **options)
@@ -582,6 +589,7 @@ def test_a_forked_process_that_touches_state_gets_an_error(device):
         assert torch.equal(value, before)
 
 
+@pytest.mark.few(1)
 def test_an_average_of_the_weights(device):
     case, average = models.case("mlp"), lambda: [EMAWeightAveraging(decay=0.9)]
     options = {"host_budget": "0B", "disk": os.getcwd()}
@@ -605,6 +613,7 @@ def train_half(net, optimizer, device, steps):
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop", "Adafactor"])
+@pytest.mark.few(2)
 def test_master_weights_on_disk_are_stepped_there_and_what_travels_comes_from_memory(kind, device, tmp_path):
     nets = [stack(), stack()]
     optimizers = [getattr(torch.optim, kind)(net.parameters(), lr=0.01) for net in nets]
@@ -637,6 +646,7 @@ def test_master_weights_on_disk_are_stepped_there_and_what_travels_comes_from_me
     assert all(type(p) is nn.Parameter for p in nets[0].parameters())
 
 
+@pytest.mark.few(1)
 def test_steps_beside_backward_convert_what_travels_from_the_buffer(device, monkeypatch):
     """No weight is read from the file for it, which page faults would do."""
     from sp_lightning.memory import host_copy
@@ -731,6 +741,7 @@ def test_a_transfer_of_master_weights_that_fails_ends_the_step(call, device, mon
     assert all(type(p) is nn.Parameter and p.isfinite().all() for p in net.parameters())
 
 
+@pytest.mark.few(1)
 def test_a_module_grows_while_its_master_weights_are_on_disk(device):
     nets = [stack(), stack()]
     for number, net in enumerate(nets):

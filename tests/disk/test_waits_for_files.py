@@ -203,6 +203,7 @@ def beside_a_step(disk, optimizer, call, then, monkeypatch):
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("what", ["step", "adopt", "moved", "converted", "close"])
+@pytest.mark.few(1)
 def test_the_buffers_are_used_by_one_thread_at_a_time(what, call, scratch, monkeypatch):
     disk, (optimizer, other) = spilled(scratch, 2)
     values = torch.randn(30, 4001)

@@ -89,6 +89,7 @@ def layers(net):
 
 
 @parity.product(kind=["AdamW", "SGD", "RMSprop", "Adafactor"], large=[False, True], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_weights_of_layers_lie_on_the_disk_and_what_is_cast_travels_from_memory(kind, large, device, monkeypatch):
     """A weight that is not only cast goes up from the file if it is large, and else with the wire copies."""
     monkeypatch.setattr("sp_lightning.memory.weights.BY_ITSELF", 1 << (12 if large else 20))
@@ -135,6 +136,7 @@ EDITS = {
 
 
 @parity.product(edit=list(EDITS), when=[0, 1, 3], name=["1.cast", "2.read"], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_what_user_code_writes_is_what_travels(edit, when, name, device):
     """Before the first pass, after it (all weights traveled as they are), and later."""
 
@@ -173,6 +175,7 @@ def test_other_data_and_then_the_first_again(device):
     assert run(True) == run(False)
 
 
+@pytest.mark.few(1)
 def test_a_write_waits_for_the_read_of_what_it_would_change(device, monkeypatch):
     """A weight that travels as it is is read from the file while user code may write it again."""
     read = os.preadv
@@ -192,6 +195,7 @@ def test_a_write_waits_for_the_read_of_what_it_would_change(device, monkeypatch)
     assert run(True) == expected
 
 
+@pytest.mark.few(1)
 def test_a_read_that_fails_is_an_error_after_which_the_run_goes_on(device, monkeypatch):
     nets = [stack(), stack()]
     read = os.preadv
@@ -212,6 +216,7 @@ def test_a_read_that_fails_is_an_error_after_which_the_run_goes_on(device, monke
     assert_same(*nets)
 
 
+@pytest.mark.few(1)
 def test_a_loop_without_autocast_reads_weights_from_the_disk(device):
     nets = [stack(), stack()]
     for net, where in zip(nets, (True, False), strict=True):
@@ -233,6 +238,7 @@ def test_weights_that_travel_as_they_are_stay_in_memory_where_that_is_known(devi
         assert not handle.storage.in_files and not handle.storage.placed.masters
 
 
+@pytest.mark.few(1)
 def test_a_graph_keeps_the_weights_that_it_saved(device):
     """Two forwards, a write, and then both backwards: a plain run saved the casts of the weights before."""
 
@@ -253,6 +259,7 @@ def test_a_graph_keeps_the_weights_that_it_saved(device):
         assert parity.difference(expected, found) is None
 
 
+@pytest.mark.few(1)
 def test_weights_live_on_after_the_end_and_stream_again(device):
     net, plain = stack(), stack()
     for which, contexts in ((net, [True, False, True]), (plain, [False] * 3)):
@@ -274,6 +281,7 @@ SHARED = {
 
 @pytest.mark.parametrize("by", SHARED)
 @pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.few(2)
 def test_on_the_cpu_a_weight_whose_bytes_other_code_has_stays_where_that_sees_its_steps(by, masters):
     def run(streams):
         net = stack(reads=False)
@@ -334,6 +342,7 @@ CALLBACKS = {
 
 
 @pytest.mark.parametrize("callbacks", list(CALLBACKS))
+@pytest.mark.few(1)
 def test_callbacks_that_read_and_write_weights(callbacks, device):
     def run(strategy):
         case = models.case("mlp")

@@ -48,6 +48,7 @@ def combinations():
 
 
 @pytest.mark.parametrize("run, on", list(combinations()))
+@pytest.mark.few(1)
 def test_two_ranks_are_ddp(run, on, tmp_path):
     if run.startswith(TRL):
         pytest.importorskip("trl", reason="these runs are TRL's trainers")

@@ -66,12 +66,14 @@ def combinations():
 
 
 @pytest.mark.parametrize("setting, window, device", list(combinations()), indirect=["device"])
+@pytest.mark.few(1)
 def test_a_trainer_leaves_the_bits_of_the_stock_run(setting, window, device, tmp_path, monkeypatch):
     if setting == "fp16":
         allow_fp16(monkeypatch)
     compare(functools.partial(train, **SETTINGS[setting]), tmp_path, **WINDOWS[window])
 
 
+@pytest.mark.few(1)
 def test_steps_are_deferred_and_fetch_what_a_step_of_lightnings_does(device, tmp_path):
     _, found = record(functools.partial(train, num_train_epochs=3), tmp_path / "streamed", {"window": 1})
     assert found["held_steps"] == [11] and found["why"] == []  # of 12: the first one makes the state

@@ -68,6 +68,7 @@ SLOW = [("bf16 and accumulating", "cpu"), ("zeroing first", "simgpu"), ("plain",
     ],
     indirect=["device"],
 )
+@pytest.mark.few(1)
 def test_a_loop_leaves_the_bits_of_the_stock_run(kind, device, tmp_path):
     found = compare(functools.partial(loop, **LOOPS[kind]), tmp_path)
     assert found["held_steps"] == [{"bf16 and accumulating": 3}.get(kind, 7)]

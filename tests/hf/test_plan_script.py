@@ -147,6 +147,7 @@ def test_a_scripts_settings_and_those_of_plan_are_obeyed():
     same(module, expected(accumulate=2))
 
 
+@pytest.mark.seldom
 def test_trls_first_step_is_planned_and_of_the_data_the_first_rows_are_read(capfd):
     pytest.importorskip("trl")
     data()
@@ -169,6 +170,7 @@ def test_a_reference_streams_through_a_window_of_its_own(capsys):
     assert found["available"] == 12 * 2**30 - taken
 
 
+@pytest.mark.seldom
 def test_a_loops_first_call_is_planned_and_models_that_ran_before_it(capsys):
     found = planned("--", "loop.py")
     one = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(_config()).parameters())

@@ -325,6 +325,7 @@ def python(source):
     return done.stdout.strip()
 
 
+@pytest.mark.seldom
 def test_the_package_imports_nothing_of_theirs_before_it_is_used(pytestconfig, monkeypatch):
     """More than Lightning does."""
     monkeypatch.setenv("PYTHONPATH", str(pytestconfig.rootpath))

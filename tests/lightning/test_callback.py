@@ -267,6 +267,7 @@ def test_nobody_looks_and_nothing_is_recorded(monkeypatch):
 
 
 @pytest.mark.parametrize("callbacks", [[], [sp_lightning.SuperpipelineCallback(log_every_n_steps=1)]])
+@pytest.mark.few(1)
 def test_loggers_get_what_the_user_logs_and_no_figures_are_made_unless_asked_for(callbacks, monkeypatch):
     """Also where a progress bar has steps recorded."""
     monkeypatch.setattr(callback.RunReport, "figures", lambda self: pytest.fail("made"))
@@ -352,6 +353,7 @@ def test_a_table_before_and_a_report_after(caplog):
         ({"accelerator": "cpu", "gradient_clip_val": 1.0}, True, "gradients are clipped"),  # nothing would be gained
     ],
 )
+@pytest.mark.few(2)
 def test_the_report_knows_why_units_are_not_stepped_while_backward_runs(options, overlaps, why, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     seen = []
@@ -413,6 +415,7 @@ def test_the_report_comes_on_an_exception_too(caplog):
 @pytest.mark.parametrize(
     ("batches", "steps", "names"), [(9, (3, 4), ["step 3", "step 4"]), (3, (10, 11), ["step 1", "step 2"])]
 )
+@pytest.mark.few(1)
 def test_a_timeline_is_written_of_the_steps_that_were_asked_for(batches, steps, names, tmp_path):
     pytest.importorskip("matplotlib")
     fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path / "run", timeline_steps=steps)], batches=batches)

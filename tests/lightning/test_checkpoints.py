@@ -101,6 +101,7 @@ def tensors(checkpoint):
 
 @BOTH
 @pytest.mark.parametrize("writer, reader", CROSSINGS)
+@pytest.mark.few(1)
 def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(writer, reader, accelerator, tmp_path):
     """Six of eight steps by one strategy, the rest by another: equal to the plain one in both parts."""
 
@@ -114,6 +115,7 @@ def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(write
 @BOTH
 @pytest.mark.parametrize("side", ["streaming", "on disk"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "two"])
+@pytest.mark.few(1)
 def test_states_of_other_optimizers_cross_over(optimizer, side, accelerator, tmp_path):
     make_module = functools.partial(Module, optimizer)
     expected = state_of(*fit("plain", accelerator, make_module))
@@ -124,6 +126,7 @@ def test_states_of_other_optimizers_cross_over(optimizer, side, accelerator, tmp
 
 
 @pytest.mark.parametrize("make_module", [Module, Filtered, Adapted])
+@pytest.mark.few(1)
 def test_files_hold_the_same_bytes(make_module, tmp_path):
     """Written while weights stream, by a callback, and after the run, by hand."""
     folders = {"plain": tmp_path / "1", "streaming": tmp_path / "2"}  # files hold these names
@@ -250,6 +253,7 @@ def test_a_file_of_the_old_format_is_read(tmp_path):
 @pytest.mark.parametrize(
     "name", ["{folder}/own/end.ckpt", "file://{folder}/url/end.ckpt", "~/home/end.ckpt", "here/end.ckpt", "end.ckpt"]
 )
+@pytest.mark.few(1)
 def test_a_file_is_where_the_plain_run_writes_and_reads_it(name, tmp_path, monkeypatch):
     def run(writer, reader):
         folder = tmp_path / f"{writer} {reader}"

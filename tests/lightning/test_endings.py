@@ -195,6 +195,7 @@ PLACES = [None, *IN_A_STEP, "validation", "sanity"]
 
 @BOTH
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.few(3)
 def test_after_a_failure_weights_are_those_of_the_plain_run_and_so_is_the_next_run(place, accelerator):
     expected = run_on("plain", accelerator, place)
     allocated = accelerator == "simgpu" and left_on_device()
@@ -472,6 +473,7 @@ COPIES |= {f"down {count}": (DOWN, count) for count in (1, 9, 12)}
 
 
 @parity.product(copy=list(COPIES), error=[Boom, torch.OutOfMemoryError], accelerator=["cpu", "simgpu"])
+@pytest.mark.few(4)
 def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(copy, error, accelerator, monkeypatch):
     way, count = COPIES[copy]
     module, plain = seeded(), seeded()

@@ -341,6 +341,7 @@ LOOPS = [
 
 
 @parity.product(overlap=[True, False], loop=LOOPS, device=parity.DEVICES)
+@pytest.mark.few(4)
 def test_a_loop_is_bitwise_the_plain_one(loop, overlap, device):
     compare(loop, device, optimizer_overlap=overlap)
 
@@ -350,6 +351,7 @@ def test_a_loop_is_bitwise_the_plain_one(loop, overlap, device):
     loop=[plainly, with_everything_in_between, adversaries],
     device=parity.DEVICES,
 )
+@pytest.mark.few(1)
 def test_under_other_precisions_too(loop, precision, device):
     compare(loop, device, precision, activations="recompute")
 
@@ -383,6 +385,7 @@ def test_weights_used_several_times_under_autocast_have_the_bits_without_its_cac
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("loop", [plainly, with_everything_in_between, adversaries], ids=lambda loop: loop.__name__)
+@pytest.mark.few(1)
 def test_a_gradient_scaler_too(loop):
     compare(loop, torch.device("simgpu", 0), "16-mixed")
 

@@ -93,6 +93,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("case", ["mlp", "adapters"])
+@pytest.mark.few(2)
 def test_a_fit_has_the_plain_runs_bits(tmp_path, case, options):
     ours = strategies().SuperpipelineStrategy(window=1)
     assert_same(outcome(tmp_path, "auto", case, **options), outcome(tmp_path, ours, case, **options))
@@ -100,6 +101,7 @@ def test_a_fit_has_the_plain_runs_bits(tmp_path, case, options):
 
 
 @pytest.mark.parametrize("saves, loads", [("auto", "ours"), ("ours", "auto"), ("ours", "ours")])
+@pytest.mark.few(2)
 def test_a_run_is_resumed(tmp_path, saves, loads):
     def strategy(side):
         return strategies().SuperpipelineStrategy(window=1) if side == "ours" else side

@@ -117,6 +117,7 @@ FEATURES = {
 
 @BOTH
 @pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.few(12)
 def test_feature(feature, accelerator):
     name = "batch_norm" if feature in ("swa", "ema") else "mlp"
     run_both(zoo(name), accelerator, FEATURES[feature])
@@ -140,6 +141,7 @@ class Drawn(models.ZooModule):
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_a_module_that_is_traced_trains_on_as_plainly(accelerator):
     run_both(functools.partial(Drawn, models.case("batch_norm")), accelerator, epochs=2)
 
@@ -316,6 +318,7 @@ class Unfreezing(cb.BaseFinetuning):
 
 
 @pytest.mark.parametrize("lottery", [True, False])
+@pytest.mark.few(1)
 def test_pruning_again_and_again(lottery):
     """Each time to the weights that the run began with, which in a plain run on the CPU would be trained along."""
     pruning = functools.partial(cb.ModelPruning, "l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=lottery)
@@ -343,12 +346,14 @@ class AveragingInBuffers(models.ZooModule):
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_between_steps_weights_meet_tensors_on_the_device(accelerator):
     run_both(AveragingInBuffers, accelerator, make_loader=functools.partial(models.loader, models.case("mlp")))
 
 
 @BOTH
 @pytest.mark.parametrize("make_module", [Adversaries, AwareOfSharpness, Closures, Measured, Scheduled, Twice])
+@pytest.mark.few(1)
 def test_module(make_module, accelerator):
     options = {"make_loader": functools.partial(models.loader, models.case("mlp"))}
     run_both(make_module, accelerator, epochs=2, **options)
@@ -551,6 +556,7 @@ class Copying(cb.Callback):
 
 
 @parity.product(way=[*COPIES], bar=[None, cb.TQDMProgressBar, cb.RichProgressBar], accelerator=["cpu", "simgpu"])
+@pytest.mark.few(1)
 def test_a_trainer_can_be_copied_at_any_time_and_the_copy_trains(way, bar, accelerator, tmp_path):
     def run(make_strategy):
         Copying.way, Copying.seen = way, []
@@ -630,6 +636,7 @@ class Perceptual(models.ZooModule):
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_a_metric_with_weights(accelerator):
     run_both(Perceptual, accelerator, make_loader=functools.partial(models.loader, models.case("mlp")))
 
@@ -660,6 +667,7 @@ def test_the_summary_runs_its_example_outside_of_any_step(accelerator):
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_averages_stay_on_the_host(accelerator):
     """Unless the user names a device; and the callback is what it was when the run is over."""
 
@@ -701,6 +709,7 @@ class Sized(models.ZooModule):
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_the_tuner_finds_what_it_finds_plainly_and_leaves_the_weights(accelerator):
     def run(make_strategy):
         module = seeded(Sized)
@@ -742,6 +751,7 @@ def test_a_trial_of_the_tuner_that_fails_in_backward_is_followed_by_others(accel
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_the_batch_size_finder_as_a_callback(accelerator):
     def run(make_strategy):
         module = seeded(Sized)
@@ -1043,6 +1053,7 @@ def test_the_command_line_describes_every_argument(cli, capsys):
         ("memory_budget", "a"),
     ],
 )
+@pytest.mark.few(4)
 def test_wrong_init_args_are_named(argument, value, cli, capsys):
     with pytest.raises((SystemExit, ValueError)) as error:
         cli(**{argument: value})

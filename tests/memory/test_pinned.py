@@ -60,6 +60,7 @@ def test_slabs_that_are_unlocked_stay_and_are_not_unlocked_again(cudart):
 
 
 @pytest.mark.parametrize("way", [torch.Tensor.sum, torch.Tensor.numpy, torch.Tensor.clone, lambda flat: flat[3].item()])
+@pytest.mark.few(3)
 def test_a_forked_process_is_told_that_it_has_no_locked_memory(way, cudart):
     made = HostAllocator()
     flat, plain = made.locked(8192, CudaPageLock(SIMGPU)), made.plain(8192)
@@ -122,6 +123,7 @@ def test_a_device_that_fails_when_memory_is_unlocked_raises_nothing(cudart, monk
     simgpu.unpin(*cudart.registered)
 
 
+@pytest.mark.seldom
 def test_the_interpreter_ends_with_nothing_locked_and_a_fork_unlocks_nothing():
     program = """
         import os
@@ -252,6 +254,7 @@ def test_where_the_cpu_computes_there_is_nothing_to_lock(host_memory):
 
 
 @pytest.mark.parametrize("case", ["mlp", "lstm"])
+@pytest.mark.few(1)
 def test_a_trainer_trains_through_the_ring(case):
     parity.check(models.case(case), {"host_memory": "pageable", "window": 2}, accelerator="simgpu")
 

@@ -246,6 +246,7 @@ def run(capsys, *arguments):
     return ended.value.code, *capsys.readouterr()
 
 
+@pytest.mark.seldom
 def test_the_table_has_every_fact_and_the_summary(capsys):
     status, out, _ = run(capsys, "--device", "cpu")
     assert status == 0
@@ -292,6 +293,7 @@ def test_a_disk_without_direct_transfers_is_measured_through_the_page_cache(tmp_
     assert not found.is_direct and found.read_bytes_per_s > 0 and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.seldom
 def test_the_command_shows_the_disk_that_was_asked_for(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(disk_speed, "LARGEST", 16 << 20)
     status, out, _ = run(capsys, "--device", "cpu", "--quick", "--disk", str(tmp_path), "--json")
@@ -315,6 +317,7 @@ def test_a_disk_that_cannot_be_measured_is_refused(free, said, tmp_path, monkeyp
         measure_disk(tmp_path if free is not None else tmp_path / "none", 1.0)
 
 
+@pytest.mark.seldom
 def test_nothing_stays_in_the_folder(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()

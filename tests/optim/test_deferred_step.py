@@ -179,6 +179,7 @@ def test_stats_name_the_step_that_is_pending_and_finish_step_ends_it(hold):
 
 
 @pytest.mark.parametrize("way", LOOKS)
+@pytest.mark.few(6)
 def test_who_looks_sees_it_done(way, hold):
     held = hold()
     seen = LOOKS[way](held.net, held.optimizer)
@@ -230,6 +231,7 @@ WRITES += [learning_rate_written, weight_replaced]
 
 
 @pytest.mark.parametrize("write", WRITES)
+@pytest.mark.few(6)
 def test_who_writes_writes_after_it(write, hold):
     held, (net, optimizer) = hold(), plain()
     write(held.net, held.optimizer)
@@ -533,6 +535,7 @@ def test_a_step_is_held_where_nobody_keeps_anything(hold):
 
 
 @pytest.mark.parametrize("keep", KEPT)
+@pytest.mark.few(8)
 def test_what_somebody_refers_to_is_stepped_at_once_and_that_is_said(keep, hold, caplog):
     kept = []
     with caplog.at_level(logging.INFO, "sp_lightning"), pytest.raises(AssertionError):
@@ -808,6 +811,7 @@ def compare_fits(device, make=Net, options=None, **settings):
 
 
 @pytest.mark.parametrize("make_optimizer, settings, held", SETTINGS)
+@pytest.mark.few(2)
 def test_the_bits_are_the_plain_runs(make_optimizer, settings, held, device, clip):
     stats = compare_fits(device, functools.partial(Net, make_optimizer), **settings, **clip)
     assert stats["held_steps"] == held and (stats["stepped_ahead"] > 0) is not bool(clip)
@@ -853,6 +857,7 @@ class ReadsOne(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.few(1)
 def test_the_very_first_step_may_be_held_when_weights_begin_to_travel_in_half(clip, device, monkeypatch):
     """As an optimizer without state makes none."""
     quick = Device.slab
@@ -866,6 +871,7 @@ def test_the_very_first_step_may_be_held_when_weights_begin_to_travel_in_half(cl
     assert stats["held_steps"] >= 2
 
 
+@pytest.mark.few(1)
 def test_types_of_a_weight_change_after_the_step_that_is_held(clip, device, monkeypatch):
     """Whose thread is in the middle of the unit's conversion when they are to change."""
     midway, changed, retype, fill = threading.Event(), threading.Event(), Window.retype, host_copy.fill_wire
@@ -961,6 +967,7 @@ class KeepsTheState(Net):
 @pytest.mark.parametrize(
     "kind, held", [(LooksAtTheEnd, 0), (LooksWhereThereIsNoHook, 2), (LooksInTheStep, 2), (KeepsTheState, 0)]
 )
+@pytest.mark.few(3)
 def test_who_looks_during_a_fit_sees_what_is_seen_in_a_plain_one(kind, held, device, clip):
     stats = compare_fits(device, functools.partial(kind, groups_with_a_scheduler), **clip)
     assert stats["held_steps"] == held
@@ -1007,6 +1014,7 @@ def test_validation_in_the_middle_sees_finished_weights(interval, held, device, 
     assert compare_fits(device, Validated, val_check_interval=interval, **clip)["held_steps"] == held
 
 
+@pytest.mark.few(1)
 def test_checkpoints_of_every_batch_are_those_of_a_plain_fit_and_resume(device, clip, tmp_path):
     def settings(name):
         every = {"every_n_train_steps": 1, "save_top_k": -1}

@@ -202,6 +202,7 @@ WRONG_CONVERSIONS = {
 
 
 @pytest.mark.parametrize("dtype", few_of(WRONG_CONVERSIONS))
+@pytest.mark.seldom
 def test_conversions_with_other_bits_are_never_used(library, dtype, monkeypatch, tmp_path):
     source = native.SOURCE.read_text()
     assert WRONG_CONVERSIONS[dtype][0] in source
@@ -479,6 +480,7 @@ def streaming(accelerator, overlap):
     accumulate=[1, 2],
     accelerator=["simgpu", "cpu"],
 )
+@pytest.mark.few(2)
 def test_streamed_weights_are_stepped_by_compiled_code(
     small_steps, converted, cls, precision, overlap, clip, accumulate, accelerator
 ):
@@ -507,6 +509,7 @@ def test_half_precision_is_stepped_by_compiled_code_with_master_weights(small_st
 @pytest.mark.simgpu
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("first, then", [("plain", "streaming"), ("streaming", "plain"), ("streaming", "streaming")])
+@pytest.mark.few(1)
 def test_state_of_compiled_steps_crosses_over_in_checkpoints(small_steps, first, then, overlap, tmp_path):
     import simgpu.lightning  # noqa: F401
 

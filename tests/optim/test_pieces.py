@@ -129,6 +129,7 @@ def cuts(monkeypatch):
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=name_of)
+@pytest.mark.few(5)
 def test_pieces_have_the_bits_of_the_default_loop(cls, options, cuts):
     check_bits(cls, options)
     steps_with_state = 0 if options == STATELESS else 4 if cls is optim.Adagrad else 3  # most make it in the first
@@ -177,6 +178,7 @@ def check_bits_with_threads(in_turn, most, flushes=False):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, True, 8), (2, True, 1), (2, False, 8)]),
     ],
 )
+@pytest.mark.few(1)
 def test_pieces_have_the_bits_of_the_default_loop_with_threads(threads, in_turn, most):
     with_threads(threads, f"check_bits_with_threads({in_turn}, {most})")
 

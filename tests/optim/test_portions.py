@@ -121,6 +121,7 @@ def threads():
 @parity.product(
     kind=list(KINDS), dtype=["float32", "bfloat16", "float64"], count=[1, 2, 3], fuses=[False, True], nan=[False, True]
 )
+@pytest.mark.few(2)
 def test_steps_in_portions_have_the_bits_of_the_loop(kind, dtype, count, fuses, nan, file, threads):
     threads(count)
     cls, options = KINDS[kind]
@@ -154,6 +155,7 @@ OTHERS = [(7,), (9000,), (20_000,), (3, 20, 7), ()]
 
 
 @parity.product(kind=list(WHOLE), dtype=["float32", "bfloat16"], count=[1, 2], weights=[False, True], nan=[False, True])
+@pytest.mark.few(1)
 def test_parameters_that_are_stepped_whole_have_the_bits_of_the_loop(
     kind, dtype, count, weights, nan, file, threads, caplog
 ):
@@ -189,6 +191,7 @@ def test_parameters_that_are_stepped_whole_have_the_bits_of_the_loop(
 
 
 @pytest.mark.parametrize("call, after", [("preadv", 2), ("preadv", 4), ("pwritev", 0), ("pwritev", 1), ("pwritev", 4)])
+@pytest.mark.few(1)
 def test_a_transfer_of_a_whole_parameter_that_fails_ends_the_step_and_leaves_the_ring_as_it_was(
     call, after, file, monkeypatch
 ):

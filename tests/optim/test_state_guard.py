@@ -149,11 +149,13 @@ LOOKS = {
     holds=[True, False],
     device=parity.DEVICES,
 )
+@pytest.mark.few(4)
 def test_a_hook_in_backward_sees_state_of_before_the_step(make_optimizer, look, holds, device):
     compare(device, lambda: Net(make_optimizer, LOOKS[look]), holds=holds)
 
 
 @parity.product(where=["leaf", "module", "function", "end"], look=list(LOOKS), device=parity.DEVICES)
+@pytest.mark.few(5)
 def test_so_does_whatever_else_runs_there(where, look, device):
     compare(device, lambda: Net(adamw, LOOKS[look], where))
 
@@ -233,6 +235,7 @@ class Keeps(Net):
 
 
 @pytest.mark.parametrize("keep", KEPT)
+@pytest.mark.few(2)
 def test_what_somebody_refers_to_is_not_stepped_ahead_and_all_else_is(keep, device):
     stats = compare(device, lambda: Keeps(KEPT[keep]))
     assert stats["stepped_ahead"] == (0 if keep in ("the state", "state_dict") else 3 * 26)

@@ -70,6 +70,7 @@ def module_of(name="mlp", optimizer="adamw", kind=models.ZooModule):
     overlap=[True, False],
     name=["mlp", "tied_embedding", "shared_block", "checkpoint_reentrant", "frozen_prefix", "t5"],
 )
+@pytest.mark.few(1)
 def test_the_bits_are_the_plain_runs(name, overlap, optimizer):
     options = {"window": 2, "optimizer_overlap": overlap}
     parity.check(models.case(name), options, accelerator="simgpu", optimizer=optimizer, accumulate=2, epochs=2)
@@ -139,6 +140,7 @@ WAYS = {
 
 
 @parity.product(way=list(WAYS), precision=["32-true", "bf16-mixed"], device=parity.DEVICES)
+@pytest.mark.few(2)
 def test_what_backward_needs_after_gradients_may_become_something_else(device, way, precision):
     case = dataclasses.replace(models.case("mlp"), make=WAYS[way])
     parity.check(case, {"window": 1}, accelerator=device.type, batches=6, precision=precision)
@@ -162,6 +164,7 @@ class LatePenalty(models.Stack):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.few(1)
 def test_a_late_read_beside_a_layer_is_refused_for_what_it_is_also_where_units_are_stepped(device, when):
     case = dataclasses.replace(models.case("mlp"), make=functools.partial(LatePenalty, when))
     with pytest.raises(ExactnessError, match=r'through its layer, and also through another read.*wire_dtype="as-is"'):
@@ -285,6 +288,7 @@ class HookedOptimizer(models.ZooModule):
         (models.ZooModule, [], {"plugins": [DoublingPrecision()]}, "DoublingPrecision overrides post_backward"),
     ],
 )
+@pytest.mark.few(12)
 def test_what_looks_between_backward_and_step_holds_the_step_and_is_said_once(kind, callbacks, trainer, reason, caplog):
     with caplog.at_level(logging.INFO, "sp_lightning"):
         assert fit(module_of(kind=kind), callbacks, **trainer) == [0, 0, 0, 0]

@@ -35,6 +35,7 @@ def planned(**given):
 @pytest.mark.parametrize(
     ("count", "window"), [(6, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1), (2, 5), (6, 5)))]
 )
+@pytest.mark.seldom
 def test_a_device_counts_the_bytes_of_a_plan(count, window):
     net = transformers.LlamaForCausalLM(config()).eval()
     prompts = torch.randint(3, 128, (count, ROWS, PROMPT), device="simgpu")
@@ -57,6 +58,7 @@ def test_a_device_counts_the_bytes_of_a_plan(count, window):
     assert travelled / (count * ROWS * ANSWER) == pytest.approx(found.weights_per_token, rel=0.05)
 
 
+@pytest.mark.seldom
 def test_the_largest_batches_at_once_fit_and_larger_ones_do_not():
     def of(rows, device_memory="40MiB"):
         batch = {"input_ids": torch.ones(rows, PROMPT, dtype=torch.long)}
@@ -74,6 +76,7 @@ def test_the_largest_batches_at_once_fit_and_larger_ones_do_not():
     assert most > ROWS and of(most).fits and not of(most + 1).fits
 
 
+@pytest.mark.seldom
 def test_as_many_calls_are_planned_as_fit():
     one = planned(at_once=1).lockstep[0]
     more = planned(at_once=2).lockstep[0].device_nbytes - one.device_nbytes
@@ -93,6 +96,7 @@ def test_an_auto_window_takes_what_calls_leave():
     assert (roomy.lockstep[0].at_once, roomy.lockstep[0].window) == (2, one.window)  # all units beside two
 
 
+@pytest.mark.seldom
 def test_a_pass_of_few_rows_takes_the_time_in_which_the_devices_memory_is_read():
     machine = dataclasses.replace(MACHINES["rtx3060"], up_bytes_per_s=1e15, device_bytes_per_s=1e9)
     slow, fast = (planned(machine=one, at_once=None) for one in (machine, MACHINES["rtx3060"]))

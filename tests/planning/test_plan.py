@@ -84,6 +84,7 @@ QUIET = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_mo
 @pytest.mark.parametrize(
     "family, window, activations", [cell if cell in COVER else pytest.param(*cell, marks=slow) for cell in CELLS]
 )
+@pytest.mark.few(1)
 def test_the_device_peak_is_the_planned_one(family, window, activations):
     case = models.case(family)
     settings = {"window": window, "activations": activations, "units": case.units, "device": "simgpu"}
@@ -106,6 +107,7 @@ def test_the_device_peak_is_the_planned_one(family, window, activations):
         pytest.param("16-mixed", 2, "recompute", marks=slow),
     ],
 )
+@pytest.mark.few(1)
 def test_so_it_is_under_autocast(precision, window, activations):
     case = replace(models.case("llama"), make=wide_llama, units=["LlamaDecoderLayer"])
     settings = {"window": window, "activations": activations, "units": case.units, "precision": precision}
@@ -413,6 +415,7 @@ LISTED = {
 
 
 @parity.product(of=list(LISTED), activations=["keep", "recompute"], precision=["bf16-mixed", "bf16-true"])
+@pytest.mark.few(1)
 def test_listed_numbers_agree_with_a_dry_run_of_the_model(of, activations, precision):
     """listed_model.py, Rule 1: here for models of three layers."""
     pytest.importorskip("transformers")
@@ -437,11 +440,13 @@ of_listed = functools.cache(functools.partial(planned, "llama3-8b", 2048, **GIVE
 @pytest.mark.parametrize(
     "options", [{"precision": "bf16-true"}, {"optimizer": "SGD"}, {"wire_dtype": "as-is"}, {"precision": "32-true"}]
 )
+@pytest.mark.few(1)
 def test_listed_workloads_obey_their_options(options):
     plain, other = of_listed(), planned("llama3-8b", 2048, **GIVEN | options)
     assert (plain.host, plain.step_s) != (other.host, other.step_s)
 
 
+@pytest.mark.seldom
 def test_both_names_of_a_listed_model_are_one():
     one, other = (planned(name, 2048, machine="rtx4090", activations="recompute") for name in ("llama-8b", "llama3-8b"))
     assert one.to_dict() == other.to_dict()
@@ -602,6 +607,7 @@ FEW = [of if number % 3 == 0 else pytest.param(*of, marks=pytest.mark.slow) for 
 
 
 @pytest.mark.parametrize("machine, model, precision, host, first", FEW)
+@pytest.mark.few(1)
 def test_where_the_host_binds_what_fits_is_offered_in_this_order(machine, model, precision, host, first):
     found = planned(model, 2048, machine, precision=precision, activations="recompute", host_memory=host)
     assert not found.fits_host
@@ -630,6 +636,7 @@ unchanged = functools.cache(where_the_host_is_small)
 
 
 @parity.product(what=list(CHANGES), accumulate=[1, 16], model=["llama3-8b", Stack])
+@pytest.mark.few(1)
 def test_a_change_takes_what_a_plan_with_it_says(what, model, accumulate):
     found = unchanged(model, accumulate)
     (change,) = [change for change in found.host_changes if change.what == what]
@@ -651,6 +658,7 @@ def test_a_change_takes_what_a_plan_with_it_says(what, model, accumulate):
         ),
     ],
 )
+@pytest.mark.few(1)
 def test_a_change_has_the_window_that_a_plan_with_it_chooses(model, batch, machine, options, more):
     def with_change(**change):
         given = torch.zeros(batch, 256) if model is Stack else batch
@@ -666,12 +674,14 @@ def test_a_change_has_the_window_that_a_plan_with_it_chooses(model, batch, machi
     assert compared >= more
 
 
+@pytest.mark.seldom
 def test_a_run_without_room_is_as_fast_as_it_were_with_room():
     tight, roomy = (planned("llama-8b", 700, "rtx4060", device_memory=size) for size in ("8GiB", "1TiB"))
     assert not tight.fits and tight.window < roomy.window and tight.step_s > roomy.step_s
     assert tight.with_memory == roomy.with_memory and roomy.with_memory.step_s == roomy.step_s
 
 
+@pytest.mark.seldom
 def test_a_slow_step_of_the_optimizer_is_offered_with_accumulation():
     def of_8b(precision, **options):
         return planned("llama3-8b", 2048, "rtx4070", precision=precision, activations="recompute", **options)
@@ -683,6 +693,7 @@ def test_a_slow_step_of_the_optimizer_is_offered_with_accumulation():
     assert "with accumulate" not in of_8b("bf16-mixed", accumulate=16).first
 
 
+@pytest.mark.seldom
 def test_recomputation_is_offered_with_what_frees_the_host_where_the_device_is_short_too():
     found = planned("llama3-8b", 4096, "rtx4070", precision="bf16-mixed")
     assert found.device_nbytes > found.available
@@ -719,6 +730,7 @@ def test_under_autocast_half_of_the_linear_weights_travels():
         ({"precision": "bf16-true", "master_weights": True}, 6 * (2 * 256 * 1024 + 1024 + 256)),
     ],
 )
+@pytest.mark.few(3)
 def test_gradients_are_widened_and_wire_copies_written_on_the_host_as_well(options, cast):
     found, seconds = planned(**options).simulation.floor, 1 / MACHINE.dram_bytes_per_s
     moved = 28 * 6 * (2 * 256 * 1024 + 1024 + 256) + 8 * cast
@@ -817,6 +829,7 @@ def offered(found):
         pytest.param("Gemma", {}, "32-true", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(1)
 def test_a_loss_in_chunks_is_offered_first_where_logits_are_the_largest_term(kind, config, precision):
     make = causal(kind, **config)
     found = planned(make, TEXTS, precision=precision)
@@ -830,6 +843,7 @@ def test_a_loss_in_chunks_is_offered_first_where_logits_are_the_largest_term(kin
 
 
 @CHUNKED
+@pytest.mark.seldom
 def test_a_loss_in_chunks_is_offered_first_of_a_workload():
     """As of Llama 3 8B: 35.3 GiB, of which 23.5 are logits, 12 bytes each."""
     options = {"machine": "a100", "activations": "recompute", "precision": "bf16-mixed"}
@@ -853,6 +867,7 @@ def test_a_loss_in_chunks_is_offered_first_of_a_workload():
         ("Mixtral", {"num_local_experts": 2, "output_router_logits": True}),
     ],
 )
+@pytest.mark.few(1)
 def test_a_loss_in_chunks_is_not_offered_where_a_recipe_refuses_it(kind, config):
     """Nor to a model of masked words, whose head is given more than what its base model returns."""
     transformers = pytest.importorskip("transformers")

@@ -59,6 +59,7 @@ def streamed(kind, layers, cache=None, **how):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(2)
 def test_the_tokens_are_those_of_plain_generate(kind, way):
     expected, _ = generate(make(kind, 4).to(DEVICE), **WAYS[way])
     found, _ = streamed(kind, 4, host_cache, **WAYS[way])
@@ -76,6 +77,7 @@ def test_so_they_are_without_streaming_and_with_a_cache_of_fixed_length():
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.few(1)
 def test_the_peak_does_not_grow_with_the_layers_caches(way):
     (_, few), (_, many) = (streamed("llama", layers, host_cache, **WAYS[way]) for layers in (4, 16))
     (_, few_there), (_, many_there) = (streamed("llama", layers, **WAYS[way]) for layers in (4, 16))
@@ -92,6 +94,7 @@ def test_the_peak_does_not_grow_with_the_layers_caches(way):
         pytest.param(4, 44, False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(1)
 def test_the_simulated_batch_takes_the_memory_of_a_real_one(monkeypatch, prompt, answer, on_host):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import long_answers
@@ -125,6 +128,7 @@ def plan_of(config, ids, **answers):
     )
 
 
+@pytest.mark.seldom
 def test_a_plan_has_room_for_more_rows_with_the_cache_on_the_host():
     config = transformers.LlamaConfig(**SIZES, num_hidden_layers=16, num_key_value_heads=4)
     ids = torch.ones(64, LENGTH, dtype=torch.long)
@@ -143,6 +147,7 @@ def test_a_plan_has_room_for_more_rows_with_the_cache_on_the_host():
 
 
 @pytest.mark.parametrize("machine", ["rtx4090", pytest.param("h100", marks=pytest.mark.slow)])
+@pytest.mark.seldom
 def test_a_plan_takes_the_time_and_the_room_of_the_simulated_table(monkeypatch, machine):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import long_answers

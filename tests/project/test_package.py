@@ -39,6 +39,7 @@ def loaded(path):
 # ---- import
 
 
+@pytest.mark.seldom
 def test_import_makes_less_than_an_eightieth_of_the_calls_that_torch_and_lightning_make():
     """In calls of Python functions, which are the same under any load; 1/93 of theirs, about as much of the time."""
     output = python("""
@@ -109,6 +110,7 @@ def after_lightning():
 
 
 @pytest.mark.parametrize("run", ["run_import", "run_help"])
+@pytest.mark.few(1)
 def test_neither_import_nor_help_brings_an_optional_package(run):
     optional, _, _ = after_lightning()[run]
     assert optional == []
@@ -478,6 +480,7 @@ def deletions():
     return loaded(ROOT / "benchmarks" / "race_deletions.py")
 
 
+@pytest.mark.seldom
 def test_the_guide_names_every_wait_of_the_runtime(deletions):
     caught = [(wait, deletions.Verdict(1, "")) for wait in deletions.waits(ROOT / "sp_lightning")]
     begin, end = deletions.MARKS

@@ -5,6 +5,7 @@ import re
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 
@@ -18,6 +19,7 @@ def mapping_of(view):
     return found
 
 
+@pytest.mark.seldom
 def test_what_reads_beside_the_ring_reads_into_private_memory_in_huge_pages(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import source_files

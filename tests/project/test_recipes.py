@@ -100,6 +100,7 @@ def command_of(recipe):
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=SLOW if name in COMPARED_BELOW else ()) for name in RECIPES]
 )
+@pytest.mark.few(2)
 def test_a_recipe_gives_plain_lightnings_result(recipe, capsys):
     """Run by its documented command, and says at its end what it took."""
     assert command_of(recipe) in COMMANDS
@@ -162,6 +163,7 @@ class Moved(L.Callback):
         *(pytest.param(recipe, [], marks=SLOW) for recipe in RECIPES),
     ],
 )
+@pytest.mark.seldom
 def test_a_recipe_goes_on_from_a_plain_checkpoint_as_if_it_had_not_stopped(recipe, arguments):
     halfway = "--trainer.callbacks+=test_recipes.Halfway"
     through = fit(recipe, PLAIN, halfway, *arguments, steps=4, folder="through")
@@ -176,6 +178,7 @@ RUN_ABOVE = {command_of(recipe) for recipe in RECIPES if recipe not in COMPARED_
     "command",
     [pytest.param(c, marks=SLOW if c in RUN_ABOVE else ()) for c in COMMANDS if "sp_lightning" in c],
 )
+@pytest.mark.few(1)
 def test_a_documented_command_runs_for_two_steps(command, capsys):
     arguments = shlex.split(command)[3:]
     for recipe, needed in NEEDS.items():
@@ -195,6 +198,7 @@ FOR_REAL = re.findall(r"```bash\n(python -m sp_lightning .*?)\n```", DOCUMENTATI
 
 
 @pytest.mark.parametrize("command", sorted({*FOR_REAL} - {*COMMANDS}))
+@pytest.mark.few(6)
 def test_a_documented_command_for_real_names_arguments_that_there_are(command, capsys):
     """It is read, not run: its models are large."""
     with pytest.raises(SystemExit, match="0"):
@@ -249,6 +253,7 @@ class Held(L.Callback):
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("recipe", ["finetune_vision", "predict"])
+@pytest.mark.few(1)
 def test_what_plain_lightning_would_have_needed_is_what_it_holds(recipe):
     importlib.import_module("simgpu.lightning")
     plain = ["--trainer.strategy=SingleDeviceStrategy", "--trainer.strategy.device=simgpu:0"]
@@ -442,6 +447,7 @@ def said_of(model, batch=None):
 @CHUNKED
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=SLOW)])
 @pytest.mark.parametrize("recipe", ["finetune_llm", "pretrain_small", "moe", "finetune_vlm", "lora_llm"])
+@pytest.mark.few(1)
 def test_the_loss_in_chunks_is_plain_lightnings_too(recipe, precision, monkeypatch):
     """A Llama, one with a tied head, a mixture, a model of images and texts, adapters."""
     from examples.common import loss
@@ -665,6 +671,7 @@ def chat(*contents):
         ([""], "bad.jsonl holds no records"),
     ],
 )
+@pytest.mark.few(2)
 def test_a_malformed_line_is_named_and_nothing_is_trained(records, said, tiny_llm):
     from examples.common.errors import BadInput
 
@@ -687,6 +694,7 @@ def test_a_malformed_line_is_named_and_nothing_is_trained(records, said, tiny_ll
         ("--model.name_or_path=./none", "the tokenizer's directory none does not exist"),
     ],
 )
+@pytest.mark.few(2)
 def test_an_argument_that_can_not_be_used_is_named(argument, said):
     from examples.common.errors import BadInput
 
@@ -900,6 +908,7 @@ LIBRARY_OF = {8: "bitsandbytes", 4: "bitsandbytes", **dict.fromkeys(("int8", "fl
 
 
 @pytest.mark.parametrize("bits", [8, *(pytest.param(bits, marks=SLOW) for bits in (4, "int8", "nf4", "nvfp4"))])
+@pytest.mark.seldom
 def test_a_packed_base_sends_its_packed_bytes_and_gives_plain_lightnings_result(bits, tiny_llm):
     pytest.importorskip(LIBRARY_OF[bits])
     base, moved = f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved"
@@ -923,6 +932,7 @@ class HostWeights(Moved):
 @pytest.mark.parametrize(
     "bits", ["nf4", *(pytest.param(bits, marks=SLOW) for bits in (8, 4, "int8", "float8", "nvfp4"))]
 )
+@pytest.mark.seldom
 def test_a_plan_of_a_packed_base_is_made_without_weights_and_counts_its_bytes(bits, tiny_llm):
     pytest.importorskip(LIBRARY_OF[bits])
     given = f"--model.name_or_path={tiny_llm}", f"--model.base_bits={bits}"
@@ -952,6 +962,7 @@ FROZEN = {"finetune_vlm": "connection", "diffusion": "adapters", "speech": "adap
 
 @pytest.mark.parametrize("recipe", FROZEN)
 @pytest.mark.parametrize("bits", ["int8", pytest.param("nf4", marks=SLOW), pytest.param(4, marks=SLOW)])
+@pytest.mark.few(1)
 def test_other_recipes_train_beside_a_packed_base_as_plain_lightning_does(bits, recipe):
     pytest.importorskip(LIBRARY_OF[bits])
     given = [f"--model.train={FROZEN[recipe]}", "--trainer.callbacks+=test_recipes.Moved", "--model.lr=1e-3"]
@@ -964,6 +975,7 @@ def test_other_recipes_train_beside_a_packed_base_as_plain_lightning_does(bits, 
 
 
 @pytest.mark.parametrize("recipe", FROZEN)
+@pytest.mark.few(2)
 def test_a_packed_base_cannot_be_trained(recipe):
     from examples.common.errors import BadInput
 
@@ -1387,6 +1399,7 @@ def delinking(step, *arguments, steps=4, folder):
         ),
     ],
 )
+@pytest.mark.seldom
 def test_a_run_that_delinks_its_blocks_is_plain_lightnings_and_goes_on_from_either_side(step, arguments):
     """It is resumed at the second step: before the switch, at it, and behind it."""
     on_plain = [argument for argument in arguments if "strategy" not in argument]
@@ -1653,6 +1666,7 @@ def test_answers_of_another_run_are_not_gone_on_from(tiny_llm):
 
 
 @pytest.mark.parametrize("bits", ["nf4", *(pytest.param(bits, marks=SLOW) for bits in (4, 8, "int8"))])
+@pytest.mark.seldom
 def test_answers_of_a_packed_base_are_those_of_the_plain_run(bits, tiny_llm):
     pytest.importorskip(LIBRARY_OF[bits])
     arguments = f"--model.name_or_path={tiny_llm}", f"--model.base_bits={bits}", "--model.dtype=bfloat16"
@@ -1662,6 +1676,7 @@ def test_answers_of_a_packed_base_are_those_of_the_plain_run(bits, tiny_llm):
 
 
 @pytest.mark.parametrize("at_once", [1, 3, "auto"])
+@pytest.mark.few(1)
 def test_sampled_answers_do_not_depend_on_the_batches_at_once(at_once, tiny_llm):
     arguments = f"--model.name_or_path={tiny_llm}", "--model.temperature=0.7", "--data.batch_size=4"
     option = f"--trainer.strategy.predict_at_once={at_once}"
@@ -1672,6 +1687,7 @@ def test_sampled_answers_do_not_depend_on_the_batches_at_once(at_once, tiny_llm)
 
 
 @pytest.mark.parametrize("recipe", ["classify", "describe", "embed"])
+@pytest.mark.few(1)
 def test_predictions_are_those_of_the_plain_run(recipe):
     streamed = predict("--trainer.callbacks+=test_recipes.Moved", recipe=recipe, folder="streamed")
     assert Moved.stats["bytes_down"] == 0 and Moved.stats["fetches"] > 8
@@ -1690,6 +1706,7 @@ def test_predictions_with_a_packed_base_are_those_of_the_plain_run(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["classify", "describe"])
+@pytest.mark.few(1)
 def test_an_image_that_cannot_be_read_is_told_and_the_others_go_on(recipe):
     from examples.common import tiny
 
@@ -1718,6 +1735,7 @@ def test_an_image_that_cannot_be_read_is_told_and_the_others_go_on(recipe):
         ("embed", ["--data.path=long.jsonl"], r"long.jsonl, line 2: a text of \d+ tokens; the model of \S+ takes 1 to"),
     ],
 )
+@pytest.mark.few(1)
 def test_images_and_texts_that_are_none_are_named(recipe, arguments, said):
     from examples.common.errors import BadInput
 
@@ -1734,6 +1752,7 @@ def test_a_long_text_may_be_cut():
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+@pytest.mark.few(1)
 def test_a_vector_is_made_of_the_tokens_and_not_of_the_padding(pooling):
     """Beside a longer text it is what it is alone, but for how sums of other shapes are rounded."""
     write("texts.jsonl", {"text": "A cat sees a red boat and then another boat"}, {"text": "The owl"})
@@ -1795,6 +1814,7 @@ def test_a_chat_template_that_begins_a_text_begins_it_once():
     assert images.special_tokens(processor, "What?") == {}
 
 
+@pytest.mark.seldom
 def test_images_are_seen_as_they_were_held_and_names_may_be_any(tmp_path):
     from PIL import Image
 
@@ -1833,6 +1853,7 @@ class Ends(L.Callback):
 @pytest.mark.parametrize(
     "more, goes_on", [([], True), (["--trainer.precision=bf16-mixed"], False), (["--data.batch_size=3"], False)]
 )
+@pytest.mark.few(1)
 def test_a_run_within_a_limit_goes_on_to_its_end_and_another_begins_anew(more, goes_on, capsys):
     given = "--trainer.limit_predict_batches=3", "--trainer.strategy.predict_at_once=1", "--data.batch_size=4"
     undisturbed = predict(*given, *more, recipe="embed", folder="undisturbed")
@@ -1853,6 +1874,7 @@ def test_a_classifier_that_was_trained_names_its_classes():
     assert {record["label"] for record in found} <= {"blue", "green", "red", "yellow"} and sum(right) > len(right) / 2
 
 
+@pytest.mark.seldom
 def test_a_classifier_sees_images_as_its_own_processor_prepares_them():
     from transformers import ViTImageProcessor
 
@@ -1915,6 +1937,7 @@ def test_an_exported_classifier_gives_the_averaged_models_logits():
         ),
     ],
 )
+@pytest.mark.few(1)
 def test_images_that_can_not_be_read_are_named(make, said):
     from examples.common.errors import BadInput
 
@@ -2033,6 +2056,7 @@ def test_of_a_record_with_an_image_the_completion_is_learned(tmp_path):
         ({"image": "red/0.png", "prompt": "?", "completion": "!"}, "red/0.png is not an image that can be read"),
     ],
 )
+@pytest.mark.few(2)
 def test_a_record_whose_image_can_not_be_used_is_named(record, said):
     pytest.importorskip("torchvision")
     from examples.common.errors import BadInput
@@ -2235,6 +2259,7 @@ def test_a_set_is_trained_as_by_a_plain_loop_with_peft(tiny_llm, words):
         torch.testing.assert_close(weight, expected[name.replace(".weight", ".default.weight")].data, msg=name)
 
 
+@pytest.mark.seldom
 def test_the_base_goes_up_once_for_all_sets():
     moved = ["--trainer.callbacks+=test_recipes.Moved"]
     ups = []
@@ -2266,6 +2291,7 @@ def test_sets_are_compared_in_a_table_and_a_picture(capsys):
         ("--model.sets={a: {targets: [embed_tokens]}}", "model.embed_tokens has an adapter, but is in none of"),
     ],
 )
+@pytest.mark.few(1)
 def test_sets_that_can_not_run_are_named(argument, said):
     from examples.common.errors import BadInput
 
@@ -2413,6 +2439,7 @@ def test_in_chunks_the_loss_of_pairs_is_the_same(train, pairs, tiny_llm):
     assert losses[0] != torch.tensor(2.0).log()
 
 
+@pytest.mark.seldom
 def test_a_reference_that_shares_the_base_moves_nothing(tiny_llm):
     base, moved = f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved"
     one = "--model.sets={a: {lr: 0.01}}"
@@ -2438,6 +2465,7 @@ def test_a_reference_that_shares_the_base_moves_nothing(tiny_llm):
         ({"prompt": "The owl " * 99, "chosen": "a", "rejected": "b"}, "my.jsonl has nothing to learn: no completion"),
     ],
 )
+@pytest.mark.few(3)
 def test_a_pair_that_is_none_is_named(record, said, tiny_llm):
     from examples.common.errors import BadInput
 
@@ -2506,6 +2534,7 @@ def test_a_recognizer_learns_to_write_down_what_it_hears_and_is_exported():
         (lambda: record_wave("a.wav", 2.0), r"a.wav has 16000 Hz and is 2.0 s long; the model hears 16000 Hz and 1 s"),
     ],
 )
+@pytest.mark.few(4)
 def test_a_recording_that_can_not_be_heard_is_named(make, said):
     from examples.common.errors import BadInput
 
@@ -2736,6 +2765,7 @@ SD3 = {"latents": (3, 16, 16), "encoder_hidden_states": (4, 32), "pooled_project
         ),
     ],
 )
+@pytest.mark.few(3)
 def test_cached_latents_that_can_not_be_used_are_named(make, said):
     from examples.common.errors import BadInput
 
@@ -2845,6 +2875,7 @@ def test_what_can_not_be_cached_is_named(line, said, tiny_unet):
         (["--model.dtype=floaty"], "model.dtype=floaty is no type of weights"),
     ],
 )
+@pytest.mark.few(2)
 def test_a_pipeline_that_can_not_be_trained_is_named(arguments, said):
     from examples.common.errors import BadInput
 
@@ -2895,6 +2926,7 @@ def loop(name, strategy, *arguments, out):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.few(2)
 def test_a_loop_with_fabric_gives_plain_fabrics_result(name, precision, capsys):
     if "--checkpoint=base/model.pt" in LOOPS[name]:
         loop("pretrain", "auto", *SMALL, *ROWS, "--steps=2", out="base")
@@ -2991,6 +3023,7 @@ def script_of(name, *arguments, out):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("sft", "loop", "diffusion_lora") else SLOW) for name in SCRIPTS]
 )
+@pytest.mark.few(1)
 def test_a_script_gives_the_stock_runs_result(name, device, monkeypatch, capsys):
     for package in ("accelerate", "trl", "peft", "diffusers", "torchvision"):
         pytest.importorskip(package)

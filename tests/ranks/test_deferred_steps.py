@@ -38,6 +38,7 @@ def check(size=2, **settings):
 
 
 @pytest.mark.parametrize("slow_rank", [None, 0, 1])
+@pytest.mark.few(1)
 def test_steps_are_deferred_and_equal_ddps(slow_rank):
     assert check(slow_rank=slow_rank) == [UNHINDERED] * 2
 
@@ -49,6 +50,7 @@ def test_steps_are_deferred_on_a_device(slow_rank):
 
 
 @pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in OFTEN)) for what in LOOKS])
+@pytest.mark.few(1)
 def test_user_code_after_a_deferred_step_is_as_under_ddp(what):
     """One rank is slow to step what it owns: the first, where that lies in a page with what user code writes."""
     held = check(what=what, slow_rank=int("beside" not in what))
@@ -57,18 +59,21 @@ def test_user_code_after_a_deferred_step_is_as_under_ddp(what):
 
 @pytest.mark.parametrize("keeps", [0, 1])
 @pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.few(1)
 def test_a_rank_may_defer_a_step_that_another_one_does_not(keeps, slow_rank):
     held = check(keeps=keeps, slow_rank=slow_rank)
     assert (held[keeps], held[1 - keeps]) == (0, UNHINDERED)
 
 
 @pytest.mark.parametrize(("optimizer", "expected"), [("sgd", 1), ("foreach", UNHINDERED), ("adafactor", 0)])
+@pytest.mark.few(1)
 def test_other_optimizers(optimizer, expected):
     held = check(optimizer=optimizer, slow_rank=1)
     assert held == [UNHINDERED if expected else 0] * 2
 
 
 @pytest.mark.parametrize("slow_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.seldom
 def test_several_optimizers_step_parts_of_the_same_units(slow_rank):
     assert min(check(several=2, slow_rank=slow_rank)) >= UNHINDERED
 

@@ -23,11 +23,13 @@ import parity
         pytest.param("accumulating", "simgpu", "32-true", {"window": 2}, marks=pytest.mark.simgpu),
     ],
 )
+@pytest.mark.few(1)
 def test_two_ranks_are_ddp(loop, device, precision, options):
     check(ranked_fabric.record, loop, options, device, precision=precision)
 
 
 @pytest.mark.simgpu
+@pytest.mark.seldom
 def test_ranks_that_are_in_different_modules_of_one_backward_do_not_wait_for_each_other():
     expected = processes.run(2, ranked_fabric.slow_gan, None)
     found = processes.run(2, ranked_fabric.slow_gan, {"window": 1}, "simgpu")
@@ -42,6 +44,7 @@ def test_ranks_that_are_in_different_modules_of_one_backward_do_not_wait_for_eac
         ("optimizer", "UnsupportedError: on several devices an optimizer cannot step modules that were set up one by"),
     ],
 )
+@pytest.mark.few(1)
 def test_what_several_devices_cannot_do_is_said(what, said):
     for error in processes.run(2, ranked_fabric.refused, what):
         assert error.startswith(said), error
@@ -65,6 +68,7 @@ for step in range(3):
 
 
 @pytest.mark.parametrize("fails", [1, None])
+@pytest.mark.few(1)
 def test_a_rank_that_ends_by_an_error_is_named_and_one_that_is_done_is_not(fails):
     place = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
     script = SCRIPT.replace("FAILS", str(fails))

@@ -54,6 +54,7 @@ def victim_of(phase, size=2):
         if case[0] != "teardown"
     ],
 )
+@pytest.mark.few(1)
 def test_the_other_rank_ends_with_an_error_that_names_the_one_that_failed(phase, way):
     check(2, phase, way, victim_of(phase))
 
@@ -74,6 +75,7 @@ def test_one_of_four_may_fail(phase, way):
 @pytest.mark.parametrize(
     "phase", ["data", *(pytest.param(p, marks=pytest.mark.slow) for p in ("exchange", "deferred part"))]
 )
+@pytest.mark.seldom
 def test_a_rank_that_hangs_is_named_and_ended_after_the_timeout(phase):
     endings = check(2, phase, "hang", 1, timeout=5)
     assert endings[1].status == -9  # by its own thread that watches
@@ -95,6 +97,7 @@ def test_a_failure_in_teardown_does_not_stop_the_others(way):
 
 
 @pytest.mark.parametrize(("victim", "errors"), [(None, ["ValueError"] * 2), (1, ["PeerError", "ValueError"])])
+@pytest.mark.few(1)
 def test_ranks_that_fail_wait_for_the_checkpoint_that_the_first_one_saves(victim, errors, tmp_path):
     """A launcher ends all ranks once one has exited: each ends with its own exception, once the file is there."""
     endings = failing_runs.endings(2, phase="forward", way="raise", victim=victim, saves_to=str(tmp_path))
@@ -117,6 +120,7 @@ def test_ranks_that_fail_wait_for_the_checkpoint_that_the_first_one_saves(victim
         pytest.param("end of the step", 1, "kill", None, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(1)
 def test_a_checkpoint_on_exception_has_a_step_of_all_ranks(phase, victim, way, saved, tmp_path):
     """Of a step that some ranks have taken their part in there is none."""
     endings = failing_runs.endings(2, phase=phase, way=way, victim=victim, saves_to=str(tmp_path))

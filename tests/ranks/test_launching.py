@@ -80,6 +80,7 @@ def test_a_script_runs_as_under_ddp(launcher, tmp_path):
         parity.compare(theirs, ours)
 
 
+@pytest.mark.seldom
 def test_steps_on_one_device_run_no_code_of_several():
     entered = collections.Counter()
 

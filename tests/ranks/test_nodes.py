@@ -66,6 +66,7 @@ SLOW = pytest.mark.slow
         pytest.param({"accumulate": 2, "edits": True, "device": "simgpu"}, marks=SLOW),
     ],
 )
+@pytest.mark.seldom
 def test_a_loop_over_two_nodes_of_two_ranks_is_ddp_with_the_tree(settings):
     check_loop(**settings)
 
@@ -74,6 +75,7 @@ def test_a_loop_over_two_nodes_of_one_rank_is_ddp():
     check_loop(size=2, edits=True, accumulate=2)
 
 
+@pytest.mark.seldom
 def test_sums_that_are_slow_to_be_sent_are_sent_as_they_were():
     found = processes.run(2, pretended_nodes.run, 2, waiting.trained_with_slow_sends)
     compare(processes.run(2, loops.train, None), found)
@@ -103,6 +105,7 @@ def check(case, row, **more):
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=[SLOW] * (row not in DAILY)) for row in range(len(COVER))])
+@pytest.mark.few(1)
 def test_a_trainer_over_two_nodes_is_ddp_with_the_tree(row):
     check(OFTEN[row % len(OFTEN)], COVER[row])
 
@@ -157,6 +160,7 @@ EVERY_DAY = {("forward", "kill", 3), ("sum of nodes", "raise", 2)}
     ("phase", "way", "victim"),
     [pytest.param(*case, marks=[] if case in EVERY_DAY else SLOW) for case in FAILURES if case not in NOBODY],
 )
+@pytest.mark.few(1)
 def test_all_ranks_of_all_nodes_end_with_an_error_that_names_the_one_that_failed(phase, way, victim):
     with failing_runs.nothing_left():
         endings = failing_runs.endings(4, phase=phase, way=way, victim=victim, nodes=2)
@@ -183,6 +187,7 @@ def test_a_rank_that_hangs_on_another_node_is_named_after_the_timeout(phase):
 
 
 @pytest.mark.parametrize("phase", ["data", *(pytest.param(it, marks=SLOW) for it in ("backward", "sum of nodes"))])
+@pytest.mark.seldom
 def test_a_node_of_which_nothing_comes_any_more_is_lost_after_the_keepalive(phase):
     keepalive = 3
     endings = failing_runs.endings(4, phase=phase, way="stop", victim=2, nodes=2, keepalive=keepalive, longest=30)
@@ -221,6 +226,7 @@ def test_a_run_without_a_failure_ends_at_once():
         ),
     ],
 )
+@pytest.mark.few(2)
 def test_machines_that_differ_are_refused(what, named, advice):
     for error, after, reads in processes.run(2, refused_runs.unlike_nodes, [0, 1], what):
         assert error.startswith("OptionError: ") and named in error and advice in error, error

@@ -46,6 +46,7 @@ def both(folder, function, *arguments):
 
 
 @pytest.mark.parametrize("recipe", [pytest.param(name, marks=[] if name in DAILY else SLOW) for name in RECIPES])
+@pytest.mark.seldom
 def test_a_recipe_gives_the_result_of_ddp(recipe, tmp_path):
     pytest.importorskip(NEEDS.get(recipe, "transformers"))
     for rank in zip(*both(tmp_path, ranked_recipes.fit, recipe, *RECIPES[recipe]), strict=True):

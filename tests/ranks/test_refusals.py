@@ -128,6 +128,7 @@ def test_a_host_too_small_for_gradients_of_each_rank():
 
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.seldom
 def test_a_host_that_may_be_filled_is_one_warning_of_all_ranks(late):
     """With AdamW's state it would be filled; the step is SGD's, and goes through."""
     found = processes.run(2, refused_runs.little_memory, (450 + 288 * late) * MIB, late)

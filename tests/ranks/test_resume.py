@@ -44,6 +44,7 @@ def test_another_number_of_devices_resumes_in_the_middle_of_an_epoch(sizes, tmp_
     "optimizer",
     ["adamw", pytest.param("adafactor", marks=pytest.mark.slow), pytest.param("two", marks=pytest.mark.slow)],
 )
+@pytest.mark.few(1)
 def test_plain_lightning_and_the_strategy_resume_from_one_another(first, optimizer, tmp_path):
     sizes = (1, 2, 2)
     other = {"plain": "streaming", "streaming": "plain"}[first]

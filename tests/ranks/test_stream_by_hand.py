@@ -33,6 +33,7 @@ def check(size, device, **settings):
         pytest.param("simgpu", {"optimizer": "sgd", "keeps_zeros": True}, marks=pytest.mark.simgpu),
     ],
 )
+@pytest.mark.few(5)
 def test_two_ranks_are_ddp(device, settings):
     check(2, device, **settings)
 
@@ -57,6 +58,7 @@ def test_a_block_may_begin_to_run_twice():
 
 
 @pytest.mark.parametrize("accumulate", [3, 5])
+@pytest.mark.few(1)
 def test_a_module_may_grow_while_gradients_accumulate(accumulate):
     """Before a backward in `no_sync`; before one that exchanges gradients of a block that it does not reach."""
     check(2, "cpu", accumulate=accumulate, clip=True, grows_at=4)
@@ -80,6 +82,7 @@ def test_more_ranks_are_ddp_with_the_hook(size, optimizer):
 
 
 @pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.few(1)
 def test_a_rank_that_is_ahead_holds_few_gradients(shares):
     """From the first step on; what cannot be summed beside backward lies in the boxes whole."""
     near = processes.run(2, loops.straggle, 1, True, shares)
@@ -134,6 +137,7 @@ OFTEN = {"plainly", "reads", "holds", "accumulates", "edits before", "with a nor
         for how in [*CLIPS, "sgd", "foreach", "adafactor", "with a norm"]
     ],
 )
+@pytest.mark.few(1)
 def test_clipping_is_as_under_ddp(how):
     pages = check_clipping(2, how)
     if how in ("plainly", "sgd", "some"):

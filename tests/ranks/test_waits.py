@@ -25,6 +25,7 @@ def test_a_run_whose_backward_failed_beside_sums_closes():
     assert processes.run(2, waiting.closed_after_a_failure) == [True, True]
 
 
+@pytest.mark.seldom
 def test_a_backward_after_one_that_failed_beside_sums_has_its_own_gradients():
     assert processes.run(2, waiting.after_a_failure_of_all) == [True, True]
 
@@ -54,6 +55,7 @@ def test_a_rank_that_is_slow_to_compare_edits_does_not_find_the_step_of_another(
     assert processes.run(2, waiting.edited_before_a_step) == [True, True]
 
 
+@pytest.mark.seldom
 def test_a_rank_finds_the_weights_of_a_first_rank_that_is_slow():
     assert processes.run(2, waiting.weights_of_a_slow_first_rank) == [True, True]
 

@@ -108,6 +108,7 @@ def parameter_of(strategy, name):
     ],
     ids=str,
 )
+@pytest.mark.few(4)
 def test_two_plain_runs_are_equal(accelerator, options):
     compare(run(accelerator=accelerator, **options), run(accelerator=accelerator, **options))
 

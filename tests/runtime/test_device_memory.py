@@ -134,6 +134,7 @@ def terms(blocks, window):
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
+@pytest.mark.few(1)
 def test_training_fits_into_the_sum_of_its_terms(window):
     capacity = sum(terms(BLOCKS, window).values())
     peak = fit(BLOCKS, streaming(window), capacity=capacity)
@@ -147,6 +148,7 @@ def test_plain_training_does_not_fit_there():
 
 
 @pytest.mark.parametrize("term", ["window", "two gradient buffers", "activations of one block", "block inputs"])
+@pytest.mark.few(2)
 def test_no_term_is_there_for_nothing(term):
     named = terms(BLOCKS, window=2)
     with pytest.raises(torch.OutOfMemoryError):
@@ -160,6 +162,7 @@ def plain_bytes():
     return plain
 
 
+@pytest.mark.seldom
 def test_of_24_blocks_under_adamw_at_most_6_percent_are_on_the_device(plain_bytes):
     others = {name: nbytes for name, nbytes in terms(24, window=2).items() if name[:3] not in ("win", "two")}
     blocks = fit(24, streaming(2)) - sum(others.values())
@@ -167,6 +170,7 @@ def test_of_24_blocks_under_adamw_at_most_6_percent_are_on_the_device(plain_byte
     assert 0.03 * plain_bytes.of_blocks() <= blocks <= 0.06 * plain_bytes.of_blocks()
 
 
+@pytest.mark.seldom
 def test_of_embedding_and_head_weights_and_gradients_are_on_the_device_and_no_optimizer_state(plain_bytes):
     ours = WhatIsOnTheDevice()
     strategy = streaming(2)
@@ -257,6 +261,7 @@ def peaks(name, dtype, **options):
 
 
 @parity.product(activations=["keep", "recompute", "offload"], window=[1, 2, 4], name=list(MODELS))
+@pytest.mark.few(1)
 def test_no_step_takes_more_than_the_steady_one_and_one_unit(name, window, activations):
     dtype = torch.float16 if window == 2 else torch.bfloat16
     found, pinned, unit, of_root = peaks(name, dtype, window=window, activations=activations)

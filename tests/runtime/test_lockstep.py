@@ -83,6 +83,7 @@ def squares_of(net, x):
         pytest.param({"do_sample": False, "use_cache": False}, id="no cache"),
     ],
 )
+@pytest.mark.few(1)
 def test_calls_of_generate_have_the_bits_of_each_alone(device, how, at_once):
     model = decoder()
     with sp_lightning.stream(model, device, window=2) as handle:
@@ -93,6 +94,7 @@ def test_calls_of_generate_have_the_bits_of_each_alone(device, how, at_once):
     assert_plain(model)
 
 
+@pytest.mark.few(1)
 def test_calls_at_once_need_the_trips_of_the_longest_alone(device):
     model = decoder()
     with sp_lightning.stream(model, device, window=2) as handle:
@@ -111,6 +113,7 @@ def test_calls_at_once_need_the_trips_of_the_longest_alone(device):
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.few(2)
 def test_weights_travel_once_for_all_forwards_at_once(device, count):
     net, x = models.stack_of(models.Block, 8)(), torch.ones(2, 12, device=device)
     calls = [squares_of(net, x * number) for number in range(4 * count)]
@@ -133,6 +136,7 @@ def test_weights_travel_once_for_all_forwards_at_once(device, count):
         for at_once in (2, 3, 8)
     ],
 )
+@pytest.mark.few(2)
 def test_forwards_of_every_family_have_the_bits_of_each_alone(name, at_once, device):
     case = FAMILIES[name].case
     for library in case.tags:
@@ -333,6 +337,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.few(5)
 def test_what_a_call_sets_holds_for_it_alone(name, device):
     get, choose, other = SETTINGS[name]
     net, x, before = blocks(), torch.ones(2, 12, device=device), SETTINGS[name][0]()

@@ -439,6 +439,7 @@ def same_state(found, expected):
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 @pytest.mark.parametrize("make", [*NETS, *HOOKED])
+@pytest.mark.few(10)
 def test_calls_that_change_modules_have_the_results_of_one_after_the_other(make, at_once, inference, device):
     expected, after = one_after_the_other(make, device)
     net = make()
@@ -456,6 +457,7 @@ def test_calls_that_change_modules_have_the_results_of_one_after_the_other(make,
     "`at_once=1`",
 )
 @pytest.mark.parametrize("make", NETS)
+@pytest.mark.few(4)
 def test_a_change_while_others_are_under_way_is_an_error(make, device):
     for at_once in (2, 5):
         net = late(make)()
@@ -467,6 +469,7 @@ def test_a_change_while_others_are_under_way_is_an_error(make, device):
 
 
 @pytest.mark.parametrize("make", [*NETS, *HOOKED])
+@pytest.mark.few(1)
 def test_calls_of_every_length_have_the_results_of_their_order_or_an_error(make, device):
     numbers = random.Random(5)
     for kind in (make, late(make)) * 3:

@@ -74,6 +74,7 @@ def forwards(net, count, kept=KEPT):
 
 
 @pytest.mark.parametrize("window", [1, 4, "auto"])
+@pytest.mark.few(1)
 def test_as_many_calls_are_under_way_as_fit_beside_the_window(window):
     net, capacity = Keeps(), 8 * MIB
     run = Run(net, capacity, window=window)
@@ -119,6 +120,7 @@ def test_an_auto_window_keeps_all_units_where_calls_fit_beside_them(caplog):
     assert "window 4 -> 8" in caplog.text and "window 8 ->" not in caplog.text and run.window == 8
 
 
+@pytest.mark.seldom
 def test_prompts_generate_with_as_many_caches_as_fit():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -28,6 +28,7 @@ from sp_lightning.runtime.measure import (
 MIB = 2**20
 
 
+@pytest.mark.few(1)
 def test_a_measured_machine_is_a_profile_in_which_nothing_is_missing(device):
     machine = measure(device)
     assert isinstance(machine, Machine)
@@ -51,6 +52,7 @@ def test_a_link_s_directions_are_told_apart():
 
 @pytest.mark.simgpu
 @measured_again
+@pytest.mark.seldom
 def test_directions_that_run_at_once_are_told_from_those_that_take_turns():
     import simgpu
 
@@ -72,6 +74,7 @@ def test_slow_kernels_are_seen():
 
 
 @pytest.mark.simgpu
+@pytest.mark.seldom
 def test_measuring_fits_into_a_small_device():
     import simgpu
 

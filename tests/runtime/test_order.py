@@ -83,6 +83,7 @@ def test_gradients_of_a_block_are_there_before_the_next_block_begins_its_backwar
 
 @pytest.mark.parametrize("window", [1, 2, BLOCKS])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.few(2)
 def test_the_device_packs_gradients_of_a_block_before_the_backward_of_the_next(window, activations):
     with streaming(window=window, activations=activations) as (net, _, x):
         loss = squares(net, x)
@@ -108,6 +109,7 @@ def test_gradients_of_a_block_are_gone_before_those_of_the_next_are_packed():
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
+@pytest.mark.few(1)
 def test_gradients_never_pile_up_on_the_device(window):
     with streaming(window=window, activations="recompute") as (net, handle, x):
         squares(net, x).backward()

@@ -121,12 +121,14 @@ def stepping(loss):
 
 
 @parity.product(window=[1, 3], how=[training, stepping], case=list(LOSSES), device=parity.DEVICES)
+@pytest.mark.few(3)
 def test_a_forward_inside_another_phase(device, case, how, window):
     make, loss = LOSSES[case]
     check(make, how(loss), device, window=window)
 
 
 @parity.product(activations=["recompute", "offload"], case=list(LOSSES), device=parity.DEVICES)
+@pytest.mark.few(2)
 def test_a_forward_inside_another_phase_with_other_activations(device, case, activations):
     make, loss = LOSSES[case]
     check(make, training(loss), device, activations=activations)
@@ -282,6 +284,7 @@ def whole_step(net, optimizer, x):
 
 
 @pytest.mark.parametrize("where", PLACES)
+@pytest.mark.few(1)
 def test_after_a_failure_user_code_and_the_next_step_are_as_ever(device, where):
     def run(net, device):
         def fail(*_):
@@ -303,6 +306,7 @@ def test_after_a_failure_user_code_and_the_next_step_are_as_ever(device, where):
 
 
 @pytest.mark.parametrize("where", ["forward", "generate", "before backward", "backward", "optimizer"])
+@pytest.mark.few(4)
 def test_streaming_may_end_in_any_phase(device, where):
     """What still runs may fail, since its weights left the device; the module is plain, and streams again."""
     net, expected = Phased(), Phased()

@@ -195,6 +195,7 @@ def test_only_what_is_wanted_is_recorded_and_each_of_that_as_a_whole(device):
     assert all(len(step.of("down")) == len(recorder.steps[0].of("down")) > 0 for step in recorder.trained())
 
 
+@pytest.mark.few(1)
 def test_of_many_steps_an_observer_records_some_in_a_row_and_those_that_are_asked_for(device):
     module, seen = side_by_side.blocks(), []
     with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:

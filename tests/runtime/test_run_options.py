@@ -262,6 +262,7 @@ def fresh_dynamo():
     dynamo.reset()
 
 
+@pytest.mark.seldom
 def test_units_are_compiled_once_for_their_class_without_a_break(fresh_dynamo):
     plain = stack()
     for block in plain:
@@ -280,6 +281,7 @@ def test_units_are_compiled_once_for_their_class_without_a_break(fresh_dynamo):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.few(1)
 def test_units_that_fall_out_of_their_graph_compute_the_same(fresh_dynamo, activations):
     """Around a layer with a hook in backward: what autograd saves there is seen where compiled code calls."""
 

@@ -300,6 +300,7 @@ def write_weights_back(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [fetch_twice, send_more_gradients, write_weights_back])
+@pytest.mark.few(1)
 def test_the_ledger_refuses_a_run_that_moves_more(monkeypatch, fault):
     with pytest.raises(AssertionError):
         ledger_of(monkeypatch, fault)()
