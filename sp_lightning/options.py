@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .errors import OptionError
@@ -193,3 +195,15 @@ def _truth(argument: str, value: object) -> bool:
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     raise OptionError(argument=argument, found=value, allowed="True or False")
+
+
+def check_writable(folder: str | Path, argument: str, found: str | Path | None = None) -> None:
+    """Raise an error that names the argument if no files can be written to a folder, or it cannot be made."""
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        allowed = f"in a folder that can be written ({there}: {error.strerror})"
+        raise OptionError(argument=argument, found=str(found or folder), allowed=allowed) from error

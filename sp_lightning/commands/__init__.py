@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError
+from ..options import check_writable
 
 STDOUT = "-"
 
@@ -39,18 +39,6 @@ def make_room(**paths: str | Path | None) -> None:
         if path not in (None, STDOUT):
             check_writable(Path(path).parent, argument, path)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-
-
-def check_writable(folder: str | Path, argument: str, found: str | Path | None = None) -> None:
-    """Raise an error that names the argument if no files can be written to a folder, or it cannot be made."""
-    there = Path(folder).absolute()
-    while not there.exists():
-        there = there.parent
-    try:
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        allowed = f"in a folder that can be written ({there}: {error.strerror})"
-        raise OptionError(argument=argument, found=str(found or folder), allowed=allowed) from error
 
 
 def check_picture(path: str) -> None:

@@ -25,9 +25,8 @@ from lightning.pytorch.cli import LightningCLI  # needs the extra
 from lightning.pytorch.strategies import StrategyRegistry
 
 from ..errors import OptionError, SuperpipelineError, did_you_mean
-from ..options import Options
+from ..options import Options, check_writable
 from ..runtime.handle import check_at_once
-from . import check_writable
 
 OURS = "sp_lightning.SuperpipelineStrategy"
 RESUMED = ("last", "best", "hpc", "registry")  # names with which Lightning finds a checkpoint itself

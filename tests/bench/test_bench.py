@@ -12,7 +12,9 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 import torch
 
@@ -139,6 +141,22 @@ def compared(monkeypatch, code, names=("plain",), left_s=lambda: math.inf, keep=
 def error_of(monkeypatch, code, **given):
     """What is said of such a process."""
     return compared(monkeypatch, code, **given)[0].error
+
+
+def test_a_process_ends_when_the_one_that_began_it_is_gone(monkeypatch):
+    monkeypatch.setattr(worker, "LOOKS_S", 0.01)
+    reads, writes = os.pipe()
+    if (child := os.fork()) == 0:
+        parent = os.getpid()
+        if (grandchild := os.fork()) == 0:
+            worker.end_with(parent)
+        os.write(writes, str(grandchild).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    left = psutil.Process(int(os.read(reads, 20)))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while left.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
 
 
 def test_a_process_that_was_killed_is_told_by_its_signal(monkeypatch):
