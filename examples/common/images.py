@@ -8,10 +8,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch.utils.data import DataLoader
 
 from . import checkpoints, tiny
+from .arguments import NonNegativeInt, PositiveInt
 from .errors import BadInput
 from .files import existing, read_image
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch.utils.data import DataLoader
 
 from . import tiny
+from .arguments import NonNegativeInt, PositiveInt
 from .checkpoints import check_length, load_config, load_tokenizer
 from .errors import BadInput
 from .files import read_jsonl

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from ..common import checkpoints, tiny
 from ..common.answers import Predicts
+from ..common.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ..common.images import FolderImages, asked, load_processor, special_tokens, told
 from ..common.quantized import Form, quantize
 

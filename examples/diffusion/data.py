@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from ..common import tiny
+from ..common.arguments import NonNegativeInt, PositiveInt
 from ..common.errors import BadInput
 from ..common.files import existing
 from ..common.loading import Data, TrainLoader

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from ..common import checkpoints, tiny
+from ..common.arguments import NonNegativeFloat, PositiveInt
 from ..common.errors import BadInput
 from ..common.quantized import Form, quantize
 from ..common.schedule import warmup_then_cosine

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
 
 from ..common import checkpoints, tiny
+from ..common.arguments import NonNegativeFloat, PositiveInt
 from ..common.errors import BadInput
 from ..common.loss import following
 from ..common.text import IGNORED, Document, collate, pad

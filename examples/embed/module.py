@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from jsonargparse.typing import PositiveInt
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils.data import DataLoader
 
 from ..common import checkpoints, tiny
 from ..common.answers import Predicts
+from ..common.arguments import PositiveInt
 from ..common.errors import BadInput
 from ..common.files import read_jsonl
 from ..common.quantized import Form, quantize

@@ -5,9 +5,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeFloat
 
 from ..common import checkpoints, tiny
+from ..common.arguments import NonNegativeFloat
 from ..common.loss import Kind, NextTokens
 from ..common.packing import check_apart
 from ..common.schedule import warmup_then_cosine

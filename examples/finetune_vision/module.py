@@ -8,13 +8,13 @@ from urllib.error import URLError
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics.classification import MulticlassAccuracy
 
 from ..common import checkpoints, tiny
+from ..common.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ..common.errors import BadInput
 from ..common.files import existing, read_image
 from ..common.images import to_numbers, whole_image

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..common import checkpoints, tiny
+from ..common.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ..common.errors import BadInput
 from ..common.files import read_image, read_jsonl
 from ..common.images import asked, load_processor, special_tokens

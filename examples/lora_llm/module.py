@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jsonargparse.typing import PositiveInt
-
+from ..common.arguments import PositiveInt
 from ..common.checkpoints import keep_trained
 from ..common.quantized import Form, quantize
 from ..finetune_llm.module import FineTuneLLM

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse.typing import NonNegativeFloat
 
 from ..common import checkpoints, tiny
+from ..common.arguments import NonNegativeFloat
 from ..common.text import collate
 from ..distill.module import Distill
 from .experts import SPLIT, feed_forwards, split, watched

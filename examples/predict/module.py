@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch.utils.data import DataLoader
 
 from ..common import tiny
 from ..common.answers import Predicts
+from ..common.arguments import NonNegativeFloat, PositiveInt
 from ..common.checkpoints import load_config, load_tokenizer, positions, with_adapters
 from ..common.errors import BadInput
 from ..common.files import read_jsonl

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ..common import checkpoints, tiny
+from ..common.arguments import NonNegativeInt, PositiveInt
 from ..common.errors import BadInput
 from ..common.files import read_jsonl
 from ..common.side_by_side import SideBySide

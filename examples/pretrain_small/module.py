@@ -9,10 +9,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from jsonargparse.typing import NonNegativeFloat
 from lightning.pytorch.callbacks import Timer
 
 from ..common import tiny
+from ..common.arguments import NonNegativeFloat
 from ..common.checkpoints import read
 from ..common.curves import draw
 from ..common.files import existing, read_jsonl, whole

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..common import checkpoints, tiny
+from ..common.arguments import NonNegativeInt, PositiveInt
 from ..common.errors import BadInput
 from ..common.files import read_jsonl
 from ..common.loading import Data, TrainLoader

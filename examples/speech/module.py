@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from torch import Tensor
 from torchmetrics.text import WordErrorRate
 
 from ..common import checkpoints, tiny
+from ..common.arguments import NonNegativeFloat, PositiveInt
 from ..common.errors import BadInput
 from ..common.quantized import Form, quantize
 from ..common.schedule import warmup_then_cosine

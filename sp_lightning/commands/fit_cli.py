@@ -34,7 +34,7 @@ _KEY = re.compile(r'Parser key "([^"]+)"')
 _REFUSED = re.compile(r"Option '([^']+)' is not accepted")
 _UNKNOWN = re.compile(r"(?:unrecognized arguments|Key|Unrecognized arguments)[^-\w]*(--?[\w.-]+)")
 _EXPECTED = re.compile(r"Expected an? (?!path but|<class 'NoneType'>)(.+?)(?:\. Got value.*|: .*)?$", re.MULTILINE)
-_RESTRICTED = re.compile(r"Not of type (\w+)")
+_RESTRICTED = re.compile(r"Not of type (\w+): (.*)")
 _VALUE = re.compile(r"Given value: NestedArg\(.*val='(.*)'\)|Given value: (.*)|Got value: (.*)")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)':\s*(.*)")
 
@@ -112,7 +112,7 @@ def _said(message: str, known: Iterable[str]) -> str:
     found = next(filter(None, given_value.groups()), "") if given_value else ""
     value = found and f", got {found}"
     if restricted := _RESTRICTED.search(message):
-        return f"{name} must be {_in_words(restricted[1])}{value}"
+        return f"{name} must be {_in_words(*restricted.groups())}{value}"
     if (given := _CLASS.search(message)) and not keys[1:]:
         return f"{name} must be the path of a class: {given[2].strip() or given[1]}{_near(given[1])}"
     if "Expected a dot import path" in message:
@@ -131,9 +131,9 @@ def _plain(expected: str) -> str:
     return re.sub(r"<class '([^']+)'>", r"\1", expected)
 
 
-def _in_words(restricted: str) -> str:
-    """Say one of jsonargparse's restricted types: "int > 0"."""
-    words = getattr(jsonargparse.typing, restricted).__doc__
+def _in_words(restricted: str, error: str) -> str:
+    """Say one of jsonargparse's restricted types, "int > 0", or what another one says of itself."""
+    words = getattr(getattr(jsonargparse.typing, restricted, None), "__doc__", error)
     return re.sub(r"restricted to be (\W+)", r"\1 ", words).replace("≥", ">=")
 
 

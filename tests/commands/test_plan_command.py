@@ -541,7 +541,7 @@ def test_a_picture_whose_format_is_not_known_is_refused_before_any_work(capsys):
 def test_a_file_that_can_not_be_written_ends_with_a_sentence(tmp_path, capsys):
     (tmp_path / "file").touch()
     run(*of_this_file("--timeline", tmp_path / "file" / "trace.json"), status=2)
-    assert "File exists" in capsys.readouterr().err
+    assert "in a folder that can be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
