@@ -147,13 +147,14 @@ def test_as_a_program_it_trains_and_its_bar_has_one_line(toy):
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_each_command_uses_the_strategy_by_default(command, toy, capsys):
     main([command, *toy("")])
     assert f"{command} with SuperpipelineStrategy" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("strategy", [BY_NAME, BY_CLASS], ids=["name", "class"])
+@pytest.mark.few(1)
 def test_yaml_names_the_strategy_or_its_class(strategy, toy, capsys):
     main(["fit", *toy(strategy)])
     assert "fit with SuperpipelineStrategy" in capsys.readouterr().out
@@ -177,6 +178,7 @@ def test_another_strategy_can_be_named(toy, capsys):
 
 
 @pytest.mark.parametrize("name", ["memory_budget", "host_budget"])
+@pytest.mark.few(1)
 def test_a_size_without_a_unit_is_refused(name, toy, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["fit", *toy(""), f"--trainer.strategy.{name}=64"])

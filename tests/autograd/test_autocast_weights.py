@@ -271,7 +271,7 @@ def scoring(scores, accumulate=1, around=autocast):
 
 
 @parity.product(activations=["keep", "recompute"], name=list(CASTING), device=parity.DEVICES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_weight_that_other_code_only_casts_is_exact(device, name, activations):
     check(Scored, scoring([CASTING[name]] * 4, accumulate=2), device, activations=activations)
 
@@ -287,7 +287,7 @@ def test_a_weight_that_other_code_uses_in_another_way_later_is_exact(device, fir
 
 
 @parity.product(activations=["keep", "recompute"], order=[1, -1], name=list(CASTING), device=parity.DEVICES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_weight_that_its_layer_and_other_code_use_is_exact_from_the_first_step_on(device, name, order, activations):
     ways = [lambda head, x: head(x).float(), lambda head, x: CASTING[name](head, x).float()][::order]
 
@@ -300,7 +300,7 @@ def test_a_weight_that_its_layer_and_other_code_use_is_exact_from_the_first_step
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", sorted({"linear", "to", "bfloat16", "chunked_loss"} & CASTING.keys()))
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_weight_that_other_code_only_casts_travels_like_one_that_its_layer_uses(device, name, precision):
     """The layer's own forward decides what goes up and, from the second step on, down; the loss must not need more."""
     if precision is torch.float16 and name != "linear":
@@ -330,7 +330,7 @@ def test_a_weight_that_other_code_only_casts_travels_like_one_that_its_layer_use
         lambda head, x: x.half() @ head.weight.half().t(),
     ],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_weight_that_other_code_uses_otherwise_travels_as_it_is(device, read):
     if device.type == "cpu" and not torch.backends.mkldnn.is_available():
         pytest.skip("the CPU has no FP16 kernel for its backward")
@@ -423,7 +423,7 @@ READS = {
 
 
 @parity.product(activations=["keep", "recompute"], name=list(READS), device=parity.DEVICES)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_late_read_is_exact(device, name, activations):
     if name == "in_another_type" and device.type == "cpu":
         pytest.skip("the CPU has no FP16 kernel for its backward") if not torch.backends.mkldnn.is_available() else None
@@ -432,6 +432,7 @@ def test_a_late_read_is_exact(device, name, activations):
 
 
 @pytest.mark.parametrize("read", ["by_another_operator", "of_its_type", "twice", "outside_autocast"])
+@pytest.mark.few(2)
 def test_a_weight_that_was_read_otherwise_travels_as_it_is_from_then_on(device, read):
     net = layers()
     with sp_lightning.stream(net, device, window=1) as handle:
@@ -490,6 +491,7 @@ def penalty(net):
     ExactnessError,
     '`wire_dtype="as-is"`',
 )
+@pytest.mark.few(1)
 def test_a_late_look_at_all_weights_is_exact_and_in_the_loss_it_is_refused(device, when):
     check(looking, training(loss=during(**{when: norms})), device)
     refused(
@@ -551,6 +553,7 @@ LOSSES = [two_losses, penalised, penalised_alone, twice_backward, evaluated_betw
 
 
 @parity.product(window=[1, 4], loss=LOSSES, device=parity.DEVICES)
+@pytest.mark.few(2)
 def test_a_late_loss_of_another_kind_is_exact(device, loss, window):
     check(layers, training(loss=loss), device, window=window)
 
@@ -561,6 +564,7 @@ def test_a_late_loss_of_another_kind_is_exact(device, loss, window):
     first=[0, LATE],
     device=parity.DEVICES,
 )
+@pytest.mark.few(2)
 def test_a_call_with_other_tensors_in_the_places_of_weights_uses_these(device, first, names, activations):
     def run(net, device):
         optimizer = sgd(net)
@@ -717,6 +721,7 @@ def write_a_neighbour(weight):
     activations=["keep", "offload"],
     device=parity.DEVICES,
 )
+@pytest.mark.few(2)
 def test_a_weight_that_changes_between_forward_and_backward_is_exact(device, change, activations, first):
     def loss(net, x):
         value = squares(net, x)
@@ -754,6 +759,7 @@ def read_between(linear, x):
 
 
 @parity.product(other=[read_after, read_between], activations=["keep", "recompute", "offload"], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_a_weight_that_is_also_read_as_it_is_from_the_first_step_on_is_exact(device, other, activations):
     check(layers, training(other, first=0), device, window=2, activations=activations)
 
@@ -775,6 +781,7 @@ def test_a_graph_that_lives_on_past_the_first_step_is_exact(device):
     check(lambda: nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(3))), run, device, units=["Linear"])
 
 
+@pytest.mark.few(1)
 def test_a_forward_without_gradients_between_forward_and_backward_of_the_first_step_is_exact(device):
     def loss(net, x):
         value = squares(net, x)
@@ -786,6 +793,7 @@ def test_a_forward_without_gradients_between_forward_and_backward_of_the_first_s
 
 
 @pytest.mark.parametrize("change", [write_in_place, write_unseen, replace])
+@pytest.mark.few(2)
 def test_a_unit_cannot_be_recomputed_with_other_bytes_than_travelled(device, change):
     def loss(net, x):
         value = squares(net, x)
@@ -844,6 +852,7 @@ class Halved(Layer):
         return super().forward(x) - target
 
 
+@pytest.mark.few(1)
 def test_between_forward_and_backward_a_weight_may_be_written_that_is_not_saved_but_has_such_neighbours(device):
     def run(net, device):
         for x in inputs(device, 5):
@@ -867,10 +876,12 @@ class Decaying(models.Stack):
         return super().run(x)
 
 
+@pytest.mark.few(1)
 def test_units_that_are_written_when_they_were_fetched_with_new_types_and_not_visited_yet(device):
     check(lambda: Decaying(Layer() for _ in range(4)), training(), device, window=3)
 
 
+@pytest.mark.few(1)
 def test_a_weight_that_its_forward_begins_to_write_is_exact_unless_it_runs_again(device):
     check(layers, training(write), device)
     net = layers()

@@ -46,7 +46,7 @@ def recorded(case, device, options, mixed):
 
 
 @parity.product(name=TRAITS, mixed=[False, True], activations=["keep", "offload"], device=parity.DEVICES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_step_records_as_many_operations_on_each_thread_as_a_plain_one(name, mixed, activations, device):
     case = models.ZOO[name]
     options = {"window": 1, "units": case.units, "activations": activations}

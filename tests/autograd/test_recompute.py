@@ -209,7 +209,7 @@ COUNTERS = {
 
 
 @pytest.mark.parametrize("kept", COUNTERS)
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_an_object_that_a_block_changes_is_for_the_second_run_what_it_was_for_the_first(kept, device):
     make, count = COUNTERS[kept]
     check(lambda: models.Stack(Counting(make(), count) for _ in range(3)), training(), device, activations="recompute")
@@ -271,7 +271,7 @@ class Configured(models.Block):
 
 
 @parity.product(shared=[False, True], change=list(CHANGES), device=parity.DEVICES)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_config_that_a_block_changes_now_and_then_is_for_the_second_run_what_it_was(change, shared, device):
     def make():
         one = Config()
@@ -334,6 +334,7 @@ def test_what_can_not_be_copied_leaves_what_is_passed_beside_it_alone(device):
     check(lambda: Net(Passed() for _ in range(3)), training(), device, activations="recompute")
 
 
+@pytest.mark.few(1)
 def test_what_two_modules_of_a_unit_keep_together_is_one_object_again(device):
     class Pair(models.Block):
         def __init__(self):
@@ -386,6 +387,7 @@ class Lazy(models.Block):
     activations=["recompute", "recompute+offload"],
     device=parity.DEVICES,
 )
+@pytest.mark.few(2)
 def test_what_is_set_on_a_tensor_that_a_unit_keeps_is_for_the_second_run_what_it_was(kept, activations, device):
     def run(net, device):
         for block in net.blocks:
@@ -566,6 +568,7 @@ FROZEN = {
     autocast=[False, True],
     device=parity.DEVICES,
 )
+@pytest.mark.few(1)
 def test_weights_that_are_frozen_or_thaw_before_backward(weights, activations, autocast, device):
     """As by Lightning's ``toggle_optimizer`` after a forward."""
 
@@ -759,6 +762,7 @@ def under(dtype, loss):
     reentrant=[False, True],
     device=parity.DEVICES,
 )
+@pytest.mark.few(2)
 def test_a_checkpoint_inside_a_unit_with_a_shared_weight(reentrant, casts, activations, device):
     check(models.stack_of(lambda: Folded(reentrant)), training(under(casts, squares)), device, activations=activations)
 

@@ -472,7 +472,7 @@ def test_an_error_stands_below_the_table_in_one_line():
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.few(8)
+@pytest.mark.few(7)
 def test_a_model_has_the_blocks_that_it_names(name):
     with torch.device("meta"):
         module = build(SHAPES[name])
@@ -490,6 +490,7 @@ def test_a_model_is_the_same_each_time_and_leaves_the_users_random_numbers():
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama-tiny", "vit-tiny", "llava-tiny"])
+@pytest.mark.few(3)
 def test_a_model_trains_all_of_its_blocks(name):
     shape = SHAPES[name]
     module = build(shape)

@@ -145,7 +145,7 @@ def test_a_module_that_neither_trains_nor_generates_is_not_planned(capsys):
 @pytest.mark.parametrize(
     "recipe, more", [pytest.param(*case, marks=() if case in CHEAP else pytest.mark.slow) for case in CASES]
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_what_is_planned_is_what_runs(recipe, more):
     pytest.importorskip("transformers")
     if recipe in NEEDS:
@@ -217,6 +217,7 @@ def test_a_plan_in_place_of_fit_warns_of_nothing_that_its_user_did(monkeypatch, 
     assert not [one for one in recwarn if "args parameter" in str(one.message)]
 
 
+@pytest.mark.seldom
 def test_the_command_that_a_plan_offers_runs_what_was_planned(capsys):
     """The recipe's own batch, learning rate and epochs are those of a tiny model."""
     transformers = pytest.importorskip("transformers")
@@ -352,6 +353,7 @@ def test_plan_in_place_of_fit(capsys):
         (["--data.path", "missing.jsonl"], "missing.jsonl"),
     ],
 )
+@pytest.mark.few(3)
 def test_what_a_config_cannot_be_planned_with_is_refused(arguments, message, capsys):
     given = ["plan", "--config", str(EXAMPLES / "finetune_llm" / "config.yaml"), "--machine", "rtx4060"]
     try:

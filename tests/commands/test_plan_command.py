@@ -121,7 +121,7 @@ def test_the_simulated_step_is_written_as_a_timeline(tmp_path):
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.15 computes it")
 @pytest.mark.parametrize("model", ["llama-tiny", "llama3-8b"])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_loss_in_chunks_is_planned_for_models_by_name(model, capsys):
     def planned(loss):
         run("--model", model, *"--machine h200 --activations recompute --batch 8 --seq 512 --json --loss".split(), loss)
@@ -149,6 +149,7 @@ def test_its_options_are_listed(capsys):
         (PEGASUS, "PegasusForConditionalGeneration", {"input_ids", "labels"}),
     ],
 )
+@pytest.mark.few(5)
 def test_a_config_is_enough_to_make_a_model_and_its_batch(config, name, keys, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "some.json").write_text(json.dumps(config))
@@ -159,6 +160,7 @@ def test_a_config_is_enough_to_make_a_model_and_its_batch(config, name, keys, tm
 
 
 @pytest.mark.parametrize("name", ["resnet18", "torchvision:resnet18"])
+@pytest.mark.few(1)
 def test_a_torchvision_name_is_a_classifier_with_images(name):
     pytest.importorskip("torchvision")
     spec = model_spec.find(name, 2)
@@ -397,6 +399,7 @@ def test_nonsense_is_refused_by_name(kind, llama, capsys):
         assert isinstance(said, str) and re.search(rf"plan: .*{name}\b", said), (name, said)
 
 
+@pytest.mark.seldom
 def test_a_student_reads_what_fits_and_how_long_it_takes(capsys):
     """A card of 12 GB, 64 GiB of RAM, a model of 8 B: each change with its bytes and the hours of the run."""
     given = "--model llama-8b --machine rtx4070 --host-memory 64GiB --samples 10000".split()
@@ -575,6 +578,7 @@ def said_of(capsys, *arguments, status=0):
     return capsys.readouterr().out
 
 
+@pytest.mark.seldom
 def test_one_device_is_planned_as_if_nothing_were_said_of_devices(capsys):
     assert said_of(capsys, "--devices", 1) == said_of(capsys)
     assert said_of(capsys, "--devices", 1, "--json") == said_of(capsys, "--json")

@@ -215,6 +215,7 @@ print(json.dumps(out.getvalue().splitlines()[:2]))
     assert len(lines) == 2 and "\n".join(lines) in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.seldom
 def test_memory_that_can_not_be_locked_goes_through_a_ring_and_its_error_stays_where_it_was_made(run):
     found = run(
         """
@@ -239,6 +240,7 @@ print(json.dumps(said))
     assert "could not be page-locked" in found["pinned"]
 
 
+@pytest.mark.seldom
 def test_a_device_that_is_full_is_told_as_what_it_is(run):
     found = run(
         """

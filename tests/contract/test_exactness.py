@@ -329,13 +329,14 @@ class Changed(models.Stack):
 
 
 @pytest.mark.parametrize("where", ["tensor", "leaf", "module", "at the end of the first", "at the end of the last"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_gradient_that_a_hook_in_backward_changes_is_stepped_with_as_it_is_then(where, device):
     case = dataclasses.replace(models.case("mlp"), make=lambda: Changed(where))
     parity.check(case, {"window": 2}, accelerator=device.type)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.few(1)
 def test_a_hook_that_begins_to_change_a_gradient_that_was_stepped_with_is_an_error(overlap, device):
     case = dataclasses.replace(models.case("mlp"), make=lambda: Changed("module", since=2))
     options = {"window": 2, "optimizer_overlap": overlap}
@@ -369,6 +370,7 @@ def test_a_gradient_that_comes_past_the_units_is_stepped_with():
     errors.ExactnessError,
     "a hook on the weight",
 )
+@pytest.mark.few(1)
 def test_a_hook_inside_a_unit_that_asks_for_a_gradient_there_is_an_error(device):
     def make():
         net = models.stack_of(models.Block)()
@@ -391,6 +393,7 @@ class Slowing(models.ZooModule):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.few(1)
 def test_a_hook_that_changes_the_optimizers_options_is_an_error(overlap, device):
     def run(strategy):
         return parity.record(lambda: Slowing(models.case("mlp")), strategy, accelerator=device.type)

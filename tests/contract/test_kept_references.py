@@ -369,7 +369,7 @@ def outcomes(device: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(4)
+@pytest.mark.seldom
 def test_a_weight_that_is_kept(name, device):
     outcome = outcomes(device.type)[name]
     assert outcome == "passed", outcome

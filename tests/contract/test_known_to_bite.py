@@ -48,6 +48,7 @@ def test_a_checkpoint_around_several_units_recomputes_as_in_the_plain_run(device
     check(models.stack_of(CountingBlock), run, device)
 
 
+@pytest.mark.few(1)
 def test_saved_tensor_hooks_of_the_user_see_what_they_see_in_the_plain_run(device):
     def run(net, device):
         seen = []
@@ -95,6 +96,7 @@ def test_a_block_that_checkpoints_inside_its_own_forward(device, block):
     check(models.stack_of(block), training(), device)
 
 
+@pytest.mark.few(1)
 def test_forward_hooks_that_recomputation_runs_inside_backward_release_nothing(device):
     def run(net, device):
         calls = []
@@ -115,6 +117,7 @@ def test_forward_hooks_that_recomputation_runs_inside_backward_release_nothing(d
 
 @pytest.mark.parametrize("through", ["input_ids", "inputs_embeds"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.few(1)
 def test_gradient_checkpointing_of_transformers(device, use_reentrant, through):
     pytest.importorskip("transformers")
 
@@ -189,11 +192,13 @@ def test_blocks_that_are_visited_many_times_over(device, count):
     check(lambda: models.RepeatedStack([models.Block() for _ in range(count)]), training(), device)
 
 
+@pytest.mark.few(1)
 def test_blocks_that_are_skipped_at_random(device):
     stats = check(lambda: models.SkippingStack(models.Block() for _ in range(4)), training(steps=8), device)
     assert stats["surprises"] > 0
 
 
+@pytest.mark.few(1)
 def test_experts_that_get_nothing_have_no_gradient(device):
     def run(net, device):
         for x in inputs(device, 4):
@@ -215,6 +220,7 @@ def run_once(make, device):
     return net
 
 
+@pytest.mark.few(1)
 def test_a_weight_that_is_used_in_several_calls_of_one_graph_sums_its_gradients_in_plain_order(device):
     def loss(net, x):  # the same blocks in three calls, of very different size: another order is another sum
         return sum(net(x * scale).square().mean() for scale in (1e-3, 1.0, 1e3, 0.3))
@@ -225,6 +231,7 @@ def test_a_weight_that_is_used_in_several_calls_of_one_graph_sums_its_gradients_
 # --- More than one backward
 
 
+@pytest.mark.few(1)
 def test_a_backward_through_the_gradients(device):
     def run(net, device):
         for x in inputs(device):
@@ -265,6 +272,7 @@ def test_autograd_grad_of_some_weights_leaves_grad_alone(device):
     check(blocks, run, device)
 
 
+@pytest.mark.few(1)
 def test_gradients_of_many_losses_at_once(device):
     def run(net, device):
         weights = [net.blocks[1].up.weight, net.head.bias]
@@ -277,6 +285,7 @@ def test_gradients_of_many_losses_at_once(device):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.few(1)
 def test_gradients_with_tangents(activations, device):
     def run(net, device):
         for x in inputs(device):
@@ -364,6 +373,7 @@ class UnitRegulariser(L.LightningModule):
         return sgd(self)
 
 
+@pytest.mark.few(1)
 def test_a_regulariser_over_all_parameters_inside_the_step(device):
     def losses(strategy):
         return fit(UnitRegulariser, strategy, device).losses
@@ -414,6 +424,7 @@ class Located(L.LightningModule):
         return sgd(self)
 
 
+@pytest.mark.few(1)
 def test_buffers_metrics_and_tensors_made_where_the_module_says_it_is_are_on_the_device(device):
     plain = fit(Located, None, device)
     streamed = fit(Located, sp_lightning.SuperpipelineStrategy(window=1, device=device), device)
@@ -439,6 +450,7 @@ def test_a_weight_says_in_all_ways_where_a_plain_runs_would_be(device):
     check(models.stack_of(models.NormedBatchBlock), run, device)
 
 
+@pytest.mark.few(1)
 def test_tensors_made_where_a_transformers_model_says_it_is(device):
     pytest.importorskip("transformers")
 
@@ -499,7 +511,7 @@ def test_a_compiled_model(backend):
     window=[1, 6],
     device=parity.DEVICES,
 )
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 def test_writes_to_weights_between_steps_are_seen_at_the_next_visit(device, write, window):
     def between(net):
         for p in net.parameters():
@@ -607,6 +619,7 @@ def cut(layer, optimizer):
 
 
 @pytest.mark.parametrize("change", [transposed, transposed_in_place, cut])
+@pytest.mark.few(2)
 def test_weights_that_become_another_view_of_their_own_bytes_between_steps(device, change):
     """Which lies at the same address."""
 
@@ -866,7 +879,7 @@ GIVEN_AWAY = {
 
 @pytest.mark.parametrize("options", [{"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}])
 @pytest.mark.parametrize("way", GIVEN_AWAY)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_write_through_what_a_weight_gave_away_is_seen(way, options, device):
     plain = fit(lambda: Giving(GIVEN_AWAY[way]()), None, device, **options)
     strategy = sp_lightning.SuperpipelineStrategy(window=6, device=device)
@@ -951,7 +964,7 @@ def test_modules_made_under_the_trainer_are_made_on_the_host(device):
 
 
 @pytest.mark.parametrize("flags", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_flags_of_optimizers_are_the_users_and_the_state_has_nothing_else(device, flags):
     def state(streamed):
         torch.manual_seed(0)
@@ -1003,7 +1016,7 @@ def test_where_no_memory_can_be_page_locked_the_run_goes_on_and_says_so(monkeypa
 @pytest.mark.simgpu
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("slow", ["copies", "kernels"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_memory_is_not_given_away_while_it_is_read_whoever_is_slow(window, slow):
     import simgpu
 
@@ -1027,6 +1040,7 @@ def test_transformers_and_torchvision_import_together():
     assert transformers.LlamaForCausalLM and transformers.CLIPModel
 
 
+@pytest.mark.few(1)
 def test_a_gradient_scaler_sees_infinities_and_clipping_meets_host_gradients(device):
     def run(net, device):
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=2)
@@ -1043,6 +1057,7 @@ def test_a_gradient_scaler_sees_infinities_and_clipping_meets_host_gradients(dev
     check(blocks, run, device)
 
 
+@pytest.mark.few(1)
 def test_a_scaler_hands_its_factor_to_an_optimizer_that_unscales_by_itself(device):
     def run(net, device):
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=1)
@@ -1072,7 +1087,7 @@ def recorded(p):
 
 @pytest.mark.parametrize("wire_dtype", ["auto", "as-is"])
 @pytest.mark.parametrize("change", [data_given, made_double_and_back, recorded])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_gradient_that_is_made_another_tensor(change, wire_dtype, device):
     def run(net, device):
         optimizer = sgd(net)
@@ -1134,6 +1149,7 @@ class WritesAtTimes(nn.Linear):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.few(1)
 def test_a_write_that_is_refused_leaves_the_weights_as_they_were(where, autocast, device):
     def build():
         net = blocks()
@@ -1216,6 +1232,7 @@ def unnormed(net):
 @parity.product(
     change=[parametrized, weight_normed, adapted, pruned], when=["before", "after", "between"], device=parity.DEVICES
 )
+@pytest.mark.few(2)
 def test_parameters_that_appear_vanish_or_move(device, change, when):
     def run(net, device):
         if when == "between":
@@ -1250,6 +1267,7 @@ ENTERED = {
 
 
 @pytest.mark.parametrize("shape", ENTERED)
+@pytest.mark.few(4)
 def test_whatever_part_of_a_unit_is_entered_makes_it_resident(device, shape):
     check(ENTERED[shape], training(), device)
 
@@ -1259,6 +1277,7 @@ def test_whatever_part_of_a_unit_is_entered_makes_it_resident(device, shape):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.few(2)
 def test_recurrent_layers_keep_their_weights_twice(device, kind, mode):
     class Recurrent(models.Stack):
         def run(self, x):

@@ -75,6 +75,7 @@ def test_adapters_are_merged_into_a_quantised_base_and_taken_out(device, tmp_pat
     check(loaded_by_transformers(tmp_path), merged, device)
 
 
+@pytest.mark.few(1)
 def test_adapters_are_unloaded_while_the_base_streams(device, tmp_path):
     def run(module, device):
         yield from trained(module, device)

@@ -71,7 +71,7 @@ def test_a_trainer_trains_adapters_over_a_base_in_its_file(device, form, precisi
     setting=SETTINGS[:2],
     device=parity.DEVICES,
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_two_ranks_train_adapters_over_one_host_copy_of_a_quantised_base(device, form, net, setting):
     for library in ("peft", "transformers") if net == "llama" else ():
         pytest.importorskip(library)

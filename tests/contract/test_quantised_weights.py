@@ -81,6 +81,7 @@ def test_a_unit_whose_quantised_weight_is_kept_stays_on_the_device():
 
 
 @parity.product(form=["int8", "nf4"], precision=["32-true", "bf16-mixed"], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_a_trainer_trains_adapters_over_a_quantised_base(device, form, precision):
     plain = fit(lambda: wrapped.Module(form), None, device, precision=precision)
     streaming = parity.streaming_strategy(device.type, window=1)
@@ -88,7 +89,7 @@ def test_a_trainer_trains_adapters_over_a_quantised_base(device, form, precision
 
 
 @pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_compiled_blocks_read_quantised_weights(form):
     """Torch's compiler sets attributes of its own on tensors that it sees."""
 
@@ -118,6 +119,7 @@ def test_master_weights_leave_a_quantised_base_as_it_is():
 
 
 @pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
+@pytest.mark.few(2)
 def test_a_quantised_base_stays_in_its_file(form):
     net, other, (x,) = wrapped.adapted(form)(), wrapped.adapted(form)(), inputs("cpu", 1)
     torch.save(net.state_dict(), "base.pt")
@@ -132,7 +134,7 @@ def test_a_quantised_base_stays_in_its_file(form):
 
 
 @pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_plan_counts_the_bytes_of_a_quantised_base(form):
     net, (x,) = wrapped.adapted(form)(), inputs("cpu", 1)
     plan = sp_lightning.plan(net, x, loss=squares, machine="h100")
@@ -177,7 +179,7 @@ def mixture(form):
 
 
 @parity.product(form=["nf4", "nvfp4", "int8"], activations=["keep", "recompute"], device=parity.DEVICES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_experts_are_quantised(device, form, activations):
     check(lambda: mixture(form), wrapped.trained_and_evaluated, device, units=["Expert"], activations=activations)
 
@@ -274,11 +276,13 @@ class ReadingStep(nn.Module):
 
 
 @parity.product(form=["coded", "int8", "nf4"], read=READS, where=["step", "block"], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_a_quantised_weight_is_read_outside_of_its_unit(device, form, read, where):
     check(lambda: ReadingStep(form, read, where), wrapped.trained_and_evaluated, device)
 
 
 @parity.product(form=["coded", "int8", "nf4"], read=[by_function, by_custom_function], device=parity.DEVICES)
+@pytest.mark.few(1)
 def test_a_loss_reads_a_quantised_weight(device, form, read):
     def loss(module, x):
         return module.read(module.weight, module(x)).square().mean()
@@ -326,6 +330,7 @@ def test_a_part_that_was_read_may_be_written_unseen():
 # --- What users do to such weights
 
 
+@pytest.mark.few(1)
 def test_a_part_that_is_replaced_between_steps(device):
     def between(module):
         weight = module.blocks[1].up.base.weight
@@ -338,6 +343,7 @@ def test_a_part_that_is_replaced_between_steps(device):
 
 
 @pytest.mark.parametrize("form", ["coded", "int8"])
+@pytest.mark.few(1)
 def test_a_weight_that_is_quantised_again_while_it_streams(device, form):
     def run(module, device):
         for step in range(2):
@@ -424,6 +430,7 @@ def test_weights_without_values_are_an_error():
 
 
 @pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
+@pytest.mark.few(2)
 def test_copies_and_files_of_a_streamed_module_are_plain(form):
     net, (x,) = wrapped.adapted(form)(), inputs("cpu", 1)
     plain = copy.deepcopy(net)
@@ -476,6 +483,7 @@ def test_units_with_quantised_weights_are_compiled_by_inductor(form):
     parity.compare(expected, found)
 
 
+@pytest.mark.few(1)
 def test_a_quantised_weight_that_two_modules_share(device):
     class Tied(wrapped.AdaptedStack):
         def __init__(self):

@@ -57,7 +57,7 @@ def slow(**delays_us):
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("slowness", ["h2d", "compute", "d2h"])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_training(window, slowness, activations):
     def run(net, device):
         slow(**{slowness: 1000})
@@ -75,6 +75,7 @@ def small_ring(monkeypatch):
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("slowness", ["h2d", "compute", "d2h"])
 @pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.few(1)
 def test_training_through_the_ring(small_ring, window, slowness, activations):
     def run(net, device):
         slow(**{slowness: 1000})
@@ -84,6 +85,7 @@ def test_training_through_the_ring(small_ring, window, slowness, activations):
 
 
 @pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.few(1)
 def test_evaluation(window):
     def run(net, device):
         slow(compute=1000)
@@ -100,6 +102,7 @@ def double(parameter):
 
 @pytest.mark.parametrize("name", ["head.weight", "blocks.1.up.weight"])
 @pytest.mark.parametrize("window", [1, 8])
+@pytest.mark.few(1)
 def test_resident_weights_are_not_overwritten_while_they_are_read(name, window):
     def run(net, device):
         xs = list(inputs(device))
@@ -167,6 +170,7 @@ def double_by_optimizer(parameter):
 
 
 @pytest.mark.parametrize("write", [double, double_data, double_data_in_a_torch_function])
+@pytest.mark.few(1)
 def test_weights_that_are_written_within_a_step_went_up_before(write):
     def run(net, device):
         net.write = write
@@ -473,7 +477,7 @@ def resident_nbytes(handle):
 
 
 @pytest.mark.parametrize("returned", [[], [0, 2, 4, 6], range(8)])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_gradients_on_their_way_hold_two_buffers_at_most(returned):
     net = wide()
     for index in returned:  # whose gradients autograd wants to have
@@ -759,6 +763,7 @@ def test_copies_to_weights_and_gradients_before_a_step(copies):
 
 
 @pytest.mark.parametrize("copies", [weights_from_the_device, data_from_the_device])
+@pytest.mark.few(1)
 def test_copies_to_weights_before_the_first_forward(copies):
     def run(net, device):
         x = next(inputs(device))
@@ -769,6 +774,7 @@ def test_copies_to_weights_before_the_first_forward(copies):
     check(blocks, run, DEVICE)
 
 
+@pytest.mark.seldom
 def test_copies_to_gradients_before_the_step_of_an_unknown_optimizer():
     class Unknown(torch.optim.SGD):
         pass
@@ -784,6 +790,7 @@ def test_copies_to_gradients_before_the_step_of_an_unknown_optimizer():
     check(blocks, run, DEVICE)
 
 
+@pytest.mark.seldom
 def test_copies_of_weights_before_a_step():
     taken = []
 

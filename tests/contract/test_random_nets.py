@@ -263,7 +263,7 @@ NUMBERS = [pytest.param(number, marks=[pytest.mark.slow] if number >= OFTEN else
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_random_net_trains_as_in_a_plain_run(number, device):
     def run(module: nn.Module, device: torch.device) -> Iterator[Any]:
         yield from training(random.Random(f"run {number}"), module, device)

@@ -80,7 +80,7 @@ def recomputes_under_a_graph(program):
 
 
 @pytest.mark.parametrize("number", [3483])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_graphs_of_gradients_are_summed_in_order_from_a_processs_first_step_on(number, device):
     assert outcomes([number], programs.alone_on(device)) == {"equal": 1}
 
@@ -121,6 +121,7 @@ def test_weights_that_are_exchanged_after_their_block_ran_without_autocast(devic
     assert programs.outcome(program, programs.runs_on(device)) == ("equal", "")
 
 
+@pytest.mark.few(1)
 def test_a_view_that_is_kept_from_a_step_is_one_of_the_weight_after_the_fit(device):
     acts = (
         programs.Act(0, "stepped", "module", "keep view", 56),
@@ -130,7 +131,7 @@ def test_a_view_that_is_kept_from_a_step_is_one_of_the_weight_after_the_fit(devi
     assert programs.outcome(program, programs.runs_on(device)) == ("equal", "")
 
 
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_write_after_the_last_step_to_a_frozen_weight_that_it_read_under_autocast(device):
     program = programs.Program(
         2556,
@@ -186,7 +187,7 @@ def no_wait_before_a_read(monkeypatch):
 
 
 @pytest.mark.parametrize("mutant", [never_stale, no_wait_for_a_unit, no_wait_before_a_read])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_wrong_engine_is_found_within_forty_programs(mutant, monkeypatch):
     runs = programs.runs_on(parity.device_of("cpu"))
     for number in range(40):
@@ -200,7 +201,7 @@ def test_a_wrong_engine_is_found_within_forty_programs(mutant, monkeypatch):
 
 
 @pytest.mark.parametrize("number", range(0, OFTEN, 4))
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_what_a_program_sees_changes_nothing(number, device):
     program = programs.on(device, programs.draw(number))
     blind = programs.run(program, device, False, observes=False)

@@ -429,6 +429,7 @@ def unpack(net):
 
 
 @pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.few(1)
 def test_a_frozen_weight_that_its_forward_packs_into_another_shape(device, keeps, monkeypatch):
     def run(net, device):
         for _ in range(2):
@@ -500,7 +501,7 @@ class JointMomentum(Momentum):
 
 
 @parity.product(precision=["32-true", "bf16-mixed"], kind=[Momentum, JointMomentum], device=parity.DEVICES)
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_target_whose_data_each_training_step_replaces(device, kind, precision):
     expected = fit(kind, None, device, precision=precision)
     for window in (1, 4):
@@ -531,6 +532,7 @@ class Aliased(nn.Module):
 
 
 @parity.product(precision=["32-true", "bf16-mixed"], optimizer_overlap=[True, False], threads=[1, 2])
+@pytest.mark.few(1)
 def test_two_weights_over_one_memory_train_as_in_the_plain_run(precision, optimizer_overlap, threads):
     class Module(L.LightningModule):
         def __init__(self):
@@ -646,6 +648,7 @@ class Fault(BaseException):
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
 @pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.few(2)
 def test_an_interruption_anywhere_leaves_the_weights_and_the_next_step_right(device, where, window):
     def run(net, device):
         optimizer = sgd(net)
@@ -732,6 +735,7 @@ def both(device, run):
         assert torch.equal(p.cpu(), q.cpu()), name
 
 
+@pytest.mark.few(1)
 def test_a_lightning_module_that_calls_a_units_children_but_never_the_unit(device):
     both(device, lambda streamed: fit(OnChildren, strategy(device, streamed), device))
 
@@ -766,6 +770,7 @@ def test_where_they_meet_the_devices_number_itself_the_error_says_what_to_do(ove
         fit(NormalizingByTheDevices, strategy(device, optimizer_overlap=overlap), device)
 
 
+@pytest.mark.few(1)
 def test_two_trainers_one_after_another(device):
     def run(streamed):
         module = fit(OnWhole, strategy(device, streamed), device)
@@ -774,6 +779,7 @@ def test_two_trainers_one_after_another(device):
     both(device, run)
 
 
+@pytest.mark.few(1)
 def test_a_trainer_that_fits_validates_and_fits_again(device):
     def run(streamed):
         module = fit(OnWhole, strategy(device, streamed), device)
@@ -807,6 +813,7 @@ def test_a_module_that_streams_already_is_refused(device):
     sp_lightning.stream(net, device).close()
 
 
+@pytest.mark.few(1)
 def test_two_modules_stream_side_by_side(device):
     def run(net, device):
         other = blocks()
@@ -860,7 +867,7 @@ def stack_with_a_buffer():
 
 
 @pytest.mark.parametrize("change", [replaced, assigned, swapped, loaded_by_swapping, taken_over])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_parameters_replaced_between_steps(device, change):
     def run(net, device):
         for _ in range(3):
@@ -880,6 +887,7 @@ def test_weights_that_are_swapped_with_each_other_between_steps(device):
     check(blocks, run, device)
 
 
+@pytest.mark.few(1)
 def test_parametrizations_that_are_removed_between_steps(device):
     def make():
         net = blocks()
@@ -895,6 +903,7 @@ def test_parametrizations_that_are_removed_between_steps(device):
     check(make, run, device)
 
 
+@pytest.mark.few(1)
 def test_a_module_made_double_between_steps(device):
     def run(net, device):
         yield from training(steps=2)(net, device)
@@ -906,6 +915,7 @@ def test_a_module_made_double_between_steps(device):
     check(blocks, run, device)
 
 
+@pytest.mark.few(1)
 def test_a_module_that_is_moved_to_the_device_stays_on_the_host(device):
     def run(net, device):
         net.to(device)
@@ -1048,6 +1058,7 @@ def halve(weight):
 
 @pytest.mark.parametrize("window", [1, 2, 6])
 @pytest.mark.parametrize("part", [lambda w: w.data, lambda w: w[:3].data, lambda w: w.detach()[:3].data])
+@pytest.mark.few(2)
 def test_backward_computes_with_what_was_written_unseen_by_autograd(part, device, window):
     def run(net, device):
         for x in inputs(device, 3):
@@ -1113,7 +1124,7 @@ COPIES = [copy.deepcopy, pickled, saved, rebuilt]
 
 
 @pytest.mark.parametrize("make_copy", COPIES)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_copies_made_between_steps_are_plain_modules_that_train_alike(device, make_copy):
     def run(net, device):
         yield from training(steps=1)(net, device)
@@ -1366,7 +1377,7 @@ class Adapted(models.Block):
     autocast=[False, True],
     device=parity.DEVICES,
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_function_transforms_inside_a_unit(block, activations, autocast, device):
     def loss(net, x):
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast, cache_enabled=False):
@@ -1420,6 +1431,7 @@ class Complex(nn.Module):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
+@pytest.mark.few(2)
 def test_conjugated_and_negated_views_of_complex_weights(device, activations):
     check(models.stack_of(Complex), training(), device, activations=activations)
 
@@ -1527,6 +1539,7 @@ class Decaying(models.Stack):
 
 
 @pytest.mark.parametrize("kind", [Rereading, RereadingReentrant, Differentiating, Decaying])
+@pytest.mark.few(3)
 def test_weights_that_backward_reads_outside_their_unit(device, kind):
     check(lambda: kind(models.Block() for _ in range(3)), training(), device)
 
@@ -1561,6 +1574,7 @@ HANDED = {
 
 
 @parity.product(activations=["keep", "recompute", "offload"], handed=list(HANDED), device=parity.DEVICES)
+@pytest.mark.few(3)
 def test_weights_that_are_handed_to_a_function_outside_their_unit(device, handed, activations):
     class Net(models.Stack):
         def run(self, x):
@@ -1570,6 +1584,7 @@ def test_weights_that_are_handed_to_a_function_outside_their_unit(device, handed
 
 
 @pytest.mark.parametrize("handed", ["a weight", "a fused loss", "a reentrant checkpoint"])
+@pytest.mark.few(2)
 def test_weights_that_are_handed_to_a_function_between_steps(device, handed):
     functions = HANDED | {"a weight": lambda net, x: Product.apply(x, net.head.weight)}
     check(blocks, training(lambda net, x: functions[handed](net, net.run(net.stem(x))).square().sum()), device)
@@ -1635,6 +1650,7 @@ def test_a_weight_beside_an_argument_that_refuses_a_function_is_torchs_error():
 
 
 @pytest.mark.parametrize("kind", [Rereading, RereadingReentrant, Differentiating, Decaying])
+@pytest.mark.few(2)
 def test_weights_that_backward_reads_when_an_optimizer_calls_for_it(device, kind):
     """As Lightning's automatic optimization does: forward and backward run in a closure."""
 
@@ -1710,6 +1726,7 @@ BACKWARDS = {
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize("when", ["before", "after forward"])
+@pytest.mark.few(3)
 def test_hooks_of_weights_are_called_only_where_a_gradient_arrives(when, backward, device):
     def run(net, device):
         seen, weights = [], list(net.parameters())
@@ -1948,7 +1965,7 @@ def change_forward(module):
     autocast=[False, True],
     device=parity.DEVICES,
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_modules_that_are_given_other_code(part, change, when, activations, autocast, device):
     def run(net, device):
         optimizer, changed = sgd(net), net.get_submodule(CHANGED_PARTS[part])
@@ -2117,6 +2134,7 @@ def test_nested_tensors_in_a_forward(activations):
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("window", [1, 2, 6])
+@pytest.mark.few(1)
 def test_forward_and_backward_on_a_stream_of_the_user(window):
     import simgpu
 
@@ -2157,7 +2175,7 @@ class Branches(models.Stack):
 @parity.product(
     window=[1, 3], activations=["keep", "recompute", "offload", "recompute+offload"], slow=["copies", "kernels"]
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_units_that_are_read_on_several_streams_at_once(slow, activations, window):
     import simgpu
 
@@ -2379,7 +2397,7 @@ def under_autocast(net, x):
     loss=[through_both, contrasted, recomputed, recomputed_by_another_backward, under_autocast],
     device=parity.DEVICES,
 )
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_training_by_calls_of_parts(loss, activations, window, device):
     def run(net, device):
         yield from training(loss, steps=4)(net, device)
@@ -2450,6 +2468,7 @@ def t5():
 
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("make", [llama, t5])
+@pytest.mark.few(1)
 def test_generation_by_hand(make, wrap, device):
     pytest.importorskip("transformers")
 
@@ -2467,6 +2486,7 @@ def test_generation_by_hand(make, wrap, device):
 @pytest.mark.simgpu
 @pytest.mark.parametrize("options", [{"min_new_tokens": 4}, {"do_sample": True}], ids=str)
 @pytest.mark.parametrize("streams_model", [False, True])
+@pytest.mark.few(1)
 def test_generation_with_a_streamed_assistant(streams_model, options):
     pytest.importorskip("transformers")
     device = torch.device("simgpu", 0)
@@ -2489,7 +2509,7 @@ def test_generation_with_a_streamed_assistant(streams_model, options):
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("make, batch", [pytest.param(*rest, id=name) for name, *rest in families.captioners()])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_pictures_are_put_into_words_by_hand(make, batch):
     pytest.importorskip("transformers")
 
@@ -2525,6 +2545,7 @@ class Rolling(nn.Module):
 
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("part", [False, True])
+@pytest.mark.few(1)
 def test_what_generate_sends_to_the_models_device_is_there(part, window, device):
     def run(net, device):
         model = net.inner if part else net
@@ -2553,6 +2574,7 @@ class Telling(Rolling):
             yield x
 
 
+@pytest.mark.few(1)
 def test_a_generate_that_yields(device):
     def run(net, device):
         for x in inputs(device):
@@ -2629,6 +2651,7 @@ class Offset(nn.Module):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("part", [False, True])
+@pytest.mark.few(1)
 def test_a_call_that_finds_weights_replaced_has_the_new_ones(part, wrapped, device):
     def run(net, device):
         called = net.inner if part else net

@@ -93,13 +93,13 @@ class Writing(L.LightningModule):
     window=[1, 6],
     device=parity.DEVICES,
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_weight_that_is_written_through_a_view(write, moment, manual, window, device):
     compare(lambda: Writing(WRITES[write], moment, manual), device, window)
 
 
 @parity.product(write=list(WRITES), moment=["training_step", "on_after_backward"], device=parity.DEVICES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_weight_that_travels_in_autocasts_type_and_is_written_through_a_view(write, moment, device):
     compare(lambda: Writing(WRITES[write], moment, manual=True), device, precision="bf16-mixed")
 
@@ -110,6 +110,7 @@ def test_a_view_that_is_written_in_the_closure_of_a_manual_step(device):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("window", [1, 6])
+@pytest.mark.few(1)
 def test_a_view_that_is_written_in_a_step_before_the_unit_is_recomputed(window, precision, device):
     def make():
         return Writing(WRITES["row"], "training_step", manual=False)
@@ -205,6 +206,7 @@ def replace_all(one, other):
     "names", [("blocks.1.norm.bias", "blocks.1.down.bias"), ("blocks.0.up.weight", "blocks.2.up.weight")]
 )
 @pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.few(2)
 def test_weights_that_are_given_the_data_of_one_that_was_replaced_stay_aliases(share, names, step, device):
     def run(net, device):
         optimizer = sgd(net)

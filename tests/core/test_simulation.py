@@ -162,6 +162,7 @@ FLOORS = {  # docs: bytes per parameter read and written, seconds on one drive o
 
 
 @pytest.mark.parametrize("model, each", FLOORS)
+@pytest.mark.few(3)
 def test_state_and_weights_of_large_models_take_what_a_drive_takes(model, each):
     """State alone is 8 bytes per parameter of FP32 AdamW; with the FP32 weights, of which a copy travels, 12."""
     one = [replace(u, resident=False) for u in WORKLOADS[model].units(1e3)]
@@ -476,6 +477,7 @@ def test_nor_is_one_of_the_unet_once_units_are_fetched_early_enough(margin):
 
 
 @pytest.mark.parametrize("name", ["a100", "mi300x"])
+@pytest.mark.few(1)
 def test_there_the_window_binds_and_not_what_comes_down(name):
     """Neither gradients and steps that take no time nor room for the whole model bring the UNet near its floor."""
     workload, machine = WORKLOADS["sdxl"], MACHINES[name]
@@ -492,7 +494,7 @@ def test_there_the_window_binds_and_not_what_comes_down(name):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_with_steps_into_forward_it_does_so_where_the_optimizer_needs_forward_too(activations):
     for workload, machine in CASES:
         result = stepped(workload, machine, activations, 1.2, hidden_in_forward=True, into_forward=True)
@@ -502,7 +504,7 @@ def test_with_steps_into_forward_it_does_so_where_the_optimizer_needs_forward_to
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("margin", [0.8, 0.6, 0.3])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_with_steps_into_forward_it_does_so_where_a_link_or_the_optimizer_binds(activations, margin):
     for workload, machine in CASES:
         result = stepped(workload, machine, activations, margin, hidden_in_forward=True, into_forward=True)
@@ -511,12 +513,14 @@ def test_with_steps_into_forward_it_does_so_where_a_link_or_the_optimizer_binds(
         assert enough, (workload.name, machine.name, result.merit)
 
 
+@pytest.mark.seldom
 def test_where_the_optimizer_takes_most_of_a_step_uneven_models_come_as_near_as_uniform_ones():
     for workload, machine in CASES:
         result = stepped(workload, machine, "recompute", 0.3, hidden_in_forward=True, into_forward=True)
         assert result.merit >= 0.92, (workload.name, machine.name)
 
 
+@pytest.mark.seldom
 def test_the_least_is_reached_where_compute_and_what_hides_behind_it_take_equally_long():
     for workload, machine in CASES:
         result = stepped(workload, machine, "recompute", 1.0, hidden_in_forward=True, into_forward=True)
@@ -524,7 +528,7 @@ def test_the_least_is_reached_where_compute_and_what_hides_behind_it_take_equall
 
 
 @pytest.mark.parametrize("margin", [0.9, 0.6, 0.3])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_where_the_optimizer_binds_no_other_order_of_its_steps_would_gain_more_than_a_little(margin):
     for workload, machine in CASES:
         result = stepped(workload, machine, "recompute", margin, hidden_in_forward=True, into_forward=True)

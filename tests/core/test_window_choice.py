@@ -90,6 +90,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("most", [3, 12])
+@pytest.mark.few(2)
 def test_on_four_shapes_of_a_machine_the_choice_is_within_2_percent_of_the_best(shape, most):
     measured = times(count=12, **SHAPES[shape])
     swept = min(measured.step_ms(k, kk) for k in range(1, most + 1) for kk in range(1, k + 1))
@@ -264,6 +265,7 @@ def test_every_decision_follows_from_the_numbers_that_it_prints(caplog):
 
 
 @pytest.mark.parametrize("runs_on", [False, True])
+@pytest.mark.few(1)
 def test_decisions_count_with_steps_that_run_on_where_they_do(runs_on, monkeypatch, caplog):
     sgd = importlib.import_module("torch.optim.sgd")  # torch.optim has no attribute of that name
     plain = sgd.sgd

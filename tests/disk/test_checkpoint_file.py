@@ -295,6 +295,7 @@ def no_reserving(error):
 
 
 @pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.few(1)
 def test_a_filesystem_that_cannot_reserve_a_range_is_written_all_the_same(error, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_file, "libc", lambda: no_reserving(error))
     given = tensors()
@@ -303,6 +304,7 @@ def test_a_filesystem_that_cannot_reserve_a_range_is_written_all_the_same(error,
 
 @pytest.mark.parametrize("place", ["reserving", "first write", "last write", "checksum", "sync"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.few(1)
 def test_a_write_that_fails_leaves_the_previous_file_and_nothing_else(place, error, tmp_path, monkeypatch):
     writer, path = MappedCheckpointIO(direct=True), tmp_path / "last.ckpt"
     writer.save_checkpoint({"old": 1}, path)

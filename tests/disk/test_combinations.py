@@ -132,7 +132,7 @@ def cells():
 
 
 @pytest.mark.parametrize("cell", list(cells()))
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_features_together(cell):
     case = models.case(cell["case"])
     if case.name == "transformer_encoder" and "-mixed" in cell["precision"] and cell["accelerator"] != "cpu":
@@ -162,7 +162,7 @@ def test_features_together(cell):
 
 
 @parity.product(precision=["32-true", "bf16-mixed"], optimizer=["groups", "adafactor"], device=parity.DEVICES)
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_several_runs_of_one_module(precision, optimizer, device):
     """Fits, validations and predictions, of which one is plain: weights live on in one file after another."""
     case = models.case("mlp")

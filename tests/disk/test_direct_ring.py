@@ -192,6 +192,7 @@ def test_a_buffer_is_read_into_again_only_after_the_device_has_read_it(filed):
     ring.close()
 
 
+@pytest.mark.few(1)
 def test_a_buffer_is_not_used_again_while_a_fill_that_failed_still_reads_into_it(device, filed, monkeypatch):
     """The first read fails, the two beside it end later: what they bring must not land in the next fill's buffers."""
     file, content = filed
@@ -249,6 +250,7 @@ def test_host_memory_may_be_written_only_after_the_device_has_read_it():
 
 
 @pytest.mark.parametrize("writable", [False, True])
+@pytest.mark.few(1)
 def test_what_lies_over_a_file_may_be_written_only_after_the_file_was_read(writable, filed, monkeypatch):
     """Of a source file nothing can be written, and nobody waits for its reads."""
     file, _ = filed

@@ -73,6 +73,7 @@ def assert_plain(net, before):
 
 @pytest.mark.parametrize("masters, number", [(False, 0), (True, 0), (True, 1), (True, 5)])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.few(1)
 def test_a_disk_that_fails_while_a_run_begins_leaves_the_module(masters, number, error, device, monkeypatch):
     net = stack()
     before = copy.deepcopy(net.state_dict())
@@ -100,6 +101,7 @@ def test_a_disk_that_fails_as_weights_move_there_leaves_the_module(error, device
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwritev"])
 @pytest.mark.parametrize("kind", ["loaded", "foreach", "a subclass"])
+@pytest.mark.few(1)
 def test_state_that_cannot_move_to_the_disk_stays_in_memory_and_is_right(kind, call, device, monkeypatch):
     """What is loaded, and what an optimizer makes that is not stepped in portions: a step is done or not begun."""
     nets = [stack(), stack()]
@@ -138,6 +140,7 @@ def test_state_that_cannot_move_to_the_disk_stays_in_memory_and_is_right(kind, c
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.few(1)
 def test_a_filesystem_that_refuses_direct_transfers_later_changes_no_bit(call, device, monkeypatch, caplog):
     real, calls = getattr(os, call), itertools.count()
 

@@ -91,6 +91,7 @@ def test_each_pass_reads_what_comes_up_and_nothing_is_in_memory(nets, device):
     assert torch.equal(net(batch("cpu")), plain(batch("cpu")))
 
 
+@pytest.mark.few(1)
 def test_a_recorded_step_has_the_reads_and_the_waits_for_them(nets, device, monkeypatch):
     read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *given: time.sleep(0.02) or read(*given))
@@ -117,6 +118,7 @@ def test_a_recorded_step_has_the_reads_and_the_waits_for_them(nets, device, monk
         assert handle.stats()["stall_ms"]["disk"] > 10
 
 
+@pytest.mark.few(1)
 def test_a_recorded_step_has_the_state_that_was_read_and_written(device, tmp_path):
     net = stack().requires_grad_(True)
     with streamed(net, device, window=1, disk=tmp_path) as handle:
@@ -139,6 +141,7 @@ def test_a_recorded_step_has_the_state_that_was_read_and_written(device, tmp_pat
     assert "disk to host" in lanes and "host to disk" in lanes
 
 
+@pytest.mark.few(1)
 def test_it_streams_again_from_the_same_files(nets, device):
     plain, net = nets
     for _ in range(3):
@@ -148,7 +151,7 @@ def test_it_streams_again_from_the_same_files(nets, device):
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 5])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_only_what_does_not_fit_the_budget_stays_in_files(blocks, device, tmp_path):
     plain, net = stack(count=14), stack(count=14)
     in_files.put(net, str(tmp_path))
@@ -207,6 +210,7 @@ def test_weights_on_a_network_filesystem_are_copied_and_that_is_said(nets, monke
     assert "and 1 more files" in said and "(nfs4)" in said
 
 
+@pytest.mark.seldom
 def test_without_a_budget_nothing_of_this_is_loaded():
     code = (
         "import sys, torch, sp_lightning\nfrom torch import nn\nnet = nn.Linear(3, 3)\n"
@@ -237,7 +241,7 @@ def swap(one, other):
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_a_weight_that_user_code_writes_goes_up_from_its_memory(write, nets, device):
     plain, net = nets
     with streamed(net, device) as handle:
@@ -256,6 +260,7 @@ def test_a_weight_that_user_code_writes_goes_up_from_its_memory(write, nets, dev
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.few(1)
 def test_a_cached_weight_keeps_its_unit_after_others_left_the_file(nets, device):
     """Slices of the device buffer, which fills write to, are fewer then, and code that holds one more is noticed."""
     _, net = nets
@@ -297,6 +302,7 @@ def test_what_others_write_to_the_file_s_tensors_is_not_the_weights(device, tmp_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.few(1)
 def test_unfrozen_weights_train_as_in_memory(dtype, device, tmp_path):
     def trained(place):
         net = stack(dtype=dtype)
@@ -325,6 +331,7 @@ def test_unfrozen_weights_train_as_in_memory(dtype, device, tmp_path):
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("write", ["in place", "other data", None])
+@pytest.mark.few(1)
 def test_a_graph_under_autocast_keeps_the_bytes_that_it_saved(write, tmp_path):
     """As a plain run saves a cast copy (host_copy.py, Rule 6), here made from the file again."""
     device = torch.device("simgpu", 0)
@@ -373,6 +380,7 @@ def failing(monkeypatch, number=errno.EIO, after=0):
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.few(2)
 def test_a_read_that_fails_is_an_error_and_once_it_works_again_all_is_right(after, nets, device, monkeypatch):
     plain, net = nets
     with streamed(net, device, window=1) as handle:
@@ -460,7 +468,7 @@ def test_tied_weights_and_two_models_over_one_file(device, tmp_path):
         assert equal(net, plain, device) and equal(other, stack(), device)
 
 
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_loader_processes_are_forked_while_the_disk_is_read(device):
     def record(case, **options):
         strategy = parity.streaming_strategy(device.type, **options)

@@ -114,7 +114,7 @@ def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_step_moves_the_master_weights_that_the_plan_says_to_the_byte(kind, device, tmp_path):
     options = {"window": 2, "host_budget": "0B", "disk": str(tmp_path), "master_weights": True}
     net = model().requires_grad_(True)
@@ -148,7 +148,7 @@ class Mixed(nn.Module):
 
 
 @parity.product(kind=["AdamW", "SGD"], wider=[64, 4096], window=[1, 2], device=parity.DEVICES)
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(kind, wider, window, device, tmp_path):
     """A large weight that is not only cast is read from the disk for each of its ways up."""
     options = {"window": window, "host_budget": "0B", "disk": str(tmp_path), "units": ["Mixed"]}
@@ -229,6 +229,7 @@ FLOORS = {  # seconds with both directions free and with one pipe; what is writt
     "name, each",
     [cell if cell == ("llama3-8b", 8) else pytest.param(*cell, marks=SLOW) for cell in FLOORS],
 )
+@pytest.mark.seldom
 def test_a_plan_with_a_disk_takes_what_a_drive_takes(name, each):
     """With few tokens, on a drive whose directions are free of each other, and on one with one pipe."""
     free, shared, written, steps = FLOORS[name, each]

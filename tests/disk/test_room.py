@@ -78,7 +78,7 @@ WEIGHTS, STATE = sum(NBYTES), 2 * sum(map(aligned, NBYTES))
         ({"enable_checkpointing": False}, 0),
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_next_checkpoint_and_the_one_that_it_replaces_have_room(options, checkpoints, tmp_path, monkeypatch):
     options = {**options, "callbacks": [make(tmp_path) for make in options.get("callbacks", ())]}
     needed = STATE + checkpoints
@@ -253,6 +253,7 @@ def test_a_second_handle_asks_only_for_what_is_to_come(master_weights, quota):
 
 
 @pytest.mark.parametrize("together", [False, True])
+@pytest.mark.few(1)
 def test_fabric_asks_for_room_for_all_optimizers_that_were_set_up(together, quota):
     def set_up(fabric):
         made = []
@@ -285,6 +286,7 @@ def test_fabric_asks_for_room_for_all_optimizers_that_were_set_up(together, quot
 
 
 @pytest.mark.parametrize("with_fabric", [False, True])
+@pytest.mark.few(1)
 def test_more_state_than_adamw_has_is_an_error_before_the_run(with_fabric, tmp_path, quota):
     class Module(models.ZooModule):
         def configure_optimizers(self):

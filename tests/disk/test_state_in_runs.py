@@ -93,6 +93,7 @@ def assert_same(one, other):
 MOMENTS = ["exp_avg", "exp_avg_sq"]
 
 
+@pytest.mark.few(1)
 def test_state_that_user_code_writes_is_what_the_next_step_reads(device):
     net, (plain, reference) = stack(), trained(2, device=device)
     optimizer = torch.optim.AdamW(net.parameters())
@@ -171,7 +172,7 @@ def test_state_comes_into_being_in_the_order_of_the_parameters(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["LBFGS", "of the user's own", "foreach", "Adafactor, foreach"])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(kind, device, caplog):
     class Own(torch.optim.Optimizer):
         def __init__(self, params):
@@ -217,6 +218,7 @@ def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(ki
 
 
 @pytest.mark.parametrize("made", [torch.zeros_like, lambda p: [torch.zeros_like(p)]], ids=["a tensor", "a list"])
+@pytest.mark.few(1)
 def test_state_that_is_no_dictionary_stays_in_memory(made, device):
     class Own(torch.optim.Optimizer):
         def __init__(self, params):
@@ -241,6 +243,7 @@ def test_state_that_is_no_dictionary_stays_in_memory(made, device):
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
 @pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.few(1)
 def test_an_optimizer_that_steps_whole_parameters_finds_them_in_a_buffer(kind, masters, device, caplog):
     makes = {
         "Adafactor": torch.optim.Adafactor,
@@ -265,6 +268,7 @@ def test_an_optimizer_that_steps_whole_parameters_finds_them_in_a_buffer(kind, m
 
 
 @pytest.mark.parametrize("first", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.few(2)
 def test_adafactor_takes_its_epsilon_from_the_type_of_a_groups_first_weight(first, device):
     """As torch does for the whole group, of which only vectors have state on the disk."""
 
@@ -321,7 +325,7 @@ def test_one_optimizer_over_two_streamed_modules_has_its_state_on_the_disk_of_ea
 
 
 @pytest.mark.parametrize("kind", ["RMSprop", "NAdam", "Adafactor"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_fused_optimizer_steps_a_class_without_a_fused_kernel_in_portions(kind, device):
     net = stack()
     optimizer = getattr(torch.optim, kind)(net.parameters())
@@ -334,6 +338,7 @@ def test_fused_optimizer_steps_a_class_without_a_fused_kernel_in_portions(kind, 
 # ---- what is refused
 
 
+@pytest.mark.seldom
 def test_without_a_disk_nothing_of_this_is_loaded():
     code = (
         "import sys, torch, sp_lightning\nfrom torch import nn\nnet = nn.Linear(3, 3)\n"
@@ -437,7 +442,7 @@ def failing(call, after, number=errno.EIO):
         *(("pwritev", number, after) for number in (errno.EIO, errno.ENOSPC) for after in (0, 4)),
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_transfer_that_fails_ends_the_step_and_says_what_was_stepped(call, number, after, device, monkeypatch):
     net = stack()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -479,6 +484,7 @@ def test_a_step_whose_first_read_fails_may_be_taken_again(device, monkeypatch):
 
 
 @pytest.mark.parametrize("at_most", [1000, 5000])
+@pytest.mark.few(1)
 def test_short_transfers_change_no_bit(at_most, device, monkeypatch):
     preadv, pwritev = os.preadv, os.pwritev
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [memoryview(views[0])[:at_most]], at))
@@ -503,6 +509,7 @@ class Breaking(Callback):
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.few(1)
 def test_a_disk_that_fails_in_a_fit_names_the_checkpoint_to_go_on_from(call, overlap, tmp_path, monkeypatch):
     case = models.case("mlp")
     options = {"host_budget": "0B", "disk": os.getcwd(), "optimizer_overlap": overlap}
@@ -538,6 +545,7 @@ class Filling(Callback):
 
 
 @pytest.mark.parametrize("overlap, stepped", [(True, "had stepped 27 of 28"), (False, "nothing was stepped")])
+@pytest.mark.few(1)
 def test_a_disk_that_is_full_when_a_weight_gets_state_late_says_what_was_stepped(overlap, stepped, monkeypatch):
     options = {"host_budget": "0B", "disk": os.getcwd(), "optimizer_overlap": overlap}
     case = models.case("mlp")
@@ -552,7 +560,7 @@ def test_a_disk_that_is_full_when_a_weight_gets_state_late_says_what_was_stepped
 # ---- processes
 
 
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_loader_processes_are_forked_while_the_disk_is_used(device):
     def record(**options):
         strategy = parity.streaming_strategy(device.type, **options)
@@ -571,6 +579,7 @@ def test_loader_processes_are_forked_while_the_disk_is_used(device):
     parity.compare(record(), record(host_budget="0B", disk=os.getcwd()))
 
 
+@pytest.mark.few(1)
 def test_a_forked_process_that_touches_state_gets_an_error(device):
     net = stack()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -613,7 +622,7 @@ def train_half(net, optimizer, device, steps):
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop", "Adafactor"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_master_weights_on_disk_are_stepped_there_and_what_travels_comes_from_memory(kind, device, tmp_path):
     nets = [stack(), stack()]
     optimizers = [getattr(torch.optim, kind)(net.parameters(), lr=0.01) for net in nets]
@@ -686,6 +695,7 @@ def resident(folder):
 
 
 @pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.few(1)
 def test_steps_never_touch_the_mapping(masters, device):
     """Through it a disk that fails would end the process, and page faults take several times as long."""
     net = stack()
@@ -698,6 +708,7 @@ def test_steps_never_touch_the_mapping(masters, device):
         assert optimizer.state[net[0][0].weight]["exp_avg"].any() and resident(os.getcwd()) > 0
 
 
+@pytest.mark.few(1)
 def test_master_weights_with_a_nan_travel_as_in_memory(device):
     nets = [stack(), stack()]
     for number, net in enumerate(nets):
@@ -759,6 +770,7 @@ def test_a_module_grows_while_its_master_weights_are_on_disk(device):
         assert torch.equal(nets[0].state_dict()[name], weight), name
 
 
+@pytest.mark.few(1)
 def test_state_of_weights_that_are_unfrozen_later_goes_to_the_disk(device):
     """They were not counted when units were chosen."""
     runs = []
@@ -777,6 +789,7 @@ def test_state_of_weights_that_are_unfrozen_later_goes_to_the_disk(device):
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
+@pytest.mark.few(1)
 def test_a_module_that_outgrows_its_budget_has_its_optimizers_state_on_disk_from_then_on(kind, device):
     runs = []
     size = sum(p.nbytes for p in stack(200, 2).parameters())
@@ -815,10 +828,12 @@ def thawing(device, **options):
 SIZE = sum(p.nbytes for p in stack(200, 2).parameters())
 
 
+@pytest.mark.few(1)
 def test_weights_that_are_unfrozen_and_outgrow_the_budget_have_state_on_disk(device):
     assert_same(thawing(device, disk=os.getcwd(), host_budget=6 * SIZE), thawing(device))
 
 
+@pytest.mark.few(1)
 def test_what_a_run_has_made_itself_is_within_its_budget_when_weights_are_unfrozen(device, monkeypatch):
     from sp_lightning.core.host import HostMemory
 
@@ -844,6 +859,7 @@ def test_weights_that_are_unfrozen_within_the_budget_leave_the_units_as_they_are
     assert len(attached) == len(set(attached)) == 2
 
 
+@pytest.mark.few(1)
 def test_weights_that_are_unfrozen_have_their_first_state_on_disk_where_forward_runs_in_a_closure(device):
     """As in a Trainer: the optimizer's step has begun when units are made anew."""
     runs = []

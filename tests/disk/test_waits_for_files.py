@@ -102,6 +102,7 @@ def are_free(ring):
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.few(1)
 def test_a_ring_that_is_closed_waits_for_what_is_under_way(call, scratch, begun, monkeypatch):
     _, (run, *_) = runs(scratch, 1)
     ring = StateRing(scratch, SMALLEST, Counters())
@@ -115,6 +116,7 @@ def test_a_ring_that_is_closed_waits_for_what_is_under_way(call, scratch, begun,
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.few(1)
 def test_after_a_transfer_failed_none_is_under_way_when_that_is_raised(call, scratch, ring, monkeypatch):
     """What a read brings later would land in what the buffer is used for by then."""
     _, given = runs(scratch, 12)
@@ -332,6 +334,7 @@ def test_a_weight_is_converted_only_after_the_device_has_the_one_before(filed):
     ring.close()
 
 
+@pytest.mark.few(1)
 def test_a_file_that_changes_while_it_is_read_is_an_error(filed, device, monkeypatch):
     found = Device(device)
     ring, flat = DirectRing(found, 2 * BLOCK), torch.zeros(50000, dtype=torch.uint8, device=device)
@@ -428,6 +431,7 @@ def test_a_fill_that_failed_is_no_error_where_a_unit_is_evicted(device, tmp_path
 
 
 @torch.no_grad()
+@pytest.mark.few(1)
 def test_an_interrupted_wait_for_a_fill_is_taken_up_again(device, tmp_path, monkeypatch):
     """A failure of the fill would make the bytes stale; Ctrl-C in the wait is none, and the reads go on."""
     net, x = mixed(tmp_path), torch.ones(3, 65)
@@ -469,6 +473,7 @@ def open_files(folder):
 
 
 @pytest.mark.parametrize("what", ["files", "state", "masters"])
+@pytest.mark.few(2)
 def test_after_a_run_no_file_is_open_and_no_thread_is_left(what, device, begun, tmp_path, monkeypatch):
     monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
     monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)

@@ -281,7 +281,7 @@ SHARED = {
 
 @pytest.mark.parametrize("by", SHARED)
 @pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_on_the_cpu_a_weight_whose_bytes_other_code_has_stays_where_that_sees_its_steps(by, masters):
     def run(streams):
         net = stack(reads=False)
@@ -308,6 +308,7 @@ def test_on_the_cpu_a_weight_whose_bytes_other_code_has_stays_where_that_sees_it
     assert run(True) == run(False)
 
 
+@pytest.mark.few(1)
 def test_steps_beside_backward_leave_the_mapping_alone(device):
     from test_state_in_runs import resident
 
@@ -342,7 +343,7 @@ CALLBACKS = {
 
 
 @pytest.mark.parametrize("callbacks", list(CALLBACKS))
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_callbacks_that_read_and_write_weights(callbacks, device):
     def run(strategy):
         case = models.case("mlp")
@@ -356,6 +357,7 @@ def test_callbacks_that_read_and_write_weights(callbacks, device):
     parity.compare(expected, run(parity.streaming_strategy(device.type, **options)))
 
 
+@pytest.mark.seldom
 def test_checkpoints_go_both_ways(tmp_path):
     case = models.case("mlp")
 

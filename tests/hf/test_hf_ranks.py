@@ -48,7 +48,7 @@ def combinations():
 
 
 @pytest.mark.parametrize("run, on", list(combinations()))
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_two_ranks_are_ddp(run, on, tmp_path):
     if run.startswith(TRL):
         pytest.importorskip("trl", reason="these runs are TRL's trainers")
@@ -61,6 +61,7 @@ def test_two_ranks_are_ddp(run, on, tmp_path):
         parity.compare(theirs, ours)
 
 
+@pytest.mark.seldom
 def test_a_model_that_ddp_would_wrap_is_shared_and_others_are_not():
     for found in processes.run(2, ranked_hf.facts):
         assert (found["shared"], found["streamed"]) == (["net"], 2)

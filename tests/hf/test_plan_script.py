@@ -127,6 +127,7 @@ def same(found, other):
         assert found[name] == other[name], name
 
 
+@pytest.mark.seldom
 def test_a_trainers_first_step_is_planned_from_the_config_alone():
     """There are no weights in the folder, nothing is trained, and the steps are those of three epochs."""
     found = planned("--", "trainer.py", "--bf16")

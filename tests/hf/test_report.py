@@ -34,6 +34,7 @@ def ours(entry):
     return {name.partition("/")[2] for name in entry if name.startswith("superpipeline/")}
 
 
+@pytest.mark.few(1)
 def test_the_log_of_training_gets_figures_that_were_asked_for(tmp_path, device, capfd):
     history = trained(tmp_path, log_metrics=True)
     training = [entry for entry in history if "loss" in entry]
@@ -43,6 +44,7 @@ def test_the_log_of_training_gets_figures_that_were_asked_for(tmp_path, device, 
     assert "superpipeline:" not in capfd.readouterr().err
 
 
+@pytest.mark.few(1)
 def test_a_report_that_was_asked_for_ends_with_the_bottleneck(tmp_path, device, capfd):
     assert not any(ours(entry) for entry in trained(tmp_path, report=True))
     said = [

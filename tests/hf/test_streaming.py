@@ -66,6 +66,7 @@ def loop(device, fails=False):
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.few(1)
 def test_nothing_is_left_after_the_context(fails, device):
     sp_lightning.hf.enable().close()  # imports what it needs
     loop(device)
@@ -286,6 +287,7 @@ def test_data_parallel_is_refused(device):
         ("transformers.PreTrainedModel", "_from_config(config)"),
     ],
 )
+@pytest.mark.few(3)
 def test_a_version_of_transformers_with_other_names_is_an_error_that_names_it(holder, needs, monkeypatch):
     version = pytest.importorskip("transformers").__version__
     cache = importlib.import_module("sp_lightning.compat.accelerate").of_trainers

@@ -187,6 +187,7 @@ samples_per_s"""
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
+@pytest.mark.few(1)
 def test_it_logs_what_steps_took_and_waited_for(accelerator):
     logger = Kept()
     fit([LOGGING()], logger=logger, batches=6, log_every_n_steps=1, accelerator=accelerator)
@@ -280,6 +281,7 @@ BARS = [TQDMProgressBar, RichProgressBar]
 
 
 @pytest.mark.parametrize("bar", BARS)
+@pytest.mark.few(1)
 def test_the_progress_bar_shows_memory_and_waiting_while_it_trains(bar):
     shown = []
 
@@ -353,7 +355,7 @@ def test_a_table_before_and_a_report_after(caplog):
         ({"accelerator": "cpu", "gradient_clip_val": 1.0}, True, "gradients are clipped"),  # nothing would be gained
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_report_knows_why_units_are_not_stepped_while_backward_runs(options, overlaps, why, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     seen = []
@@ -470,6 +472,7 @@ def test_a_change_of_the_model_begins_new_counts_and_never_negative_ones():
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
+@pytest.mark.few(1)
 def test_it_has_no_effect_on_results(accelerator):
     make_module = functools.partial(models.ZooModule, CASE)
 

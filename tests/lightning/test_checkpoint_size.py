@@ -71,6 +71,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.few(6)
 def test_what_is_saved_is_as_large_as_from_a_plain_module(device, choice):
     plain, streamed = of_both(adapted, device, CHOICES[choice])
     assert plain == streamed and plain[0] > 0

@@ -166,6 +166,7 @@ def mapped_files(tensors):
 
 @BOTH
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.few(1)
 def test_restored_optimizer_state_is_on_the_host_in_memory_of_its_own(optimizer, accelerator, tmp_path):
     make_module = functools.partial(Module, optimizer)
     fit("plain", accelerator, make_module, max_epochs=1, save=tmp_path / "first.ckpt")
@@ -206,6 +207,7 @@ def test_what_was_loaded_outlives_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("inner", [None, TorchCheckpointIO()])
+@pytest.mark.few(1)
 def test_the_users_checkpoint_io_is_used(inner, tmp_path):
     class Own(TorchCheckpointIO):
         calls = []
@@ -287,6 +289,7 @@ def test_a_missing_file_is_the_error_that_it_is_plainly(tmp_path):
 
 @BOTH
 @pytest.mark.parametrize("way", ["asynchronous", "on_exception"])
+@pytest.mark.few(1)
 def test_files_written_while_training_goes_on_are_those_of_the_plain_run(way, accelerator, tmp_path):
     class Stopping(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, index):
@@ -310,6 +313,7 @@ def test_files_written_while_training_goes_on_are_those_of_the_plain_run(way, ac
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_a_checkpoint_loads_into_a_module_by_itself(accelerator, tmp_path):
     """No Trainer, no strategy: what was written while weights streamed is a plain file."""
     _, module = fit("streaming", accelerator, save=tmp_path / "end.ckpt")
@@ -382,6 +386,7 @@ NO_SUCH_THING = [
 
 
 @pytest.mark.parametrize("errors", NO_SUCH_THING)
+@pytest.mark.few(1)
 def test_a_file_is_on_the_disk_before_it_replaces_the_old_one_and_its_name_afterwards(errors, tmp_path, monkeypatch):
     """Where file system and platform know of such a thing; where they do not, it is written all the same."""
     trainer, _ = fit("streaming", save=tmp_path / "run" / "last.ckpt")
@@ -436,6 +441,7 @@ def test_a_nameless_file_that_could_not_get_its_name_is_closed(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("errors", [{}, {"nameless": errno.EOPNOTSUPP}])
+@pytest.mark.few(1)
 def test_what_a_killed_process_left_is_overwritten(errors, tmp_path, monkeypatch):
     trainer, _ = fit("streaming", save=tmp_path / "last.ckpt")
     before = (tmp_path / "last.ckpt").read_bytes()
@@ -453,6 +459,7 @@ def test_a_file_has_the_permissions_of_any_other(tmp_path):
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+@pytest.mark.few(1)
 def test_a_file_that_does_not_arrive_on_the_disk_leaves_the_previous_one_whole(error, tmp_path, monkeypatch):
     trainer, module = fit("streaming", save=tmp_path / "last.ckpt")
     before = (tmp_path / "last.ckpt").read_bytes()

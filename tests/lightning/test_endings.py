@@ -195,7 +195,7 @@ PLACES = [None, *IN_A_STEP, "validation", "sanity"]
 
 @BOTH
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_after_a_failure_weights_are_those_of_the_plain_run_and_so_is_the_next_run(place, accelerator):
     expected = run_on("plain", accelerator, place)
     allocated = accelerator == "simgpu" and left_on_device()
@@ -223,6 +223,7 @@ class Unlogged(Module):
 @BOTH
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("place", [None, "training_step", "on_train_batch_end"])
+@pytest.mark.few(1)
 def test_steps_that_are_taken_by_hand_after_a_run_are_plain(place, threads, accelerator, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # with one, units step beside others on the CPU, too
 
@@ -271,6 +272,7 @@ class Overlapping(models.ZooModule):
 
 @BOTH
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.few(1)
 def test_a_failure_while_the_optimizer_already_steps_says_which_weights_it_left(overlap, accelerator, caplog):
     """Each parameter is that of before or of after the step; without overlap all are those of before."""
     L.seed_everything(0, verbose=False)
@@ -315,6 +317,7 @@ def torn(accelerator, folder):
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_nothing_saves_a_step_that_failed_half_done_and_the_last_checkpoint_stays(accelerator, tmp_path, caplog):
     module, saving = torn(accelerator, tmp_path)
     here = tmp_path / "kept"
@@ -330,6 +333,7 @@ def test_nothing_saves_a_step_that_failed_half_done_and_the_last_checkpoint_stay
 
 @BOTH
 @pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.few(1)
 def test_a_module_of_such_a_step_goes_on_from_a_checkpoint_and_from_nothing_else(accelerator, with_state, tmp_path):
     """Also with a new optimizer, since the weights are those of no step."""
     module, _ = torn(accelerator, tmp_path)
@@ -363,6 +367,7 @@ class FailingAfterwards(models.ZooModule):
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_an_error_after_a_step_leaves_one_that_is_saved(accelerator, tmp_path):
     def run(side):
         L.seed_everything(0, verbose=False)
@@ -383,6 +388,7 @@ def interrupts():
 
 @BOTH
 @pytest.mark.parametrize("place", ["forward", "backward", "on_train_batch_end"])
+@pytest.mark.few(1)
 def test_ctrl_c(place, accelerator, interrupts):
     def interrupted(side):
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -409,6 +415,7 @@ def mock_error(function):
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_should_stop(accelerator):
     class Stopping(L.Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -473,7 +480,7 @@ COPIES |= {f"down {count}": (DOWN, count) for count in (1, 9, 12)}
 
 
 @parity.product(copy=list(COPIES), error=[Boom, torch.OutOfMemoryError], accelerator=["cpu", "simgpu"])
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(copy, error, accelerator, monkeypatch):
     way, count = COPIES[copy]
     module, plain = seeded(), seeded()
@@ -506,6 +513,7 @@ def test_a_device_too_small_for_a_unit():
 
 
 @pytest.mark.parametrize("place", ["runtime.window.Schedule", "runtime.handle.RootEntry"])
+@pytest.mark.few(1)
 def test_a_failure_while_streaming_begins(place, monkeypatch):
     def fail(*args):
         raise Boom

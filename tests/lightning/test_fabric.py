@@ -341,7 +341,7 @@ LOOPS = [
 
 
 @parity.product(overlap=[True, False], loop=LOOPS, device=parity.DEVICES)
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_a_loop_is_bitwise_the_plain_one(loop, overlap, device):
     compare(loop, device, optimizer_overlap=overlap)
 
@@ -365,6 +365,7 @@ class Repeating(models.Stack):
         return x
 
 
+@pytest.mark.few(1)
 def test_weights_used_several_times_under_autocast_have_the_bits_without_its_cache(device, monkeypatch):
     def loop(fabric):
         net = Repeating([models.Block(), models.Block()])
@@ -390,6 +391,7 @@ def test_a_gradient_scaler_too(loop):
     compare(loop, torch.device("simgpu", 0), "16-mixed")
 
 
+@pytest.mark.few(1)
 def test_a_step_is_deferred_where_nobody_waits_for_it_and_not_where_the_option_says_so(device):
     deferred = []
     for overlap in (True, False):
@@ -407,6 +409,7 @@ def test_a_step_is_deferred_where_nobody_waits_for_it_and_not_where_the_option_s
     assert deferred == [False] + [True] * (BATCHES - 1) + [False] * BATCHES  # the first step makes the state
 
 
+@pytest.mark.few(1)
 def test_a_step_is_deferred_past_a_zero_grad_and_fetches_no_more(device):
     found = {}
     for zeroes_after in (False, True):
@@ -430,6 +433,7 @@ def test_a_step_is_deferred_past_a_zero_grad_and_fetches_no_more(device):
     assert found[True] == found[False] == found[True][:1] * (BATCHES - 2) and found[True][0] > 0
 
 
+@pytest.mark.few(1)
 def test_the_steps_of_two_modules_are_deferred(device):
     strategy = streaming(device)
     record(adversaries, device, strategy, "32-true")
@@ -443,6 +447,7 @@ def test_the_steps_of_two_modules_are_deferred(device):
 
 @pytest.mark.parametrize("saves", ["plain", "streaming"])
 @pytest.mark.parametrize("loads", ["plain", "streaming"])
+@pytest.mark.few(1)
 def test_checkpoints_cross_over(saves, loads, device, tmp_path):
     def strategy(side):
         return SingleDeviceStrategy(device=device) if side == "plain" else streaming(device)
@@ -507,6 +512,7 @@ def test_a_step_that_failed_half_done_is_not_saved_and_goes_on_from_what_is_load
 
 
 @pytest.mark.parametrize("part", ["net", "optimizer", None])
+@pytest.mark.few(2)
 def test_a_raw_state_is_loaded_and_outlives_its_file(part, device, tmp_path):
     fabric = fabric_on(device, streaming(device))
     net = blocks()
@@ -659,6 +665,7 @@ def alive(references):
 
 
 @pytest.mark.parametrize("keeps", ["nothing", "parameters", "a part", "all"])
+@pytest.mark.few(1)
 def test_a_module_that_was_dropped_leaves_when_another_one_comes(keeps, device):
     """With its weights, its gradients and what is on the device, as in a search for hyperparameters."""
 

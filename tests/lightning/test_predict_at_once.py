@@ -86,7 +86,7 @@ def same(found, expected):
 
 @BOTH
 @pytest.mark.parametrize("at_once", [1, 3, 100, "auto"])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_results_and_callbacks_are_those_of_a_run_without_it(at_once, accelerator):
     expected, written, before = predicted("superpipeline", accelerator)
     found, also_written, after = predicted(streaming(at_once), accelerator)
@@ -106,7 +106,7 @@ def test_results_and_callbacks_are_those_of_a_run_without_it(at_once, accelerato
     ],
     ids=str,
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_every_setting_of_the_trainer_has_its_results(options):
     expected = predicted("superpipeline", "simgpu", **options)
     found = predicted(streaming(4), "simgpu", **options)

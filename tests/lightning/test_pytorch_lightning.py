@@ -93,7 +93,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("case", ["mlp", "adapters"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_fit_has_the_plain_runs_bits(tmp_path, case, options):
     ours = strategies().SuperpipelineStrategy(window=1)
     assert_same(outcome(tmp_path, "auto", case, **options), outcome(tmp_path, ours, case, **options))
@@ -101,7 +101,7 @@ def test_a_fit_has_the_plain_runs_bits(tmp_path, case, options):
 
 
 @pytest.mark.parametrize("saves, loads", [("auto", "ours"), ("ours", "auto"), ("ours", "ours")])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_is_resumed(tmp_path, saves, loads):
     def strategy(side):
         return strategies().SuperpipelineStrategy(window=1) if side == "ours" else side
@@ -190,6 +190,7 @@ for case in {IMPORTS}:
 
 
 @pytest.mark.parametrize("version", ["2.5.5", "9.9.0"])
+@pytest.mark.few(1)
 def test_another_version_of_it_is_left_alone_and_named_by_the_explicit_import(version):
     code = f"""
 import importlib, logging
@@ -221,6 +222,7 @@ def test_both_packages_have_the_same_names():
 
 
 @pytest.mark.parametrize("package, strategies", [(pl, "sp_lightning.pytorch_lightning"), (L, "sp_lightning")])
+@pytest.mark.few(1)
 def test_the_command_line_of_both_takes_the_strategy_by_its_class(package, strategies, tmp_path):
     cli = importlib.import_module(f"{package.__name__}.{'pytorch.' if package is L else ''}cli")
     module = Module if package is pl else Drawn

@@ -117,7 +117,7 @@ FEATURES = {
 
 @BOTH
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.few(12)
+@pytest.mark.few(5)
 def test_feature(feature, accelerator):
     name = "batch_norm" if feature in ("swa", "ema") else "mlp"
     run_both(zoo(name), accelerator, FEATURES[feature])
@@ -318,7 +318,7 @@ class Unfreezing(cb.BaseFinetuning):
 
 
 @pytest.mark.parametrize("lottery", [True, False])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_pruning_again_and_again(lottery):
     """Each time to the weights that the run began with, which in a plain run on the CPU would be trained along."""
     pruning = functools.partial(cb.ModelPruning, "l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=lottery)
@@ -353,7 +353,7 @@ def test_between_steps_weights_meet_tensors_on_the_device(accelerator):
 
 @BOTH
 @pytest.mark.parametrize("make_module", [Adversaries, AwareOfSharpness, Closures, Measured, Scheduled, Twice])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_module(make_module, accelerator):
     options = {"make_loader": functools.partial(models.loader, models.case("mlp"))}
     run_both(make_module, accelerator, epochs=2, **options)
@@ -367,6 +367,7 @@ def test_gradients_that_meet_what_is_on_the_device_inside_a_step_are_an_error_th
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_finetuning_adds_groups_during_the_run(accelerator):
     run_both(zoo("mlp", optimizer="sgd"), accelerator, lambda: {"callbacks": [Unfreezing()]}, epochs=3)
 
@@ -405,6 +406,7 @@ def seeded(make_module):
 
 @BOTH
 @pytest.mark.parametrize("trainers", [1, 2])
+@pytest.mark.few(1)
 def test_all_four_commands_one_after_another_on_one_and_on_two_trainers(trainers, accelerator):
     def run(make_strategy):
         module = seeded(zoo("batch_norm"))
@@ -452,6 +454,7 @@ class WithoutParameters(L.LightningModule):
 
 @BOTH
 @pytest.mark.parametrize("bar", [False, True])
+@pytest.mark.few(1)
 def test_a_module_without_parameters_runs_all_four_commands(bar, accelerator, tmp_path):
     def run(make_strategy):
         module, loader = seeded(WithoutParameters), torch.utils.data.DataLoader(torch.randn(6, 8), batch_size=2)
@@ -467,6 +470,7 @@ def test_a_module_without_parameters_runs_all_four_commands(bar, accelerator, tm
 
 @BOTH
 @pytest.mark.parametrize("several", [False, True])
+@pytest.mark.few(1)
 def test_a_callback_may_make_its_hooks_when_they_are_asked_for(several, accelerator):
     def run(make_strategy):
         module = seeded(zoo("mlp"))
@@ -599,6 +603,7 @@ def test_the_device_is_the_computing_one_during_the_run_and_the_host_afterwards(
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_a_metric_outside_of_the_module(accelerator):
     def run(make_strategy):
         accuracy = torchmetrics.classification.MulticlassAccuracy(models.CLASSES)
@@ -738,6 +743,7 @@ class OutOfMemory(torch.autograd.Function):
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_a_trial_of_the_tuner_that_fails_in_backward_is_followed_by_others(accelerator):
     def run(make_strategy):
         module = seeded(Sized)
@@ -812,6 +818,7 @@ WAYS = [build_configured, build_in_init_module, build_empty, build_on_meta, buil
 
 @pytest.mark.parametrize("build", WAYS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.few(3)
 def test_weights_are_made_on_the_host(build, precision):
     import simgpu
 
@@ -973,6 +980,7 @@ OFTEN = [("eager", "keep", compiled_blocks)]
         )
     ],
 )
+@pytest.mark.seldom
 def test_a_compiled_module_computes_what_it_does_plainly_with_its_blocks_compiled(backend, activations, compiled):
     """Blocks that are alike share a graph for training and one for evaluation, as they do in the plain run."""
 
@@ -1053,7 +1061,7 @@ def test_the_command_line_describes_every_argument(cli, capsys):
         ("memory_budget", "a"),
     ],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_wrong_init_args_are_named(argument, value, cli, capsys):
     with pytest.raises((SystemExit, ValueError)) as error:
         cli(**{argument: value})

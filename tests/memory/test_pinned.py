@@ -60,7 +60,7 @@ def test_slabs_that_are_unlocked_stay_and_are_not_unlocked_again(cudart):
 
 
 @pytest.mark.parametrize("way", [torch.Tensor.sum, torch.Tensor.numpy, torch.Tensor.clone, lambda flat: flat[3].item()])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_forked_process_is_told_that_it_has_no_locked_memory(way, cudart):
     made = HostAllocator()
     flat, plain = made.locked(8192, CudaPageLock(SIMGPU)), made.plain(8192)
@@ -152,6 +152,7 @@ def test_the_interpreter_ends_with_nothing_locked_and_a_fork_unlocks_nothing():
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.few(1)
 def test_weights_and_gradients_are_registered_once_for_each_unit_and_unregistered_at_the_end(cudart, activations):
     check(blocks, training(), SIMGPU, activations=activations)
     calls = [call for call, _ in cudart.calls]
@@ -249,6 +250,7 @@ def test_a_copy_through_the_ring_ends_when_no_tensor_of_the_ring_is_over_its_tar
 
 
 @pytest.mark.parametrize("host_memory", ["auto", "pinned", "pageable"])
+@pytest.mark.few(2)
 def test_where_the_cpu_computes_there_is_nothing_to_lock(host_memory):
     check(blocks, training(), torch.device("cpu"), host_memory=host_memory)
 

@@ -179,7 +179,7 @@ def test_stats_name_the_step_that_is_pending_and_finish_step_ends_it(hold):
 
 
 @pytest.mark.parametrize("way", LOOKS)
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 def test_who_looks_sees_it_done(way, hold):
     held = hold()
     seen = LOOKS[way](held.net, held.optimizer)
@@ -231,7 +231,7 @@ WRITES += [learning_rate_written, weight_replaced]
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 def test_who_writes_writes_after_it(write, hold):
     held, (net, optimizer) = hold(), plain()
     write(held.net, held.optimizer)
@@ -263,6 +263,7 @@ TAKEN_AWAY = {
 
 
 @pytest.mark.parametrize("way", TAKEN_AWAY)
+@pytest.mark.few(2)
 def test_gradients_are_taken_away_without_a_wait(way, hold):
     held, (net, optimizer) = hold(), plain()
     for one in ((held.net, held.optimizer), (net, optimizer)):
@@ -456,6 +457,7 @@ UNSEEN = {
 
 
 @pytest.mark.parametrize("way", UNSEEN)
+@pytest.mark.few(4)
 def test_what_can_not_be_made_wait_is_an_error_that_names_the_weight(way, hold):
     held = hold(opens_after=30)
     with pytest.raises(RuntimeError, match="is being stepped by the optimizer"):
@@ -473,6 +475,7 @@ def test_what_only_tells_about_a_weight_does_not_wait(hold):
     held.gate.event.set()
 
 
+@pytest.mark.few(1)
 def test_a_child_process_does_not_wait_for_a_thread_that_it_does_not_have(hold):
     held, expected = hold(), plain()[0].head.weight.sum().item()
     child = os.fork()
@@ -535,7 +538,7 @@ def test_a_step_is_held_where_nobody_keeps_anything(hold):
 
 
 @pytest.mark.parametrize("keep", KEPT)
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 def test_what_somebody_refers_to_is_stepped_at_once_and_that_is_said(keep, hold, caplog):
     kept = []
     with caplog.at_level(logging.INFO, "sp_lightning"), pytest.raises(AssertionError):
@@ -665,6 +668,7 @@ def failing(function, after):
     return fails
 
 
+@pytest.mark.few(1)
 def test_a_wait_that_was_interrupted_is_taken_up_again(hold):
     held = hold(opens_after=0.6)
     main = threading.main_thread().ident
@@ -811,18 +815,20 @@ def compare_fits(device, make=Net, options=None, **settings):
 
 
 @pytest.mark.parametrize("make_optimizer, settings, held", SETTINGS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_bits_are_the_plain_runs(make_optimizer, settings, held, device, clip):
     stats = compare_fits(device, functools.partial(Net, make_optimizer), **settings, **clip)
     assert stats["held_steps"] == held and (stats["stepped_ahead"] > 0) is not bool(clip)
 
 
+@pytest.mark.few(1)
 def test_the_bits_are_the_plain_runs_with_gradients_clipped_by_value(device):
     clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
     assert compare_fits(device, **clip)["held_steps"] == 2
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.few(1)
 def test_the_bits_are_the_plain_runs_whatever_happens_to_activations(activations, device, clip):
     assert compare_fits(device, options={"activations": activations, "window": 1}, **clip)["held_steps"] == 2
 
@@ -839,6 +845,7 @@ class FromTheDevice(Net):
 
 
 @pytest.mark.simgpu
+@pytest.mark.seldom
 def test_it_begins_when_gradients_are_there_that_nobody_waited_for():
     assert compare_fits(torch.device("simgpu", 0), FromTheDevice)["held_steps"] == 2
 
@@ -910,6 +917,7 @@ class Overflows(Net):
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("clip", [{}, CLIP])
+@pytest.mark.few(1)
 def test_the_bits_are_the_plain_runs_with_a_scaler_that_skips_a_step(clip):
     device, loader = torch.device("simgpu", 0), {"max_epochs": 2, "max_steps": 8}
     assert compare_fits(device, Overflows, precision="16-mixed", **clip, **loader)["held_steps"] >= 1
@@ -967,7 +975,7 @@ class KeepsTheState(Net):
 @pytest.mark.parametrize(
     "kind, held", [(LooksAtTheEnd, 0), (LooksWhereThereIsNoHook, 2), (LooksInTheStep, 2), (KeepsTheState, 0)]
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_who_looks_during_a_fit_sees_what_is_seen_in_a_plain_one(kind, held, device, clip):
     stats = compare_fits(device, functools.partial(kind, groups_with_a_scheduler), **clip)
     assert stats["held_steps"] == held
@@ -983,11 +991,13 @@ class GoesBackInTheStep(Net):
 
 
 @pytest.mark.parametrize("accumulate, held", [(1, 2), (3, 1)])
+@pytest.mark.few(1)
 def test_a_backward_inside_the_training_step_steps_nothing(accumulate, held, device, clip):
     settings = {"accumulate_grad_batches": accumulate, "max_epochs": 4, **clip}
     assert compare_fits(device, GoesBackInTheStep, **settings)["held_steps"] == held
 
 
+@pytest.mark.few(1)
 def test_an_average_of_the_weights_is_that_of_a_plain_fit(device, clip, caplog):
     def settings():
         return {"callbacks": [L.pytorch.callbacks.EMAWeightAveraging(decay=0.5)], **clip}
@@ -1010,6 +1020,7 @@ class Validated(Net):
 
 
 @pytest.mark.parametrize("interval, held", [(2, 1), (1, 0)])
+@pytest.mark.few(1)
 def test_validation_in_the_middle_sees_finished_weights(interval, held, device, clip):
     assert compare_fits(device, Validated, val_check_interval=interval, **clip)["held_steps"] == held
 
@@ -1037,6 +1048,7 @@ def test_checkpoints_of_every_batch_are_those_of_a_plain_fit_and_resume(device, 
     assert_equal(*(module.state_dict() for module in resumed))
 
 
+@pytest.mark.few(1)
 def test_two_modules_do_not_mix(hold):
     one, other = hold(), hold(steps=3)
     assert_equal(other.net.state_dict(), plain(steps=3)[0].state_dict())
@@ -1086,6 +1098,7 @@ class Fails(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.few(1)
 def test_a_fit_that_fails_leaves_finished_weights(device, clip):
     def weights(strategy):
         failed = []

@@ -276,6 +276,7 @@ def a_state_of_another_class(params, state, step):
 
 
 @pytest.mark.parametrize("odd", [negated, its_own_gradient, one_state_for_two, a_state_of_another_class])
+@pytest.mark.few(2)
 def test_odd_tensors_are_stepped_as_torch_steps_them(odd):
     def change(optimizer, step):
         odd(optimizer.param_groups[0]["params"], optimizer.state, step)
@@ -480,7 +481,7 @@ def streaming(accelerator, overlap):
     accumulate=[1, 2],
     accelerator=["simgpu", "cpu"],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_streamed_weights_are_stepped_by_compiled_code(
     small_steps, converted, cls, precision, overlap, clip, accumulate, accelerator
 ):
@@ -499,6 +500,7 @@ def test_streamed_weights_are_stepped_by_compiled_code(
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("master_weights", [True, False])
+@pytest.mark.few(1)
 def test_half_precision_is_stepped_by_compiled_code_with_master_weights(small_steps, converted, master_weights):
     strategy = parity.streaming_strategy("simgpu", window=1, optimizer_overlap=True, master_weights=master_weights)
     parity.record(functools.partial(Module, AdamW), strategy, accelerator="simgpu", precision="bf16-true", batches=4)

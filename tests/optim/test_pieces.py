@@ -129,7 +129,7 @@ def cuts(monkeypatch):
 
 
 @pytest.mark.parametrize(("cls", "options"), CASES, ids=name_of)
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 def test_pieces_have_the_bits_of_the_default_loop(cls, options, cuts):
     check_bits(cls, options)
     steps_with_state = 0 if options == STATELESS else 4 if cls is optim.Adagrad else 3  # most make it in the first
@@ -142,6 +142,7 @@ def test_every_class_that_steps_in_pieces_is_proven():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("cls", "options"), [CASES[1], CASES[7], CASES[14], CASES[18]], ids=name_of)
+@pytest.mark.few(2)
 def test_pieces_have_the_bits_of_the_default_loop_in_every_precision(cls, options, dtype, cuts):
     check_bits(cls, options, dtype, SIZES[:1])
     assert cuts == [SIZES[0]] * 3
@@ -178,11 +179,12 @@ def check_bits_with_threads(in_turn, most, flushes=False):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, True, 8), (2, True, 1), (2, False, 8)]),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_pieces_have_the_bits_of_the_default_loop_with_threads(threads, in_turn, most):
     with_threads(threads, f"check_bits_with_threads({in_turn}, {most})")
 
 
+@pytest.mark.seldom
 def test_threads_that_take_turns_flush_denormals_as_the_caller_does():
     with_threads(2, "check_bits_with_threads(True, 8, flushes=True)")
 

@@ -121,7 +121,7 @@ def threads():
 @parity.product(
     kind=list(KINDS), dtype=["float32", "bfloat16", "float64"], count=[1, 2, 3], fuses=[False, True], nan=[False, True]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_steps_in_portions_have_the_bits_of_the_loop(kind, dtype, count, fuses, nan, file, threads):
     threads(count)
     cls, options = KINDS[kind]
@@ -191,7 +191,7 @@ def test_parameters_that_are_stepped_whole_have_the_bits_of_the_loop(
 
 
 @pytest.mark.parametrize("call, after", [("preadv", 2), ("preadv", 4), ("pwritev", 0), ("pwritev", 1), ("pwritev", 4)])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_transfer_of_a_whole_parameter_that_fails_ends_the_step_and_leaves_the_ring_as_it_was(
     call, after, file, monkeypatch
 ):
@@ -231,6 +231,7 @@ def test_a_transfer_of_a_whole_parameter_that_fails_ends_the_step_and_leaves_the
 
 
 @pytest.mark.parametrize("slow", ["preadv", "pwritev"])
+@pytest.mark.few(1)
 def test_a_slow_disk_is_waited_for(slow, file, monkeypatch):
     real = getattr(os, slow)
     delays = itertools.cycle([0.02, 0.001, 0.01])
@@ -257,6 +258,7 @@ def anonymous():
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
+@pytest.mark.seldom
 def test_state_that_moved_into_the_file_leaves_nothing_in_memory(file):
     """As it is loaded, parameter by parameter: malloc keeps freed blocks of less than 32 MiB (core/malloc.py)."""
     large = torch.zeros(31 << 20, dtype=torch.uint8)

@@ -149,21 +149,23 @@ LOOKS = {
     holds=[True, False],
     device=parity.DEVICES,
 )
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_hook_in_backward_sees_state_of_before_the_step(make_optimizer, look, holds, device):
     compare(device, lambda: Net(make_optimizer, LOOKS[look]), holds=holds)
 
 
 @parity.product(where=["leaf", "module", "function", "end"], look=list(LOOKS), device=parity.DEVICES)
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_so_does_whatever_else_runs_there(where, look, device):
     compare(device, lambda: Net(adamw, LOOKS[look], where))
 
 
+@pytest.mark.few(1)
 def test_with_accumulation_too(device):
     compare(device, lambda: Net(adamw, LOOKS["all"]), accumulate_grad_batches=2, max_epochs=2)
 
 
+@pytest.mark.few(1)
 def test_then_units_are_not_stepped_ahead_and_that_is_said_once(device, caplog):
     with caplog.at_level(logging.INFO, "sp_lightning"):
         stats = compare(device, lambda: Net(adamw, LOOKS["all"]), max_epochs=2, max_steps=8)
@@ -171,6 +173,7 @@ def test_then_units_are_not_stepped_ahead_and_that_is_said_once(device, caplog):
     assert sum(SAID + "code in backward reads its state" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.few(1)
 def test_where_nobody_looks_they_are(device):
     """All but one that has a hook."""
     assert compare(device, Net)["stepped_ahead"] == 3 * 27
@@ -182,6 +185,7 @@ def test_where_nobody_looks_they_are(device):
     errors.ExactnessError,
     "`optimizer_overlap=False`",
 )
+@pytest.mark.few(1)
 def test_who_begins_to_look_when_units_are_stepped_is_told_so_by_an_error(look, overlap, device):
     options, modules = {"optimizer_overlap": overlap}, []
     match = r"read the optimizer's state .* stepped net\.blocks\.3, .* set optimizer_overlap=False"
@@ -190,6 +194,7 @@ def test_who_begins_to_look_when_units_are_stepped_is_told_so_by_an_error(look, 
     assert_nothing_withheld(optimizer_of(modules[-1]))
 
 
+@pytest.mark.few(1)
 def test_who_begins_to_look_before_that_gets_what_he_asks_for(device, caplog):
     """And nothing is stepped ahead from then on."""
     with caplog.at_level(logging.INFO, "sp_lightning"):
@@ -208,6 +213,7 @@ class Checkpointed(Net):
 
 
 @pytest.mark.parametrize("look, ahead", [(None, 3 * 27), ("all", 0)])
+@pytest.mark.few(1)
 def test_where_forward_runs_once_more_it_is_the_same(look, ahead, device):
     assert compare(device, lambda: Checkpointed(adamw, LOOKS.get(look)))["stepped_ahead"] == ahead
 
@@ -235,7 +241,7 @@ class Keeps(Net):
 
 
 @pytest.mark.parametrize("keep", KEPT)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_what_somebody_refers_to_is_not_stepped_ahead_and_all_else_is(keep, device):
     stats = compare(device, lambda: Keeps(KEPT[keep]))
     assert stats["stepped_ahead"] == (0 if keep in ("the state", "state_dict") else 3 * 26)
@@ -251,6 +257,7 @@ class Shares(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.few(1)
 def test_what_is_part_of_the_state_of_two_is_stepped_in_their_order(device):
     assert compare(device, Shares)["stepped_ahead"] == 3 * 25
 
@@ -267,6 +274,7 @@ def test_that_somebody_refers_to_the_state_is_said(caplog):
     assert SAID + "somebody else refers to the optimizer's state" in caplog.text
 
 
+@pytest.mark.few(1)
 def test_a_checkpoint_saved_after_a_later_backward_is_the_plain_runs(device, tmp_path):
     class Saves(L.Callback):
         def __init__(self, name):

@@ -140,7 +140,7 @@ WAYS = {
 
 
 @parity.product(way=list(WAYS), precision=["32-true", "bf16-mixed"], device=parity.DEVICES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_what_backward_needs_after_gradients_may_become_something_else(device, way, precision):
     case = dataclasses.replace(models.case("mlp"), make=WAYS[way])
     parity.check(case, {"window": 1}, accelerator=device.type, batches=6, precision=precision)
@@ -288,7 +288,7 @@ class HookedOptimizer(models.ZooModule):
         (models.ZooModule, [], {"plugins": [DoublingPrecision()]}, "DoublingPrecision overrides post_backward"),
     ],
 )
-@pytest.mark.few(12)
+@pytest.mark.few(3)
 def test_what_looks_between_backward_and_step_holds_the_step_and_is_said_once(kind, callbacks, trainer, reason, caplog):
     with caplog.at_level(logging.INFO, "sp_lightning"):
         assert fit(module_of(kind=kind), callbacks, **trainer) == [0, 0, 0, 0]
@@ -305,6 +305,7 @@ class SeesTheEnd(models.ZooModule):
 
 @pytest.mark.filterwarnings("ignore")  # about Lightning's default logger
 @pytest.mark.parametrize("package", ["sp_lightning", "sp_lightning.in_a_package"])
+@pytest.mark.few(1)
 def test_with_default_options_nothing_of_ours_or_lightnings_holds_the_step(package, device, monkeypatch):
     """Wherever our files lie."""
     for kind in (sp_lightning.SuperpipelineStrategy, sp_lightning.SuperpipelineCallback):
@@ -339,6 +340,7 @@ class Averaging(models.ZooModule):
 
 
 @pytest.mark.parametrize("clip", [None, ("norm", 0.5)])
+@pytest.mark.few(1)
 def test_an_optimizer_whose_step_depends_on_the_default_type_is_not_stepped_beside_what_sets_it(clip):
     make, options = functools.partial(Averaging, models.case("mlp")), {"precision": "bf16-true", "batches": 12}
     plainly = parity.record(make, parity.plain_strategy("cpu"), clip=clip, **options)
@@ -372,6 +374,7 @@ class Wrapping(models.ZooModule):
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
+@pytest.mark.few(1)
 def test_an_optimizer_that_wraps_another_and_is_not_constructed_as_one_steps_as_in_a_plain_run(place, device):
     def run(strategy):
         make = functools.partial(Wrapping, models.case("mlp"))
@@ -521,6 +524,7 @@ class Regroups(models.ZooModule):
 
 
 @pytest.mark.parametrize("into", [None, 1])
+@pytest.mark.few(1)
 def test_groups_are_those_that_the_training_step_left(into):
     modules = [module_of(kind=type("", (Regroups,), {"into": into})) for _ in range(2)]
     counts = fit(modules[0])

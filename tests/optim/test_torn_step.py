@@ -115,6 +115,7 @@ NO_LOADS = {
 
 
 @pytest.mark.parametrize("load", LOADS)
+@pytest.mark.few(2)
 def test_all_weights_may_be_loaded_in_any_way(torn, load):
     LOADS[load](torn)
     torn.optimizer.load_state_dict(torn.state)
@@ -123,6 +124,7 @@ def test_all_weights_may_be_loaded_in_any_way(torn, load):
 
 
 @pytest.mark.parametrize("load", NO_LOADS)
+@pytest.mark.few(2)
 def test_a_load_that_leaves_one_weight_leaves_the_step_torn(torn, load):
     with pytest.raises(RuntimeError) if load == "of another shape" else pytest.MonkeyPatch.context():
         NO_LOADS[load](torn)

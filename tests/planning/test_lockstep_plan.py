@@ -146,6 +146,7 @@ def test_calls_that_cannot_be_are_refused(given, message):
         planned(**given)
 
 
+@pytest.mark.seldom
 def test_the_command_prints_what_calls_in_lockstep_take(tmp_path, capsys):
     path = tmp_path / "config.json"
     config().save_pretrained(tmp_path)

@@ -283,6 +283,7 @@ def test_a_plan_is_plain_values():
     assert {"step_s", "floor_s", "binds", "first", "largest_batch", "sweep", "changes"} <= found.keys()
 
 
+@pytest.mark.seldom
 def test_a_printed_plan_is_the_text_of_the_command(capsys):
     from sp_lightning.cli import main
 
@@ -374,6 +375,7 @@ class Checkpointed(Stack):
         return x
 
 
+@pytest.mark.seldom
 def test_checkpoints_of_the_model_s_own_are_planned_with_every_policy():
     kept, again, twice = (
         planned(module, window=1, activations=policy)
@@ -398,6 +400,7 @@ def test_what_a_change_can_not_do_is_not_said_of_the_plan(monkeypatch):
     assert not [change for change in found.changes if "recompute" in change.what]
 
 
+@pytest.mark.seldom
 def test_listed_workloads_are_planned_by_their_numbers():
     found = planned("llama3-8b", 8 * 2048, machine="rtx4090", activations="recompute")
     assert found.parameters == pytest.approx(8.03e9, rel=0.01)
@@ -440,7 +443,7 @@ of_listed = functools.cache(functools.partial(planned, "llama3-8b", 2048, **GIVE
 @pytest.mark.parametrize(
     "options", [{"precision": "bf16-true"}, {"optimizer": "SGD"}, {"wire_dtype": "as-is"}, {"precision": "32-true"}]
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_listed_workloads_obey_their_options(options):
     plain, other = of_listed(), planned("llama3-8b", 2048, **GIVEN | options)
     assert (plain.host, plain.step_s) != (other.host, other.step_s)
@@ -453,6 +456,7 @@ def test_both_names_of_a_listed_model_are_one():
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.few(1)
 def test_a_plan_leaves_nothing_of_the_models_that_it_made(activations):
     made = []
 
@@ -530,6 +534,7 @@ def test_a_host_without_room_is_an_error_in_numbers():
         found.check()
 
 
+@pytest.mark.seldom
 def test_what_makes_room_on_the_host_is_offered():
     host = {"machine": replace(MACHINE, host_nbytes=50 * 2**20), "host_headroom": 0}
     found = planned(precision="bf16-mixed", **host)
@@ -546,6 +551,7 @@ def test_what_makes_room_on_the_host_is_offered():
     assert planned(precision="bf16-true", **host).host.total == found.host_changes[1].host_nbytes
 
 
+@pytest.mark.seldom
 def test_a_system_s_share_of_the_host_is_no_room_and_can_be_set():
     host = planned().host.total
     tight = replace(MACHINE, host_nbytes=host)
@@ -575,6 +581,7 @@ def test_few_cores_and_a_slow_link_make_a_step_longer():
     assert planned(machine="h100", link="gen3x1").step_s > fast.step_s
 
 
+@pytest.mark.seldom
 def test_an_optimizer_without_a_fast_step_takes_longer_than_its_bytes():
     assert planned(optimizer="Adafactor").step_s > planned(optimizer="AdamW").step_s > planned(optimizer="SGD").step_s
     assert planned(optimizer=torch.optim.Adafactor).step_s == planned(optimizer="adafactor").step_s
@@ -607,7 +614,7 @@ FEW = [of if number % 3 == 0 else pytest.param(*of, marks=pytest.mark.slow) for 
 
 
 @pytest.mark.parametrize("machine, model, precision, host, first", FEW)
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_where_the_host_binds_what_fits_is_offered_in_this_order(machine, model, precision, host, first):
     found = planned(model, 2048, machine, precision=precision, activations="recompute", host_memory=host)
     assert not found.fits_host
@@ -658,7 +665,7 @@ def test_a_change_takes_what_a_plan_with_it_says(what, model, accumulate):
         ),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_change_has_the_window_that_a_plan_with_it_chooses(model, batch, machine, options, more):
     def with_change(**change):
         given = torch.zeros(batch, 256) if model is Stack else batch
@@ -730,7 +737,7 @@ def test_under_autocast_half_of_the_linear_weights_travels():
         ({"precision": "bf16-true", "master_weights": True}, 6 * (2 * 256 * 1024 + 1024 + 256)),
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_gradients_are_widened_and_wire_copies_written_on_the_host_as_well(options, cast):
     found, seconds = planned(**options).simulation.floor, 1 / MACHINE.dram_bytes_per_s
     moved = 28 * 6 * (2 * 256 * 1024 + 1024 + 256) + 8 * cast
@@ -768,6 +775,7 @@ def asks_inside():
 
 
 @pytest.mark.parametrize("make, weights", [(AsksBetweenUnits, 2), (asks_inside, 1)])
+@pytest.mark.few(1)
 def test_a_weight_whose_type_its_unit_asks_for_travels_as_it_is_planned_and_run(make, weights):
     found = planned(make, precision="bf16-mixed")
     assert found.host.wire == 6 * weights * 256 * 1024 * 2  # of `down` alone, or of both
@@ -829,7 +837,7 @@ def offered(found):
         pytest.param("Gemma", {}, "32-true", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_loss_in_chunks_is_offered_first_where_logits_are_the_largest_term(kind, config, precision):
     make = causal(kind, **config)
     found = planned(make, TEXTS, precision=precision)
@@ -867,7 +875,7 @@ def test_a_loss_in_chunks_is_offered_first_of_a_workload():
         ("Mixtral", {"num_local_experts": 2, "output_router_logits": True}),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_loss_in_chunks_is_not_offered_where_a_recipe_refuses_it(kind, config):
     """Nor to a model of masked words, whose head is given more than what its base model returns."""
     transformers = pytest.importorskip("transformers")
@@ -881,6 +889,7 @@ def test_a_loss_in_chunks_is_not_offered_where_a_recipe_refuses_it(kind, config)
 
 
 @CHUNKED
+@pytest.mark.seldom
 def test_on_a_cpu_a_loss_in_chunks_has_the_buffers_of_the_cpu():
     """Which has no products of half precision into FP32: copies of the head's weight and gradient instead."""
     make = causal(hidden_size=256)

@@ -67,7 +67,7 @@ def fabric(strategy):
 
 
 @pytest.mark.parametrize("package", ["lightning", "pytorch-lightning", "fabric"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_client_of_each_package_is_run_on_all_sides(package, harness):
     if package == "pytorch-lightning":
         pytest.importorskip("pytorch_lightning")
@@ -115,7 +115,7 @@ def endless(strategy):
         (endless, "losses that are not finite"),
     ],
 )
-@pytest.mark.few(6)
+@pytest.mark.few(1)
 def test_a_comparison_that_does_not_hold_is_an_error(run, message, harness):
     with pytest.raises(harness.Unequal, match=message):
         harness.compare(harness.Client("lightning", "lightning", "", "", run))

@@ -59,7 +59,7 @@ def python(page: pathlib.Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python(page)], ids=lambda page: page.name)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page, docs_world):
     exec(compile(python(page), str(page), "exec"), docs_world)
 

@@ -59,7 +59,7 @@ def streamed(kind, layers, cache=None, **how):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_tokens_are_those_of_plain_generate(kind, way):
     expected, _ = generate(make(kind, 4).to(DEVICE), **WAYS[way])
     found, _ = streamed(kind, 4, host_cache, **WAYS[way])
@@ -77,7 +77,7 @@ def test_so_they_are_without_streaming_and_with_a_cache_of_fixed_length():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_the_peak_does_not_grow_with_the_layers_caches(way):
     (_, few), (_, many) = (streamed("llama", layers, host_cache, **WAYS[way]) for layers in (4, 16))
     (_, few_there), (_, many_there) = (streamed("llama", layers, **WAYS[way]) for layers in (4, 16))
@@ -94,7 +94,7 @@ def test_the_peak_does_not_grow_with_the_layers_caches(way):
         pytest.param(4, 44, False, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_the_simulated_batch_takes_the_memory_of_a_real_one(monkeypatch, prompt, answer, on_host):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import long_answers

@@ -110,12 +110,13 @@ def after_lightning():
 
 
 @pytest.mark.parametrize("run", ["run_import", "run_help"])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_neither_import_nor_help_brings_an_optional_package(run):
     optional, _, _ = after_lightning()[run]
     assert optional == []
 
 
+@pytest.mark.seldom
 def test_import_registers_the_strategy_and_does_nothing_else():
     _, strategies, same = after_lightning()["run_import"]
     assert strategies == ["superpipeline"] and same

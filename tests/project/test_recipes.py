@@ -100,7 +100,7 @@ def command_of(recipe):
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=SLOW if name in COMPARED_BELOW else ()) for name in RECIPES]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_recipe_gives_plain_lightnings_result(recipe, capsys):
     """Run by its documented command, and says at its end what it took."""
     assert command_of(recipe) in COMMANDS
@@ -198,7 +198,7 @@ FOR_REAL = re.findall(r"```bash\n(python -m sp_lightning .*?)\n```", DOCUMENTATI
 
 
 @pytest.mark.parametrize("command", sorted({*FOR_REAL} - {*COMMANDS}))
-@pytest.mark.few(6)
+@pytest.mark.few(1)
 def test_a_documented_command_for_real_names_arguments_that_there_are(command, capsys):
     """It is read, not run: its models are large."""
     with pytest.raises(SystemExit, match="0"):
@@ -671,7 +671,7 @@ def chat(*contents):
         ([""], "bad.jsonl holds no records"),
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_malformed_line_is_named_and_nothing_is_trained(records, said, tiny_llm):
     from examples.common.errors import BadInput
 
@@ -694,7 +694,7 @@ def test_a_malformed_line_is_named_and_nothing_is_trained(records, said, tiny_ll
         ("--model.name_or_path=./none", "the tokenizer's directory none does not exist"),
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_an_argument_that_can_not_be_used_is_named(argument, said):
     from examples.common.errors import BadInput
 
@@ -796,6 +796,7 @@ def test_a_checkpoint_without_some_of_the_weights_is_refused(tiny_llm, words):
         fit("finetune_llm", "--model.name_or_path=less")
 
 
+@pytest.mark.seldom
 def test_packing_is_refused_for_a_model_that_can_not_tell_documents_apart(tiny_llm, words):
     from transformers import BloomConfig, BloomForCausalLM
 
@@ -881,6 +882,7 @@ def test_of_a_frozen_base_nothing_travels_down(tiny_llm):
     assert Moved.stats["bytes_down"] == batches * sum(tensor.nbytes for tensor in adapters.values())
 
 
+@pytest.mark.seldom
 def test_adapters_train_beside_a_base_that_stays_in_its_checkpoint(tiny_llm):
     base, moved = f"--model.name_or_path={tiny_llm}", "--trainer.callbacks+=test_recipes.Moved"
     filed = fit("lora_llm", base, moved, "--model.dtype=auto", "--trainer.strategy.host_budget=0B", folder="filed")
@@ -889,6 +891,7 @@ def test_adapters_train_beside_a_base_that_stays_in_its_checkpoint(tiny_llm):
     parity.compare(left(plain), left(filed))
 
 
+@pytest.mark.seldom
 def test_exported_adapters_give_the_logits_of_the_model_in_memory(tiny_llm, monkeypatch):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -962,7 +965,7 @@ FROZEN = {"finetune_vlm": "connection", "diffusion": "adapters", "speech": "adap
 
 @pytest.mark.parametrize("recipe", FROZEN)
 @pytest.mark.parametrize("bits", ["int8", pytest.param("nf4", marks=SLOW), pytest.param(4, marks=SLOW)])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_other_recipes_train_beside_a_packed_base_as_plain_lightning_does(bits, recipe):
     pytest.importorskip(LIBRARY_OF[bits])
     given = [f"--model.train={FROZEN[recipe]}", "--trainer.callbacks+=test_recipes.Moved", "--model.lr=1e-3"]
@@ -975,7 +978,7 @@ def test_other_recipes_train_beside_a_packed_base_as_plain_lightning_does(bits, 
 
 
 @pytest.mark.parametrize("recipe", FROZEN)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_packed_base_cannot_be_trained(recipe):
     from examples.common.errors import BadInput
 
@@ -1014,6 +1017,7 @@ def test_a_model_in_which_nothing_would_be_packed_is_refused(monkeypatch):
 # ---- a student and its teacher
 
 
+@pytest.mark.seldom
 def test_of_a_teacher_nothing_travels_down_or_is_saved():
     run = fit("distill", "--trainer.callbacks+=test_recipes.Moved", "--model.match=both")
     saved = torch.load(last(run), weights_only=True)["state_dict"]
@@ -1031,6 +1035,7 @@ def test_of_a_teacher_nothing_travels_down_or_is_saved():
         pytest.param(["--model.match=hidden", "--trainer.strategy.activations=keep"], marks=SLOW),
     ],
 )
+@pytest.mark.seldom
 def test_a_student_learns_as_with_plain_lightning(arguments):
     on_plain = [argument for argument in arguments if "strategy" not in argument]
     streamed, plain = fit("distill", *arguments, folder="streamed"), fit("distill", PLAIN, *on_plain, folder="plain")
@@ -1194,6 +1199,7 @@ def test_kept_weights_are_counted_with_their_bits():
         ),
     ],
 )
+@pytest.mark.seldom
 def test_weights_are_chosen_anew_as_with_plain_lightning(arguments, capsys):
     on_plain = [argument for argument in arguments if "strategy" not in argument]
     streamed = fit("prune", *arguments, steps=3, folder="streamed")
@@ -1330,6 +1336,7 @@ def test_experts_are_made_and_taught_as_with_plain_lightning(arguments):
     parity.compare(left(plain), left(streamed))
 
 
+@pytest.mark.seldom
 def test_before_the_first_step_experts_have_the_dense_models_neurons_and_are_exported_with_them(monkeypatch):
     from transformers import AutoModelForCausalLM
 
@@ -1350,6 +1357,7 @@ def test_before_the_first_step_experts_have_the_dense_models_neurons_and_are_exp
         assert not torch.equal(neurons[0], expected[: len(neurons[0])])  # not those that happen to be first
 
 
+@pytest.mark.seldom
 def test_an_expert_without_tokens_sends_no_gradients_down():
     data = write("my.jsonl", *[{"text": "a" * 16}] * 8)
     arguments = f"--data.path={data}", "--data.packing=false", "--data.block_size=16", "--data.batch_size=4"
@@ -1460,6 +1468,7 @@ def test_blocks_are_delinked_with_their_weights_and_their_state():
     assert [layer.self_attn.layer_idx for layer in layers] == [0, 1, 2]
 
 
+@pytest.mark.seldom
 def test_while_blocks_are_one_its_weights_travel_once_and_a_plain_model_reads_the_checkpoint():
     from transformers import AutoModelForCausalLM
 
@@ -1504,6 +1513,7 @@ def test_answers_are_those_of_the_plain_run(tiny_llm, capsys):
     assert streamed == predict(*arguments, PLAIN, folder="plain") and streamed[1]["id"] == 7
 
 
+@pytest.mark.seldom
 def test_a_model_answers_with_the_adapters_that_were_trained_on_it(tiny_llm, words):
     from examples.common.errors import BadInput
 
@@ -1522,6 +1532,7 @@ def test_a_model_answers_with_the_adapters_that_were_trained_on_it(tiny_llm, wor
         predict(*arguments, "--model.adapters=run")
 
 
+@pytest.mark.seldom
 def test_the_longest_prompts_are_answered_first_and_all_written_in_their_order(tiny_llm, monkeypatch):
     """So rows of a batch have hardly any padding, and the first batch, by which memory is counted, is the largest."""
     from examples.predict.module import Generate
@@ -1543,6 +1554,7 @@ def test_the_longest_prompts_are_answered_first_and_all_written_in_their_order(t
 
 
 @pytest.mark.simgpu
+@pytest.mark.seldom
 def test_answers_with_a_cache_on_the_host_are_the_same(tiny_llm):
     import simgpu.lightning  # noqa: F401
 
@@ -1550,6 +1562,7 @@ def test_answers_with_a_cache_on_the_host_are_the_same(tiny_llm):
     assert predict(*arguments, "--model.cache=host") == predict(*arguments, "--model.cache=device")
 
 
+@pytest.mark.seldom
 def test_a_shorter_prompt_is_answered_as_it_is_alone(tiny_llm):
     """It is padded on its left, beside a longer one."""
     prompts = [{"prompt": "The owl"}, {"prompt": "The cat sees a red boat and then another boat"}]
@@ -1589,6 +1602,7 @@ def test_a_prompt_beside_a_chat_has_the_tokens_that_it_has_alone(tiny_llm, words
         ),
     ],
 )
+@pytest.mark.few(1)
 def test_a_prompt_that_is_none_is_named(record, said, tiny_llm):
     from examples.common.errors import BadInput
 
@@ -1598,6 +1612,7 @@ def test_a_prompt_that_is_none_is_named(record, said, tiny_llm):
     assert not pathlib.Path("run/answers.jsonl").exists()
 
 
+@pytest.mark.seldom
 def test_a_run_that_fails_leaves_no_half_of_a_file_and_the_answers_before_it(tiny_llm, monkeypatch):
     from examples.predict.module import Generate
 
@@ -1676,7 +1691,7 @@ def test_answers_of_a_packed_base_are_those_of_the_plain_run(bits, tiny_llm):
 
 
 @pytest.mark.parametrize("at_once", [1, 3, "auto"])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_sampled_answers_do_not_depend_on_the_batches_at_once(at_once, tiny_llm):
     arguments = f"--model.name_or_path={tiny_llm}", "--model.temperature=0.7", "--data.batch_size=4"
     option = f"--trainer.strategy.predict_at_once={at_once}"
@@ -1706,7 +1721,7 @@ def test_predictions_with_a_packed_base_are_those_of_the_plain_run(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["classify", "describe"])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_an_image_that_cannot_be_read_is_told_and_the_others_go_on(recipe):
     from examples.common import tiny
 
@@ -1752,7 +1767,7 @@ def test_a_long_text_may_be_cut():
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_vector_is_made_of_the_tokens_and_not_of_the_padding(pooling):
     """Beside a longer text it is what it is alone, but for how sums of other shapes are rounded."""
     write("texts.jsonl", {"text": "A cat sees a red boat and then another boat"}, {"text": "The owl"})
@@ -1853,7 +1868,7 @@ class Ends(L.Callback):
 @pytest.mark.parametrize(
     "more, goes_on", [([], True), (["--trainer.precision=bf16-mixed"], False), (["--data.batch_size=3"], False)]
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_run_within_a_limit_goes_on_to_its_end_and_another_begins_anew(more, goes_on, capsys):
     given = "--trainer.limit_predict_batches=3", "--trainer.strategy.predict_at_once=1", "--data.batch_size=4"
     undisturbed = predict(*given, *more, recipe="embed", folder="undisturbed")
@@ -2006,6 +2021,7 @@ def test_a_model_that_torchvision_does_not_have_is_refused():
 CONNECTION = "--model.train=connection"
 
 
+@pytest.mark.seldom
 def test_of_a_frozen_vision_language_model_the_connection_and_a_token_are_trained():
     pytest.importorskip("torchvision")
     streamed = fit("finetune_vlm", CONNECTION, "--trainer.callbacks+=test_recipes.Moved", folder="streamed")
@@ -2056,7 +2072,7 @@ def test_of_a_record_with_an_image_the_completion_is_learned(tmp_path):
         ({"image": "red/0.png", "prompt": "?", "completion": "!"}, "red/0.png is not an image that can be read"),
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_record_whose_image_can_not_be_used_is_named(record, said):
     pytest.importorskip("torchvision")
     from examples.common.errors import BadInput
@@ -2186,6 +2202,7 @@ def test_only_experts_that_were_routed_to_travel(tiny_mixture):
     assert moved <= sum(nbytes[name] for name in routed) + nbytes["(root)"]
 
 
+@pytest.mark.seldom
 def test_a_mixture_is_exported_as_transformers_keeps_it(tiny_mixture):
     run = fit("moe", f"--model.name_or_path={tiny_mixture}")
     loaded, trained = mixture(run / "model"), torch.load(last(run), weights_only=True)["state_dict"]
@@ -2195,6 +2212,7 @@ def test_a_mixture_is_exported_as_transformers_keeps_it(tiny_mixture):
     assert torch.equal(layer.gate_up_proj[3], trained[f"{expert}.gate_up_proj"])
 
 
+@pytest.mark.seldom
 def test_a_model_without_experts_is_refused(tiny_llm):
     from examples.common.errors import BadInput
 
@@ -2232,6 +2250,7 @@ def test_a_set_is_what_it_is_alone_whichever_others_run(precision):
     assert any(not weight.isfinite().all() for weight in together["wild"].values())
 
 
+@pytest.mark.seldom
 def test_a_set_is_trained_as_by_a_plain_loop_with_peft(tiny_llm, words):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -2272,6 +2291,7 @@ def test_the_base_goes_up_once_for_all_sets():
     assert one < three <= one + 14 * (more - few)  # each of 14 passes: 6 of the model tried, 4 forward, 4 backward
 
 
+@pytest.mark.seldom
 def test_sets_are_compared_in_a_table_and_a_picture(capsys):
     pytest.importorskip("matplotlib")
     sweep("a", "b", folder="run")
@@ -2291,7 +2311,7 @@ def test_sets_are_compared_in_a_table_and_a_picture(capsys):
         ("--model.sets={a: {targets: [embed_tokens]}}", "model.embed_tokens has an adapter, but is in none of"),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_sets_that_can_not_run_are_named(argument, said):
     from examples.common.errors import BadInput
 
@@ -2324,6 +2344,7 @@ def beside(model):
 
 
 @pytest.mark.parametrize("kind, config", [("Llama", {}), ("GPTNeoX", {}), ("Qwen3", {"head_dim": 8}), ("Phi", {})])
+@pytest.mark.few(3)
 def test_side_by_side_each_set_has_the_hidden_states_that_it_has_alone(kind, config):
     from examples.common.loss import hidden_states
 
@@ -2421,6 +2442,7 @@ def test_the_loss_is_that_of_a_plain_model_with_its_adapters_on_and_off(pairs, t
 
 @CHUNKED
 @pytest.mark.parametrize("train", ["adapters", "all"])
+@pytest.mark.few(1)
 def test_in_chunks_the_loss_of_pairs_is_the_same(train, pairs, tiny_llm):
     from examples.preference.module import Preference
 
@@ -2465,7 +2487,7 @@ def test_a_reference_that_shares_the_base_moves_nothing(tiny_llm):
         ({"prompt": "The owl " * 99, "chosen": "a", "rejected": "b"}, "my.jsonl has nothing to learn: no completion"),
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_pair_that_is_none_is_named(record, said, tiny_llm):
     from examples.common.errors import BadInput
 
@@ -2534,7 +2556,7 @@ def test_a_recognizer_learns_to_write_down_what_it_hears_and_is_exported():
         (lambda: record_wave("a.wav", 2.0), r"a.wav has 16000 Hz and is 2.0 s long; the model hears 16000 Hz and 1 s"),
     ],
 )
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_a_recording_that_can_not_be_heard_is_named(make, said):
     from examples.common.errors import BadInput
 
@@ -2552,6 +2574,7 @@ def test_a_recording_that_can_not_be_heard_is_named(make, said):
         ({"audio": "a.wav", "text": "low"}, ["--model.name_or_path=llm"], "llm is a llama, not a whisper"),
     ],
 )
+@pytest.mark.few(1)
 def test_what_a_recognizer_can_not_learn_from_is_named(record, given, said, tiny_llm):
     from examples.common.errors import BadInput
 
@@ -2593,6 +2616,7 @@ def several_languages(tmp_path):
     return folder
 
 
+@pytest.mark.seldom
 def test_texts_begin_with_their_language(several_languages, monkeypatch):
     from examples.common.errors import BadInput
     from examples.speech.data import SpeechData
@@ -2671,6 +2695,7 @@ def test_an_average_goes_on_where_it_was(train):
     assert (through / "samples.png").read_bytes() == (resumed / "samples.png").read_bytes()
 
 
+@pytest.mark.seldom
 def test_of_a_frozen_diffusion_model_nothing_travels_down_and_the_average_is_exported():
     pytest.importorskip("diffusers")
     from diffusers import SD3Transformer2DModel
@@ -2765,7 +2790,7 @@ SD3 = {"latents": (3, 16, 16), "encoder_hidden_states": (4, 32), "pooled_project
         ),
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_cached_latents_that_can_not_be_used_are_named(make, said):
     from examples.common.errors import BadInput
 
@@ -2832,6 +2857,7 @@ def whole_pipeline(kind):
 
 
 @pytest.mark.parametrize("kind", ["unet", pytest.param("transformer", marks=SLOW)])
+@pytest.mark.seldom
 def test_images_and_texts_are_cached_trained_on_and_sampled(kind, capsys):
     from PIL import Image
 
@@ -2875,7 +2901,7 @@ def test_what_can_not_be_cached_is_named(line, said, tiny_unet):
         (["--model.dtype=floaty"], "model.dtype=floaty is no type of weights"),
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_pipeline_that_can_not_be_trained_is_named(arguments, said):
     from examples.common.errors import BadInput
 
@@ -2886,6 +2912,7 @@ def test_a_pipeline_that_can_not_be_trained_is_named(arguments, said):
 # ---- by hand
 
 
+@pytest.mark.seldom
 def test_a_loop_by_hand_trains_as_without_streaming(tiny_llm, monkeypatch, capsys):
     from examples import by_hand
 
@@ -2926,7 +2953,7 @@ def loop(name, strategy, *arguments, out):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_loop_with_fabric_gives_plain_fabrics_result(name, precision, capsys):
     if "--checkpoint=base/model.pt" in LOOPS[name]:
         loop("pretrain", "auto", *SMALL, *ROWS, "--steps=2", out="base")
@@ -2954,6 +2981,7 @@ def test_adapters_that_a_loop_trained_change_what_is_generated(capsys):
 
 
 @pytest.mark.parametrize("before, after", [("auto", "superpipeline"), ("superpipeline", "auto")])
+@pytest.mark.few(1)
 def test_a_loop_that_was_interrupted_goes_on_as_if_it_had_not_been(before, after, monkeypatch):
     from examples.fabric.running import Clock
 

@@ -66,7 +66,7 @@ def test_a_rank_may_defer_a_step_that_another_one_does_not(keeps, slow_rank):
 
 
 @pytest.mark.parametrize(("optimizer", "expected"), [("sgd", 1), ("foreach", UNHINDERED), ("adafactor", 0)])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_other_optimizers(optimizer, expected):
     held = check(optimizer=optimizer, slow_rank=1)
     assert held == [UNHINDERED if expected else 0] * 2

@@ -23,7 +23,7 @@ import parity
         pytest.param("accumulating", "simgpu", "32-true", {"window": 2}, marks=pytest.mark.simgpu),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_two_ranks_are_ddp(loop, device, precision, options):
     check(ranked_fabric.record, loop, options, device, precision=precision)
 
@@ -68,7 +68,7 @@ for step in range(3):
 
 
 @pytest.mark.parametrize("fails", [1, None])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_rank_that_ends_by_an_error_is_named_and_one_that_is_done_is_not(fails):
     place = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
     script = SCRIPT.replace("FAILS", str(fails))

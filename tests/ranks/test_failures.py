@@ -97,7 +97,7 @@ def test_a_failure_in_teardown_does_not_stop_the_others(way):
 
 
 @pytest.mark.parametrize(("victim", "errors"), [(None, ["ValueError"] * 2), (1, ["PeerError", "ValueError"])])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_ranks_that_fail_wait_for_the_checkpoint_that_the_first_one_saves(victim, errors, tmp_path):
     """A launcher ends all ranks once one has exited: each ends with its own exception, once the file is there."""
     endings = failing_runs.endings(2, phase="forward", way="raise", victim=victim, saves_to=str(tmp_path))
@@ -120,7 +120,7 @@ def test_ranks_that_fail_wait_for_the_checkpoint_that_the_first_one_saves(victim
         pytest.param("end of the step", 1, "kill", None, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_checkpoint_on_exception_has_a_step_of_all_ranks(phase, victim, way, saved, tmp_path):
     """Of a step that some ranks have taken their part in there is none."""
     endings = failing_runs.endings(2, phase=phase, way=way, victim=victim, saves_to=str(tmp_path))

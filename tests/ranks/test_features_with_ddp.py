@@ -49,7 +49,7 @@ OPTIONS = [{"window": 1}, {"window": 2, "activations": "recompute"}, {"window": 
         for accelerator in ["cpu"] + ["simgpu"] * (not FEATURES[name].on_the_cpu_only)
     ],
 )
-@pytest.mark.few(3)
+@pytest.mark.seldom
 def test_a_feature_is_as_under_ddp(name, number, accelerator):
     """On the simulated device with page-locked slabs, and with its checker of races."""
     ranked_parity.check(ranked_features.run, name, OPTIONS[number % len(OPTIONS)], accelerator=accelerator)
@@ -67,7 +67,7 @@ GRADIENT = r"changed gradients in different ways since.*rank 1 changed net\.stem
 
 
 @pytest.mark.parametrize("name", sorted(ranked_features.MISTAKES))
-@pytest.mark.few(9)
+@pytest.mark.few(1)
 def test_what_makes_ranks_drift_apart_under_ddp_is_an_error(name):
     first, second = (rank.entries for rank in ranked_parity.plain(2, ranked_features.run, name))
     one, other = ([entry for entry in rank if entry.what.startswith("parameter")] for rank in (first, second))
@@ -89,6 +89,6 @@ def test_master_weights_are_stepped_with_the_mean_in_fp32(precision, dtype, acce
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1, "BatchNorm1d"), (2, "SyncBatchNorm")])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_batch_norms_are_synchronised_in_a_fit_on_several_devices_alone(size, kind):
     assert processes.run(size, ranked_features.synchronised_norms) == [(kind, False)] * size

@@ -81,6 +81,7 @@ def test_sums_that_are_slow_to_be_sent_are_sent_as_they_were():
     compare(processes.run(2, loops.train, None), found)
 
 
+@pytest.mark.seldom
 def test_all_ranks_of_all_nodes_come_to_a_meeting():
     *others, _ = processes.run(4, pretended_nodes.run, 2, waiting.seconds_at_a_meeting)
     assert min(others) > waiting.SLOW_S / 2
@@ -123,6 +124,7 @@ def check_schedules(seeds, count=30, **options):
     assert found == [[]] * 4
 
 
+@pytest.mark.seldom
 def test_random_schedules_over_two_nodes_are_the_sum_of_all_ranks():
     check_schedules([0], 10)
 
@@ -142,6 +144,7 @@ def test_ranks_of_two_nodes_that_are_held_up_anywhere_change_nothing():
     ("loop", "options"),
     [("accumulating", {"window": 1}), *(pytest.param(loop, {"window": 2}, marks=SLOW) for loop in ("gan", "resuming"))],
 )
+@pytest.mark.seldom
 def test_fabric_over_two_nodes_is_ddp_with_the_tree(loop, options):
     ranked_parity.check(ranked_fabric.record, loop, options, size=4, nodes=2)
 
@@ -160,7 +163,7 @@ EVERY_DAY = {("forward", "kill", 3), ("sum of nodes", "raise", 2)}
     ("phase", "way", "victim"),
     [pytest.param(*case, marks=[] if case in EVERY_DAY else SLOW) for case in FAILURES if case not in NOBODY],
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_all_ranks_of_all_nodes_end_with_an_error_that_names_the_one_that_failed(phase, way, victim):
     with failing_runs.nothing_left():
         endings = failing_runs.endings(4, phase=phase, way=way, victim=victim, nodes=2)
@@ -226,7 +229,7 @@ def test_a_run_without_a_failure_ends_at_once():
         ),
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_machines_that_differ_are_refused(what, named, advice):
     for error, after, reads in processes.run(2, refused_runs.unlike_nodes, [0, 1], what):
         assert error.startswith("OptionError: ") and named in error and advice in error, error
@@ -247,6 +250,7 @@ def test_a_sum_depends_on_the_number_of_threads():
 
 
 @pytest.mark.parametrize(("nodes", "listed"), [([0, 0, 0, 1], "host0 3, host1 1"), ([0, 1, 0, 1], "host0 2, host1 2")])
+@pytest.mark.few(1)
 def test_machines_with_other_numbers_of_ranks_or_in_turns_are_refused(nodes, listed):
     for error, _, reads in processes.run(4, refused_runs.unlike_nodes, nodes, "nothing"):
         assert error.startswith("OptionError: num_nodes") and f"ranks by machine: {listed}" in error, error
@@ -266,6 +270,7 @@ def test_machines_with_a_group_in_a_loop_by_hand_that_differ_are_refused():
         assert error.startswith("OptionError: ") and "host0 1, host1 7" in error, error
 
 
+@pytest.mark.seldom
 def test_a_machine_that_does_not_come_is_named_after_the_timeout():
     first, second, *_ = processes.run(4, refused_runs.without_a_node, 3)
     for rank, error in enumerate((first, second)):

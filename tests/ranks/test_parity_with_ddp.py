@@ -51,7 +51,7 @@ def rows_for(cases, each, step=1):
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=[SLOW] * (row % 3 > 0)) for row in range(len(COVER))])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_two_ranks_are_ddp_in_every_setting(row):
     check(OFTEN[row % len(OFTEN)], COVER[row])
 
@@ -81,7 +81,7 @@ def test_two_ranks_train_families_as_ddp(index):
 @pytest.mark.parametrize(
     "case, equal", [("checkpoint_reentrant", "checkpoint"), ("llama_checkpoint_reentrant", "llama_checkpoint")]
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_what_ddp_refuses_equals_what_it_trains(case, equal):
     """A reentrant checkpoint computes what the other kind does."""
     with pytest.raises(processes.RankFailed, match="marked as ready twice"):

@@ -33,6 +33,7 @@ TOKEN = b"0123456789abcdef"
         ({"widths": [8, 8, 8]}, "4 parameters"),
     ],
 )
+@pytest.mark.few(1)
 def test_another_model_on_one_rank(other, named):
     errors = processes.run(2, refused_runs.unlike_models, [{}, other])
     for rank, error in enumerate(errors):
@@ -67,6 +68,7 @@ def test_containers_of_one_machine_with_networks_of_their_own():
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
+@pytest.mark.few(1)
 def test_a_system_without_memfd(number):
     first, second = processes.run(2, refused_runs.refused_memfd, number)
     assert first.startswith("UnsupportedError: several devices share host memory by memfd"), first
@@ -152,6 +154,7 @@ def test_a_forked_worker_that_reads_a_weight(what):
         assert "forked process" in error, error
 
 
+@pytest.mark.seldom
 def test_a_forked_worker_that_reads_no_weight():
     assert processes.run(2, refused_runs.worker, "nothing") == ["", ""]
 

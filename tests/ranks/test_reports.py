@@ -6,7 +6,7 @@ import ranked_reports
 
 
 @pytest.mark.parametrize(("bar", "timeline"), [(True, True), (True, False), (False, True), (False, False)])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_the_first_rank_reports_for_all(bar, timeline, tmp_path):
     (first, files), (second, _) = processes.run(2, ranked_reports.reports, str(tmp_path), bar, timeline)
     assert second == []

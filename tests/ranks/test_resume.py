@@ -44,7 +44,7 @@ def test_another_number_of_devices_resumes_in_the_middle_of_an_epoch(sizes, tmp_
     "optimizer",
     ["adamw", pytest.param("adafactor", marks=pytest.mark.slow), pytest.param("two", marks=pytest.mark.slow)],
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_plain_lightning_and_the_strategy_resume_from_one_another(first, optimizer, tmp_path):
     sizes = (1, 2, 2)
     other = {"plain": "streaming", "streaming": "plain"}[first]
@@ -55,6 +55,7 @@ def test_plain_lightning_and_the_strategy_resume_from_one_another(first, optimiz
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), "simgpu"])
+@pytest.mark.seldom
 def test_an_interrupted_run_is_one_that_never_stopped(accelerator, tmp_path):
     """The sampler gives each rank the same batches in the same order only while their number stays the same.
 

@@ -12,6 +12,7 @@ def check(size, seeds, count=EACH, **options):
     assert processes.run(size, schedules.run, list(seeds), count, **options) == [[]] * size
 
 
+@pytest.mark.seldom
 def test_random_schedules_are_the_sum_of_all_ranks():
     check(2, [0])
 

@@ -33,7 +33,7 @@ def check(size, device, **settings):
         pytest.param("simgpu", {"optimizer": "sgd", "keeps_zeros": True}, marks=pytest.mark.simgpu),
     ],
 )
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 def test_two_ranks_are_ddp(device, settings):
     check(2, device, **settings)
 
@@ -82,7 +82,7 @@ def test_more_ranks_are_ddp_with_the_hook(size, optimizer):
 
 
 @pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_rank_that_is_ahead_holds_few_gradients(shares):
     """From the first step on; what cannot be summed beside backward lies in the boxes whole."""
     near = processes.run(2, loops.straggle, 1, True, shares)
@@ -101,6 +101,7 @@ def test_gradients_that_come_again_after_they_may_have_been_summed_are_an_error(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.seldom
 def test_a_nested_backward_brings_parts():
     """Of a block's gradients twice, and of all units the whole on every rank."""
     for nested, plain in zip(

@@ -11,16 +11,19 @@ def test_a_wait_ends_when_another_rank_failed_that_is_still_alive(what, failed):
     assert f"rank {failed} failed" in found[1 - failed] and found[failed]
 
 
+@pytest.mark.seldom
 def test_a_collective_ends_when_another_rank_failed_that_is_still_alive():
     said, noticed = processes.run(2, waiting.in_a_collective)
     assert "rank 1 failed" in said and noticed
 
 
+@pytest.mark.seldom
 def test_a_rank_that_is_slow_reads_the_numbers_of_its_own_exchange():
     expected = [[0, 1], [10, 11], [20, 21]]
     assert processes.run(2, waiting.exchanged) == [expected, expected]
 
 
+@pytest.mark.seldom
 def test_a_run_whose_backward_failed_beside_sums_closes():
     assert processes.run(2, waiting.closed_after_a_failure) == [True, True]
 
@@ -35,6 +38,7 @@ def test_a_backward_ahead_of_sums_ends_with_the_error_that_ended_them():
     assert first == "this sum fails" and "rank 0 " in second
 
 
+@pytest.mark.seldom
 def test_a_unit_is_summed_once():
     assert processes.run(2, waiting.most_sums_of_a_unit) == [1, 1]
 
@@ -89,11 +93,13 @@ def test_edits_without_an_optimizer_are_compared_in_the_next_backward():
     assert owner.startswith("in step 2: rank 1 ")
 
 
+@pytest.mark.seldom
 def test_a_barrier_in_a_fit_and_one_after_it_wait_for_all():
     (inside, after), _ = processes.run(2, waiting.at_barriers)
     assert min(inside, after) > waiting.SLOW_S / 2
 
 
+@pytest.mark.seldom
 def test_what_is_loaded_is_shared_at_once(tmp_path):
     processes.run(2, waiting.save, str(tmp_path / "half.ckpt"))
     assert processes.run(2, waiting.bytes_of_its_own, str(tmp_path / "half.ckpt")) == [0, 0]

@@ -108,7 +108,7 @@ def parameter_of(strategy, name):
     ],
     ids=str,
 )
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_two_plain_runs_are_equal(accelerator, options):
     compare(run(accelerator=accelerator, **options), run(accelerator=accelerator, **options))
 
@@ -219,6 +219,7 @@ def test_observing_adds_no_callback():
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS)
+@pytest.mark.few(1)
 def test_observing_leaves_the_order_in_which_units_are_stepped(accelerator, caplog):
     """Else the comparison would be with an order that users do not get."""
     with caplog.at_level(logging.INFO, "sp_lightning"):
@@ -305,6 +306,7 @@ def test_an_overwritten_accumulation_is_named():
         ("numpy", lambda: parity.numpy.random.rand()),
     ],
 )
+@pytest.mark.few(2)
 def test_one_random_number_too_many_is_named(name, draw):
     def draw_too_many(strategy, proceed):
         if batch_of(strategy) == 1:

@@ -148,7 +148,7 @@ def test_plain_training_does_not_fit_there():
 
 
 @pytest.mark.parametrize("term", ["window", "two gradient buffers", "activations of one block", "block inputs"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_no_term_is_there_for_nothing(term):
     named = terms(BLOCKS, window=2)
     with pytest.raises(torch.OutOfMemoryError):

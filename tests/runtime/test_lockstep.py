@@ -83,7 +83,7 @@ def squares_of(net, x):
         pytest.param({"do_sample": False, "use_cache": False}, id="no cache"),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_calls_of_generate_have_the_bits_of_each_alone(device, how, at_once):
     model = decoder()
     with sp_lightning.stream(model, device, window=2) as handle:
@@ -94,7 +94,7 @@ def test_calls_of_generate_have_the_bits_of_each_alone(device, how, at_once):
     assert_plain(model)
 
 
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_calls_at_once_need_the_trips_of_the_longest_alone(device):
     model = decoder()
     with sp_lightning.stream(model, device, window=2) as handle:
@@ -113,7 +113,7 @@ def test_calls_at_once_need_the_trips_of_the_longest_alone(device):
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_weights_travel_once_for_all_forwards_at_once(device, count):
     net, x = models.stack_of(models.Block, 8)(), torch.ones(2, 12, device=device)
     calls = [squares_of(net, x * number) for number in range(4 * count)]
@@ -136,7 +136,7 @@ def test_weights_travel_once_for_all_forwards_at_once(device, count):
         for at_once in (2, 3, 8)
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_forwards_of_every_family_have_the_bits_of_each_alone(name, at_once, device):
     case = FAMILIES[name].case
     for library in case.tags:
@@ -295,6 +295,7 @@ def drawing_anywhere(net, x, count):
 
 @pytest.mark.parametrize("known", [True, False], ids=["bytes", "tuples"])
 @pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.few(1)
 def test_python_s_and_numpy_s_generators_are_each_call_s_own(count, known, device, monkeypatch):
     if not known:
         monkeypatch.setattr(sp_lightning.calls.lockstep, "python_numbers", lambda: None)
@@ -337,7 +338,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 def test_what_a_call_sets_holds_for_it_alone(name, device):
     get, choose, other = SETTINGS[name]
     net, x, before = blocks(), torch.ones(2, 12, device=device), SETTINGS[name][0]()
@@ -392,6 +393,7 @@ def test_autocast_that_a_call_enters_holds_for_it_alone(device):
 # --- Which module
 
 
+@pytest.mark.few(1)
 def test_a_module_s_calls_are_found_by_any_part_of_it(device):
     net, other = nn.Sequential(blocks(), nn.Identity()), blocks()
     x = torch.ones(2, 12, device=device)
@@ -589,6 +591,7 @@ def test_an_interrupt_ends_all_calls_where_they_wait(device):
     assert_plain(net)
 
 
+@pytest.mark.seldom
 def test_after_an_interrupt_the_caller_goes_on_when_the_running_call_has_left_its_unit(monkeypatch):
     net, x, interrupted = blocks(), torch.ones(2, 12), threading.Event()
 

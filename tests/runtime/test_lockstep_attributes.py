@@ -439,7 +439,7 @@ def same_state(found, expected):
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 @pytest.mark.parametrize("make", [*NETS, *HOOKED])
-@pytest.mark.few(10)
+@pytest.mark.few(3)
 def test_calls_that_change_modules_have_the_results_of_one_after_the_other(make, at_once, inference, device):
     expected, after = one_after_the_other(make, device)
     net = make()
@@ -457,7 +457,7 @@ def test_calls_that_change_modules_have_the_results_of_one_after_the_other(make,
     "`at_once=1`",
 )
 @pytest.mark.parametrize("make", NETS)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_change_while_others_are_under_way_is_an_error(make, device):
     for at_once in (2, 5):
         net = late(make)()

@@ -89,7 +89,7 @@ SPECULATION = {
 @pytest.mark.parametrize(
     "at_once", [3, pytest.param(1, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_speculation_is_exact_and_brings_weights_up_once_for_all_tokens_of_a_guess(name, at_once, device):
     how, model = SPECULATION[name](device), llama()
     forwards = forwards_of(model)
@@ -138,7 +138,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_calls_with_caches_of_their_own_have_the_bits_of_each_alone(name, device):
     if name == "quantised":
         pytest.importorskip("hqq")
@@ -152,7 +152,7 @@ def test_calls_with_caches_of_their_own_have_the_bits_of_each_alone(name, device
     assert all(map(same, together, alone))
 
 
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_sliding_window_s_cache_has_the_bits_of_each_alone(device):
     torch.manual_seed(0)
     config = transformers.MistralConfig(num_hidden_layers=4, num_key_value_heads=2, sliding_window=8, **TINY)
@@ -197,7 +197,7 @@ KINDS = {"encoder and decoder": t5, "mixture of experts": mixture, "adapters": a
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 8}], ids=str)
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_other_kinds_of_models_have_the_bits_of_each_alone(name, how, device):
     model = KINDS[name]()
 
@@ -229,7 +229,7 @@ def equal_calls(model, device, new):
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_bytes_of_weights_for_a_token_fall_by_the_calls_at_once(count, device):
     model = llama()
     with sp_lightning.stream(model, device, window=2) as handle:

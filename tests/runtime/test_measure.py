@@ -28,7 +28,7 @@ from sp_lightning.runtime.measure import (
 MIB = 2**20
 
 
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_a_measured_machine_is_a_profile_in_which_nothing_is_missing(device):
     machine = measure(device)
     assert isinstance(machine, Machine)
@@ -165,6 +165,7 @@ def test_cores_and_locks_are_numbers():
 
 
 @pytest.mark.simgpu
+@pytest.mark.seldom
 def test_ways_up_that_take_turns_are_told_from_one_that_runs_alone():
     import simgpu
 

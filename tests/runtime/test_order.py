@@ -83,7 +83,7 @@ def test_gradients_of_a_block_are_there_before_the_next_block_begins_its_backwar
 
 @pytest.mark.parametrize("window", [1, 2, BLOCKS])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_device_packs_gradients_of_a_block_before_the_backward_of_the_next(window, activations):
     with streaming(window=window, activations=activations) as (net, _, x):
         loss = squares(net, x)

@@ -121,19 +121,20 @@ def stepping(loss):
 
 
 @parity.product(window=[1, 3], how=[training, stepping], case=list(LOSSES), device=parity.DEVICES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_forward_inside_another_phase(device, case, how, window):
     make, loss = LOSSES[case]
     check(make, how(loss), device, window=window)
 
 
 @parity.product(activations=["recompute", "offload"], case=list(LOSSES), device=parity.DEVICES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_forward_inside_another_phase_with_other_activations(device, case, activations):
     make, loss = LOSSES[case]
     check(make, training(loss), device, activations=activations)
 
 
+@pytest.mark.few(1)
 def test_predictions_between_accumulated_batches(device):
     def run(net, device):
         optimizer = sgd(net)
@@ -306,7 +307,7 @@ def test_after_a_failure_user_code_and_the_next_step_are_as_ever(device, where):
 
 
 @pytest.mark.parametrize("where", ["forward", "generate", "before backward", "backward", "optimizer"])
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_streaming_may_end_in_any_phase(device, where):
     """What still runs may fail, since its weights left the device; the module is plain, and streams again."""
     net, expected = Phased(), Phased()

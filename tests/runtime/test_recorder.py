@@ -207,6 +207,7 @@ def test_of_many_steps_an_observer_records_some_in_a_row_and_those_that_are_aske
     assert [step.number for step in seen] == [*range(KEPT), KEPT + 3, *range(2 * KEPT, 2 * KEPT + 4)]
 
 
+@pytest.mark.few(1)
 def test_a_timeline_shows_what_of_the_step_before_runs_on_into_it(device, monkeypatch):
     sgd = importlib.import_module("torch.optim.sgd")  # torch.optim has no attribute of that name
     plain, module, seen = sgd.sgd, side_by_side.blocks(), []

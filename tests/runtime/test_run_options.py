@@ -149,6 +149,7 @@ def half_precision_with_fp32_masters(case, batches, dtype):
 
 @pytest.mark.parametrize("precision, dtype", [("bf16-true", torch.bfloat16), ("16-true", torch.float16)])
 @pytest.mark.parametrize("case", ["llama", "tied_embedding", "batch_norm"])
+@pytest.mark.few(1)
 def test_master_weights_are_fp32_and_what_half_precision_training_with_masters_gives(case, precision, dtype):
     seen = set()
 
@@ -281,7 +282,7 @@ def test_units_are_compiled_once_for_their_class_without_a_break(fresh_dynamo):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.few(1)
+@pytest.mark.seldom
 def test_units_that_fall_out_of_their_graph_compute_the_same(fresh_dynamo, activations):
     """Around a layer with a hook in backward: what autograd saves there is seen where compiled code calls."""
 

@@ -221,6 +221,7 @@ class OnItsLayerBlock(models.Block):
     ],
 )
 @pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.few(4)
 def test_no_host_memory_outlives_the_module(activations, block, autocast):
     import simgpu
 
@@ -341,6 +342,7 @@ def test_after_an_exception_in_a_step_the_next_one_is_exact(device, where):
         assert train(net, device) == expected
 
 
+@pytest.mark.few(1)
 def test_a_module_that_outgrew_its_budget_is_never_run_plainly(device):
     """A caller that goes on after the error meets it again, and streams once the module fits."""
     net = blocks()
@@ -448,6 +450,7 @@ def test_nothing_is_logged_above_info(device, caplog):
 
 
 @pytest.mark.parametrize("at", range(6))
+@pytest.mark.few(2)
 def test_a_load_that_was_interrupted_is_made_again(device, at, monkeypatch):
     """By the user, say, at a copy up: the weights that the next forward sees are those of now."""
     send_up, calls = Device.send_up, itertools.count()

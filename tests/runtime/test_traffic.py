@@ -64,6 +64,7 @@ def gradient_nbytes(parameters):
 
 
 @pytest.mark.parametrize("window", range(1, BLOCKS + 1))
+@pytest.mark.few(3)
 def test_a_training_step_fetches_each_unit_twice_less_the_window_and_the_root_once(device, window):
     with streaming(uniform, device, window=window) as (net, handle):
         train(net, device, steps=2)
@@ -74,6 +75,7 @@ def test_a_training_step_fetches_each_unit_twice_less_the_window_and_the_root_on
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, BLOCKS])
+@pytest.mark.few(3)
 def test_what_is_resident_stays_between_micro_batches(device, window):
     with streaming(uniform, device, window=window) as (net, handle):
         train(net, device, stepping=False)
@@ -103,6 +105,7 @@ def test_a_tied_weight_travels_in_one_unit(device):
     assert names.count("embedding.weight") == 1 and "head.weight" not in names
 
 
+@pytest.mark.few(1)
 def test_recomputation_fetches_nothing_more(device):
     with streaming(uniform, device, window=2, activations="recompute") as (net, handle):
         train(net, device, steps=2)
