@@ -212,7 +212,7 @@ VALUES = {
     "cache": ["host", "--answer", "5"],
     "inference": ["--answer", "5"],
     "at_once": ["2", "--inference"],
-    "guessed": ["3", "--inference"],
+    "guessed": ["999", "--inference"],  # few cost nothing where the time is that in which the weights are read
     "accepted": ["2", "--inference", "--guessed", "3"],
     "precision": ["64-true"],
     "optimizer": ["SGD"],
@@ -474,14 +474,6 @@ def test_the_readme_shows_what_is_printed(capsys):
     run(*command.split())
     printed = "\n".join(capsys.readouterr().out.splitlines()[:2])
     assert f"```text\n{printed}\n```" in README.read_text()
-
-
-@pytest.mark.slow
-def test_the_readmes_examples_fit():
-    examples = re.findall(r"`python -m sp_lightning plan (--model [^`]*)`", README.read_text())
-    assert examples
-    for example in examples:
-        run(*example.split())
 
 
 def test_a_workload_is_planned_for_its_tokens(capsys):
