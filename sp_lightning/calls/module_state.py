@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import pickle
 import random
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ from ..memory.weights import same_bytes
 
 OUTSIDE = -1  # in place of a unit's index: the modules outside of units that travel
 MISSING = object()
-_FIXED_KINDS = (type, Enum, InPlaceOfForward)
+_FIXED_KINDS = (type, Enum, InPlaceOfForward, logging.Logger)
+_CODE = (ModuleType, FunctionType, BuiltinFunctionType, logging.Logger)  # that a hook names, beside what it keeps
 _EMPTY = CellType()
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _listeners: list[set[int]] = []  # which get the ids of modules of which an attribute is set
@@ -298,7 +300,7 @@ def _items(item: Any) -> tuple[Any, ...]:
     if isinstance(item, FunctionType):
         cells = [cell.cell_contents for cell in item.__closure__ or () if cell != _EMPTY]
         named = (item.__globals__.get(name) for name in item.__code__.co_names)
-        return *cells, *(value for value in named if isinstance(value, (Tensor, *_CONTAINERS, *CONSTANTS)))
+        return *cells, *(value for value in named if not isinstance(value, _CODE))
     if isinstance(item, partial):
         return item.func, *item.args, *item.keywords.values()
     return tuple(item) if isinstance(item, _CONTAINERS) else (type(item), *vars(item), *vars(item).values())

@@ -359,6 +359,25 @@ class HookThatRebindsAGlobal(HookOfClosure):
         return lambda: last_taken
 
 
+class Extractor:
+    last = 0.0
+
+
+extractor, sums = Extractor(), numpy.zeros(1)
+
+
+class HookOfAGlobalObject(HookOfClosure):
+    def found_by(self, block, found):
+        block.register_forward_hook(lambda module, args, output: setattr(extractor, "last", float(output.sum())))
+        return lambda: extractor.last
+
+
+class HookOfAGlobalArray(HookOfClosure):
+    def found_by(self, block, found):
+        block.register_forward_hook(lambda module, args, output: sums.fill(float(output.sum())))
+        return lambda: float(sums[0])
+
+
 class HookThatCounts(HookOfClosure):
     """Adds to an array of numbers, which has no version."""
 
@@ -379,7 +398,7 @@ NETS = [
 ]  # fmt: skip
 HOOKED = [
     HookOfClosure, HookThatRebinds, HookWithArguments, HookOfAnObject, HookOfGlobals, HookThatRebindsAGlobal,
-    HookThatCounts,
+    HookThatCounts, HookOfAGlobalObject, HookOfAGlobalArray,
 ]  # fmt: skip
 
 
