@@ -53,7 +53,11 @@ PARTS = {
         ("sp_lightning/optim/", "sp_lightning/runtime/"),
     ),
     "families": Part(("tests/contract/test_families.py",), ("tests/rigs/families.py", "sp_lightning/runtime/")),
-    "contract": Part(("tests/contract", "tests/optim", "tests/autograd", "tests/lightning", "tests/runtime"), STEP),
+    "contract": Part(("tests/contract",), STEP),
+    "autograd": Part(("tests/autograd",), ("sp_lightning/autograd/", "sp_lightning/runtime/")),
+    "optim": Part(("tests/optim",), ("sp_lightning/optim/", "sp_lightning/gradients/", "sp_lightning/runtime/")),
+    "lightning": Part(("tests/lightning",), ("sp_lightning/lightning/",)),
+    "runtime": Part(("tests/runtime",), ("sp_lightning/runtime/", "sp_lightning/memory/")),
     "quantised": Part(
         tuple(f"tests/contract/test_quantised_{name}.py" for name in ("weights", "runs", "peft")),
         (*STEP, "tests/rigs/wrapped.py"),
