@@ -1,7 +1,8 @@
 """Whether calls that run by turns change their modules, of which all of them find the same.
 
 1. Code *sets* an attribute, a buffer, a submodule or a hook: there is another object afterwards, and not one that is
-   equal: a plain value, or a tuple or list of the same objects.
+   equal: a plain value, or a tuple or list of the same objects. So do hooks of all modules, and a tensor in the place
+   of a weight (`torch.func.functional_call`), other than the weight's stand-in.
 2. Code *changes in place* what a module keeps: a tensor, an array, a list, a dictionary, a set, a plain object, a
    random generator, or a weight. A hook keeps what its closure refers to, and the values of globals that it names. An
    object that knows modules outside of this one, such as a trainer, is left alone (recompute.py, Rule 1).
@@ -28,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd.recompute import CONSTANTS, FIXED, foreign, own_forward
+from ..autograd.recompute import CONSTANTS, FIXED, foreign, host_of, own_forward
 from ..autograd.saved_tensors import SHARED
 from ..autograd.stand_ins import InPlaceOfForward
-from ..compat.modules import HOOKS_OF_FORWARD, hooks_registered
+from ..compat.modules import HOOKS_OF_ALL, HOOKS_OF_FORWARD, hooks_registered
 from ..compat.patches import MODULE_DELATTR, MODULE_SETATTR
 from ..compat.tensors import without_function_modes
 from ..memory.watched_parameters import quietly, true_version
@@ -49,14 +50,15 @@ _listeners: list[set[int]] = []  # which get the ids of modules of which an attr
 class _Group:
     """The modules of a unit, or those outside of units, and what was in them when `note` was last called."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], hooks_of_all: Iterable[dict[int, Any]]) -> None:
         self.modules = modules
-        self.places: list[tuple[dict[Any, Any], nn.Module]] = []
+        self.places: list[tuple[dict[Any, Any], Any]] = [(hooks, nn.Module) for hooks in hooks_of_all]
         for module in modules:
             own = vars(module)
             hooks = (own[name] for name in HOOKS_OF_FORWARD)
             self.places += [(contents, module) for contents in (own, own["_buffers"], own["_modules"], *hooks)]
         self._dictionaries = [contents for contents, _ in self.places]
+        self._weights: list[dict[str, Any]] = []
         self._noted: list[dict[Any, Any]] = []
         self._values: list[Any] = []
         self.kept: list[tuple[Any, tuple[Any, ...]]] = []  # objects that can change in place, and what was in them
@@ -70,22 +72,33 @@ class _Group:
         self._noted = [
             {name: v for name, v in contents.items() if name not in FIXED} for contents in self._dictionaries
         ]
+        self._weights = [_weights_of(module) for module in self.modules]
 
     @property
     def is_same(self) -> bool:
         """Whether nothing was set since."""
         now = itertools.chain.from_iterable(map(dict.values, self._dictionaries))
         same = sum(map(len, self._dictionaries)) == len(self._values)
-        return same and all(map(operator.is_, now, self._values))
+        return same and all(map(operator.is_, now, self._values)) and self._other_weight is None
 
     @property
-    def set_since(self) -> tuple[nn.Module, Any] | None:
+    def _other_weight(self) -> tuple[nn.Module, str] | None:
+        """The place of a weight in which there is something else since."""
+        for module, then in zip(self.modules, self._weights, strict=True):
+            now = _weights_of(module)
+            for name in {**now, **then}:
+                if now.get(name, MISSING) is not then.get(name, MISSING):
+                    return module, name
+        return None
+
+    @property
+    def set_since(self) -> tuple[Any, Any] | None:
         """A place where something was set since."""
         for (contents, module), then in zip(self.places, self._noted, strict=True):
             for name in {**contents, **then}:
                 if name not in FIXED and not _same(contents.get(name, MISSING), then.get(name, MISSING)):
                     return module, name
-        return None
+        return self._other_weight
 
 
 class ModuleState:
@@ -115,12 +128,15 @@ class ModuleState:
     def _look_at_tree(self) -> None:
         """Find the modules and weights, and what they keep."""
         self._names = {id(module): name or type(module).__name__ for name, module in self._root.named_modules()}
+        self._names[id(nn.Module)] = "hooks of all modules"
         self._modules = list(self._root.modules())
         of_units = {module: index for index, tops in self._units.items() for top in tops for module in top.modules()}
         by_group: dict[int, list[nn.Module]] = {index: [] for index in (OUTSIDE, *self._units)}
         for module in self._modules:
             by_group[of_units.get(module, OUTSIDE)].append(module)
-        self._groups = {index: _Group(modules) for index, modules in by_group.items()}
+        self._groups = {
+            index: _Group(modules, HOOKS_OF_ALL if index == OUTSIDE else ()) for index, modules in by_group.items()
+        }
         self._group_of = {id(module): index for index, modules in by_group.items() for module in modules}
         self._code = _code(self._modules)
         self._weights = dict(self._root.named_parameters())
@@ -170,7 +186,7 @@ class ModuleState:
                 self._note(group)
             group.marked = [(item, _mark(item), name) for item, _, name in group.marked]
 
-    def _name_of(self, place: tuple[nn.Module, Any] | None) -> str:
+    def _name_of(self, place: tuple[Any, Any] | None) -> str:
         return "" if place is None else f"{self._names[id(place[0])]}.{place[1]}"
 
     def _owner(self, item: Any) -> str:
@@ -201,7 +217,8 @@ class ModuleState:
         for module in group.modules:
             own = vars(module)
             values = [v for name, v in own.items() if name not in FIXED and type(v) not in CONSTANTS]
-            for hook in (hook for name in HOOKS_OF_FORWARD for hook in own[name].values()):
+            hooks = [own[name] for name in HOOKS_OF_FORWARD] + [*HOOKS_OF_ALL] * (module is self._root)
+            for hook in (hook for contents in hooks for hook in contents.values()):
                 if isinstance(hook, FunctionType):
                     group.kept.append((hook, _items(hook)))
                 values += _items(hook) if isinstance(hook, (FunctionType, partial)) else [hook]
@@ -223,6 +240,11 @@ class ModuleState:
                     if not any(isinstance(part, nn.Parameter) for part in items):  # stand-ins are put there
                         group.kept.append((item, items))
                     stack += items
+
+
+def _weights_of(module: nn.Module) -> dict[str, Any]:
+    """Return what is in the places of a module's weights; in the place of a stand-in, its weight."""
+    return {name: host_of(weight) for name, weight in dict.items(vars(module)["_parameters"])}
 
 
 def _set_attribute(module: nn.Module, name: str, value: Any) -> None:

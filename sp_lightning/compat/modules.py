@@ -26,6 +26,7 @@ __all__ = ["HOOKS_AFTER_EVERY_STEP", "HOOKS_BEFORE_EVERY_STEP", "context_decorat
 # the second forward of a recomputation.
 HOOKS_OF_MODULE = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 HOOKS_OF_FORWARD = HOOKS_OF_MODULE[:2]
+HOOKS_OF_ALL = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
 HOOKS_OF_WEIGHT = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 # Attributes of optimizers with hooks. Without them units would be stepped in backward although a hook of the user's

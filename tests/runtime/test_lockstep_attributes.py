@@ -506,6 +506,39 @@ def test_calls_of_every_length_have_the_results_of_their_order_or_an_error(make,
         assert same(results[1], results[0])
 
 
+def with_other_weights(net, x):
+    others = {name: torch.full_like(weight, 0.1) for name, weight in net.named_parameters() if "blocks.2" in name}
+    return torch.func.functional_call(net, {name: value.to(x.device) for name, value in others.items()}, (x,))
+
+
+def with_hook_of_all_modules(net, x):
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: output * 2)
+    try:
+        return net(x)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("how", [with_other_weights, with_hook_of_all_modules])
+def test_what_one_call_puts_in_the_modules_for_a_forward_is_not_there_for_the_others(how, device):
+    net, xs = Net(), inputs(device)
+
+    def calls(which):
+        return [functools.partial(how, net, x) if number in which else times(net, x, 2) for number, x in enumerate(xs)]
+
+    for which in ((0,), (1,), range(5)):
+        with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+            expected = [call() for call in calls(which)]
+            if which == (1,):
+                with pytest.raises(
+                    ExactnessError, match=r"(blocks\.2\.weight|hooks of all modules.*) was changed by a call"
+                ):
+                    handle.lockstep(calls(which), at_once=3)
+            else:
+                assert same(handle.lockstep(calls(which), at_once=3), expected)
+        assert_plain(net)
+
+
 def test_others_begin_when_the_first_call_comes_to_a_unit_again_and_has_changed_nothing(device):
     net, x, begun = Net(), inputs(device)[0], []
 
