@@ -23,6 +23,8 @@
    comes back to a unit from another one, or ends. If it has changed nothing by then, the others begin. If it has, they
    begin when it has ended, and the next one runs as the first did. In later calls of `lockstep` all begin at once,
    until one changes something. Found while other calls are under way, a change is an error.
+9. torch has one level of forward-mode gradients for the process, which ends for all where one leaves it: a call keeps
+   its turn from where it enters the level to where it leaves it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from torch import nn
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.kernels import set_settings, settings
 from ..compat.references import python_numbers
-from ..compat.tensors import dispatch_mode_count, function_mode_count
+from ..compat.tensors import dispatch_mode_count, dual_level_count, function_mode_count
 from ..errors import ExactnessError, UnsupportedError
 from ..memory.device import Device
 from ..memory.watched_parameters import quietly
@@ -134,6 +136,7 @@ class Lockstep:
         self._draws = False
         self._phases = engine.new_turn().phases
         self._settings = settings()
+        self._dual_levels = dual_level_count()
         self._to_begin = enumerate(calls)
         self._live: list[Call] = []  # in order
         self._running: Call | None = None  # None: the caller has the turn
@@ -267,7 +270,7 @@ class Lockstep:
         if not unit.unit.resident:
             if self._memory is not None:
                 self._memory.arrives(call)
-            comes_back = unit.index != call.unit and unit.index in call.came_to
+            comes_back = unit.index != call.unit and unit.index in call.came_to and not self._keeps_turn
             call.unit = unit.index
             if not self.together and not call.changes:
                 call.came_to.add(unit.index)
@@ -285,6 +288,11 @@ class Lockstep:
                 call.visited.add(unit.index)
         if self._interrupted:
             raise _Interrupted
+
+    @property
+    def _keeps_turn(self) -> bool:
+        """Whether the running call has to be left running (Rule 9)."""
+        return dual_level_count() > self._dual_levels
 
     def wrote(self, weight: str) -> None:
         """Note that the running call wrote a weight."""
@@ -351,6 +359,8 @@ class Lockstep:
     def _next(self) -> Call:
         """Return the call that runs next, where all of them wait (Rule 2)."""
         live = self._live if self.together else self._live[:1]
+        if self._running is not None and self._keeps_turn:
+            live = [self._running]
         wanted = Counter(call.unit for call in live)
         if wanted[BEGIN]:
             unit = BEGIN

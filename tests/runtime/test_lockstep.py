@@ -623,6 +623,25 @@ def test_after_an_interrupt_the_caller_goes_on_when_the_running_call_has_left_it
     assert torch.equal(*states)  # of the caller's generator: what a call draws comes from its own
 
 
+@pytest.mark.parametrize("at_once", [2, 4])
+def test_forward_mode_gradients_are_those_of_each_call_alone(at_once, device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+
+    def gradient(number):
+        return torch.stack(torch.func.jvp(net, (x * number,), (x,)))
+
+    def calls():
+        made = [gradient, lambda number: torch.stack([net(x * number)] * 2), gradient, gradient]
+        return [
+            lambda call=call, number=number: [call(number), call(number + 1)][1] for number, call in enumerate(made)
+        ]
+
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        alone = [call() for call in calls()]
+        for _ in range(2):
+            assert same(handle.lockstep(calls(), at_once), alone)
+
+
 # --- Refused
 
 
