@@ -197,6 +197,10 @@ class Lockstep:
 
     def stop(self) -> None:
         """End the calls where they wait, and begin no more."""
+        if self._running is not None:
+            raise UnsupportedError(
+                "a call in lockstep cannot end streaming: call close() after lockstep() has returned"
+            )
         self._interrupted = True
         try:
             while self.next_ended() is not None:

@@ -420,9 +420,9 @@ class Handle:
         """Make the module plain again, on the host, with its trained weights. Safe twice."""
         if self.closed:
             return
-        self.closed = True
         if self.engine.turns is not None:
             self.engine.turns.stop()  # of an iteration that was left
+        self.closed = True
         try:
             try:
                 self.stop_recording()

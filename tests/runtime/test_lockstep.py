@@ -645,6 +645,14 @@ def test_forward_mode_gradients_are_those_of_each_call_alone(at_once, device):
 # --- Refused
 
 
+def test_a_call_cannot_end_streaming(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+    with sp_lightning.stream(net, device) as handle:
+        error, output = handle.lockstep([handle.close, lambda: net(x)], return_exceptions=True)
+        assert isinstance(error, UnsupportedError) and "call close() after lockstep()" in str(error)
+        assert torch.equal(output, net(x)) and not handle.closed
+
+
 def test_gradients_are_refused_in_a_call(device):
     net, x = blocks(), torch.ones(2, 12, device=device)
 
