@@ -8,6 +8,7 @@ import torch
 
 from ..common import checkpoints, tiny
 from ..common.answers import Predicts
+from ..common.files import stamps
 from ..common.images import FolderImages, told, whole_image
 
 
@@ -36,7 +37,7 @@ class Classify(Predicts):
     @property
     def settings(self) -> list[Any]:
         """What predictions depend on, beside the images."""
-        return [self.name_or_path, self.dtype_name]
+        return [stamps(self.name_or_path), self.dtype_name]
 
     def configure_model(self) -> None:
         if self.model is None:

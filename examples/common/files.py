@@ -68,6 +68,20 @@ def read_image(path: str) -> Any:
         raise BadInput(f"{path} is not an image that can be read: {error}") from None
 
 
+def stamp(path: Path) -> list[int]:
+    """What tells a file from another of the same name."""
+    found = path.lstat()  # a link may lead nowhere
+    return [found.st_size, found.st_mtime_ns]
+
+
+def stamps(checkpoint: str | None) -> list[Any]:
+    """A checkpoint's name, and what tells the files of its folder, if it is one, from others of the same names."""
+    folder = Path(checkpoint or "").expanduser()
+    parts = {".safetensors", ".bin", ".json"}  # not what a run may write beside them
+    files = sorted(folder.iterdir()) if checkpoint and folder.is_dir() else []
+    return [checkpoint, [[file.name, *stamp(file)] for file in files if file.suffix in parts]]
+
+
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A name beside ``path`` to write a file or a folder under; it takes the place of ``path`` once that went well."""

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from . import checkpoints, tiny
 from .arguments import NonNegativeInt, PositiveInt
 from .errors import BadInput
-from .files import existing, read_image
+from .files import existing, read_image, stamp
 
 ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 
@@ -80,12 +80,6 @@ class FolderImages(L.LightningDataModule):
 def written(path: Path) -> str:
     """A file's name as text, which not every name is."""
     return path.as_posix().encode(errors="surrogateescape").decode(errors="replace")
-
-
-def stamp(path: Path) -> list[int]:
-    """What tells a file from another of the same name."""
-    found = path.lstat()  # a link may lead nowhere
-    return [found.st_size, found.st_mtime_ns]
 
 
 def told(records: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import torch
 from ..common import checkpoints, tiny
 from ..common.answers import Predicts
 from ..common.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt
+from ..common.files import stamps
 from ..common.images import FolderImages, asked, load_processor, special_tokens, told
 from ..common.quantized import Form, quantize
 
@@ -54,8 +55,8 @@ class Describe(Predicts):
     @property
     def settings(self) -> list[Any]:
         """What answers depend on, beside the images."""
-        question = self.trainer.datamodule.question
-        return [self.name_or_path, self.dtype_name, self.max_new_tokens, self.temperature, self.base_bits, question]
+        model, question = stamps(self.name_or_path), self.trainer.datamodule.question
+        return [model, self.dtype_name, self.max_new_tokens, self.temperature, self.base_bits, question]
 
     def configure_model(self) -> None:
         if self.model is None:

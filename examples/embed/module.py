@@ -15,7 +15,7 @@ from ..common import checkpoints, tiny
 from ..common.answers import Predicts
 from ..common.arguments import PositiveInt
 from ..common.errors import BadInput
-from ..common.files import read_jsonl
+from ..common.files import read_jsonl, stamps
 from ..common.quantized import Form, quantize
 
 
@@ -53,7 +53,7 @@ class Embed(Predicts):
     @property
     def settings(self) -> list[Any]:
         """What vectors depend on, beside the texts."""
-        return [self.name_or_path, self.dtype_name, self.pooling, self.base_bits]
+        return [stamps(self.name_or_path), self.dtype_name, self.pooling, self.base_bits]
 
     def configure_model(self) -> None:
         if self.model is None:

@@ -14,7 +14,7 @@ from ..common.answers import Predicts
 from ..common.arguments import NonNegativeFloat, PositiveInt
 from ..common.checkpoints import load_config, load_tokenizer, positions, with_adapters
 from ..common.errors import BadInput
-from ..common.files import read_jsonl
+from ..common.files import read_jsonl, stamps
 from ..common.quantized import Form, quantize
 from ..common.text import templated
 from ..finetune_llm.module import FineTuneLLM
@@ -66,7 +66,7 @@ class Generate(Predicts, FineTuneLLM):
     @property
     def settings(self) -> list[Any]:
         """What answers depend on, beside the prompts."""
-        model = self.name_or_path, self.dtype_name, self.base_bits, self.adapters
+        model = stamps(self.name_or_path), self.dtype_name, self.base_bits, stamps(self.adapters)
         return [*model, self.max_new_tokens, self.temperature]
 
     def predict_step(self, batch: dict[str, Any], index: int) -> list[dict[str, Any]]:

@@ -1879,6 +1879,25 @@ def test_a_run_within_a_limit_goes_on_to_its_end_and_another_begins_anew(more, g
     assert ("going on after" in "".join(capsys.readouterr())) is goes_on
 
 
+@pytest.mark.seldom
+def test_a_run_of_a_checkpoint_that_was_written_anew_begins_anew(capsys):
+    from examples.common import tiny
+
+    def write_model(seed):
+        torch.manual_seed(seed)
+        tiny.language_model(pathlib.Path("llm"))
+
+    given = "--model.name_or_path=llm", "--trainer.strategy.predict_at_once=1", "--data.batch_size=4"
+    write_model(0)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        predict(*given, "--trainer.callbacks+=test_recipes.Ends", recipe="embed", folder="killed")
+    write_model(1)
+    undisturbed = predict(*given, recipe="embed", folder="undisturbed")
+    capsys.readouterr()
+    assert predict(*given, recipe="embed", folder="killed") == undisturbed
+    assert "going on after" not in "".join(capsys.readouterr())
+
+
 @SLOW
 def test_a_classifier_that_was_trained_names_its_classes():
     run = fit("finetune_vision", "--trainer.max_epochs=6", folder="trained")
