@@ -1,4 +1,5 @@
-"""Documents that share a row, each beginning at position 0 again, by which models tell them apart. Not all do."""
+"""Documents that share a row, each beginning at position 0 again, by which models tell them apart; and padding in front
+of one, which a mask tells. Not all models heed these."""
 
 from __future__ import annotations
 
@@ -26,6 +27,21 @@ def check_apart(model: Any, device: torch.device) -> None:
         raise BadInput(
             f"in {name} packed documents see each other: with another one before it, a document's logits differ by "
             f"{differs:.2g} (the largest is {largest:.2g}); {INSTEAD}"
+        )
+
+
+@torch.no_grad()
+def check_padding(model: Any, device: torch.device) -> None:
+    """Refuses a model to which the mask of a row's padding makes no difference, as to some with a state in place of
+    attention: an answer would depend on the longer prompts beside it. It is tried: costs two passes of few tokens."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # under adapters
+    tokens = torch.arange(2 * LENGTH, device=device).remainder(base.config.get_text_config().vocab_size).unsqueeze(0)
+    masks = torch.ones_like(tokens), (torch.arange(2 * LENGTH, device=device) >= LENGTH).long().unsqueeze(0)
+    one, other = (model(input_ids=tokens, attention_mask=mask, use_cache=False).logits for mask in masks)
+    if torch.equal(one[:, LENGTH:], other[:, LENGTH:]):
+        raise BadInput(
+            f"{type(base).__name__} does not heed attention_mask, so a prompt's answer would depend on the longer ones "
+            "in its batch: set data.batch_size=1, or give it prompts of one length"
         )
 
 

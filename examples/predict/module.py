@@ -15,6 +15,7 @@ from ..common.arguments import NonNegativeFloat, PositiveInt
 from ..common.checkpoints import load_config, load_tokenizer, positions, with_adapters
 from ..common.errors import BadInput
 from ..common.files import read_jsonl, stamps
+from ..common.packing import check_padding
 from ..common.quantized import Form, quantize
 from ..common.text import templated
 from ..finetune_llm.module import FineTuneLLM
@@ -68,6 +69,12 @@ class Generate(Predicts, FineTuneLLM):
         """What answers depend on, beside the prompts."""
         model = stamps(self.name_or_path), self.dtype_name, self.base_bits, stamps(self.adapters)
         return [*model, self.max_new_tokens, self.temperature]
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        data = self.trainer.datamodule
+        if data.batch_size > 1 and len({len(one["tokens"]) for one in data.records}) > 1:
+            check_padding(self.model, self.device)
 
     def predict_step(self, batch: dict[str, Any], index: int) -> list[dict[str, Any]]:
         tokenizer, prompts = self.trainer.datamodule.tokenizer, batch["input_ids"]

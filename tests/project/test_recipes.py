@@ -1571,6 +1571,27 @@ def test_a_shorter_prompt_is_answered_as_it_is_alone(tiny_llm):
     assert [answer["answer"] for answer in together] == [answer["answer"] for answer in alone]
 
 
+@pytest.mark.seldom
+def test_a_model_that_sees_padding_answers_one_prompt_at_a_time(words):
+    from examples.common.errors import BadInput
+
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.RwkvConfig(vocab_size=len(words), eos_token_id=words.eos_token_id, **sizes)
+    model = transformers.RwkvForCausalLM(config).eval()
+    model.save_pretrained("rwkv")
+    words.save_pretrained("rwkv")
+    prompts = [{"prompt": "The owl"}, {"prompt": "The cat sees a red boat"}]
+    arguments = "--model.name_or_path=rwkv", f"--data.path={write('ask.jsonl', *prompts)}", "--model.max_new_tokens=4"
+    with pytest.raises(BadInput, match="RwkvForCausalLM does not heed attention_mask"):
+        predict(*arguments)
+    for prompt, found in zip(prompts, predict(*arguments, "--data.batch_size=1"), strict=True):
+        tokens = words(prompt["prompt"], return_tensors="pt").input_ids
+        plain = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=words.pad_token_id)
+        assert found["answer"] == words.decode(plain[0, tokens.shape[1] :], skip_special_tokens=True)
+
+
 def test_a_prompt_beside_a_chat_has_the_tokens_that_it_has_alone(tiny_llm, words):
     """A template writes the token of the beginning itself; the tokenizer writes it before a text."""
     from types import SimpleNamespace
