@@ -80,7 +80,10 @@ def find(arguments: Sequence[str]) -> Run:
     answer, cache = getattr(module, "generates", (None, None))
     asked = answer is not None
     if not asked and type(module).training_step is LightningModule.training_step:
-        allowed = "a module with a training_step, or one that says what it generates (docs/planning.md)"
+        allowed = (
+            "a module with a training_step, or one that says what it generates (docs/planning.md); others have no "
+            "plan, and predict in place of plan prints at its end what it took"
+        )
         raise OptionError(argument="model", found=type(module).__name__, allowed=allowed)
     trainer.state.fn = TrainerFn.PREDICTING if asked else TrainerFn.FITTING
     trainer.predicting, trainer.training = asked, not asked

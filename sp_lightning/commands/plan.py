@@ -63,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", help="with --answer: keys and values wait on the device (default) or the host")
     parser.add_argument("--precision", help="the Trainer's precision (default: bf16-mixed)")
     parser.add_argument("--optimizer", help="an optimizer such as AdamW or SGD (default: the module's own, or AdamW)")
-    parser.add_argument("--machine", default="here", help="a profile such as rtx4090 (default: here, measured)")
+    parser.add_argument(
+        "--machine", default="here", help="a profile such as rtx4090, or list to see all (default: here, measured)"
+    )
     parser.add_argument("--devices", type=int, help="devices that train together, each with this batch (default: 1)")
     parser.add_argument("--device-memory", help="device bytes, such as 24GiB (default: the machine's)")
     parser.add_argument("--host-memory", help="host bytes, such as 64GiB (default: the machine's)")
@@ -95,6 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the plan; return 1 if the run does not fit."""
+    if args.machine == "list":
+        print(_machines())
+        return 0
     from ..planning.forecast import WIDTH, text
 
     for name in ("batch", "seq", "answer", "accumulate", "samples", "epochs", "devices"):
@@ -182,6 +187,22 @@ def _disk_speed(args: argparse.Namespace, run: Run) -> str | None:
     return f"{found.read_bytes_per_s:.0f}B,{found.sustained_bytes_per_s:.0f}B,{max(0.5, found.duplex):.2f}"
 
 
+def _is_yaml(path: str) -> bool:
+    return path.endswith((".yaml", ".yml"))
+
+
+def _machines() -> str:
+    """List the profiles that ``--machine`` takes, a line each."""
+    from ..core.machine import PROFILES
+
+    sizes = ((name, format_bytes(one.device_nbytes), format_bytes(one.host_nbytes)) for name, one in PROFILES.items())
+    lines = [
+        f"{name:{max(map(len, PROFILES))}}  {device:>10} on the device, {host:>10} on the host"
+        for name, device, host in sizes
+    ]
+    return "\n".join([*lines, "here: this machine, measured"])
+
+
 def in_place_of_fit(args: argparse.Namespace) -> bool:
     """Return whether the arguments are those of fit: there is a config, or the model is the path of a class."""
     classes = args.model is not None and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", args.model) is not None
@@ -191,7 +212,7 @@ def in_place_of_fit(args: argparse.Namespace) -> bool:
 def _run_of_fit(args: argparse.Namespace) -> Run:
     """Return the run that fit would make with the config, if there is one, and the arguments beside it."""
     from .fit_config import find
-    from .model_spec import own_function
+    from .model_spec import NAMES, own_function
 
     for name in OF_RUN:
         if getattr(args, name) is not None:
@@ -200,6 +221,12 @@ def _run_of_fit(args: argparse.Namespace) -> Run:
     if args.master_weights:
         allowed = "left out beside arguments of fit: give --trainer.strategy.master_weights true"
         raise OptionError(argument="master_weights", found=True, allowed=allowed)
+    if args.config and (args.model in NAMES or re.search(r"[/:-]", args.model or "")) and not _is_yaml(args.model):
+        allowed = (
+            "left out beside --config, which names the module (--model.name_or_path is the checkpoint that it reads), "
+            "or given without --config"
+        )
+        raise OptionError(argument="model", found=args.model, allowed=allowed)
     given = [word for config in args.config or () for word in ("--config", config)]
     for name in ("model", "data", "optimizer"):
         if getattr(args, name) is not None:

@@ -100,6 +100,8 @@ SAID = {  # what is typed, and what the line says
     "launch --windw 2 -- nowhere.py": "did you mean --window?",
     "launch --window 0 -- file": "window must be an int >= 1",
     "launch -- -m no_such_module": "the module must be one that Python can import",
+    f"{PLAN} --config {ROOT}/examples/lora_llm/config.yaml": "model must be left out beside --config",
+    f"plan --config {ROOT}/examples/classify/config.yaml --machine rtx3060": "predict in place of plan prints",
 }
 
 
@@ -138,6 +140,14 @@ def test_what_is_mistyped_is_one_line_and_exit_status_2(typed, capfd):
 
 def test_at_least_sixty_are_tried():
     assert len(SAID) >= 60
+
+
+def test_machine_list_prints_all_machines(capsys):
+    from sp_lightning.core.machine import PROFILES
+
+    with pytest.raises(SystemExit, match="0"):
+        cli.main("plan --machine list".split())
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*PROFILES, "here:"]
 
 
 def test_an_error_of_the_users_own_code_keeps_its_traceback(tmp_path, monkeypatch):
