@@ -143,6 +143,7 @@ class Plan:
     accumulate: int = 1  # batches in a step of the optimizer
     answer: int = 0  # tokens that are generated for each row: a step is one of them; 0 if the model is trained
     reading_s: float = 0.0  # seconds in which the prompts are read, and the first tokens made
+    weights_dtype: str = ""  # of most weights, where a precision of "32-true" leaves them in another type than FP32
     lockstep: tuple[LockstepPlan, ...] = ()  # of several such batches, with each place of the cache
 
     @property
@@ -451,9 +452,10 @@ def _heading(plan: Plan) -> str:
     each = " each" if plan.devices > 1 else ""
     answers = f"answers of {plan.answer} tokens"
     doing = answers if plan.answer else f"activations {plan.options.activations!r}"
+    weights = f" with weights in {plan.weights_dtype}" if plan.weights_dtype else ""
     return (
         f"{plan.model}: {_count(plan.parameters)} parameters, batch of {plan.rows} {plan.counted}{each}, "
-        f"{plan.precision}, {doing}\n"
+        f"{plan.precision}{weights}, {doing}\n"
         f"on {several}{plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
         f"{format_bytes(plan.device_nbytes)} of {format_bytes(plan.available)} on {'each' if each else 'the'} device, "
         f"{format_bytes(plan.host.total)} of {plan.host_memory()} on the host: {fits}"

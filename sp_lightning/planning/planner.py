@@ -19,6 +19,7 @@ import contextlib
 import functools
 import gc
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -39,6 +40,7 @@ from ..options import Options
 from ..ranks.exchange import AHEAD
 from ..runtime.preflight import finer_classes
 from ..tracing.dry_run import Answers
+from ..tracing.step_trace import StepTrace
 from .forecast import MANY, SLOW, Change, LockstepPlan, Plan, RunTimes, SweepPoint, mean_s
 from .listed_model import ListedModel
 from .planned_calls import plan_calls
@@ -178,6 +180,7 @@ class _Planner:
             rows=self.source.rows,
             counted=self.source.counted,
             precision=self.run.precision,
+            weights_dtype=_own_dtype(trace, self.run.precision),
             machine=self.machine,
             options=self.options,
             window=chosen.window,
@@ -627,6 +630,16 @@ class _Sizes:
             else:
                 high = middle - 1
         return fits
+
+
+def _own_dtype(trace: StepTrace | None, precision: str) -> str:
+    """Name the type of most weights where the precision leaves them in it and is named after FP32; empty for FP32."""
+    sizes: Counter[torch.dtype] = Counter()
+    for unit in trace.units if trace is not None and precision == "32-true" else ():
+        for _, parameter in unit.params:
+            sizes[parameter.dtype] += parameter.is_floating_point() * parameter.nbytes
+    ((most, _),) = sizes.most_common(1) or [(torch.float32, 0)]
+    return "" if most == torch.float32 else str(most).removeprefix("torch.")
 
 
 def _frozen(needs: Requirements, share: float, bits: int) -> Requirements:

@@ -56,6 +56,12 @@ def planned(module=Stack, batch=None, machine=MACHINE, **options):
     return plan(module, torch.zeros(8, 256) if batch is None else batch, machine=machine, **options)
 
 
+def test_the_first_line_names_the_type_of_weights_that_the_precision_leaves_as_they_are():
+    found = planned(lambda: Stack().bfloat16(), torch.zeros(8, 256, dtype=torch.bfloat16))
+    assert "batch of 8 rows, 32-true with weights in bfloat16, activations" in str(found)
+    assert "with weights in" not in str(planned()) + str(planned(precision="bf16-true"))
+
+
 # Against the run
 
 FAMILIES = ("llama", "bert", "vit", "clip", "torchvision_swin", "torchvision_resnet")
