@@ -143,37 +143,39 @@ def main(args: argparse.Namespace) -> int:
 
 def _plan_of(args: argparse.Namespace, run: Run, device_memory: int | str | None) -> Plan:
     """Plan the run, with so much device memory, or else the machine's."""
+    from ..observe.progress import working
     from ..planning import plan
 
     spec = run.spec
     loss = "chunked" if args.loss == "chunked" else spec.loss
-    return plan(
-        spec.model,
-        spec.batch,
-        precision=run.precision,
-        optimizer=run.optimizer,
-        machine=args.machine,
-        device_memory=device_memory,
-        host_memory=args.host_memory,
-        host_headroom=args.host_headroom,
-        cores=args.cores,
-        link=args.link,
-        disk_speed=_disk_speed(args, run),
-        copies=run.copies,
-        trained_copies=run.trained_copies,
-        devices=run.devices,
-        own_gradients=run.own_gradients,
-        accumulate=run.accumulate,
-        loss=None if run.answer is not None and args.loss is None else loss,  # that of the model's kind
-        answer=run.answer,
-        cache=run.cache,
-        predict_at_once=run.predict_at_once,
-        at_once=args.at_once,
-        guessed=args.guessed,
-        accepted=args.accepted,
-        name=spec.name,
-        **{name: value for name, value in run.options.items() if name != "host_memory"},  # it changes no plan
-    )
+    with working("planning"):
+        return plan(
+            spec.model,
+            spec.batch,
+            precision=run.precision,
+            optimizer=run.optimizer,
+            machine=args.machine,
+            device_memory=device_memory,
+            host_memory=args.host_memory,
+            host_headroom=args.host_headroom,
+            cores=args.cores,
+            link=args.link,
+            disk_speed=_disk_speed(args, run),
+            copies=run.copies,
+            trained_copies=run.trained_copies,
+            devices=run.devices,
+            own_gradients=run.own_gradients,
+            accumulate=run.accumulate,
+            loss=None if run.answer is not None and args.loss is None else loss,  # that of the model's kind
+            answer=run.answer,
+            cache=run.cache,
+            predict_at_once=run.predict_at_once,
+            at_once=args.at_once,
+            guessed=args.guessed,
+            accepted=args.accepted,
+            name=spec.name,
+            **{name: value for name, value in run.options.items() if name != "host_memory"},  # it changes no plan
+        )
 
 
 def _disk_speed(args: argparse.Namespace, run: Run) -> str | None:

@@ -62,6 +62,13 @@ def waiting(
         thread.join()
 
 
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show how long the body of the ``with`` statement has been running, where how much is left is not known."""
+    with waiting(what, 0, lambda: 0):
+        yield
+
+
 def _show(what: str, total: int, done: Callable[[], int], ended: threading.Event, display: Display | None) -> None:
     if ended.wait(PATIENCE_S):
         return
@@ -73,7 +80,10 @@ def _show(what: str, total: int, done: Callable[[], int], ended: threading.Event
 @contextlib.contextmanager
 def _below(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar of its own; yield the function that advances it."""
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+    form = None if total else "{desc}: {elapsed}"
+    with tqdm(
+        total=total or None, desc=what, unit="B", unit_scale=True, leave=False, file=sys.stderr, bar_format=form
+    ) as bar:
 
         def advance(nbytes: int) -> None:
             bar.n = nbytes

@@ -1,6 +1,7 @@
 """``python -m sp_lightning plan``: what it prints, what it draws, which models it finds, and what it refuses."""
 
 import argparse
+import contextlib
 import json
 import pathlib
 import re
@@ -13,6 +14,7 @@ from sp_lightning import cli
 from sp_lightning.commands import model_spec, plan_plot
 from sp_lightning.commands import plan as command
 from sp_lightning.errors import MissingExtraError, OptionError
+from sp_lightning.observe import progress
 from sp_lightning.planning.shapes import SHAPES
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
@@ -117,6 +119,13 @@ def test_the_simulated_step_is_written_as_a_timeline(tmp_path):
     from sp_lightning.observe import timeline
 
     assert timeline.load(tmp_path / "trace.json").source == "simulated"
+
+
+def test_how_long_a_plan_takes_is_shown_while_it_is_made(monkeypatch):
+    shown = []
+    monkeypatch.setattr(progress, "working", lambda what: shown.append(what) or contextlib.nullcontext())
+    run(*of_this_file())
+    assert shown == ["planning"]
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.15 computes it")

@@ -2,6 +2,7 @@
 
 import io
 import threading
+import time
 import types
 from contextlib import contextmanager
 
@@ -41,6 +42,13 @@ def test_a_long_wait_has_a_bar_with_what_is_done(terminal):
     with progress.waiting("saving last.ckpt", 2000, lambda: asked.release() or 1000):
         assert asked.acquire(timeout=300) and asked.acquire(timeout=300)  # at the second time the first is drawn
     assert "saving last.ckpt:  50%" in terminal.getvalue() and "1.00k/2.00k" in terminal.getvalue()
+    assert not threads()
+
+
+def test_work_whose_end_is_not_known_shows_its_time(terminal):
+    with progress.working("planning"):
+        while "planning: 00:00" not in terminal.getvalue():
+            time.sleep(0.01)
     assert not threads()
 
 
