@@ -17,8 +17,9 @@ def did_you_mean(found: str, names: Iterable[str]) -> str:
     """Name the one of these names that looks most like what was found, as the end of a message; or say nothing."""
     import difflib
 
-    close = difflib.get_close_matches(found, [name for name in names if name != found], 1, 0.7)
-    return f"; did you mean {close[0]}?" if close else ""
+    lowered = {name.lower(): name for name in names if name != found}
+    close = difflib.get_close_matches(found.lower(), lowered, 1, 0.7)
+    return f"; did you mean {lowered[close[0]]}?" if close else ""
 
 
 class OptionError(SuperpipelineError, ValueError):

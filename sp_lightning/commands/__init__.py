@@ -37,6 +37,8 @@ def make_room(**paths: str | Path | None) -> None:
     """Make the folders of files that a command will write, by the names of their options, before any work."""
     for argument, path in paths.items():
         if path not in (None, STDOUT):
+            if Path(path).is_dir():
+                raise OptionError(argument=argument, found=str(path), allowed="a file, not a folder")
             check_writable(Path(path).parent, argument, path)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
 

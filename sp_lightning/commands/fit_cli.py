@@ -33,6 +33,7 @@ RESUMED = ("last", "best", "hpc", "registry")  # names with which Lightning find
 _KEY = re.compile(r'Parser key "([^"]+)"')
 _REFUSED = re.compile(r"Option '([^']+)' is not accepted")
 _UNKNOWN = re.compile(r"(?:unrecognized arguments|Key|Unrecognized arguments)[^-\w]*(--?[\w.-]+)")
+_OF_COMMAND = re.compile(r"Subcommand '(\w+)' does not accept option '([^']+)'")
 _EXPECTED = re.compile(r"Expected an? (?!path but|<class 'NoneType'>)(.+?)(?:\. Got value.*|: .*)?$", re.MULTILINE)
 _RESTRICTED = re.compile(r"Not of type (\w+): (.*)")
 _VALUE = re.compile(r"Given value: NestedArg\(.*val='(.*)'\)|Given value: (.*)|Got value: (.*)")
@@ -83,6 +84,9 @@ class FitCLI(LightningCLI):
             raise OptionError(argument="ckpt_path", found=checkpoint, allowed=allowed)
         if (folder := config.trainer.get("default_root_dir")) and "://" not in str(folder):
             check_writable(folder, "trainer.default_root_dir")
+        if (config.trainer.get("gradient_clip_val") or 0) < 0:
+            found = config.trainer.gradient_clip_val
+            raise OptionError(argument="trainer.gradient_clip_val", found=found, allowed="a number >= 0")
         if config.trainer.get("accumulate_grad_batches", 1) < 1:
             found = config.trainer.accumulate_grad_batches
             raise OptionError(argument="trainer.accumulate_grad_batches", found=found, allowed="an int >= 1")
@@ -93,18 +97,22 @@ class FitCLI(LightningCLI):
             return super().instantiate_trainer(**options)
         except SuperpipelineError:
             raise
-        except (ValueError, MisconfigurationException) as error:
+        except (TypeError, ValueError, MisconfigurationException) as error:
             raise CommandLineError(f"trainer: {' '.join(str(error).split())}") from error
 
 
 def _said(message: str, known: Iterable[str]) -> str:
     """Say in a line what jsonargparse found wrong."""
     if unknown := _UNKNOWN.search(message):
-        return f"{unknown[1]} is no argument{did_you_mean(unknown[1], known)}"
+        return f"{unknown[1]} is no argument{_meant(unknown[1], known)}"
+    if refused := _OF_COMMAND.search(message):
+        return f"{refused[2]} is no argument of {refused[1]}{_meant(refused[2], known)}"
     if "arguments are required" in message:
         return "--model must be given: package.module.Class, or a --config that names it"
     keys = list(dict.fromkeys(_KEY.findall(message)))
-    name = ".".join(keys) or "the arguments"
+    name = ".".join(keys) or ("--config" if "config:" in message else "the arguments")
+    if (refused := _REFUSED.search(message)) and not keys:
+        return f"{refused[1]} is no argument{_meant(refused[1], known)}"
     if refused := _REFUSED.search(message):
         given = _CLASS.search(message)
         return f"{name}.{refused[1]} is no argument{did_you_mean(refused[1], _arguments_of(given[1] if given else ''))}"
@@ -122,6 +130,16 @@ def _said(message: str, known: Iterable[str]) -> str:
         meant = did_you_mean(found, names)
         return f"{name} must be {' or '.join(dict.fromkeys(expected))}{value}{meant}"
     return f"{name}: {'; '.join(line.strip() for line in _KEY.sub('', message).strip(': ').splitlines()[:3])}"
+
+
+def _meant(unknown: str, known: Iterable[str]) -> str:
+    """Name the argument that was meant: as --max_epochs and --nodes do, by how it ends, or else by how it looks."""
+    typed = unknown.lstrip("-").replace("-", "_")
+    ends = {f"trainer.strategy.{field.name}" for field in fields(Options)} | {name.lstrip("-") for name in known}
+    for name in sorted(ends, key=lambda name: (name.count("."), name)):
+        if re.search(rf"[._]{re.escape(typed)}$", name):
+            return f"; did you mean --{name}?"
+    return did_you_mean(unknown, known)
 
 
 def _plain(expected: str) -> str:

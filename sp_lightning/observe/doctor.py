@@ -25,7 +25,7 @@ from ..core.machine import Machine
 from ..errors import OptionError
 from ..memory.device import Device, available, find
 from ..optim.native import DIFFERENT
-from ..options import format_bytes
+from ..options import check_writable, format_bytes
 from ..runtime.measure import QUICK, THOROUGH, measure, measure_optimizer, measure_ways_up, why_not_compiled
 from .disk_speed import DiskSpeed, check_folder, measure_disk
 
@@ -174,8 +174,9 @@ def doctor(
 def examine(device: str | None, folder: str | Path, quick: bool, disk: str | Path | None = None) -> Facts:
     """Collect the facts about this machine (Rule 1)."""
     folder = Path(folder)
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not folder.is_dir():
         raise OptionError(argument="folder", found=str(folder), allowed="a writable directory")
+    check_writable(folder, "folder")
     if disk is not None:
         check_folder(disk)
     chosen = Device(find(device))

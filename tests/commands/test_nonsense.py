@@ -100,8 +100,22 @@ SAID = {  # what is typed, and what the line says
     "launch --windw 2 -- nowhere.py": "did you mean --window?",
     "launch --window 0 -- file": "window must be an int >= 1",
     "launch -- -m no_such_module": "the module must be one that Python can import",
+    "launch --nodes 2 -- file": "it is of one machine, and docs/several-machines.md has what others add",
+    f"{PLAN} --num_nodes=4": "it is of one machine",
+    f"{PLAN} --nodes 2": "plan does not know --nodes 2: it is of one machine",
+    f"{FIT} --nodes 2": "--nodes is no argument; did you mean --trainer.num_nodes?",
+    f"{FIT} --max_epochs 2": "--max_epochs is no argument; did you mean --trainer.max_epochs?",
+    f"{FIT} --window 2": "--window is no argument; did you mean --trainer.strategy.window?",
     f"{PLAN} --config {ROOT}/examples/lora_llm/config.yaml": "model must be left out beside --config",
+    "plan --model llama3-8b --machine RTX3060": "did you mean rtx3060?",
     f"plan --config {ROOT}/examples/classify/config.yaml --machine rtx3060": "predict in place of plan prints",
+    "plan --config wrong.yaml": "trainr.max_epochs is no argument; did you mean --trainer.max_epochs?",
+    f"{FIT} --config wrong.yaml": "trainr.max_epochs is no argument of fit; did you mean --trainer.max_epochs?",
+    f"{FIT} --config file": "--config: ",
+    f"{FIT} --trainer.devices -3": "trainer: `devices` selected with `CPUAccelerator` should be an int > 0",
+    f"{FIT} --trainer.gradient_clip_val -1": "trainer.gradient_clip_val must be a number >= 0, got -1",
+    "doctor --quick --json .": "json must be a file, not a folder, got '.'",
+    "doctor --quick --folder /proc": "folder must be in a folder that can be written (/proc: No such file",
 }
 
 
@@ -112,6 +126,7 @@ def nothing_is_there(tmp_path, monkeypatch):
     pytest.importorskip("jsonargparse")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("nothing\n")
+    (tmp_path / "wrong.yaml").write_text("trainr:\n  max_epochs: 1\n")
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr(sys, "argv", ["sp_lightning"])
 
