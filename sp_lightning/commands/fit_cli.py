@@ -3,7 +3,9 @@
 1. Arguments that jsonargparse refuses are a CommandLineError: which argument, what is wrong with it, and the known name
    that looks most like it. Left out are the types that jsonargparse tried.
 2. The strategy's options, the checkpoint and the folder of the run are checked before anything is made.
-3. An error of Lightning's Trainer about its own arguments, or about what a module or its data lack, is one of the
+3. What Lightning tells of seed, devices and tips waits until data and model are there: an error that is found before,
+   as most are, stands alone. Warnings do not wait.
+4. An error of Lightning's Trainer about its own arguments, or about what a module or its data lack, is one of the
    command line. An error of the user's module or data keeps its traceback.
 """
 
@@ -11,16 +13,19 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
+import logging
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonargparse.typing
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI  # needs the extra
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -45,14 +50,17 @@ class CommandLineError(SuperpipelineError, ValueError):
 
 
 class FitCLI(LightningCLI):
-    """LightningCLI whose errors about arguments are typed and one line long (Rules 1 to 3)."""
+    """LightningCLI whose errors about arguments are typed and one line long (Rules 1 to 4)."""
 
     def __init__(self, **options: Any) -> None:
         self.made: list[Any] = []  # the parsers of all commands
+        held = _Held()
         try:
             super().__init__(trainer_defaults={"strategy": {"class_path": OURS}}, **options)
         except MisconfigurationException as error:
             raise CommandLineError(" ".join(str(error).split())) from error
+        finally:
+            held.close()
 
     def init_parser(self, **options: Any) -> Any:
         """Make a parser that raises its errors."""
@@ -92,13 +100,60 @@ class FitCLI(LightningCLI):
             raise OptionError(argument="trainer.accumulate_grad_batches", found=found, allowed="an int >= 1")
 
     def instantiate_trainer(self, **options: Any) -> Any:
-        """Make the Trainer (Rule 3)."""
+        """Make the Trainer (Rules 3 and 4)."""
         try:
-            return super().instantiate_trainer(**options)
+            trainer: Any = super().instantiate_trainer(**options)
+            trainer.callbacks.insert(0, _Release())
+            return trainer
         except SuperpipelineError:
             raise
         except (TypeError, ValueError, MisconfigurationException) as error:
             raise CommandLineError(f"trainer: {' '.join(str(error).split())}") from error
+
+
+class _Held:
+    """Lightning's information that its handlers have not shown yet (Rule 3)."""
+
+    open: ClassVar[list[_Held]] = []  # not of the callback, which may be sent to other processes
+
+    def __init__(self) -> None:
+        self.open.append(self)
+        self.records: list[tuple[logging.Handler, logging.LogRecord]] = []
+        loggers = [logging.getLogger(name) for name in ("lightning", "lightning.fabric", "lightning.pytorch")]
+        self.filters = {one: functools.partial(self._keep, one) for logger in loggers for one in logger.handlers}
+        for handler, keep in self.filters.items():
+            handler.addFilter(keep)
+
+    def _keep(self, handler: logging.Handler, record: logging.LogRecord) -> bool:
+        """Keep a record that is information, and let others pass."""
+        if record.levelno <= logging.INFO:
+            self.records.append((handler, record))
+        return record.levelno > logging.INFO
+
+    def close(self) -> None:
+        """Keep nothing from now on."""
+        if self in self.open:
+            self.open.remove(self)
+        for handler, keep in self.filters.items():
+            handler.removeFilter(keep)
+
+    def release(self) -> None:
+        """Show what was kept, and keep nothing from now on."""
+        self.close()
+        records, self.records = self.records, []
+        for handler, record in records:
+            handler.handle(record)
+
+
+class _Release(Callback):
+    """Releases what was held when a run begins."""
+
+    def release(self, trainer: Any, pl_module: Any) -> None:
+        """Show what was held."""
+        for held in list(_Held.open):
+            held.release()
+
+    on_fit_start = on_validation_start = on_test_start = on_predict_start = release
 
 
 def _said(message: str, known: Iterable[str]) -> str:

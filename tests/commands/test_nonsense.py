@@ -1,7 +1,9 @@
 """What a user mistypes: each is one line that says what to do instead, with exit status 2, and nothing has run."""
 
 import json
+import logging
 import pathlib
+import pickle
 import re
 import socket
 import sys
@@ -155,6 +157,34 @@ def test_what_is_mistyped_is_one_line_and_exit_status_2(typed, capfd):
 
 def test_at_least_sixty_are_tried():
     assert len(SAID) >= 60
+
+
+def test_an_error_of_the_data_stands_alone(capfd):
+    """What Lightning tells of seed, devices and tips is for a run that begins."""
+    with pytest.raises(SystemExit):
+        cli.main(f"{FIT} --data.path nowhere.jsonl --trainer.logger false".split())
+    _, err = capfd.readouterr()
+    assert "Seed set" not in err and "GPU available" not in err and "nowhere.jsonl does not exist" in err
+
+
+def test_what_was_held_is_shown_when_a_run_begins(capsys):
+    from sp_lightning.commands import fit_cli
+
+    shown: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())
+    logger = logging.getLogger("lightning.pytorch")
+    logger.addHandler(handler)
+    try:
+        fit_cli._Held()
+        logger.warning("at once")
+        logger.info("later")
+        assert shown == ["at once"]
+        pickle.loads(pickle.dumps(fit_cli._Release())).on_fit_start(None, None)
+        logger.info("now")
+        assert shown == ["at once", "later", "now"]
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_machine_list_prints_all_machines(capsys):
