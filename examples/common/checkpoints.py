@@ -9,12 +9,14 @@
 
 import contextlib
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 
+from sp_lightning.errors import did_you_mean
 from sp_lightning.hf.hub import why_not_there
 
 from .errors import BadInput
@@ -28,16 +30,24 @@ def found(name_or_path: str, what: str = "the checkpoint directory") -> str:
     return str(existing(path, what)) if looks_like_one or path.exists() else name_or_path
 
 
-def read(auto_class: Any, name_or_path: str, what: str = "the checkpoint directory", **options: Any) -> Any:
-    """What a class of transformers reads from there, or an error that names it."""
-    from safetensors import SafetensorError
-
+def there(name_or_path: str, what: str = "the checkpoint directory") -> str:
+    """A directory, or a name that the hub's cache has or that the hub can be asked for; an error says so at once."""
     place = found(name_or_path, what)
+    if Path(place).is_file():
+        raise BadInput(f"{what} {name_or_path} is a file, not a folder")
     if reason := why_not_there(place):
         raise BadInput(
             f"{what} {name_or_path} is neither a folder here nor in the hub's cache, and {reason}; give a folder, or "
             f"fetch it where there is a network: hf download {name_or_path}"
         )
+    return place
+
+
+def read(auto_class: Any, name_or_path: str, what: str = "the checkpoint directory", **options: Any) -> Any:
+    """What a class of transformers reads from there, or an error that names it."""
+    from safetensors import SafetensorError
+
+    place = there(name_or_path, what)
     try:
         return auto_class.from_pretrained(place, **options)
     except (OSError, ValueError, SafetensorError) as error:
@@ -75,13 +85,39 @@ def with_adapters(model: Any, folder: str) -> Any:
     """A model with the adapters that were trained on it."""
     from peft import PeftConfig, PeftModel, get_peft_model
 
-    place = found(folder, "the directory of adapters")
+    place = there(folder, "the directory of adapters")
+    if Path(place).is_dir() and not (Path(place) / "adapter_config.json").exists():
+        raise BadInput(f"the directory of adapters {folder} has no adapter_config.json, which a run of lora_llm writes")
     try:
         config = PeftConfig.from_pretrained(place)
         return get_peft_model(model, config) if planned() else PeftModel.from_pretrained(model, place)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise BadInput(f"the adapters of {folder} can not be put on {type(model).__name__}: {reason}") from error
+
+
+def adapted(model: Any, config: Any, adapter: str = "default") -> Any:
+    """A model with new adapters; each target of their configuration has to be a layer that can have one."""
+    from peft import get_peft_model
+
+    targets = config.target_modules
+    check_targets(model, [] if isinstance(targets, str) else targets)
+    try:
+        return get_peft_model(model, config, adapter)
+    except ValueError as error:
+        raise BadInput(f"the adapters can not be made: {' '.join(str(error).split())}") from error
+
+
+def check_targets(model: torch.nn.Module, targets: Iterable[str]) -> None:
+    """Refuses names of layers that a model has not got: peft leaves them out, if it has any of the others."""
+    named = dict(model.named_modules())
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in named):
+            linear = {name.rpartition(".")[2] for name, module in named.items() if isinstance(module, torch.nn.Linear)}
+            raise BadInput(
+                f"model.targets names {target!r}, which {type(model).__name__} has not got; its linear layers are "
+                f"{', '.join(sorted(linear))}{did_you_mean(target, linear)}"
+            )
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.arguments import PositiveInt
-from ..common.checkpoints import keep_trained
+from ..common.checkpoints import adapted, keep_trained
 from ..common.quantized import Form, quantize
 from ..finetune_llm.module import FineTuneLLM
 
@@ -39,7 +39,7 @@ class LoraLLM(FineTuneLLM):
         self.strict_loading = False  # a checkpoint holds the adapters; the base is read from its own
 
     def load(self) -> Any:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
 
         base = super().load()
         if self.base_bits is not None:
@@ -51,7 +51,7 @@ class LoraLLM(FineTuneLLM):
             target_modules=self.targets or "all-linear",
             task_type="CAUSAL_LM",
         )
-        return get_peft_model(base, config).train()
+        return adapted(base, config).train()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         keep_trained(self, checkpoint)

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from ..common.checkpoints import keep_trained
+from ..common.checkpoints import check_targets, keep_trained
 from ..common.curves import draw
 from ..common.errors import BadInput
 from ..common.loss import IGNORED, following
@@ -70,6 +70,7 @@ class Sweep(FineTuneLLM):
             config = LoraConfig(
                 r=one.rank, lora_alpha=one.alpha, target_modules=one.targets or "all-linear", task_type="CAUSAL_LM"
             )
+            check_targets(base, one.targets or [])
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # wherever a plain strategy wants what is made
                 torch.default_generator.manual_seed(one.seed)
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 PATIENCE_S = 3.0
+OF_CHECKPOINTS = "config.json", "model_index.json", "adapter_config.json"  # one of them: a model, a pipeline, adapters
 
 
 @functools.cache
@@ -30,13 +32,14 @@ def why_unreachable() -> str:
     return ""
 
 
-def why_not_there(name: str, file: str = "config.json") -> str:
+def why_not_there(name: str) -> str:
     """Say why a checkpoint of the hub cannot be read: not in the cache, and no network; empty if it may be."""
     from transformers.utils.hub import cached_file
 
     if os.path.exists(Path(name).expanduser()):
         return ""
-    try:
-        return "" if cached_file(name, file, local_files_only=True) else why_unreachable()
-    except (OSError, ValueError):  # not in the cache
-        return why_unreachable()
+    for file in OF_CHECKPOINTS:
+        with contextlib.suppress(OSError, ValueError):  # not in the cache
+            if cached_file(name, file, local_files_only=True):
+                return ""
+    return why_unreachable()

@@ -16,6 +16,8 @@ from sp_lightning.hf import hub
 ROOT = pathlib.Path(__file__).parents[2]
 FIT = f"fit --config {ROOT}/examples/finetune_llm/config.yaml"
 PREDICT = f"predict --config {ROOT}/examples/predict/config.yaml"
+LORA = f"fit --config {ROOT}/examples/lora_llm/config.yaml"
+CLASSIFY = f"predict --config {ROOT}/examples/classify/config.yaml"
 PLAN = "plan --model llama3-8b --machine rtx3060"
 SAID = {  # what is typed, and what the line says
     "": "the following arguments are required: command",
@@ -116,6 +118,11 @@ SAID = {  # what is typed, and what the line says
     f"{FIT} --config file": "--config: ",
     f"{FIT} --trainer.devices -3": "trainer: `devices` selected with `CPUAccelerator` should be an int > 0",
     f"{FIT} --trainer.gradient_clip_val -1": "trainer.gradient_clip_val must be a number >= 0, got -1",
+    f"{LORA} --model.targets [q_prj]": "names 'q_prj', which LlamaForCausalLM has not got; its linear layers are",
+    f"{LORA} --model.targets [norm]": "the adapters can not be made: Target module LlamaRMSNorm",
+    f"{PREDICT} --model.adapters nowhere/adapters": "the directory of adapters nowhere/adapters is neither a folder",
+    f"{PREDICT} --model.adapters .": "the directory of adapters . has no adapter_config.json",
+    f"{CLASSIFY} --model.name_or_path file": "the checkpoint directory file is a file, not a folder",
     "doctor --quick --json .": "json must be a file, not a folder, got '.'",
     "doctor --quick --folder /proc": "folder must be in a folder that can be written (/proc: No such file",
 }
