@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..common import checkpoints, tiny
-from ..common.arguments import NonNegativeFloat, PositiveInt
+from ..common.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ..common.errors import BadInput
 from ..common.quantized import Form, quantize
 from ..common.schedule import warmup_then_cosine
@@ -45,8 +45,8 @@ class FineTuneDiffusion(L.LightningModule):
         alpha: float = 16.0,
         targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0"),
         lr: NonNegativeFloat = 1e-4,
-        weight_decay: float = 0.01,
-        warmup_steps: int = 0,
+        weight_decay: NonNegativeFloat = 0.01,
+        warmup_steps: NonNegativeInt = 0,
         base_bits: Form | None = None,
     ) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ import lightning as L
 import torch
 
 from ..common import checkpoints, tiny
-from ..common.arguments import NonNegativeFloat
+from ..common.arguments import NonNegativeFloat, NonNegativeInt
 from ..common.loss import Kind, NextTokens
 from ..common.packing import check_apart
 from ..common.schedule import warmup_then_cosine
@@ -31,8 +31,8 @@ class FineTuneLLM(L.LightningModule):
         name_or_path: str | None = None,
         dtype: str = "float32",
         lr: NonNegativeFloat = 1e-4,
-        weight_decay: float = 0.01,
-        warmup_steps: int = 0,
+        weight_decay: NonNegativeFloat = 0.01,
+        warmup_steps: NonNegativeInt = 0,
         loss: Kind = "auto",
     ) -> None:
         super().__init__()

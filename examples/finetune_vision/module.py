@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics.classification import MulticlassAccuracy
 
+from sp_lightning.errors import did_you_mean
+
 from ..common import checkpoints, tiny
 from ..common.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ..common.errors import BadInput
@@ -43,8 +45,8 @@ class FineTuneVision(L.LightningModule):
         name_or_path: str | None = None,
         pretrained: bool = True,
         lr: NonNegativeFloat = 1e-4,
-        weight_decay: float = 0.05,
-        warmup_steps: int = 0,
+        weight_decay: NonNegativeFloat = 0.05,
+        warmup_steps: NonNegativeInt = 0,
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
@@ -119,10 +121,9 @@ def from_torchvision(name: str, classes: int, pretrained: bool) -> nn.Module:
     head."""
     import torchvision
 
-    if name not in torchvision.models.list_models(torchvision.models):
-        raise BadInput(
-            f"torchvision has no classifier {name!r}; it has {torchvision.models.list_models(torchvision.models)}"
-        )
+    names = torchvision.models.list_models(torchvision.models)
+    if name not in names:
+        raise BadInput(f"torchvision has no classifier {name!r}{did_you_mean(name, names) or f'; it has {names}'}")
     model = torchvision.models.get_model(name, num_classes=classes)
     if pretrained and not checkpoints.planned():
         try:
@@ -154,7 +155,7 @@ class ImageData(Data):
         val_path: str | None = None,
         image_size: PositiveInt = 224,
         batch_size: PositiveInt = 32,
-        mixup: float = 0.0,
+        mixup: NonNegativeFloat = 0.0,
         num_workers: NonNegativeInt = 0,
     ) -> None:
         super().__init__()

@@ -47,8 +47,8 @@ class FineTuneVLM(L.LightningModule):
         dtype: str = "float32",
         train: Literal["all", "connection"] = "all",
         lr: NonNegativeFloat = 1e-5,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
+        weight_decay: NonNegativeFloat = 0.0,
+        warmup_steps: NonNegativeInt = 0,
         loss: Kind = "auto",
         base_bits: Form | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ..common import checkpoints, tiny
-from ..common.arguments import NonNegativeInt, PositiveInt
+from ..common.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ..common.errors import BadInput
 from ..common.files import read_jsonl
 from ..common.side_by_side import SideBySide
@@ -37,7 +37,7 @@ class Preference(FineTuneLLM):
     def __init__(
         self,
         train: Literal["adapters", "all"] = "adapters",
-        beta: float = 0.1,
+        beta: NonNegativeFloat = 0.1,
         rank: PositiveInt = 8,
         alpha: float = 16.0,
         targets: list[str] | None = None,
@@ -57,12 +57,12 @@ class Preference(FineTuneLLM):
         if self.what == "all":
             self.reference = super().load().eval().requires_grad_(False)
             return base
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
 
         targets = self.targets or "all-linear"
         config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=targets, task_type="CAUSAL_LM")
         with torch.device("cpu"):  # wherever a plain strategy wants what is made
-            model = get_peft_model(base, config)
+            model = checkpoints.adapted(base, config)
         self.side_by_side = SideBySide(model, ["default", None])
         return model
 

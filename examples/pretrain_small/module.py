@@ -12,9 +12,10 @@ import torch
 from lightning.pytorch.callbacks import Timer
 
 from ..common import tiny
-from ..common.arguments import NonNegativeFloat
+from ..common.arguments import NonNegativeFloat, PositiveInt
 from ..common.checkpoints import read
 from ..common.curves import draw
+from ..common.errors import BadInput
 from ..common.files import existing, read_jsonl, whole
 from ..common.loss import Kind
 from ..common.schedule import adamw, scheduled
@@ -39,11 +40,11 @@ class PretrainLLM(FineTuneLLM):
 
     def __init__(
         self,
-        hidden_size: int = 64,
-        layers: int = 6,
-        heads: int = 4,
+        hidden_size: PositiveInt = 64,
+        layers: PositiveInt = 6,
+        heads: PositiveInt = 4,
         lr: NonNegativeFloat = 3e-3,
-        weight_decay: float = 0.1,
+        weight_decay: NonNegativeFloat = 0.1,
         loss: Kind = "auto",
     ) -> None:
         super().__init__(lr=lr, weight_decay=weight_decay, loss=loss)
@@ -55,6 +56,9 @@ class PretrainLLM(FineTuneLLM):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         data = self.trainer.datamodule
+        width, heads = self.sizes["hidden_size"], self.sizes["num_attention_heads"]
+        if width % heads:
+            raise BadInput(f"model.heads={heads} must divide model.hidden_size={width}")
         config = LlamaConfig(
             vocab_size=len(data.tokenizer),
             intermediate_size=-(-self.sizes["hidden_size"] * 8 // 3 // 64) * 64,
@@ -94,7 +98,7 @@ class PretrainData(TextData):
         **options: TextData's.
     """
 
-    def __init__(self, vocabulary: int = 512, **options: Any) -> None:
+    def __init__(self, vocabulary: PositiveInt = 512, **options: Any) -> None:
         super().__init__(**options)
         self.vocabulary = vocabulary
 

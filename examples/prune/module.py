@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sp_lightning.options import format_bytes
 
+from ..common.arguments import NonNegativeFloat
 from ..common.errors import BadInput
 from ..common.summary import Summary, per_step, say
 from ..finetune_llm.module import FineTuneLLM
@@ -39,7 +40,7 @@ class Prune(FineTuneLLM):
         ramp_steps: int = 0,
         every: int = 10,
         penalty: float = 0.0,
-        weight_decay: float = 0.0,
+        weight_decay: NonNegativeFloat = 0.0,
         **options: Any,
     ) -> None:
         super().__init__(weight_decay=weight_decay, **options)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics.text import WordErrorRate
 
 from ..common import checkpoints, tiny
-from ..common.arguments import NonNegativeFloat, PositiveInt
+from ..common.arguments import NonNegativeFloat, NonNegativeInt, PositiveInt
 from ..common.errors import BadInput
 from ..common.quantized import Form, quantize
 from ..common.schedule import warmup_then_cosine
@@ -40,8 +40,8 @@ class FineTuneSpeech(L.LightningModule):
         rank: PositiveInt = 8,
         base_bits: Form | None = None,
         lr: NonNegativeFloat = 1e-5,
-        weight_decay: float = 0.0,
-        warmup_steps: int = 0,
+        weight_decay: NonNegativeFloat = 0.0,
+        warmup_steps: NonNegativeInt = 0,
         max_length: PositiveInt = 225,
     ) -> None:
         super().__init__()

@@ -17,6 +17,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 FIT = f"fit --config {ROOT}/examples/finetune_llm/config.yaml"
 PREDICT = f"predict --config {ROOT}/examples/predict/config.yaml"
 LORA = f"fit --config {ROOT}/examples/lora_llm/config.yaml"
+PREFERENCE = f"fit --config {ROOT}/examples/preference/config.yaml"
+VISION = f"fit --config {ROOT}/examples/finetune_vision/config.yaml"
+PRETRAIN = f"fit --config {ROOT}/examples/pretrain_small/config.yaml"
 CLASSIFY = f"predict --config {ROOT}/examples/classify/config.yaml"
 PLAN = "plan --model llama3-8b --machine rtx3060"
 SAID = {  # what is typed, and what the line says
@@ -118,8 +121,16 @@ SAID = {  # what is typed, and what the line says
     f"{FIT} --config file": "--config: ",
     f"{FIT} --trainer.devices -3": "trainer: `devices` selected with `CPUAccelerator` should be an int > 0",
     f"{FIT} --trainer.gradient_clip_val -1": "trainer.gradient_clip_val must be a number >= 0, got -1",
+    f"{FIT} --model.warmup_steps -4": "model.warmup_steps must be int >= 0, got -4",
+    f"{FIT} --model.weight_decay -4": "model.weight_decay must be float >= 0, got -4",
+    f"{PREFERENCE} --model.beta -1": "model.beta must be float >= 0, got -1",
+    f"{VISION} --data.mixup -1": "data.mixup must be float >= 0, got -1",
+    f"{PRETRAIN} --data.vocabulary 0": "data.vocabulary must be int > 0, got 0",
+    f"{PRETRAIN} --model.heads 7": "model.heads=7 must divide model.hidden_size=64",
+    f"{VISION} --model.name_or_path torchvision/resnet5": "has no classifier 'resnet5'; did you mean resnet50?",
     f"{LORA} --model.targets [q_prj]": "names 'q_prj', which LlamaForCausalLM has not got; its linear layers are",
     f"{LORA} --model.targets [norm]": "the adapters can not be made: Target module LlamaRMSNorm",
+    f"{PREFERENCE} --model.targets [nonsense]": "model.targets names 'nonsense'",
     f"{PREDICT} --model.adapters nowhere/adapters": "the directory of adapters nowhere/adapters is neither a folder",
     f"{PREDICT} --model.adapters .": "the directory of adapters . has no adapter_config.json",
     f"{CLASSIFY} --model.name_or_path file": "the checkpoint directory file is a file, not a folder",
