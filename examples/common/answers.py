@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from .errors import BadInput
 from .files import whole
 from .summary import say
 
@@ -51,6 +52,7 @@ class Answers(L.Callback):
     def __init__(self, file: str) -> None:
         self.file = file
         self.out: Any = None
+        self.failed = 0  # records that have an error instead
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.path = Path(trainer.default_root_dir) / self.file
@@ -93,15 +95,19 @@ class Answers(L.Callback):
         self.out.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in outputs).encode())
         self.out.flush()
         pl_module.counted += batch["count"]
+        self.failed += batch.get("failed", 0)
         speed = pl_module.counted / (time.perf_counter() - pl_module.begin)
         show_beside(trainer.progress_bar_callback, f"{speed:.1f} {pl_module.counts}/s")
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.out.close()
+        self.out = self.out.close()
         trainer.strategy.barrier()  # all parts are there
         if trainer.is_global_zero:
             self.merge([one["number"] for one in trainer.datamodule.records])
             self.of.unlink(missing_ok=True)
+        failed = int(trainer.strategy.reduce(torch.tensor(self.failed), reduce_op="sum"))
+        if failed >= (records := len(trainer.datamodule.records)):
+            raise BadInput(f"none of the {records} records can be read: {self.path} has the error of each in its line")
 
     def merge(self, numbers: Sequence[int]) -> None:
         """Put the answers, of which each device has one in turn, in the order of the file: theirs are these numbers."""

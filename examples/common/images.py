@@ -66,7 +66,8 @@ class FolderImages(L.LightningDataModule):
             except BadInput as error:
                 record["error"] = str(error)
         inputs = self.inputs(images) if images else {}
-        return {**inputs, "records": seen, "count": len(images), "number": records[0]["number"]}
+        failed = len(seen) - len(images)
+        return {**inputs, "records": seen, "count": len(images), "failed": failed, "number": records[0]["number"]}
 
     def predict_dataloader(self) -> DataLoader[Any]:
         return DataLoader(

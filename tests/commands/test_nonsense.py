@@ -213,6 +213,17 @@ def test_machine_list_prints_all_machines(capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*PROFILES, "here:"]
 
 
+def test_images_of_which_none_can_be_read_end_with_exit_status_2(tmp_path, capfd):
+    pytest.importorskip("torchvision")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_text("none")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(f"{CLASSIFY} --data.path photos --trainer.accelerator cpu".split())
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and "none of the 1 records can be read: runs/classify/labels.jsonl has" in last
+    assert "error" in json.loads(pathlib.Path("runs/classify/labels.jsonl").read_text())
+
+
 def test_an_error_of_the_users_own_code_keeps_its_traceback(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     code = "import lightning\n\n\nclass Mine(lightning.LightningModule):\n    def __init__(self):\n        1 / 0\n"
