@@ -13,6 +13,7 @@ apart (packing.py holds them to it). Everything is read and checked before the f
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,9 +74,12 @@ def templated(messages: list[dict[str, Any]], tokenizer: Any, where: str, answer
         raise BadInput(f'{where}: "messages" needs a list of {{"role": ..., "content": ...}}, all texts')
     if not tokenizer.chat_template:
         name = tokenizer.name_or_path
+        other = f"set model.name_or_path={chat_variant(name)}"
+        if os.path.isdir(name):  # whose name says nothing about its family
+            other = "add the chat_template.jinja of its model for chats to that folder, name the folder of that model"
         raise BadInput(
             f"{where} is a chat, but the tokenizer of {name} has no chat template, as those of base models have none: "
-            f"set model.name_or_path={chat_variant(name)}, or write each record as prompt and completion"
+            f"{other}, or write each record as prompt and completion"
         )
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=answer, return_dict=False))

@@ -224,6 +224,17 @@ def test_images_of_which_none_can_be_read_end_with_exit_status_2(tmp_path, capfd
     assert "error" in json.loads(pathlib.Path("runs/classify/labels.jsonl").read_text())
 
 
+def test_a_chat_file_with_a_local_base_model_names_what_its_folder_lacks(tmp_path):
+    from examples.common.errors import BadInput
+    from examples.common.text import templated
+    from examples.common.tiny import tokenizer
+
+    words = tokenizer(["a text"])
+    words.chat_template, words.name_or_path = None, str(tmp_path)
+    with pytest.raises(BadInput, match=r"add the chat_template.jinja of its model for chats to that folder"):
+        templated([{"role": "user", "content": "?"}], words, "chats.jsonl, line 1", False)
+
+
 def test_an_error_of_the_users_own_code_keeps_its_traceback(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     code = "import lightning\n\n\nclass Mine(lightning.LightningModule):\n    def __init__(self):\n        1 / 0\n"
