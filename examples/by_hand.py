@@ -3,7 +3,6 @@
 python -m examples.by_hand [--name-or-path DIRECTORY_OR_NAME] [--data FILE.jsonl] [--steps 50] [--window 2]
 """
 
-import argparse
 import logging
 import tempfile
 import time
@@ -13,9 +12,11 @@ import torch
 from torch.utils.data import DataLoader
 
 import sp_lightning
+from sp_lightning.cli import OneLineParser
 
 from .common import tiny
 from .common.checkpoints import check_length, load, load_config, load_tokenizer
+from .common.errors import in_one_line, positive
 from .common.files import read_jsonl
 from .common.packing import check_apart
 from .common.summary import device_peak, line, plain_nbytes
@@ -53,15 +54,15 @@ def train(arguments, model, rows, handle, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--name-or-path", help="a checkpoint directory or a name on the hub; default: a tiny model")
     parser.add_argument("--data", help="a JSONL file; default: sums")
     parser.add_argument("--export", type=Path, help="where the trained model is written")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=positive, default=50)
     parser.add_argument("--window", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--batch-size", type=positive, default=4)
+    parser.add_argument("--block-size", type=positive, default=128)
     arguments = parser.parse_args()
     if arguments.steps < 1:
         parser.error(f"--steps must be at least 1, got {arguments.steps}")
@@ -86,4 +87,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

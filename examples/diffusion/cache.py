@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from sp_lightning.cli import OneLineParser
+
 from ..common.checkpoints import dtype_of, read
-from ..common.errors import BadInput
+from ..common.errors import BadInput, in_one_line, positive
 from ..common.files import read_image, read_jsonl, whole
 
 NAMES = {  # of what a pipeline's encode_prompt returns that its model is given
@@ -57,11 +59,11 @@ def latents(vae: Any, image: Any, size: int) -> torch.Tensor:
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     """Write a file for each line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipeline", required=True, help="a directory, or a name on the hub")
     parser.add_argument("--data", required=True, help="a JSONL file")
     parser.add_argument("--out", required=True, help="a folder that is made")
-    parser.add_argument("--size", type=int, default=512, help="width and height of images (default: %(default)s)")
+    parser.add_argument("--size", type=positive, default=512, help="width and height of images (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="of the pipeline's weights (default: %(default)s)")
     given = parser.parse_args(arguments)
     from diffusers import DiffusionPipeline
@@ -91,4 +93,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

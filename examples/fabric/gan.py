@@ -10,6 +10,7 @@ import argparse
 import torch
 from torch import Tensor, nn
 
+from ..common.errors import in_one_line, positive
 from .running import Clock, endless, launched, parser, say
 
 NOISE = 8
@@ -29,9 +30,9 @@ def circle(count: int) -> Tensor:
 
 def main(given: list[str] | None = None) -> None:
     made = parser(__doc__.splitlines()[0], steps=60)
-    made.add_argument("--layers", type=int, default=4)
-    made.add_argument("--width", type=int, default=64)
-    made.add_argument("--batch-size", type=int, default=64)
+    made.add_argument("--layers", type=positive, default=4)
+    made.add_argument("--width", type=positive, default=64)
+    made.add_argument("--batch-size", type=positive, default=64)
     arguments: argparse.Namespace = made.parse_args(given)
     fabric = launched(arguments)
     generator = stack(NOISE, arguments.width, 2, arguments.layers)
@@ -63,4 +64,5 @@ def main(given: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

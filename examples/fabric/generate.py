@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..common.errors import BadInput
+from ..common.errors import BadInput, in_one_line, positive
 from ..common.files import existing
 from .lora import adapt
 from .running import Clock, launched, model_of, parser, say, with_model
@@ -42,7 +42,7 @@ def main(given: list[str] | None = None) -> None:
     made.add_argument("--alpha", type=float, default=8.0, help="of the adapters; default: %(default)s")
     made.add_argument("--prompt", default="The cat sees a ")
     made.add_argument("--temperature", type=float, default=0.8)
-    made.add_argument("--top", type=int, default=20)
+    made.add_argument("--top", type=positive, default=20)
     arguments: argparse.Namespace = made.parse_args(given)
     prompt = torch.tensor([list(arguments.prompt.encode())] * arguments.batch_size)
     if prompt.shape[1] + arguments.steps > arguments.context:
@@ -71,4 +71,5 @@ def main(given: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..common.errors import in_one_line, positive
 from .gpt import loss_of
 from .running import Clock, endless, launched, model_of, parser, rows, say, with_model
 
@@ -49,7 +50,7 @@ def is_adapter(name: str, value: object) -> bool:
 def main(given: list[str] | None = None) -> None:
     made = with_model(parser(__doc__.splitlines()[0], steps=30))
     made.add_argument("--lr", type=float, default=1e-2)
-    made.add_argument("--rank", type=int, default=4)
+    made.add_argument("--rank", type=positive, default=4)
     made.add_argument("--alpha", type=float, default=8.0)
     made.add_argument("--dropout", type=float, default=0.05)
     arguments: argparse.Namespace = made.parse_args(given)
@@ -76,4 +77,5 @@ def main(given: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

@@ -11,6 +11,7 @@ import math
 import torch
 from torch.utils.data import DataLoader
 
+from ..common.errors import in_one_line, positive
 from .gpt import loss_of
 from .running import Clock, endless, launched, model_of, parser, rows, say, with_model
 
@@ -37,7 +38,7 @@ def validate(model: torch.nn.Module, loader: DataLoader) -> torch.Tensor:
 def main(given: list[str] | None = None) -> None:
     made = with_model(parser(__doc__.splitlines()[0], steps=40))
     made.add_argument("--lr", type=float, default=3e-3)
-    made.add_argument("--save-every", type=int, default=20, help="steps; default: %(default)s")
+    made.add_argument("--save-every", type=positive, default=20, help="steps; default: %(default)s")
     made.add_argument(
         "--resume", action="store_true", help="go on from the checkpoint in --out, with the same other arguments"
     )
@@ -77,4 +78,5 @@ def main(given: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

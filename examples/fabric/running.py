@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 import sp_lightning  # registers the strategy  # noqa: F401
+from sp_lightning.cli import OneLineParser
 
 from ..common import tiny
-from ..common.errors import BadInput
+from ..common.errors import BadInput, positive
 from ..common.files import existing
 from ..common.summary import device_peak, line, plain_nbytes
 from .gpt import GPT, Sizes
@@ -25,11 +26,11 @@ from .gpt import GPT, Sizes
 
 def parser(description: str, steps: int) -> argparse.ArgumentParser:
     """Return a parser of the arguments that all loops have."""
-    made = argparse.ArgumentParser(description=description)
+    made = OneLineParser(description=description)
     made.add_argument("--strategy", default="superpipeline", help="'auto' is plain Fabric; default: %(default)s")
     made.add_argument("--accelerator", default="auto")
     made.add_argument("--precision", default="32-true")
-    made.add_argument("--steps", type=int, default=steps, help="default: %(default)s")
+    made.add_argument("--steps", type=positive, default=steps, help="default: %(default)s")
     made.add_argument("--out", type=Path, default=Path("runs/fabric"), help="where files go; default: %(default)s")
     return made
 
@@ -39,8 +40,8 @@ def with_model(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
     made.add_argument("--data", type=Path, help="a text file; default: sentences that are made up")
     made.add_argument("--checkpoint", type=Path, help="what examples.fabric.pretrain wrote; default: random weights")
     for name, default in vars(Sizes()).items():
-        made.add_argument(f"--{name}", type=int, default=default, help="of the model; default: %(default)s")
-    made.add_argument("--batch-size", type=int, default=8)
+        made.add_argument(f"--{name}", type=positive, default=default, help="of the model; default: %(default)s")
+    made.add_argument("--batch-size", type=positive, default=8)
     return made
 
 

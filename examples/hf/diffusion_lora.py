@@ -21,6 +21,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from ..common import tiny
+from ..common.errors import in_one_line, positive
 from ..common.files import read_image, read_jsonl
 from . import running
 
@@ -71,7 +72,7 @@ def main(given: Sequence[str] | None = None) -> None:
     """Train on records of ``{"image", "text"}``, and write the adapters to ``--out``."""
     parser = running.parser(__doc__, steps=20)
     parser.add_argument("--lora", type=int, default=4, help="rank of the adapters; default: %(default)s")
-    parser.add_argument("--size", type=int, default=16, help="pixels of an image's side; default: %(default)s")
+    parser.add_argument("--size", type=positive, default=16, help="pixels of an image's side; default: %(default)s")
     arguments = parser.parse_args(given)
     base = running.checkpoint(arguments, text_to_image)
     images = running.data(arguments, "images.jsonl", lambda: squares(arguments.out / "tiny" / "images"))
@@ -125,4 +126,5 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

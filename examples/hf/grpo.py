@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from ..common import tiny
+from ..common.errors import in_one_line, positive
 from . import running
 
 
@@ -25,8 +26,8 @@ def varied(completions: list[str], **_: Any) -> list[float]:
 def main(given: Sequence[str] | None = None) -> None:
     """Train on records of ``{"prompt"}``, and write the model to ``--out``."""
     parser = running.parser(__doc__, steps=5)
-    parser.add_argument("--answers", type=int, default=4, help="to each prompt; default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=16, help="of an answer, at most; default: %(default)s")
+    parser.add_argument("--answers", type=positive, default=4, help="to each prompt; default: %(default)s")
+    parser.add_argument("--tokens", type=positive, default=16, help="of an answer, at most; default: %(default)s")
     parser.add_argument("--beta", type=float, default=0.0, help="above 0 a reference streams, too")
     arguments = parser.parse_args(given)
     base = running.checkpoint(arguments)
@@ -47,4 +48,5 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..common import tiny
+from ..common.errors import in_one_line, positive
 from ..common.files import read_jsonl
 from . import running
 
@@ -22,8 +23,8 @@ from . import running
 def main(given: Sequence[str] | None = None) -> None:
     """Train on records of ``{"text"}``, and write the model to ``--out``."""
     parser = running.parser(__doc__, steps=20)
-    parser.add_argument("--accumulate", type=int, default=2, help="batches in a step; default: %(default)s")
-    parser.add_argument("--max-length", type=int, default=128, help="tokens of a text; default: %(default)s")
+    parser.add_argument("--accumulate", type=positive, default=2, help="batches in a step; default: %(default)s")
+    parser.add_argument("--max-length", type=positive, default=128, help="tokens of a text; default: %(default)s")
     arguments = parser.parse_args(given)
     base = running.checkpoint(arguments)
     texts = running.data(arguments, "texts.jsonl", lambda: [{"text": text} for text in tiny.sentences(400)])
@@ -60,4 +61,5 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

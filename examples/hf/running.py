@@ -15,22 +15,24 @@ import transformers
 from torch import nn
 
 import sp_lightning.hf
+from sp_lightning.cli import OneLineParser
 
 from ..common import tiny
-from ..common.checkpoints import found
+from ..common.checkpoints import there
+from ..common.errors import positive
 from ..common.files import existing
 from ..common.summary import device_peak, line, plain_nbytes
 
 
 def parser(description: str, steps: int) -> argparse.ArgumentParser:
     """Return a parser of the arguments that all scripts have."""
-    made = argparse.ArgumentParser(description=description.splitlines()[0])
+    made = OneLineParser(description=description.splitlines()[0])
     made.add_argument("--stock", action="store_true", help="without streaming: the same bits")
     made.add_argument("--window", default="auto", help="layers on the device at once; default: %(default)s")
     made.add_argument("--name-or-path", help="a checkpoint directory or a name on the hub; default: a tiny model")
     made.add_argument("--data", type=Path, help="a JSONL file; default: data that is made up")
-    made.add_argument("--steps", type=int, default=steps, help="default: %(default)s")
-    made.add_argument("--batch-size", type=int, default=4)
+    made.add_argument("--steps", type=positive, default=steps, help="default: %(default)s")
+    made.add_argument("--batch-size", type=positive, default=4)
     made.add_argument("--lr", type=float, default=1e-3)
     made.add_argument("--bf16", action="store_true", help="compute in bfloat16, with FP32 weights")
     made.add_argument("--out", type=Path, default=Path("runs/hf"), help="where files go; default: %(default)s")
@@ -40,7 +42,7 @@ def parser(description: str, steps: int) -> argparse.ArgumentParser:
 def checkpoint(arguments: argparse.Namespace, make: Callable[[Path], None] = tiny.language_model) -> str:
     """Return the checkpoint that was given, or a tiny one that is made."""
     if arguments.name_or_path is not None:
-        return found(arguments.name_or_path)
+        return there(arguments.name_or_path)
     return str(tiny.made(arguments.out / "tiny" / make.__name__, make))
 
 

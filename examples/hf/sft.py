@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from ..common import tiny
+from ..common.errors import in_one_line, positive
 from . import running
 
 
@@ -21,7 +22,7 @@ def main(given: Sequence[str] | None = None) -> None:
     """Train on records of ``{"messages": [...]}``, and write the model, or its adapters, to ``--out``."""
     parser = running.parser(__doc__, steps=20)
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters on a frozen model; default: all weights")
-    parser.add_argument("--max-length", type=int, default=128, help="tokens of a chat; default: %(default)s")
+    parser.add_argument("--max-length", type=positive, default=128, help="tokens of a chat; default: %(default)s")
     arguments = parser.parse_args(given)
     base = running.checkpoint(arguments)
     chats = running.data(arguments, "chats.jsonl", lambda: tiny.chats(400))
@@ -41,4 +42,5 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

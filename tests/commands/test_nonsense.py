@@ -1,5 +1,6 @@
 """What a user mistypes: each is one line that says what to do instead, with exit status 2, and nothing has run."""
 
+import argparse
 import json
 import logging
 import pathlib
@@ -222,6 +223,16 @@ def test_images_of_which_none_can_be_read_end_with_exit_status_2(tmp_path, capfd
     last = capfd.readouterr().err.splitlines()[-1]
     assert stopped.value.code == 2 and "none of the 1 records can be read: runs/classify/labels.jsonl has" in last
     assert "error" in json.loads(pathlib.Path("runs/classify/labels.jsonl").read_text())
+
+
+def test_a_script_of_the_examples_ends_with_one_line(capsys):
+    from examples.common.errors import BadInput, in_one_line, positive
+
+    with pytest.raises(SystemExit, match="2"), in_one_line():
+        raise BadInput("the data file nowhere.jsonl\ndoes not exist")
+    assert capsys.readouterr().err == "sp_lightning: the data file nowhere.jsonl does not exist\n"
+    with pytest.raises(argparse.ArgumentTypeError, match="must be an int >= 1, got 0"):
+        positive("0")
 
 
 def test_a_chat_file_with_a_local_base_model_names_what_its_folder_lacks(tmp_path):
