@@ -66,7 +66,7 @@ class ImagesToClassify(FolderImages):
         from transformers.utils import cached_file
 
         assert self.trainer is not None
-        checkpoint = checkpoints.found(self.trainer.lightning_module.checkpoint)
+        checkpoint = checkpoints.there(self.trainer.lightning_module.checkpoint)
         lenient = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
         if any(
             cached_file(checkpoint, name, **lenient) for name in ("preprocessor_config.json", "processor_config.json")
