@@ -1,6 +1,7 @@
 """What activations="recompute" puts back before forward runs again, and what it leaves alone."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import random
@@ -552,6 +553,31 @@ def test_what_is_changed_between_the_two_runs_is_an_error(activations, changed, 
 
         torch.accelerator.synchronize()
         simgpu.races()  # of the change and the way to the host: that is the user's
+
+
+class Given(models.Block):
+    def forward(self, x, weight):
+        return super().forward(x) + (x @ weight).tanh()
+
+
+class Gives(models.Stack):
+    """Passes a weight of its own to each block, as DeBERTa does with its relative positions."""
+
+    def __init__(self):
+        super().__init__(Given() for _ in range(3))
+        self.table = torch.nn.Parameter(torch.eye(models.WIDTH))
+
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x, self.table)
+        return x
+
+
+@parity.product(activations=["recompute", "recompute+offload"], window=[1, 2], device=parity.DEVICES)
+@pytest.mark.few(2)
+def test_a_weight_that_is_passed_to_a_unit_is_one_in_the_second_run(activations, window, device):
+    case = dataclasses.replace(models.case("mlp"), make=Gives, units=["Given"])
+    parity.check(case, {"window": window, "activations": activations}, accelerator=device.type, accumulate=2)
 
 
 FROZEN = {
