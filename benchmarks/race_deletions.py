@@ -30,7 +30,13 @@ from typing import NamedTuple, TypeGuard
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _CLOSURE = "tests/contract/test_writes_outside_visits.py::test_a_view_that_is_written_in_the_closure_of_a_manual_step"
 _KEPT = "tests/contract/test_random_programs.py::test_a_view_of_what_a_step_read_under_autocast_is_one_of_the_weight"
-TESTS = ("tests/contract/test_races.py", "tests/optim/test_deferred_step.py", _CLOSURE, _KEPT)
+TESTS = (
+    "tests/contract/test_races.py",
+    "tests/optim/test_deferred_step.py",
+    "tests/optim/test_device_step.py",
+    _CLOSURE,
+    _KEPT,
+)
 _OF_RANKS = (
     "waits deferred_steps nodes schedules stream_by_hand features_with_ddp refusals failures fabric_with_ddp "
     "parity_with_ddp".split()
@@ -89,7 +95,7 @@ FOR_FILES = {
 # What else orders things there: these calls, and locks and contexts that close something when they end.
 OF_FILES = {"drain", "recover", "_end_write", "check", "shutdown", "close", "closing", "flush", "fsync", "_sync"}
 OF_FILES |= {"_sync_folder", "increment_version", "keep_from_forks", "madvise", "set_stream", "_leave_files"}
-OF_FILES |= {"_allocate", "_keep_order"}
+OF_FILES |= {"_allocate", "keep_order"}
 LOCKS = {"_lock"}
 NOT_SLOW = "not slow or seldom"  # the tests that are slow for their products alone
 LONGEST_S = 900

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sp_lightning.core.machine import GIB, MACHINES, Machine
+from sp_lightning.core.machine import GIB, MACHINES, Machine, with_cores
 from sp_lightning.core.schedule import Schedule
 from sp_lightning.core.simulation import LowerBound, Simulation, floor, simulate
 from sp_lightning.core.unit_numbers import UnitNumbers
@@ -22,6 +22,8 @@ WINDOW = 3
 HOST_BYTES = 12 + 2 + 4  # per parameter: FP32 weight and moments, bf16 wire copy, FP32 gradient
 MARGIN = 1.2
 ROWS = 8
+TOKENS = 4096
+ADAMW_STATES = 2
 SMALL = "llama-1b", "llama-3b"  # whose embedding, a unit, is as large as four to eight of their blocks
 CHOICES = (  # name, k', parts of a unit
     ("as it is", 1, 1),
@@ -216,6 +218,41 @@ def several_devices() -> str:
     return table(head, rows)
 
 
+def step_places() -> str:
+    """Return a table of steps on the host and on the device: by card, the host's cores, and when gradients are final.
+
+    Gradients that are clipped are final after backward, and for their norm the device needs all of them once more.
+    """
+    units = WORKLOADS["llama3-8b"].units(TOKENS)
+    up, down = 4 * (2 + ADAMW_STATES), 4 * (1 + ADAMW_STATES)
+
+    def seconds(machine: Machine, on_device: bool, clips: bool) -> float:
+        there = units
+        if on_device:
+            there = [
+                replace(
+                    unit, step_up_nbytes=(up + 4 * clips) * unit.parameters, step_down_nbytes=down * unit.parameters
+                )
+                for unit in units
+            ]
+        schedule = Schedule([unit.up_nbytes for unit in there], WINDOW)
+        options = {"optimizer_overlap": not clips, "steps_into_forward": True}
+        return simulate(there, schedule, machine, activations="recompute", **options).step_s
+
+    def cell(machine: Machine, clips: bool) -> str:
+        host, device = (seconds(machine, on_device, clips) for on_device in (False, True))
+        faster = f"**{host:.1f}** / {device:.1f}" if host < 0.98 * device else f"{host:.1f} / {device:.1f}"
+        return f"{host:.1f} / **{device:.1f}**" if device < 0.98 * host else faster
+
+    rows = []
+    for name, machine in MACHINES.items():
+        by_cores = [machine, with_cores(machine, 8), with_cores(machine, 4)]
+        row = [cell(one, clips) for clips in (False, True) for one in by_cores]
+        rows.append([name, f"{machine.up_bytes_per_s / 1e9:.0f}", f"{machine.dram_bytes_per_s / 1e9:.0f}", *row])
+    head = ["", "link GB/s", "host memory GB/s", "all cores", "8 cores", "4 cores"]
+    return table([*head, "clipped, all cores", "clipped, 8 cores", "clipped, 4 cores"], rows)
+
+
 def report() -> str:
     """Return the whole report."""
     sections = {
@@ -252,6 +289,13 @@ def report() -> str:
             "llama3-8b's, with 8.2k tokens on each device and recompute, and the optimizer beside the next forward.",
             "The consumer's host memory has 100 GB/s, the server's 400.",
             several_devices(),
+        ),
+        "6. The optimizer on the host or on the device": (
+            f"Seconds of a step of llama3-8b with {TOKENS / 1e3:.1f}k tokens and recompute, AdamW in FP32, with "
+            '`optimizer_device` "host" / "device"; the faster one is bold. "Clipped" holds for all that makes '
+            "gradients final after backward only: a scaler, and a norm, for which they go up once more. With gradients "
+            "accumulated over several batches the difference comes once in as many.",
+            step_places(),
         ),
     }
     return "\n\n".join("\n\n".join((f"### {title}", *texts)) for title, texts in sections.items())

@@ -27,6 +27,7 @@ UnitFinder: TypeAlias = "Callable[[nn.Module], Iterable[nn.Module]]"
 ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload")
 HOST_MEMORY = ("auto", "pinned", "pageable")
 WIRE_DTYPES = ("auto", "as-is")
+OPTIMIZER_DEVICES = ("host", "device")
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {name.lower(): 1024**power for power, name in enumerate(_BINARY)} | {
@@ -46,6 +47,7 @@ class Options:
     activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep"
     optimizer_overlap: bool = True
     fused_optimizer: bool = False
+    optimizer_device: Literal["host", "device"] = "host"  # where optimizers compute; their state is on the host
     wire_dtype: Literal["auto", "as-is"] = "auto"  # type in which weights travel under autocast
     master_weights: bool = False
     host_memory: HostMemory = "auto"  # of weights and gradients; has no effect where the CPU computes
@@ -60,6 +62,9 @@ class Options:
 
     def check_devices(self, count: int) -> None:
         """Raise OptionError if an option is not built for this many devices."""
+        if count > 1 and self.optimizer_device == "device":
+            allowed = "1 with optimizer_device='device', which is built for one device so far"
+            raise OptionError(argument="devices", found=count, allowed=allowed)
         if count == 1 or not self.uses_files:
             return
         given = f"host_budget='{format_bytes(self.host_budget or 0)}'" if self.disk is None else f"disk={self.disk!r}"
@@ -87,10 +92,16 @@ class Options:
         _check_choice("activations", self.activations, ACTIVATIONS)
         _check_choice("host_memory", self.host_memory, HOST_MEMORY)
         _check_choice("wire_dtype", self.wire_dtype, WIRE_DTYPES)
+        _check_choice("optimizer_device", self.optimizer_device, OPTIMIZER_DEVICES)
         self._normalise("optimizer_overlap", _truth("optimizer_overlap", self.optimizer_overlap))
         self._normalise("fused_optimizer", _truth("fused_optimizer", self.fused_optimizer))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
         self._normalise("compile_units", _truth("compile_units", self.compile_units))
+        unset = {"fused_optimizer": False, "disk": None, "host_budget": None}
+        others = [name for name, value in unset.items() if getattr(self, name) is not value]
+        if self.optimizer_device == "device" and others:
+            allowed = f"'host' with {others[0]}={getattr(self, others[0])!r}"
+            raise OptionError(argument="optimizer_device", found="device", allowed=allowed)
 
     @property
     def may_cast(self) -> bool:

@@ -30,6 +30,7 @@ def test_the_defaults_are_valid_and_normal():
         "activations": "keep",
         "optimizer_overlap": True,
         "fused_optimizer": False,
+        "optimizer_device": "host",
         "master_weights": False,
         "host_memory": "auto",
         "compile_units": False,

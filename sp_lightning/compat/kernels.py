@@ -15,6 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.utils._foreach_utils import (
+    _device_has_foreach_support,
+    _group_tensors_by_device_and_dtype,
+    _has_foreach_support,
+)
 
 # Settings that contexts change for a while: (getter, setter).
 CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
@@ -129,3 +134,17 @@ def can_share_operators() -> bool:
     """Whether ``share_operators`` does what it says: it finds torch's threads by the name of a function of OpenMP."""
     with ThreadPoolExecutor(1) as thread:
         return all(thread.map(share_operators, (1, 2, 1)))
+
+
+def grouped_by_device_and_dtype(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """Group tensors, by their places in the list, in torch's order, which is not that of the list."""
+    groups: Any = _group_tensors_by_device_and_dtype([tensors], with_indices=True)  # type: ignore[list-item]
+    return [places for _, places in groups.values()]
+
+
+def norms_of_each(tensors: list[torch.Tensor], kind: float, foreach: bool | None) -> list[torch.Tensor]:
+    """Compute the norm of each tensor as `torch.nn.utils.clip_grad_norm_` does: by its kernels for lists, or singly."""
+    device = tensors[0].device
+    if _has_foreach_support(tensors, device) if foreach is None else foreach and _device_has_foreach_support(device):
+        return list(torch._foreach_norm(tensors, kind))
+    return [torch.linalg.vector_norm(tensor, kind) for tensor in tensors]

@@ -119,6 +119,10 @@ UNSCALE_GRADS = Patch(GradScaler, "_unscale_grads_")
 # clipped. `clip_grad_norm_`, which has a list named ``grads`` by then, calls this function by this name.
 CLIP_GRADIENTS = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_clip_grads_with_norm_")
 
+# optim/device_step.py, while optimizers step on the device. The norm would be summed as the host sums it.
+TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_get_total_norm")
+PUBLIC_TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils"), "get_total_norm")
+
 # tracing/fake_tensors.py, during a dry run. Code that backward runs, such as a checkpoint, would see meta tensors.
 RUN_BACKWARD = Patch(torch.autograd, "_engine_run_backward")
 

@@ -82,6 +82,27 @@ class WeightsFirst(NewestFirst):
         return MOST_TASKS - task.number if self._newest_first else task.number
 
 
+class StateBeside(WeightsFirst):
+    """A lane that runs all else in the order of issue, and state while the first of that has to wait."""
+
+    def __init__(self, newest_state_first: bool) -> None:
+        super().__init__(newest_state_first)
+        self._others = InOrder()
+
+    def add(self, task: Task) -> None:
+        if task.phase == "state":
+            super().add(task)
+        else:
+            self._others.add(task)
+
+    def may_start(self, task: Task) -> None:
+        if task.phase == "state":
+            super().may_start(task)
+
+    def take(self) -> Task | None:
+        return self._others.take() or super().take()
+
+
 def run(lanes: dict[LaneName, InOrder], rates_of: Callable[[Collection[LaneName]], Mapping[LaneName, float]]) -> None:
     """Compute every task's start and end, with the rates of the lanes in which tasks run at a time."""
     now = 0.0

@@ -33,6 +33,10 @@ CACHE = {  # of what is generated, by where keys and values wait
     "host": Remedy("cache='host'", _NO_OPTIONS, "each token moves all keys and values up and down"),
     "device": Remedy("cache='device'", _NO_OPTIONS),
 }
+OPTIMIZER_DEVICE = {
+    "device": Remedy("optimizer_device='device'", {"optimizer_device": "device"}, "state moves up and down"),
+    "host": Remedy("optimizer_device='host'", {"optimizer_device": "host"}, "other bits than a plain run's on a GPU"),
+}
 LOSS_IN_CHUNKS = Remedy("loss in chunks", _NO_OPTIONS, "the head's products are computed once more")
 HALF_BATCHES = Remedy(
     "batches of half the size and accumulate_grad_batches twice as large",

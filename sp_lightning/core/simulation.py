@@ -22,6 +22,8 @@
 9. What is read from files goes up while more is read: a load is over when both lanes are done. State on the disk is
    read, stepped and written in pieces, one after the other; the unit is stepped when all are written, because the
    buffers between the lanes are small. Weights are read first.
+10. Where the device steps, a unit's weights, gradients and state go up in pieces and come down stepped. They have
+   streams of their own, and move while the copies of units and of gradients, in their order, have to wait.
 
 The measured time is that from the begin of a step's first forward to the begin of the next one's, after steps that are
 not counted.
@@ -40,7 +42,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import OptionError
-from .event_loop import InOrder, LaneName, NewestFirst, Task, WeightsFirst, run
+from .event_loop import InOrder, LaneName, NewestFirst, StateBeside, Task, WeightsFirst, run
 from .machine import Machine
 from .schedule import Schedule
 from .telemetry import Span
@@ -50,11 +52,13 @@ Activations = Literal["keep", "recompute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 WAITS: dict[LaneName, str] = {"up": "weights", "down": "gradients", "optimizer": "optimizer"}  # stalls, by lane
 ON_DISK: dict[LaneName, str] = {"disk in": "disk", "disk out": "disk"}
+ON_LINK: tuple[LaneName, LaneName] = ("up", "down")
 
 DOWN_ACCESSES = (
     2  # to the host's memory, for each byte of a gradient: written by its rank, read by the owner of the sum
 )
 PARTS = 4  # pieces of a unit's step, between which the host can turn to a more urgent unit
+PORTIONS = 16  # likewise of a step on the device, which go up and come down beside each other
 STEPS = 4  # simulated steps: the first ones fill the pipeline, the time between the last two counts
 
 
@@ -93,6 +97,7 @@ class LowerBound:
     disk: float  # of all but the first unit's step, in both directions
     duplex: float
     chain: float  # the longest chain of work that the order of units makes sequential; no step can be shorter
+    link: float = 0.0  # of all copies, with those of a step on the device, but for the first unit's
     host: float = 0.0  # of the host's memory, with several ranks: all that they read and write there in a step
 
     @property
@@ -117,7 +122,7 @@ class LowerBound:
 
     @property
     def _of_one(self) -> float:
-        longest = max(self.forward + self.backward, self.optimizer, self.disk)
+        longest = max(self.forward + self.backward, self.optimizer, self.disk, self.link)
         return longest + self.first_down + self.first_step + self.first_up
 
     @property
@@ -129,6 +134,7 @@ class LowerBound:
             self.down + self.first_down,
             self.optimizer + self.first_step,
             self.disk,
+            self.link,
             self.host,
         )
 
@@ -137,8 +143,10 @@ class LowerBound:
         """Part that sets the lower bound: "compute", "link", "disk", "optimizer" or, with ranks, "host memory"."""
         if self.host > self._of_one:
             return "host memory"
-        if max(self.optimizer, self.disk) > self.forward + self.backward:
-            return "disk" if self.disk > self.optimizer else "optimizer"
+        beside = {"disk": self.disk, "optimizer": self.optimizer, "link": self.link}
+        longest = max(beside, key=beside.__getitem__)
+        if beside[longest] > self.forward + self.backward:
+            return longest
         compute = (self.compute_forward, self.compute_backward)
         if compute == (self.forward, self.backward):
             return "compute"
@@ -264,6 +272,13 @@ def floor(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute
     copied = sum(unit.up_nbytes for unit in (*come, *again)) + first.trained * first.up_nbytes
     copied += DOWN_ACCESSES * sum(unit.down_nbytes for unit in units)
     stepped = math.fsum(unit.step_s(machine) for unit in units)
+    copies = (
+        sum(unit.up_nbytes for unit in (*come, *again)) + sum(unit.trained * unit.step_up_nbytes for unit in rest),
+        sum(unit.down_nbytes + unit.trained * unit.step_down_nbytes for unit in rest),
+    )
+    both = [
+        nbytes / rate for nbytes, rate in zip(copies, (machine.up_bytes_per_s, machine.down_bytes_per_s), strict=True)
+    ]
     return LowerBound(
         compute_forward=forward,
         compute_backward=backward,
@@ -282,6 +297,7 @@ def floor(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute
         ),
         duplex=machine.duplex,
         chain=_chain(units, machine, recompute),
+        link=(max(both) + min(both) * (1 / machine.duplex - 1)) * any(unit.step_up_nbytes for unit in units),
         host=ranks * copied / machine.dram_bytes_per_s + stepped if ranks > 1 else 0.0,
     )
 
@@ -297,7 +313,7 @@ def _chain(units: Sequence[UnitNumbers], machine: Machine, recompute: bool) -> f
     steps, up = 0.0, math.inf
     for unit, own in zip(units, computes, strict=True):
         if unit.trained:
-            steps += unit.step_in_memory_s(machine)
+            steps += max(unit.step_in_memory_s(machine), unit.step_copies_s(machine))
             up = min(up, unit.up_s(machine))
             longest = max(longest, left + unit.down_nbytes / machine.down_bytes_per_s + steps + up)
         left -= own
@@ -325,6 +341,8 @@ class _Host:
         if into_forward:
             self.lanes["optimizer"] = NewestFirst()
         self.lanes |= {name: WeightsFirst(newest_state_first=into_forward) for name in ON_DISK}
+        if any(unit.step_up_nbytes for unit in units):
+            self.lanes |= {name: StateBeside(newest_state_first=into_forward) for name in ON_LINK}
         self._units = units
         self._residents = [index for index, unit in enumerate(units) if unit.resident]
         self._has_backward = not works or has_backward(units)
@@ -472,6 +490,9 @@ class _Host:
 
     def _step(self, index: int, after: list[Task | None]) -> None:
         unit, machine = self._units[index], self._machine
+        if unit.step_up_nbytes:
+            self._step_on_device(index, after)
+            return
         on_disk, read, written = bool(unit.state_read_nbytes or unit.state_written_nbytes), None, None
         parts = PARTS if self._into_forward or on_disk else 1
         work = unit.step_in_memory_s(machine) / parts
@@ -485,6 +506,17 @@ class _Host:
             if on_disk:
                 written = self._issue("disk out", index, writes, [stepped, written], "state")
             self._stepped[index] = written or stepped
+
+    def _step_on_device(self, index: int, after: list[Task | None]) -> None:
+        unit, machine = self._units[index], self._machine
+        work = unit.step_in_memory_s(machine) / PORTIONS
+        ups = unit.step_up_nbytes / machine.up_bytes_per_s / PORTIONS
+        downs = unit.step_down_nbytes / machine.down_bytes_per_s / PORTIONS
+        for _ in range(PORTIONS):
+            came = self._issue("up", index, ups, after, "state")
+            stepped = self._issue("optimizer", index, work, [came])
+            self._stepped[index] = self._issue("down", index, downs, [stepped], "state")
+            after = [came]
 
     def _issue(self, lane: LaneName, unit: int, work: float, after: list[Task | None], phase: str = "") -> Task:
         earlier = [task for task in after if task is not None]
@@ -516,7 +548,8 @@ def _waits(computes: list[Task], units: Sequence[UnitNumbers], begin: float, end
                 cause = waiting.blocker
                 since = max(cause.start, before.end)
                 name = units[cause.unit].name
-                stall = (WAITS | ON_DISK)[cause.lane]
+                on_device = cause.phase == "state" and cause.lane in ON_LINK
+                stall = WAITS["optimizer"] if on_device else (WAITS | ON_DISK)[cause.lane]
                 waits.append(Span("compute", name, since - begin, waiting.start - begin, stall=stall))
                 waiting = cause
     return sorted(waits, key=lambda span: span.start)
@@ -529,8 +562,12 @@ def _timeline(tasks: list[Task], units: Sequence[UnitNumbers], begin: float, end
         if begin < task.end <= end and task.end > task.start:
             lane = spans.setdefault(task.lane, [])
             span = Span(task.lane, units[task.unit].name, task.start - begin, task.end - begin, task.phase)
-            in_pieces = task.lane == "optimizer" or task.lane in ON_DISK
-            if in_pieces and lane and (lane[-1].unit, lane[-1].end) == (span.unit, span.start):
+            in_pieces = task.lane == "optimizer" or task.lane in ON_DISK or task.phase == "state"
+            if (
+                in_pieces
+                and lane
+                and (lane[-1].unit, lane[-1].phase, lane[-1].end) == (span.unit, span.phase, span.start)
+            ):
                 span = lane.pop()._replace(end=span.end)
             lane.append(span)
     return sorted(itertools.chain(*spans.values()), key=lambda span: (span.start, LANES.index(span.lane)))

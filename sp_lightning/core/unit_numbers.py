@@ -54,6 +54,8 @@ class UnitNumbers:
     cast: int = 0  # of the elements that the optimizer steps, those that travel in half precision and are FP32 there
     forward_moved: float = 0.0  # bytes of the device's memory that forward reads and writes
     backward_moved: float = 0.0
+    step_up_nbytes: int = 0  # weights, gradients and state that go up for a step on the device; 0: the host steps
+    step_down_nbytes: int = 0  # and come down stepped
 
     @property
     def trained(self) -> bool:
@@ -73,14 +75,21 @@ class UnitNumbers:
         return machine.compute_s(self.backward_flops, self.backward_moved)
 
     def step_in_memory_s(self, machine: Machine) -> float:
-        """Return the seconds of the optimizer's step if its state is in memory."""
+        """Return the seconds in which host or device computes the optimizer's step, if its state is in memory."""
+        if self.step_up_nbytes:
+            return self.trained * (self.step_up_nbytes + self.step_down_nbytes) / machine.device_bytes_per_s
         nbytes = self.parameters * machine.optimizer_bytes_per_parameter + self.cast * machine.cast_bytes_per_parameter
         return self.trained * nbytes / machine.dram_bytes_per_s
 
+    def step_copies_s(self, machine: Machine) -> float:
+        """Return the seconds of the copies of a step on the device, those down beside those up."""
+        copies = self.step_up_nbytes / machine.up_bytes_per_s, self.step_down_nbytes / machine.down_bytes_per_s
+        return self.trained * max(copies)
+
     def step_s(self, machine: Machine) -> float:
-        """Return the seconds of the optimizer's step: state is read and written beside it."""
+        """Return the seconds of the optimizer's step: state is read and written, or copied, beside it."""
         on_disk = machine.disk_s(self.state_read_nbytes, self.state_written_nbytes)
-        return self.trained * max(self.step_in_memory_s(machine), on_disk)
+        return self.trained * max(self.step_in_memory_s(machine), on_disk, self.step_copies_s(machine))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             step), unless a hook of yours runs in between.
         fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
             ``fused``: not the bits of the default loop, and faster only where compiled code cannot step.
+        optimizer_device: Where torch's optimizers compute. "host": on the host's cores, whose bits a GPU does not have.
+            "device": weights, gradients and state go up in portions and come down stepped, with the bits of a plain run
+            whose optimizer steps on the device (docs/exactness.md). State lies on the host either way.
         wire_dtype: "auto": under autocast (precision "bf16-mixed" or "16-mixed"), weights of linear layers and
             convolutions, and their gradients, travel in autocast's type where all that reads them is one use that
             casts them: half the bytes, the same bits. "as-is": every weight travels in its own type.
@@ -117,6 +120,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep",
         optimizer_overlap: bool = True,
         fused_optimizer: bool = False,
+        optimizer_device: Literal["host", "device"] = "host",
         wire_dtype: Literal["auto", "as-is"] = "auto",
         master_weights: bool = False,
         host_memory: Literal["auto", "pinned", "pageable"] = "auto",
@@ -141,6 +145,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             activations=activations,
             optimizer_overlap=optimizer_overlap,
             fused_optimizer=fused_optimizer,
+            optimizer_device=optimizer_device,
             wire_dtype=wire_dtype,
             master_weights=master_weights,
             host_memory=host_memory,

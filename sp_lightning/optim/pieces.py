@@ -384,6 +384,16 @@ def regroup_fused(optimizer: Optimizer, _: Conversions) -> Regrouped:
     return groups, optimizer.state
 
 
+def has_options_on_device(optimizer: Optimizer) -> bool:
+    """Whether an option of any group, such as its learning rate, is a tensor on a device, or has one."""
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            some = value if isinstance(value, tuple | list) and key != "params" else (value,)
+            if any(isinstance(one, Tensor) and not one.is_cpu for one in some):
+                return True
+    return False
+
+
 def takes_the_loop(group: Group) -> bool:
     """Whether torch steps this group in its default loop."""
     get = group.get
@@ -430,6 +440,19 @@ def same_order(param: Tensor, other: Tensor) -> bool:
     return param.stride() == other.stride() == torch.empty_like(param, device="meta").stride()
 
 
+def flattened(tensor: Tensor) -> Tensor:
+    """View a tensor's elements in the order of memory; the view has its version counter."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def keep_order(shadow: Any) -> None:
+    """Make entries of state in the order in which torch makes them."""
+    for group in shadow.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and not keeps_no_state(shadow, group):
+                shadow.state[param]  # a defaultdict
+
+
 def _cut(param: Tensor, state: State, lengths: tuple[int, ...]) -> dict[Tensor, State]:
     assert param.grad is not None
     states: list[State] = [{} for _ in lengths]
@@ -446,7 +469,7 @@ def _parts(tensor: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
     if is_scalar(tensor):
         return [tensor, *tensor.detach().repeat(len(lengths) - 1).unbind()]
     # Detached, with the parameter's version counter: autograd still sees what the step changes.
-    return list(tensor.detach().as_strided((tensor.numel(),), (1,)).split(lengths))  # type: ignore[no-untyped-call]
+    return list(flattened(tensor).split(lengths))  # type: ignore[no-untyped-call]
 
 
 @functools.cache

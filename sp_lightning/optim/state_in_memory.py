@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,6 +16,9 @@ class StateInMemory:
     is_on_disk = False
     parameters: Collection[int] = ()  # ids of those whose state lies on a disk
     to_come = ring_nbytes = 0
+
+    def follow(self, parameters: Iterable[Tensor]) -> None:
+        """Note the parameters that are streamed from now on."""
 
     def shadow(self, optimizer: Optimizer, fuses: bool) -> ShadowStep | None:
         """Make what steps an optimizer faster than its own code; None if there is nothing."""

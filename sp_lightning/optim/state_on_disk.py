@@ -65,8 +65,10 @@ from .pieces import (
     ShadowStep,
     State,
     each_by_itself,
+    flattened,
     has_gradient_in_step,
     is_scalar,
+    keep_order,
     keeps_no_state,
     needs_order,
     regroup_fused,
@@ -105,8 +107,8 @@ class Spilled:
     is_done: bool = False
 
     def __post_init__(self) -> None:
-        self.flat = _flat(self.param)
-        self.grad = _flat(self.param.grad)  # type: ignore[arg-type]  # it has one
+        self.flat = flattened(self.param)
+        self.grad = flattened(self.param.grad)  # type: ignore[arg-type]  # it has one
         self.before = {key: value.clone() for key, value in self.entry.items() if is_scalar(value)}  # Rule 4
 
     def nbytes(self, reads: bool = False) -> int:
@@ -324,7 +326,7 @@ class StateOnDisk(StateInMemory):
         place = self._file.place_of(tensor)
         if place is None or wire is None or not same_order(tensor, wire):
             return False
-        flat, ring, has_nan = _flat(wire), self._ring, False
+        flat, ring, has_nan = flattened(wire), self._ring, False
         runs = (
             BlockRun(place.offset + begin, 0, min(ring.buffer_nbytes, blocks(place.nbytes - begin)))
             for begin in range(0, place.nbytes, ring.buffer_nbytes)
@@ -352,7 +354,7 @@ class StateOnDisk(StateInMemory):
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         """Copy a tensor into one of the file, directly."""
-        place, content, ring = self._file.place_of(target), _flat(source).view(torch.uint8), self._ring
+        place, content, ring = self._file.place_of(target), flattened(source).view(torch.uint8), self._ring
         assert place is not None
         try:
             for begin in range(0, place.nbytes, ring.buffer_nbytes):
@@ -394,7 +396,8 @@ class StateOnDisk(StateInMemory):
                 spilled = list(self._spilled(shadow, conversions))
             if not spilled or _share_state(shadow):
                 return groups
-            self._keep_order(shadow, spilled)
+            if any(one.is_new for one in spilled):  # Rule 5
+                keep_order(shadow)
             self._run(shadow, spilled)
         except BaseException as error:
             begun = [one for one in spilled if one.is_begun]  # of which the file may have other bytes by now
@@ -481,15 +484,6 @@ class StateOnDisk(StateInMemory):
             if isinstance(value, Tensor) and list(value.shape) == [2] * param.dim()
         }
         return dict(zip(like, self._file.tensors(list(like.values())), strict=True)) if like else {}
-
-    @staticmethod
-    def _keep_order(shadow: Any, spilled: Iterable[Spilled]) -> None:
-        """Make entries of state in the order in which torch makes them (Rule 5)."""
-        if any(one.is_new for one in spilled):
-            for group in shadow.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None and not keeps_no_state(shadow, group):
-                        shadow.state[param]  # a defaultdict
 
     def _run(self, shadow: Any, spilled: list[Spilled]) -> None:
         """Step parameters portion by portion, reading ahead and writing behind."""
@@ -586,7 +580,7 @@ def _step_parts(shadow: Any, parts: Sequence[ParameterPart], buffer: Buffer, cut
             groups.append({**group, "params": []})
         groups[-1]["params"].append(piece)
         if one.conversion is not None:
-            conversions[piece] = Conversion(_flat(one.conversion.wire)[part.slice])
+            conversions[piece] = Conversion(flattened(one.conversion.wire)[part.slice])
             one.conversions.append(conversions[piece])
     step = shadow_of(shadow)
     step.param_groups, step.state = groups, state
@@ -604,8 +598,8 @@ def _convert(part: ParameterPart, buffer: Buffer) -> None:
     """
     if part.ranges[0].key == WEIGHT and part.of.conversion is not None:
         if part.of.is_new:
-            part.of.conversions.append(Conversion(_flat(part.of.conversion.wire)[part.slice]))
-        conversion, piece = part.of.conversions[-1], _flat(part.piece(buffer))
+            part.of.conversions.append(Conversion(flattened(part.of.conversion.wire)[part.slice]))
+        conversion, piece = part.of.conversions[-1], flattened(part.piece(buffer))
         if conversion.source is None and not piece.isnan().any():
             conversion.wire.copy_(piece)
             conversion.done(piece)
@@ -695,11 +689,6 @@ def _ranges(one: Spilled, first: int, count: int, at: int) -> Iterator[StateRang
         run = BlockRun(one.places[key].offset + begin - head, at, blocks(head + nbytes))
         yield StateRange(key, run, head, nbytes)
         at += run.nbytes
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """View a tensor's elements in the order of memory; the view has its version counter."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _pieces(part: ParameterPart, tensor: Tensor) -> list[Tensor]:

@@ -306,7 +306,7 @@ class Plan:
         best = min(faster, key=lambda change: change.cost(self), default=None)
         lanes = {
             "compute": floor.compute_forward + floor.compute_backward,
-            "link": max(floor.up_forward + floor.up_backward, floor.down),
+            "link": max(floor.up_forward + floor.up_backward, floor.down, floor.link),
             "disk": floor.disk,
             "optimizer": floor.optimizer,
             "host memory": floor.host,

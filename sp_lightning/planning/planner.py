@@ -35,6 +35,7 @@ from ..core.simulation import Simulation, floor, simulate
 from ..core.unit_numbers import HostBytes, UnitNumbers
 from ..core.window_choice import first_window
 from ..errors import OptionError, SuperpipelineError
+from ..optim.device_step import device_nbytes
 from ..optim.pieces import ELEMENTWISE
 from ..options import Options
 from ..ranks.exchange import AHEAD
@@ -45,12 +46,13 @@ from .forecast import MANY, SLOW, Change, LockstepPlan, Plan, RunTimes, SweepPoi
 from .listed_model import ListedModel
 from .planned_calls import plan_calls
 from .planned_model import PlannedModel, Requirements, states_of
-from .settings import PlannedMachine, PlannedRun
+from .settings import ON_DEVICE, PlannedMachine, PlannedRun
 from .traced_model import TracedModel
 from .workloads import WORKLOADS, Workload, listed
 
 RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the share of the rest that an allocator wastes
 RESERVED = "reserve"
+OF_STEPS = "optimizer"  # the buffers of steps on the device
 WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 TRANSFERS = (1, 2, 4)
 MOST_ROWS = 2**30
@@ -141,6 +143,7 @@ class _Planner:
         self.profile = machine.profile
         self.needs = source.needs(self.options, self.profile)
         self.optimizer = run.optimizer_name or source.optimizer
+        self._states = source.states()
         self.machine = self._stepping(source.states(), self.optimizer)
         self.available = self.profile.device_nbytes
         self.headroom = machine.headroom_nbytes
@@ -186,7 +189,7 @@ class _Planner:
             window=chosen.window,
             transfer=chosen.transfer,
             units=tuple(cost.name for cost in self.needs.streamed),
-            device_terms=self.terms(self.needs, *chosen),
+            device_terms=self.terms(self.needs, self.options, *chosen),
             host=self._host(self.source, self.options, self.needs),
             available=self.available,
             simulation=self.tried.simulated(chosen),
@@ -232,14 +235,32 @@ class _Planner:
             )
 
     def _simulated_calls(self, needs: Requirements, sizes: tuple[int, int]) -> Simulation:
-        return self.simulated(needs, Pair(*sizes), self.machine)
+        return self.simulated(needs, Pair(*sizes), self.machine, self.options)
 
     def _reading_s(self, reading: Requirements | None, sizes: Pair) -> float:
         return 0.0 if reading is None else _Sizes(self, self.options, reading, self.machine).simulated(sizes).step_s
 
-    def terms(self, needs: Requirements, window: int, transfer: int) -> dict[str, int]:
+    def terms(self, needs: Requirements, options: Options, window: int, transfer: int) -> dict[str, int]:
         """Return the bytes on the device, by term, with what is reserved."""
-        return self._reserving(needs.peak(window, transfer))
+        steps = 0
+        if self._steps_on_device(options):
+            steps = device_nbytes(sum(cost.step_up_nbytes for cost in self._costs(needs, options)))
+        return self._reserving({**needs.peak(window, transfer), OF_STEPS: steps})
+
+    def _steps_on_device(self, options: Options) -> bool:
+        return options.optimizer_device == "device" and self.source.answers is None
+
+    def _costs(self, needs: Requirements, options: Options) -> list[UnitNumbers]:
+        """Return the costs of units, with what goes up and down for their steps if the device steps."""
+        if not self._steps_on_device(options):
+            return needs.costs
+        elements = sum(cost.parameters for cost in needs.costs)
+        width = self.source.host(options, needs).gradients / max(1, elements)  # bytes of an element
+        up, down = width * (2 + self._states), width * (1 + self._states)
+        return [
+            replace(cost, step_up_nbytes=int(up * cost.parameters), step_down_nbytes=int(down * cost.parameters))
+            for cost in needs.costs
+        ]
 
     def _reserving(self, peak: Mapping[str, int]) -> dict[str, int]:
         terms = {name: nbytes for name, nbytes in peak.items() if nbytes}
@@ -247,11 +268,11 @@ class _Planner:
         reserve = fixed + int(share * sum(terms.values()))
         return terms | ({RESERVED: reserve} if reserve else {})
 
-    def simulated(self, needs: Requirements, sizes: Pair, machine: Machine) -> Simulation:
-        """Simulate a step with these needs."""
-        overlap = self.options.optimizer_overlap
+    def simulated(self, needs: Requirements, sizes: Pair, machine: Machine, options: Options) -> Simulation:
+        """Simulate a step with these needs and options."""
+        overlap = options.optimizer_overlap
         return simulate(
-            needs.costs,
+            self._costs(needs, options),
             Schedule([cost.up_nbytes for cost in needs.costs], *sizes),
             machine,
             optimizer_overlap=overlap and self.run.devices == 1,
@@ -260,9 +281,9 @@ class _Planner:
             ranks=self.run.devices,
         )
 
-    def floor_s(self, needs: Requirements, window: int, machine: Machine) -> float:
-        """Return the lower bound of the time of a step with these needs."""
-        return floor(needs.costs, window, machine, False, self.run.devices).seconds
+    def floor_s(self, needs: Requirements, window: int, machine: Machine, options: Options) -> float:
+        """Return the lower bound of the time of a step with these needs and options."""
+        return floor(self._costs(needs, options), window, machine, False, self.run.devices).seconds
 
     @property
     def accumulating(self) -> Machine:
@@ -302,7 +323,7 @@ class _Planner:
     # ---- changes
 
     def _changes(self, chosen: Pair, largest_batch: int | None) -> list[Change]:
-        changes = list(self._other_windows(chosen))
+        changes = [*self._other_windows(chosen), *self._other_steps()]
         changes += self._other_batches(largest_batch)
         changes += self._other_policies() if self.source.answers is None else self._other_cache()
         if self.tried.nbytes(chosen) > self.available:
@@ -342,6 +363,22 @@ class _Planner:
             transfer = transfer if transfer == "auto" else min(transfer, window)
             options = replace(self.options, **remedy.options, transfer=transfer)
             yield self._change(remedy.what, self.needs, options)
+
+    def _other_steps(self) -> Iterator[Change]:
+        """Yield the other place where the optimizer can step, if the run is faster with it."""
+        if self.source.answers is not None or self.run.devices > 1 or self.target == "cpu":
+            return
+        place = "host" if self.options.optimizer_device == "device" else "device"
+        remedy = remedies.OPTIMIZER_DEVICE[place]
+        try:
+            options = replace(self.options, **remedy.options)
+        except OptionError:
+            return  # not with the others
+        if place == "device" and self.optimizer and self.optimizer not in ON_DEVICE:
+            return
+        change = self._change(remedy.what, self.needs, options)
+        if EQUAL * change.batch_s(self.run.accumulate) < self.tried.batch_s(self.tried.sizes()[1]):
+            yield change
 
     def _other_batches(self, largest: int | None) -> Iterable[Change]:
         given = self.source.rows
@@ -547,12 +584,12 @@ class _Sizes:
 
     def nbytes(self, sizes: Pair) -> int:
         if sizes not in self._nbytes:
-            self._nbytes[sizes] = sum(self._planner.terms(self._needs, *sizes).values())
+            self._nbytes[sizes] = sum(self._planner.terms(self._needs, self._options, *sizes).values())
         return self._nbytes[sizes]
 
     def simulated(self, sizes: Pair) -> Simulation:
         if sizes not in self._simulated:
-            self._simulated[sizes] = self._planner.simulated(self._needs, sizes, self._machine)
+            self._simulated[sizes] = self._planner.simulated(self._needs, sizes, self._machine, self._options)
         return self._simulated[sizes]
 
     @functools.cached_property
@@ -561,10 +598,15 @@ class _Sizes:
         costs = [replace(cost, state_read_nbytes=0, state_written_nbytes=0) for cost in self._needs.costs]
         return replace(self._needs, costs=costs)
 
+    @property
+    def _host_steps(self) -> Options:
+        """The options of a batch whose gradients are only added to those before it, which the host does."""
+        return replace(self._options, optimizer_device="host")
+
     def accumulating_s(self, sizes: Pair) -> float:
         """Return the time of a batch whose gradients are only added to those before it."""
         if sizes not in self._accumulating_s:
-            found = self._planner.simulated(self._adding, sizes, self._planner.accumulating)
+            found = self._planner.simulated(self._adding, sizes, self._planner.accumulating, self._host_steps)
             self._accumulating_s[sizes] = found.step_s
         return self._accumulating_s[sizes]
 
@@ -602,10 +644,10 @@ class _Sizes:
 
     def _floor_s(self, window: int) -> float:
         planner, count = self._planner, self._accumulate
-        step_s = planner.floor_s(self._needs, window, self._machine)
+        step_s = planner.floor_s(self._needs, window, self._machine, self._options)
         if count == 1:
             return step_s
-        return mean_s(step_s, planner.floor_s(self._adding, window, planner.accumulating), count)
+        return mean_s(step_s, planner.floor_s(self._adding, window, planner.accumulating, self._host_steps), count)
 
     def sweep(self) -> list[SweepPoint]:
         """List the sizes to show: those that fit or nearly do, and what was given."""

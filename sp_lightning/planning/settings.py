@@ -11,15 +11,17 @@ from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, w
 from ..core.remedies import STATE_NBYTES
 from ..errors import OptionError
 from ..memory.device import find
+from ..optim.pieces import ELEMENTWISE, PER_PARAMETER
 from ..options import Options, is_int, parse_bytes
 from ..runtime.measure import measure
 from ..tracing.dry_run import Answers, Runner
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
+ON_DEVICE = frozenset(kind.__name__ for kind in ELEMENTWISE | PER_PARAMETER)  # optimizers that can step there
 OF_TRAINING = (
     *("loss", "optimizer", "copies", "trained_copies"),
-    *("activations", "optimizer_overlap", "fused_optimizer", "master_weights"),
+    *("activations", "optimizer_overlap", "fused_optimizer", "optimizer_device", "master_weights"),
 )
 
 
@@ -81,6 +83,11 @@ class PlannedRun:
         if self.predict_at_once > 1 and self.answers is None:
             allowed = "given together with answer"
             raise OptionError(argument="predict_at_once", found=self.predict_at_once, allowed=allowed)
+        if self.options.optimizer_device == "device" and self.answers is None:
+            self.options.check_devices(self.devices)
+            if isinstance(self.optimizer, str | type) and self.optimizer_name not in ON_DEVICE:
+                allowed = f"one of {', '.join(sorted(ON_DEVICE))} with optimizer_device='device'"
+                raise OptionError(argument="optimizer", found=self.optimizer_name, allowed=allowed)
         if self.accumulate > 1 or precision == "16-mixed":  # which scales the gradients
             object.__setattr__(self, "own_gradients", True)
 

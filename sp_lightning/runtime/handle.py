@@ -104,6 +104,10 @@ class Handle:
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self._counters = Counters()  # of all engines, one after the other
         self.storage = InMemory()  # of weights and optimizer state
+        if options.optimizer_device == "device" and not self.device.is_host:
+            from ..optim.device_step import StepsOnDevice  # a run that steps on the host needs nothing of it
+
+            self.storage = InMemory(StepsOnDevice(self.device, options.host_memory))
         if options.uses_files:
             from ..storage.within_budget import WithDisk, WithinBudget  # a run in memory needs nothing of it
 

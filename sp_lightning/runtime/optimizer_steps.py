@@ -3,10 +3,10 @@
 1. An optimizer that has streamed parameters steps them in pieces, or fused (pieces.py), from its first step on.
 2. An optimizer reads and writes on the host. Its step begins once the copies that the caller's stream makes from and to
    the host (``non_blocking=True``) are done, and leaves resident units stale.
-3. Inside ``overlapping`` units are stepped beside other work (pending_step.py). Three kinds of step run as a whole,
+3. Inside ``overlapping`` units are stepped beside other work (pending_step.py). Four kinds of step run as a whole,
    after backward: of an optimizer that does not step each parameter by itself; of one that makes tensors of torch's
-   default type, which a forward or backward beside it may set; and of any where the CPU computes with several threads
-   (pending_step.py, Rule 9).
+   default type, which a forward or backward beside it may set; of one with options on the device, which the caller's
+   stream writes; and of any where the CPU computes with several threads (pending_step.py, Rule 9).
 4. In a loop of the user's own nothing says what comes between ``backward`` and ``step``: no unit is stepped beside
    backward. Each step may be deferred, as if it ran inside ``overlapping``: code that reads or writes weights,
    gradients or state waits for it.
@@ -30,7 +30,7 @@ from ..compat.patches import UNSCALE_GRADS
 from ..core import malloc
 from ..optim import grad_scaler, torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP, IsOwn, Parts
-from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of
+from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, has_options_on_device
 from ..optim.state_in_memory import StateInMemory
 from .engine import Engine
 
@@ -54,6 +54,7 @@ class OptimizerSteps:
         if self._maps_blocks:
             malloc.by_themselves()
         self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # the reasons that were logged
+        self._note_parameters()
         UNSCALE_GRADS.install(grad_scaler.unscale)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
@@ -63,6 +64,7 @@ class OptimizerSteps:
     def follow(self, engine: Engine, state: StateInMemory) -> None:
         """Go on with the engine of units that were made anew, and with a disk if these need the first one."""
         self.engine = engine
+        self._note_parameters()
         if state is self.state:
             return
         self.state = state
@@ -71,6 +73,9 @@ class OptimizerSteps:
                 del self._shadows[optimizer]  # which is prepared again
             else:
                 state.attach(optimizer, shadow)
+
+    def _note_parameters(self) -> None:
+        self.state.follow(parameter for unit in self.engine.units for parameter in unit.store.params)
 
     def close(self) -> None:
         """Let optimizers step as they do without streaming."""
@@ -104,10 +109,16 @@ class OptimizerSteps:
     def _prepare(self, optimizer: Optimizer) -> None:
         torn_step.check_step(optimizer)
         if optimizer not in self._shadows:
-            self._shadows[optimizer] = shadow = self.state.shadow(optimizer, self._options.fused_optimizer)
+            shadow = self.state.shadow(optimizer, self._options.fused_optimizer)
             if shadow is not None:
                 shadow.rest, shadow.end = self._rest, self._end
-            self.state.attach(optimizer, shadow)
+            try:
+                self.state.attach(optimizer, shadow)
+            except BaseException:  # the device or the disk is full: the next step prepares it again
+                if shadow is not None:
+                    shadow.close()
+                raise
+            self._shadows[optimizer] = shadow
             if not optimizer.state:
                 malloc.by_themselves()  # the first step makes the state
 
@@ -156,6 +167,9 @@ class OptimizerSteps:
         self._prepare(optimizer)
         if isinstance(optimizer, ASGD):
             self.say(AFTER_BACKWARD, "ASGD makes tensors of torch's default type, which forward may set")
+            return None
+        if has_options_on_device(optimizer):
+            self.say(AFTER_BACKWARD, "its options are on the device, where no stream of the optimizer's waits for them")
             return None
         return None if self.shares_cores or type(optimizer) in PER_PARAMETER else self._shadows[optimizer]
 

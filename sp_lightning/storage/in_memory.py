@@ -22,7 +22,9 @@ class InMemory:
     adopted: Collection[int] = ()  # ids of weights that are in files, and do not stay there
     on_disk = 0  # bytes of the optimizer's state, and of weights, that will be on a disk
     frozen: Sequence[nn.Parameter] = ()  # there may be no memory for training these
-    state = StateInMemory()
+
+    def __init__(self, state: StateInMemory | None = None) -> None:
+        self.state = state or StateInMemory()  # of optimizers
 
     @property
     def ring_nbytes(self) -> int:
@@ -47,4 +49,5 @@ class InMemory:
         """Close the files of weights, until they are opened again."""
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files, and free what optimizers step with."""
+        self.state.close()

@@ -48,6 +48,7 @@ class WithinBudget(InMemory):
         trains: bool,  # whether what requires gradients may be trained
         counters: Counters,
     ) -> None:
+        super().__init__()
         self._module = module
         self._device = device
         self._options = options

@@ -26,6 +26,7 @@ from sp_lightning import errors
 WINDOWS = {"1": 1, "2": 2, "all": 64}
 ACTIVATIONS = ["keep", "recompute", "offload"]
 ACCELERATORS = ["simgpu", "cpu"]
+STEPS_TOO = "simgpu, which steps too"  # with optimizer_device="device"
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "16-mixed", "64-true"]
 ACCUMULATE = [1, 3]
 CLIP = [None, ("norm", 0.5), ("value", 0.01)]
@@ -50,6 +51,7 @@ class Cell(NamedTuple):
     window: str
     activations: str
     overlap: bool = True
+    optimizer_device: str = "host"
 
     def __str__(self) -> str:
         algorithm = self.settings.clip and f"clip-{self.settings.clip[0]}"
@@ -71,6 +73,7 @@ def check(cell: Cell) -> traffic.Ledger:
         "window": WINDOWS[cell.window],
         "activations": cell.activations,
         "optimizer_overlap": cell.overlap,
+        "optimizer_device": cell.optimizer_device,
     }
     with ledger.listening():
         actual = record(cell.settings, parity.streaming_strategy(cell.settings.accelerator, **options))
@@ -123,7 +126,7 @@ AXES = {
     "clip": CLIP,
     "optimizer": OPTIMIZERS,
     "accumulate": ACCUMULATE,
-    "accelerator": ACCELERATORS,
+    "accelerator": [*ACCELERATORS, STEPS_TOO],
     "overlap": [True, False],
 }
 TWO_AXES = {  # of two optimizers that are stepped by hand: Lightning neither clips nor accumulates for them
@@ -134,10 +137,12 @@ TWO_AXES = {  # of two optimizers that are stepped by hand: Lightning neither cl
 
 def cells_of(window: str, activations: str, overlap: bool = True, **settings: Any) -> list[Cell]:
     """One cell; two for what Lightning does not have, FP16 autocast on the CPU, as its other pairs are needed."""
-    if settings["precision"] != "16-mixed" or settings["accelerator"] != "cpu":
-        return [Cell(Settings(**settings), window, activations, overlap)]
-    instead = settings | {"accelerator": "simgpu"}, settings | {"precision": "32-true"}
-    return [Cell(Settings(**legal), window, activations, overlap) for legal in instead]
+    steps = "device" if settings["accelerator"] == STEPS_TOO else "host"
+    settings["accelerator"] = settings["accelerator"].partition(",")[0]
+    legal = [settings]
+    if settings["precision"] == "16-mixed" and settings["accelerator"] == "cpu":
+        legal = [settings | {"accelerator": "simgpu"}, settings | {"precision": "32-true"}]
+    return [Cell(Settings(**one), window, activations, overlap, steps) for one in legal]
 
 
 def cells(rows: list[dict[str, Any]], **also: Any) -> list[Cell]:
@@ -170,7 +175,8 @@ def test_the_cover_has_every_pair_that_exists():
     for one in values:
         for other in values:
             missing = {(a, b) for a in values[one] for b in values[other]} - {(row[one], row[other]) for row in rows}
-            assert one == other or missing <= {("cpu", "16-mixed"), ("16-mixed", "cpu")}, (one, other)
+            none = {("cpu", "16-mixed"), ("16-mixed", "cpu"), ("cpu", "device"), ("device", "cpu")}
+            assert one == other or missing <= none, (one, other)
 
 
 @pytest.mark.simgpu

@@ -467,6 +467,70 @@ def test_no_step_of_the_tables_is_5_percent_longer_than_its_floor_or_its_chain(m
         assert share >= 0.95, (workload.name, machine.name)
 
 
+# Steps on the device
+
+
+def stepping(units, states=2, width=4):
+    """The same units, which the device steps: 16 bytes of a weight go up for AdamW in FP32, and 12 come down."""
+    up, down = width * (2 + states), width * (1 + states)
+    return [replace(one, step_up_nbytes=up * one.parameters, step_down_nbytes=down * one.parameters) for one in units]
+
+
+def test_a_step_on_the_device_of_one_unit_is_literally_this(monkeypatch):
+    monkeypatch.setattr(simulation, "PORTIONS", 2)
+    units = [unit("a", step_up_nbytes=4, step_down_nbytes=2), unit("b", down=0, resident=True)]
+    machine = replace(UNIT_MACHINE, device_bytes_per_s=3.0)
+    result = simulated(units, window=1, machine=machine)
+    assert [line for line in literal(result) if "b" not in line] == [
+        "compute a 0-1",
+        "compute a 4-6",
+        "down a 6-7",
+        "up a 7-11",  # two portions
+        "optimizer a 9-10",
+        "down a 10-11",
+        "optimizer a 11-12",
+        "down a 12-13",
+        "up a 13-14",  # for the next forward
+    ]
+    assert {wait.stall for wait in result.waits} == {"gradients", "optimizer", "weights"}
+
+
+def test_copies_for_steps_leave_the_link_to_weights():
+    units = stepping([unit(up=10, forward=10, backward=20, down=10, step=2) for _ in range(8)])
+    one = simulated(units, window=3, steps_into_forward=True)
+    free = simulated(units, window=3, steps_into_forward=True, machine=replace(UNIT_MACHINE, duplex=1.0))
+    assert one.step_s == free.step_s and one.merit > 0.9
+    late = [span for span in one.timeline if span.lane == "up" and span.phase != "state"]
+    assert late and all(span.seconds == pytest.approx(10) for span in late)  # none waits in the middle
+
+
+@pytest.mark.parametrize("margin, hidden_in_forward", [(1.2, False), (1.2, True), (0.6, True), (0.3, True)])
+@pytest.mark.few(1)
+def test_a_step_on_the_device_comes_near_its_floor_or_its_chain(margin, hidden_in_forward):
+    for workload, machine in CASES:
+        units = stepping(workload.units(workload.tokens(machine, 3, True, hidden_in_forward, margin)))
+        result = simulated(units, 3, machine, activations="recompute", steps_into_forward=True)
+        share = max(result.floor.seconds, result.floor.chain) / result.step_s
+        assert (0.945 if workload.uniform else 0.875) <= share <= 1 + 1e-9, (workload.name, machine.name)
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 5)] * 4), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([0.5, 0.75, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_step_on_the_device_is_shorter_than_its_floor(sizes, window, into_forward, duplex):
+    units = stepping(
+        [unit(str(i), up, forward, 2 * forward, down, step) for i, (up, forward, down, step) in enumerate(sizes)]
+    )
+    machine = replace(UNIT_MACHINE, duplex=duplex, device_bytes_per_s=40.0)
+    result = simulated(units, window, machine, steps_into_forward=into_forward)
+    assert result.step_s >= result.floor.chain * (1 - 1e-9)
+    assert result.step_s >= result.floor.bound * (1 - 1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("margin", [1.0, 0.6, 0.4, 0.3, 0.15])
 def test_nor_is_one_of_the_unet_once_units_are_fetched_early_enough(margin):

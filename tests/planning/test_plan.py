@@ -20,6 +20,7 @@ import parity
 import sp_lightning
 from sp_lightning.core.machine import GIB, Machine
 from sp_lightning.errors import MemoryBudgetError, OptionError, PartitionError, UnsupportedError
+from sp_lightning.optim import device_step
 from sp_lightning.options import Options
 from sp_lightning.planning import Plan, SweepPoint, plan, simulate
 from sp_lightning.planning.planned_model import states_of
@@ -70,11 +71,12 @@ COVER = {(f, 1 + i % 3, ("keep", "recompute")[i % 2]) for i, f in enumerate(FAMI
 slow = pytest.mark.slow
 
 
-def run_peak(case, window, activations, precision="32-true"):
+def run_peak(case, window, activations, precision="32-true", **options):
     """Bytes on the device at most, in three steps of a Trainer."""
     import simgpu.lightning  # noqa: F401
 
-    strategy = parity.streaming_strategy("simgpu", window=window, activations=activations, units=case.units)
+    options |= {"window": window, "activations": activations, "units": case.units}
+    strategy = parity.streaming_strategy("simgpu", **options)
     trainer = L.Trainer(
         strategy=strategy, accelerator="simgpu", devices=1, max_steps=3, precision=precision, logger=False, **QUIET
     )
@@ -936,6 +938,11 @@ def test_an_older_torch_plans_no_loss_in_chunks(monkeypatch):
         ({"host_memory": "much"}, "host_memory must be a size with its unit, .*, got 'much'"),
         ({"host_headroom": -1}, "host_headroom must be bytes, at least 0: .*, got -1"),
         ({"copies": -1}, "copies must be an int >= 0, got -1"),
+        ({"optimizer_device": "device", "devices": 2}, "devices must be 1 with optimizer_device='device'"),
+        (
+            {"optimizer_device": "device", "optimizer": "AdamW8bit"},
+            "optimizer must be one of .* with optimizer_device=",
+        ),
     ],
 )
 def test_what_is_refused(arguments, message):
@@ -1009,3 +1016,39 @@ def test_a_module_that_can_not_be_copied_says_what_to_pass():
 
     with pytest.raises(UnsupportedError, match=r"Uncopied cannot be copied .* pass a function without arguments"):
         planned(Uncopied())
+
+
+# Steps on the device
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("precision, activations", [("32-true", "keep"), ("bf16-mixed", "recompute")])
+@pytest.mark.parametrize("buffer", [1 << 18, 64 << 20])  # of parts of a unit, and of the whole model
+def test_buffers_of_steps_on_the_device_are_planned(buffer, precision, activations, monkeypatch):
+    monkeypatch.setattr(device_step, "BUFFER", buffer)
+    case = replace(models.case("llama"), make=wide_llama, units=["LlamaDecoderLayer"])
+    options = {"window": 2, "activations": activations, "optimizer_device": "device"}
+    made = functools.partial(models.ZooModule, case)
+    found = planned(made, case.batch(0), device="simgpu", units=case.units, precision=precision, **options)
+    peak = run_peak(case, 2, activations, precision, optimizer_device="device")
+    assert found.device_nbytes == pytest.approx(peak, rel=0.05)
+    assert found.device_terms["optimizer"] >= device_step.BUFFERS * min(buffer, 4 << 20)
+
+
+@pytest.mark.parametrize("cores, place", [(4, "device"), (64, "host")])
+def test_a_plan_names_the_place_where_the_optimizer_steps_faster(cores, place):
+    options = {"machine": "h100", "precision": "bf16-mixed", "cores": cores}
+    plans = {name: plan("llama3-8b", 4096, optimizer_device=name, **options) for name in ("host", "device")}
+    other = {"host": "device", "device": "host"}[place]
+    (change,) = [change for change in plans[other].changes if change.what == f"optimizer_device='{place}'"]
+    assert change.step_s == pytest.approx(plans[place].simulation.step_s)
+    assert change.nbytes == plans[place].device_nbytes
+    assert change.step_s < plans[other].simulation.step_s / 1.5
+    assert not any(change.what.startswith("optimizer_device") for change in plans[place].changes)
+    assert plans["device"].binds == "link" and "link takes" in str(plans["device"])
+
+
+@pytest.mark.parametrize("options", [{"fused_optimizer": True}, {"disk": "/tmp"}, {"optimizer": "AdamW8bit"}])
+def test_it_is_not_named_where_it_cannot_be_had(options):
+    found = plan("llama3-8b", 4096, machine="h100", precision="bf16-mixed", cores=4, **options)
+    assert not any(change.what.startswith("optimizer_device") for change in found.changes)

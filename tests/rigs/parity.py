@@ -470,9 +470,9 @@ def device_of(accelerator: str) -> torch.device:
     return torch.device("cpu") if accelerator == "cpu" else torch.device(accelerator, 0)
 
 
-def plain_strategy(accelerator: str) -> Strategy:
-    """Plain Lightning with the same optimizer implementation: kernels of a real GPU would step to other bits."""
-    kind = HostOptimizerStrategy if accelerator == "cuda" else SingleDeviceStrategy
+def plain_strategy(accelerator: str, optimizer_device: str = "host") -> Strategy:
+    """Plain Lightning whose optimizer steps at the same place: a real GPU steps to other bits than a host."""
+    kind = HostOptimizerStrategy if (accelerator, optimizer_device) == ("cuda", "host") else SingleDeviceStrategy
     return kind(device=device_of(accelerator))
 
 
@@ -546,6 +546,7 @@ def check(
     accelerator: str = "cpu",
     optimizer: str = "adamw",
     make_callbacks: Callable[[], Sequence[L.Callback]] = tuple,
+    kind: Callable[..., models.ZooModule] = models.ZooModule,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains the case plainly, then streaming, compares the two, and returns the streaming run's telemetry.
@@ -553,14 +554,15 @@ def check(
     Args:
         strategy_options: Arguments of the SuperpipelineStrategy.
         make_callbacks: Makes each of the two runs' callbacks.
+        kind: Makes each of the two runs' modules, of the case and with the optimizer's name.
         options: Further arguments of `record`.
     """
 
     def run(strategy: Strategy) -> Record:
-        make_module = functools.partial(models.ZooModule, case, optimizer=optimizer)
+        make_module = functools.partial(kind, case, optimizer=optimizer)
         return record(make_module, strategy, accelerator=accelerator, callbacks=make_callbacks(), **options)
 
-    expected = run(plain_strategy(accelerator))
+    expected = run(plain_strategy(accelerator, strategy_options.get("optimizer_device", "host")))
     actual = run(streaming_strategy(accelerator, **strategy_options))
     compare(expected, actual)
     return actual.telemetry

@@ -1,0 +1,528 @@
+"""Optimizers that step on the device have the bits of a plain run there, whose arithmetic is not the host's."""
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+import models
+import parity
+import sp_lightning
+from sp_lightning.errors import OptionError, TornStepError, UnsupportedError
+from sp_lightning.optim import device_step
+
+pytestmark = pytest.mark.simgpu
+
+
+@pytest.fixture
+def rounds_otherwise():
+    import rounding
+
+    return rounding.rounds_otherwise
+
+
+KINDS = {  # with operators of each that round otherwise on the device
+    "adamw": (AdamW, {"lr": 1e-2}, "addcdiv_"),
+    "adam": (Adam, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}, "addcdiv_"),
+    "sgd": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "add_.Tensor"),
+    "sgd without momentum": (SGD, {"lr": 0.1}, "add_.Tensor"),
+    "rmsprop": (RMSprop, {"momentum": 0.9, "centered": True}, "addcdiv_"),
+    "adagrad": (Adagrad, {"lr": 0.1}, "addcdiv_"),
+    "adadelta": (Adadelta, {"lr": 1.0}, "addcmul_"),
+    "adamax": (Adamax, {}, "addcdiv_"),
+    "nadam": (NAdam, {}, "addcdiv_"),
+    "radam": (RAdam, {}, "addcmul_"),
+    "rprop": (Rprop, {}, "mul_.Tensor"),
+    "asgd": (ASGD, {"t0": 1}, "add_.Tensor", "addcmul_"),
+    "adafactor": (Adafactor, {}, "lerp_.Scalar"),
+    "fused": (Adam, {"fused": True}, "_fused_adam_"),
+    "muon": (Muon, {}, "lerp_.Scalar"),
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, bias=True):
+        super().__init__()
+        self.stem = torch.nn.Linear(24, 40, bias=bias)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(40, 40, bias=bias) for _ in range(3))
+        self.scale = torch.nn.Parameter(torch.tensor(0.7)) if bias else 0.7
+
+    def forward(self, x):
+        x = self.scale * self.stem(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+class Mixed(Net):
+    """With weights of two types."""
+
+    def __init__(self, bias=True):
+        super().__init__(bias)
+        self.blocks[:2].to(torch.bfloat16)
+
+    def forward(self, x):
+        x = self.scale * self.stem(x)
+        for block in self.blocks:
+            x = x + block(x.to(block.weight.dtype)).tanh().float()
+        return x
+
+
+def train(
+    make_optimizer, where, steps=5, bias=True, clip=None, between=lambda *_: None, after=lambda *_: None, make=Net
+):
+    """Train on the simulated device; return weights and state, and how many steps were deferred."""
+    torch.manual_seed(0)
+    net = make(bias)
+    with contextlib.ExitStack() as stack:
+        handle = None
+        if where == "plain":
+            net.to("simgpu")
+        else:
+            options = sp_lightning.stream(net, device="simgpu", window=2, optimizer_device=where)
+            handle = stack.enter_context(options)
+        optimizer = make_optimizer(net.parameters())
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(4, 24, generator=generator).to("simgpu")
+            net(x).square().mean().backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            after(net, optimizer)
+            optimizer.zero_grad()
+            between(net, optimizer)
+        held = 0
+        if handle is not None:
+            handle.finish_step()
+            held = handle.stats()["held_steps"]
+        state = {
+            f"{name} {key}": value.detach().cpu().clone()
+            for name, parameter in net.named_parameters()
+            for key, value in [("", parameter), *optimizer.state[parameter].items()]
+            if isinstance(value, torch.Tensor)
+        }
+    return state, held
+
+
+def differing(one, other):
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@parity.product(
+    *((name, None, False) for name in KINDS),
+    ("adamw", True, True),
+    ("sgd", False, True),
+    name=list(KINDS),
+    foreach=[None, False, True],
+    small=[False, True],
+)
+def test_every_class_steps_on_the_device_and_nowhere_else(name, foreach, small, rounds_otherwise, monkeypatch):
+    kind, options, *operators = KINDS[name]
+    if kind is not Muon and "fused" not in options:
+        options = {**options, "foreach": foreach}
+    if small:  # several portions, and weights that are cut
+        monkeypatch.setattr(device_step, "BUFFER", 16384)
+    make, bias = functools.partial(kind, **options), kind is not Muon  # which steps matrices alone
+    with rounds_otherwise(*operators):
+        plain, _ = train(make, "plain", bias=bias)
+        device, held = train(make, "device", bias=bias)
+        host, _ = train(make, "host", bias=bias)
+    assert not differing(plain, device)
+    assert differing(plain, host), "no operator that rounds otherwise is one of this class's"
+    if kind in (Adafactor, Muon, ASGD):  # which step as a whole, or after backward
+        assert held == 0
+    else:  # a step that makes state is not deferred
+        assert held == (5 if kind is Adagrad or name == "sgd without momentum" else 4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_are_left_as_torch_leaves_them(name, rounds_otherwise):
+    kind, options, *operators = KINDS[name]
+    found = {"plain": [], "device": []}
+
+    def read(where, net, _):
+        found[where] += [parameter.grad.detach().cpu().clone() for parameter in net.parameters()]
+
+    with rounds_otherwise(*operators):
+        for where in found:
+            make = functools.partial(kind, **options)
+            train(make, where, bias=kind is not Muon, after=functools.partial(read, where))
+    assert all(map(torch.equal, found["plain"], found["device"]))
+
+
+def test_gradients_that_are_stepped_in_backward_are_no_change_by_other_code(rounds_otherwise):
+    class Momentum(models.ZooModule):
+        def make_optimizer(self, name, parameters):
+            return SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+
+    make = functools.partial(Momentum, models.case("mlp"))
+    strategies = [
+        parity.plain_strategy("simgpu"),
+        parity.streaming_strategy("simgpu", window=2, optimizer_device="device"),
+    ]
+    with rounds_otherwise("add_.Tensor"):
+        parity.compare(*(parity.record(make, one, accelerator="simgpu", epochs=2) for one in strategies))
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_gradients_are_clipped_by_the_norm_that_the_device_computes(foreach, small, rounds_otherwise, monkeypatch):
+    if small:
+        monkeypatch.setattr(device_step, "BUFFER", 8192)
+
+    make = functools.partial(SGD, lr=0.1, foreach=foreach)
+    with rounds_otherwise("linalg_vector_norm"):
+        plain, _ = train(make, "plain", clip=1e-3)
+        device, _ = train(make, "device", clip=1e-3)
+        host, _ = train(make, "host", clip=1e-3)
+    assert not differing(plain, device)
+    assert differing(plain, host)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_norms_of_several_types_are_summed_in_torchs_order(foreach, rounds_otherwise):
+    make = functools.partial(SGD, lr=0.1, foreach=foreach)
+    with rounds_otherwise("linalg_vector_norm"):
+        plain, _ = train(make, "plain", clip=1e-2, make=Mixed)
+        device, _ = train(make, "device", clip=1e-2, make=Mixed)
+    assert not differing(plain, device)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adafactor_takes_its_eps_from_the_type_that_torch_takes_it_from(foreach, monkeypatch):
+    monkeypatch.setattr(device_step, "BUFFER", 16384)
+    make = functools.partial(Adafactor, foreach=foreach)
+    plain, _ = train(make, "plain", make=Mixed)
+    device, _ = train(make, "device", make=Mixed)
+    assert not differing(plain, device)
+
+
+@pytest.mark.parametrize("other", ["streamed", "on the device"])
+def test_gradients_beside_those_of_the_module_are_part_of_the_norm(other, rounds_otherwise):
+    def norms(where):
+        torch.manual_seed(0)
+        nets = [Net(), torch.nn.Linear(40, 30)]
+        streamed = nets if other == "streamed" else nets[:1]
+        found = []
+        with contextlib.ExitStack() as stack:
+            for net in nets:
+                if where == "device" and net in streamed:
+                    stack.enter_context(sp_lightning.stream(net, device="simgpu", window=2, optimizer_device="device"))
+                else:
+                    net.to("simgpu")
+            both = torch.nn.Sequential(*nets)
+            optimizer = SGD(both.parameters(), lr=0.1, foreach=False)
+            for _ in range(2):
+                both(torch.ones(4, 24, device="simgpu")).square().mean().backward()
+                gradients = [parameter.grad for parameter in both.parameters()]
+                found.append(torch.nn.utils.get_total_norm(gradients[:3]).item())
+                found.append(torch.nn.utils.clip_grad_norm_(both.parameters(), 1e-2).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    with rounds_otherwise("linalg_vector_norm"):
+        assert norms("plain") == norms("device")
+
+
+SETTINGS = parity.pairwise(
+    optimizer=["adamw", "sgd", "adagrad", "two"],
+    precision=["32-true", "bf16-true", "bf16-mixed", "16-mixed"],
+    clip=[None, ("norm", 0.05), ("value", 1e-3)],
+    accumulate=[1, 2],
+    overlap=[True, False],
+    master=[False, True],
+    memory=["auto", "pageable"],
+    small=[False, True],
+)
+
+
+@pytest.mark.parametrize("row", SETTINGS, ids=str)
+@pytest.mark.few(4)
+def test_trainer_runs_are_plain_runs_whose_optimizer_steps_on_the_device(row, rounds_otherwise, monkeypatch):
+    row = dict(row)
+    if row["optimizer"] == "two":  # steps by hand
+        row |= {"clip": None, "accumulate": 1}
+    options = {
+        "window": 2,
+        "optimizer_device": "device",
+        "optimizer_overlap": row["overlap"],
+        "host_memory": row["memory"],
+        "master_weights": row["master"] and row["precision"] == "bf16-true",
+    }
+    if row["small"]:
+        monkeypatch.setattr(device_step, "BUFFER", 8192)
+    settings = {name: row[name] for name in ("optimizer", "precision", "clip", "accumulate")}
+    case = models.case("mlp")
+    if options["master_weights"]:  # a plain run has none
+        host = parity.streaming_strategy("simgpu", **{**options, "optimizer_device": "host"})
+        device = parity.streaming_strategy("simgpu", **options)
+        make = functools.partial(models.ZooModule, case, optimizer=settings.pop("optimizer"))
+        parity.compare(*(parity.record(make, one, accelerator="simgpu", **settings) for one in (host, device)))
+        return
+    with rounds_otherwise("addcdiv_", "add_.Tensor", "linalg_vector_norm"):
+        parity.check(case, options, accelerator="simgpu", epochs=2, **settings)
+
+
+@pytest.mark.parametrize("option", ["capturable", "fused"])
+def test_a_learning_rate_on_the_device_is_read_when_it_is_written(option, rounds_otherwise):
+    def make(params):
+        return Adam(params, lr=torch.tensor(1e-2, device="simgpu"), **{option: True})
+
+    def decay(net, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"].mul_(0.5)
+
+    with rounds_otherwise("addcdiv_"):
+        plain, _ = train(make, "plain", between=decay)
+        device, held = train(make, "device", between=decay)
+    assert not differing(plain, device)
+    assert held == 0
+
+
+# ---- state
+
+
+WHERE = ["plain", "device", "host"]
+
+
+@parity.product(
+    ("plain", "device"), ("device", "plain"), ("device", "device"), ("host", "device"), first=WHERE, then=WHERE
+)
+def test_state_crosses_over_between_runs(first, then, rounds_otherwise):
+    def leg(where, saved, steps):
+        torch.manual_seed(0)
+        net = Net()
+        if saved is not None:
+            net.load_state_dict(saved[0])
+        stream = (
+            sp_lightning.stream(net, device="simgpu", window=2, optimizer_device=where) if where != "plain" else None
+        )
+        with stream or contextlib.nullcontext():
+            net.to("simgpu") if stream is None else None
+            optimizer = AdamW(net.parameters(), lr=1e-2)
+            if saved is not None:
+                optimizer.load_state_dict(saved[1])
+            for step in steps:
+                x = torch.randn(4, 24, generator=torch.Generator().manual_seed(step)).to("simgpu")
+                net(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+
+    def all_of(saved):
+        weights, state = saved
+        of_optimizer = {f"{n} {k}": v for n, entry in state["state"].items() for k, v in entry.items()}
+        return {name: value.cpu() for name, value in {**weights, **of_optimizer}.items()}
+
+    with rounds_otherwise("addcdiv_"):
+        whole = leg(first, leg(first, None, range(3)), range(3, 6))
+        crossed = leg(then, leg(first, None, range(3)), range(3, 6))
+    same_arithmetic = (first == "host") == (then == "host")
+    assert bool(differing(all_of(whole), all_of(crossed))) is not same_arithmetic
+
+
+@pytest.mark.parametrize("name", ["adamw", "fused", "asgd", "adagrad"])
+def test_no_state_that_is_loaded_goes_through_staging_buffers(name, caplog):
+    kind, options, *_ = KINDS[name]
+
+    def load(net, optimizer):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    train(functools.partial(kind, **options), "device", between=load)
+    assert "staging" not in caplog.text
+
+
+def test_state_lies_in_page_locked_memory_of_the_host_each_tensor_by_itself():
+    torch.manual_seed(0)
+    net = Net()
+    before = torch.accelerator.memory_allocated()
+    with sp_lightning.stream(net, device="simgpu", window=2, optimizer_device="device") as handle:
+        optimizer = AdamW(net.parameters())
+        for _ in range(2):
+            net(torch.randn(4, 24, device="simgpu")).sum().backward()
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        net(torch.randn(4, 24, device="simgpu")).sum().backward()
+        optimizer.step()
+        for entry in optimizer.state.values():
+            for key, value in entry.items():
+                assert value.is_cpu
+                assert key == "step" or value.numel() == 1 or value.is_pinned()
+                assert value.untyped_storage().nbytes() == value.nbytes  # `torch.save` writes whole storages
+        handle.finish_step()
+        moved = sum(4 * parameter.nbytes for parameter in net.parameters())
+        assert torch.accelerator.memory_allocated() >= before + device_step.BUFFERS * device_step.buffer_nbytes(moved)
+    assert torch.accelerator.memory_allocated() <= before + 1024
+
+
+@pytest.mark.parametrize("how", ["two optimizers", "add_param_group", "thawed"])
+def test_buffers_grow_with_what_is_stepped(how, rounds_otherwise):
+    first, others = [], []
+
+    def make(params):
+        params = list(params)
+        first[:] = [param for param in params if param.numel() == 1]
+        others[:] = [param for param in params if param.numel() > 1]
+        for param in others:
+            param.requires_grad_(how == "two optimizers")
+        return AdamW(params if how == "thawed" else first, lr=1e-2)
+
+    def grow(net, optimizer):
+        if how == "two optimizers":
+            if "second" not in vars(net):
+                net.second = AdamW(others, lr=1e-2)
+            net.second.step()
+            net.second.zero_grad()
+        elif not others[0].requires_grad:
+            for param in others:
+                param.requires_grad_(True)
+            if how == "add_param_group":
+                optimizer.add_param_group({"params": others})
+
+    with rounds_otherwise("addcdiv_"):
+        plain, _ = train(make, "plain", between=grow)
+        device, _ = train(make, "device", between=grow)
+    assert not differing(plain, device)
+
+
+# ---- what is refused, and what fails
+
+
+class Own(AdamW):
+    """A class of the user's."""
+
+
+@pytest.mark.parametrize("kind", [Own, torch.optim.LBFGS])
+def test_other_classes_are_refused_by_name(kind):
+    with pytest.raises(UnsupportedError, match=f"{kind.__name__} is none of them.*optimizer_device='host'"):
+        train(kind, "device", steps=1)
+
+
+def test_a_group_that_is_not_the_modules_alone_has_to_choose_its_kernels(rounds_otherwise):
+    def with_another(params, **options):
+        other = torch.nn.Parameter(torch.ones(3))
+        other.grad = torch.ones(3)
+        return SGD([*params, other], lr=0.1, **options)
+
+    with pytest.raises(UnsupportedError, match="pass foreach=False or foreach=True"):
+        train(with_another, "device", steps=1)
+    with rounds_otherwise("add_.Tensor"):
+        plain, _ = train(functools.partial(with_another, foreach=False), "plain")
+        device, _ = train(functools.partial(with_another, foreach=False), "device")
+    assert not differing(plain, device)
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"fused_optimizer": True}, "'host' with fused_optimizer=True"),
+        ({"disk": "/nowhere"}, "'host' with disk='/nowhere'"),
+        ({"host_budget": "0B"}, "'host' with host_budget=0"),
+        ({"optimizer_device": "gpu"}, "one of 'host', 'device'"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, match):
+    with pytest.raises(OptionError, match=match):
+        sp_lightning.SuperpipelineStrategy(**{"optimizer_device": "device", **options})
+
+
+def test_where_the_cpu_computes_the_option_changes_nothing():
+    case = models.case("mlp")
+    assert parity.check(case, {"window": 1, "optimizer_device": "device"})["device_peak"] < device_step.BUFFER
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3, 4, 9])
+def test_an_error_in_a_portion_tears_the_step(fails, monkeypatch):
+    import rounding
+
+    monkeypatch.setattr(device_step, "BUFFER", 16384)
+    calls = [0]
+
+    def failing(self, one, other, value=1):
+        calls[0] += 1
+        if calls[0] == fails:
+            raise RuntimeError("the device fails")
+        return self + one / other * value
+
+    torch.manual_seed(0)
+    net = Net()
+    with sp_lightning.stream(net, device="simgpu", window=2, optimizer_device="device"):
+        optimizer = AdamW(net.parameters(), foreach=False)
+        first = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+
+        def step():
+            net(torch.ones(4, 24, device="simgpu")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with rounding.replaced({"addcdiv_": failing}), pytest.raises(RuntimeError, match="the device fails"):
+            step()
+        optimizer.zero_grad()
+        if fails > 3:  # the portion before came down
+            with pytest.raises(TornStepError):
+                step()
+        else:  # nothing was written
+            assert all(torch.equal(value, first[0][name]) for name, value in net.state_dict().items())
+            assert not any(optimizer.state.values())
+        net.load_state_dict(first[0])
+        optimizer.load_state_dict(first[1])
+        optimizer.zero_grad()
+        step()
+        after = copy.deepcopy(net.state_dict())
+    torch.manual_seed(0)
+    plain = Net().to("simgpu")
+    optimizer = AdamW(plain.parameters(), foreach=False)
+    plain(torch.ones(4, 24, device="simgpu")).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(value.cpu(), after[name].cpu()) for name, value in plain.state_dict().items())
+
+
+def test_a_step_without_room_for_its_buffers_can_be_tried_again(rounds_otherwise):
+    import simgpu
+
+    def step(net, optimizer):
+        optimizer.zero_grad()
+        net(torch.ones(4, 24, device="simgpu")).sum().backward()
+        optimizer.step()
+
+    def weights(net):
+        return {name: value.detach().cpu().clone() for name, value in net.state_dict().items()}
+
+    with rounds_otherwise("addcdiv_"):
+        torch.manual_seed(0)
+        net = Net()
+        with sp_lightning.stream(net, device="simgpu", window=2, optimizer_device="device"):
+            optimizer = AdamW(net.parameters())
+            net(torch.ones(4, 24, device="simgpu")).sum().backward()
+            capacity = simgpu.config.capacity
+            for room in (1024, 100_000):  # for none, and for some
+                simgpu.config.capacity = torch.accelerator.memory_allocated() + room
+                with pytest.raises(torch.OutOfMemoryError):
+                    optimizer.step()
+            simgpu.config.capacity = capacity
+            step(net, optimizer)
+            device = weights(net)
+        torch.manual_seed(0)
+        plain = Net().to("simgpu")
+        step(plain, AdamW(plain.parameters()))
+    assert not differing(weights(plain), device)
