@@ -1,11 +1,13 @@
 """Check on a real device that results equal the plain run's, to the last bit.
 
-    python benchmarks/gpu/exact.py [--part zoo|blocks|compiled|repeat|curves] [--jobs 4]
+    python benchmarks/gpu/exact.py [--part zoo|blocks|compiled|optimizer|repeat|curves] [--jobs 4]
 
 - zoo: every net of tests/rigs/models.py and of tests/rigs/families.py, over a pairwise cover of precision, window and
   activations, against plain Lightning whose optimizer steps on host copies of the same gradients.
 - blocks: the same for a few blocks of real size.
 - compiled: the same with blocks that are compiled in both runs.
+- optimizer: all of these with optimizer_device="device", against plain Lightning as it is: its optimizer steps on the
+  device, in a loop, in kernels for lists or in fused ones, also clipped.
 - repeat: a model of 1B parameters, with optimizer overlap, for 200 steps twice, and with blocking launches: same bits.
 - curves: the same model fully plain, whose optimizer rounds differently on the device: both loss curves are reported.
 Kernels are deterministic throughout. The exit status is 1 if any bit differs; every cell is in the JSON.
@@ -44,11 +46,16 @@ from torch import nn
 import models
 import parity
 
-PARTS = ("zoo", "blocks", "compiled", "repeat", "curves")
+PARTS = ("zoo", "blocks", "compiled", "optimizer", "repeat", "curves")
 PLAIN_RUNS = 4  # that have to be equal for a difference to mean something
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 WINDOWS = (1, 2, 100)
 ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload")
+OPTIMIZERS = {  # of the part "optimizer"
+    "optimizer": ("adamw", "sgd", "adagrad", "adafactor"),
+    "implementation": ("loop", "foreach", "fused"),
+    "clip": (None, ("norm", 0.1), ("value", 0.01)),
+}
 STEPS = 200
 
 
@@ -65,9 +72,21 @@ class Cell:
     window: int
     activations: str
     compiled: bool = False
+    optimizer: str = "adamw"
+    implementation: str = "loop"
+    clip: tuple[str, float] | None = None
 
     def options(self) -> dict[str, Any]:
-        return {"window": self.window, "activations": self.activations}
+        where = "device" if self.part == "optimizer" else "host"
+        return {"window": self.window, "activations": self.activations, "optimizer_device": where}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of `parity.check` that both runs share."""
+        own = {} if self.implementation == "loop" else {self.implementation: True}
+        if (self.optimizer, self.implementation) == ("adafactor", "fused"):
+            own = {}  # which torch does not have
+        kind = functools.partial(models.ZooModule, **own)
+        return {"precision": self.precision, "optimizer": self.optimizer, "clip": self.clip, "kind": kind}
 
 
 def llama_block(hidden: int, layers: int = 3) -> nn.Module:
@@ -109,13 +128,14 @@ def cases(small: bool) -> dict[str, models.Case]:
 
 def cells(part: str, small: bool) -> list[Cell]:
     """List the cells, broad first: the first row of every case, then the second of every case, and so on."""
-    rows = parity.pairwise(precision=PRECISIONS, window=WINDOWS, activations=ACTIVATIONS)
-    names = [name for name in cases(small) if name.endswith(" block") == (part != "zoo")]
+    axes: dict[str, Any] = {"precision": PRECISIONS, "window": WINDOWS, "activations": ACTIVATIONS}
+    rows = parity.pairwise(**axes, **(OPTIMIZERS if part == "optimizer" else {}))
+    names = [name for name in cases(small) if part == "optimizer" or name.endswith(" block") == (part != "zoo")]
     compiled = part == "compiled"
     shifted = [[rows[(place + turn) % len(rows)] for turn in range(len(rows))] for place in range(len(names))]
     return [
         Cell(part, name, **own[turn], compiled=compiled)
-        for turn in range(len(rows) if part == "zoo" else 6)
+        for turn in range(6 if part in ("blocks", "compiled") else len(rows))
         for name, own in zip(names, shifted, strict=True)
     ]
 
@@ -129,7 +149,7 @@ def run_cell(cell: Cell, device: str, small: bool) -> dict[str, Any]:
     begin, difference, counters = time.perf_counter(), None, {}
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            counters = parity.check(case, cell.options(), accelerator=device, precision=cell.precision)
+            counters = parity.check(case, cell.options(), accelerator=device, **cell.settings())
     except parity.Difference as error:
         difference = str(error)
     except Exception as error:
@@ -144,11 +164,13 @@ def run_cell(cell: Cell, device: str, small: bool) -> dict[str, Any]:
 
 def why_not_comparable(cell: Cell, case: models.Case, device: str) -> str | None:
     """Say why plain Lightning itself does not give the same bits each time, as with some kernels; None if it does."""
-    make = functools.partial(models.ZooModule, case, optimizer="adamw")
+    settings = cell.settings()
+    make = functools.partial(settings.pop("kind"), case, optimizer=settings.pop("optimizer"))
+    where = cell.options()["optimizer_device"]
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             runs = [
-                parity.record(make, parity.plain_strategy(device), accelerator=device, precision=cell.precision)
+                parity.record(make, parity.plain_strategy(device, where), accelerator=device, **settings)
                 for _ in range(PLAIN_RUNS)
             ]
         for other in runs[1:]:

@@ -398,6 +398,12 @@ with contextlib.redirect_stdout(sys.stderr):
         strategies = parity.plain_strategy("cuda"), parity.streaming_strategy("cuda", **options)
         runs = [parity.record(make, strategy, accelerator="cuda", precision="16-mixed") for strategy in strategies]
         parity.compare(*runs)
+    for optimizer, implementation in (("adamw", {}), ("sgd", {"foreach": True}), ("adamw", {"fused": True})):
+        for precision, clip in (("bf16-mixed", None), ("16-mixed", ["norm", 0.1])):
+            kind = functools.partial(models.ZooModule, **implementation)
+            settings = {"precision": precision, "clip": clip if "fused" not in implementation else None}
+            options = {"optimizer_device": "device", "window": 2}
+            parity.check(models.case("mlp"), options, accelerator="cuda", optimizer=optimizer, kind=kind, **settings)
 print(json.dumps(said))
 """,
         json.dumps(CELLS),

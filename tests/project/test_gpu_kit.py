@@ -30,7 +30,7 @@ def run(tmp_path, name, *arguments, environment=os.environ):
 
 
 @slow
-@pytest.mark.parametrize("part", ["zoo", "blocks"])
+@pytest.mark.parametrize("part", ["zoo", "blocks", "optimizer"])
 def test_exactness_is_compared_cell_by_cell(part, tmp_path):
     found, done = run(tmp_path, "exact", "--part", part, "--device", "cpu", "--minutes", "0.4", "--jobs", "1")
     assert found["results"] and {result["difference"] for result in found["results"]} == {None}, done.stdout
@@ -97,7 +97,7 @@ def test_a_campaign_runs_through_torchs_cuda(name, few, null_cuda, tmp_path):
 
 @slow
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("part", ["zoo", "blocks"])
+@pytest.mark.parametrize("part", ["zoo", "blocks", "optimizer"])
 def test_cells_are_exact_through_torchs_cuda(part, late, null_cuda, tmp_path):
     few = ["--part", part, "--minutes", "0.8", "--jobs", "1"]
     found, done = run(tmp_path, "exact", *few, environment=null_cuda(numbers=True, late=late))
