@@ -15,7 +15,7 @@ from dataclasses import replace
 from sp_lightning.core.machine import GIB, MACHINES, Machine, with_cores
 from sp_lightning.core.schedule import Schedule
 from sp_lightning.core.simulation import LowerBound, Simulation, floor, simulate
-from sp_lightning.core.unit_numbers import UnitNumbers
+from sp_lightning.core.unit_numbers import UnitNumbers, stepped_on_device
 from sp_lightning.planning.workloads import WORKLOADS, Workload, WorkloadPart
 
 WINDOW = 3
@@ -224,16 +224,13 @@ def step_places() -> str:
     Gradients that are clipped are final after backward, and for their norm the device needs all of them once more.
     """
     units = WORKLOADS["llama3-8b"].units(TOKENS)
-    up, down = 4 * (2 + ADAMW_STATES), 4 * (1 + ADAMW_STATES)
 
     def seconds(machine: Machine, on_device: bool, clips: bool) -> float:
         there = units
         if on_device:
             there = [
-                replace(
-                    unit, step_up_nbytes=(up + 4 * clips) * unit.parameters, step_down_nbytes=down * unit.parameters
-                )
-                for unit in units
+                replace(unit, step_up_nbytes=unit.step_up_nbytes + 4 * clips * unit.parameters)
+                for unit in stepped_on_device(units, ADAMW_STATES, 4)
             ]
         schedule = Schedule([unit.up_nbytes for unit in there], WINDOW)
         options = {"optimizer_overlap": not clips, "steps_into_forward": True}

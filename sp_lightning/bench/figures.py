@@ -67,7 +67,8 @@ class Row:
         self.host_peak = self._most("host_peak")
         window = self._window(costs)
         if window is not None:
-            self.floor_s = costs.floor_s(machine, window, self.entry.at_once)
+            on_device = self.entry.options.get("optimizer_device") == "device" and costs.setting.device != "cpu"
+            self.floor_s = costs.floor_s(machine, window, self.entry.at_once, on_device)
 
     @property
     def merit(self) -> float | None:
@@ -82,7 +83,8 @@ class Row:
     @property
     def arithmetic(self) -> tuple[Any, ...]:
         """Options of this strategy on which the bits depend."""
-        return tuple(self.entry.options.get(name) for name in ("fused_optimizer", "master_weights", "compile_units"))
+        names = "fused_optimizer", "optimizer_device", "master_weights", "compile_units"
+        return tuple(self.entry.options.get(name) for name in names)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the values for JSON."""
@@ -143,14 +145,14 @@ class Result:
         return [words for words in found if words]
 
     def _equal_steps(self, row: Row) -> int:
-        """Count the losses that must equal the plain run's, whose optimizer rounds differently on an accelerator."""
-        fused, masters, compiled = row.arithmetic
+        """Count the losses that must equal the plain run's, whose optimizer rounds as the device does."""
+        fused, where, masters, compiled = row.arithmetic
         if compiled:
             return 0
         if self.setting.devices > 2:  # the order in which stock DDP sums changes with its buckets
             return 1
         on_host = self.setting.device == "cpu" and self.setting.optimizer != "adamw-fused"
-        same = self.setting.inference or (on_host and not fused and not masters)
+        same = self.setting.inference or ((on_host or where == "device") and not fused and not masters)
         return len(row.losses) if same else 1
 
     @staticmethod

@@ -20,7 +20,7 @@ from torch import nn
 from ..autograd.autocast_weights import LAYERS
 from ..core.machine import Machine
 from ..core.simulation import floor
-from ..core.unit_numbers import UnitNumbers
+from ..core.unit_numbers import UnitNumbers, stepped_on_device
 from ..memory.partition import Unit, partition
 from ..planning.shapes import multiplied
 from .setting import Setting
@@ -54,13 +54,17 @@ class Costs:
             setting=setting,
         )
 
-    def floor_s(self, machine: Machine, window: int, at_once: int = 1) -> float:
+    def floor_s(self, machine: Machine, window: int, at_once: int = 1, steps_on_device: bool = False) -> float:
         """Return the lower bound of a batch's time, in seconds, for a window and a number of batches at once."""
         if not self.setting.inference:
             machine = dataclasses.replace(
                 machine, optimizer_bytes_per_parameter=machine.optimizer_bytes_per_parameter * self._optimizer_share
             )
-            return floor(self.units, window, machine, self.setting.recompute, self.setting.devices).seconds
+            units = self.units
+            if steps_on_device:
+                width = 2 if self.setting.precision == "bf16-true" else 4
+                units = tuple(stepped_on_device(units, 0 if self.setting.optimizer == "sgd" else 2, width))
+            return floor(units, window, machine, self.setting.recompute, self.setting.devices).seconds
         sent = [unit.up_nbytes for unit in self.units if not unit.resident][window:]
         up_s = sum(sent) / machine.up_bytes_per_s / at_once
         further = self.setting.further

@@ -92,6 +92,21 @@ class UnitNumbers:
         return self.trained * max(self.step_in_memory_s(machine), on_disk, self.step_copies_s(machine))
 
 
+def stepped_on_device(units: Iterable[UnitNumbers], states: float, width: float) -> list[UnitNumbers]:
+    """Return the units with the bytes that go up and come down for a step on the device.
+
+    Args:
+        units: In any order.
+        states: State tensors per parameter.
+        width: Bytes of an element.
+    """
+    up, down = width * (2 + states), width * (1 + states)  # with the gradient, and without
+    return [
+        replace(unit, step_up_nbytes=int(up * unit.parameters), step_down_nbytes=int(down * unit.parameters))
+        for unit in units
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitHostBytes:
     """Host memory of one unit, in bytes."""

@@ -32,7 +32,7 @@ from ..core.machine import Machine
 from ..core.remedies import HostRemedy, Remedy
 from ..core.schedule import Schedule
 from ..core.simulation import Simulation, floor, simulate
-from ..core.unit_numbers import HostBytes, UnitNumbers
+from ..core.unit_numbers import HostBytes, UnitNumbers, stepped_on_device
 from ..core.window_choice import first_window
 from ..errors import OptionError, SuperpipelineError
 from ..optim.device_step import device_nbytes
@@ -256,11 +256,7 @@ class _Planner:
             return needs.costs
         elements = sum(cost.parameters for cost in needs.costs)
         width = self.source.host(options, needs).gradients / max(1, elements)  # bytes of an element
-        up, down = width * (2 + self._states), width * (1 + self._states)
-        return [
-            replace(cost, step_up_nbytes=int(up * cost.parameters), step_down_nbytes=int(down * cost.parameters))
-            for cost in needs.costs
-        ]
+        return stepped_on_device(needs.costs, self._states, width)
 
     def _reserving(self, peak: Mapping[str, int]) -> dict[str, int]:
         terms = {name: nbytes for name, nbytes in peak.items() if nbytes}

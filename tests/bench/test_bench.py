@@ -457,6 +457,25 @@ def test_with_another_arithmetic_only_the_first_loss_must_be(option):
     assert result(row(), row("superpipeline", losses=(1.5, 2.5), window=1, **{option: True})).differences != []
 
 
+@pytest.mark.simgpu
+def test_with_steps_on_the_device_all_losses_must_be_the_plain_ones_there():
+    for where, count in (("host", 0), ("device", 1)):
+        found = result(row(), row("superpipeline", losses=(1.0, 2.5), window=1, optimizer_device=where))
+        there = dataclasses.replace(found, setting=dataclasses.replace(found.setting, device="simgpu"))
+        assert len(there.differences) == count
+
+
+@pytest.mark.simgpu
+def test_the_floor_of_steps_on_the_device_is_the_links():
+    link = dataclasses.replace(HERE, up_bytes_per_s=1e6, down_bytes_per_s=1e6)
+    there = dataclasses.replace(costs(), setting=dataclasses.replace(setting(), device="simgpu"))
+    host, device = row("superpipeline", window=1), row("superpipeline", window=1, optimizer_device="device")
+    for each in (host, device):
+        each.compute(there, link)
+    up = 16 * sum(unit.parameters for unit in there.units)
+    assert device.floor_s >= up / 1e6 > host.floor_s
+
+
 def test_our_losses_must_be_the_same_for_every_window():
     rows = [row("superpipeline", losses=(1.0, loss), window=window) for window, loss in ((1, 2.0), (2, 2.5))]
     assert result(*rows).differences == ["superpipeline window=2 has loss 2.5 at step 2, superpipeline window=1 2.0"]

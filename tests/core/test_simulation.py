@@ -18,7 +18,7 @@ from sp_lightning.core import simulation
 from sp_lightning.core.machine import MACHINES, Machine
 from sp_lightning.core.schedule import Schedule
 from sp_lightning.core.simulation import floor, simulate
-from sp_lightning.core.unit_numbers import UnitNumbers
+from sp_lightning.core.unit_numbers import UnitNumbers, stepped_on_device
 from sp_lightning.errors import OptionError
 from sp_lightning.planning.workloads import WORKLOADS
 
@@ -470,10 +470,13 @@ def test_no_step_of_the_tables_is_5_percent_longer_than_its_floor_or_its_chain(m
 # Steps on the device
 
 
-def stepping(units, states=2, width=4):
+def stepping(units):
     """The same units, which the device steps: 16 bytes of a weight go up for AdamW in FP32, and 12 come down."""
-    up, down = width * (2 + states), width * (1 + states)
-    return [replace(one, step_up_nbytes=up * one.parameters, step_down_nbytes=down * one.parameters) for one in units]
+    found = stepped_on_device(units, states=2, width=4)
+    assert all(
+        (one.step_up_nbytes, one.step_down_nbytes) == (16 * one.parameters, 12 * one.parameters) for one in found
+    )
+    return found
 
 
 def test_a_step_on_the_device_of_one_unit_is_literally_this(monkeypatch):
