@@ -48,7 +48,7 @@ from ..compat.tensors import FLATTEN, storage_id, without_function_modes
 from ..errors import ExactnessError
 from ..memory.device import Device, choose_kernels, kernel_choices
 from ..memory.host_copy import HostCopy
-from ..memory.watched_parameters import HOST_OF_WHOLE, DeviceParameter, is_stand_in, quietly
+from ..memory.watched_parameters import HOST_OF_WHOLE, DeviceParameter, quietly
 from ..memory.weights import SavedBytes
 from .offload import Offload, OffloadedTensor
 from .saved_tensors import SHARED, mark_own_checkpoint, reachable, tensors_in
@@ -587,7 +587,7 @@ def _copied_in_parts(value: Any, memo: dict[int, Any]) -> Any:
 
 def _carries_gradient(value: Any) -> bool:
     """Whether an argument is a tensor that gradients flow through, and no weight, which is on the host already."""
-    return isinstance(value, Tensor) and not is_stand_in(value) and value.requires_grad
+    return isinstance(value, Tensor) and value.requires_grad and not issubclass(type(value), DeviceParameter)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:

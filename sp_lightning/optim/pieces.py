@@ -388,9 +388,9 @@ def has_options_on_device(optimizer: Optimizer) -> bool:
     """Whether an option of any group, such as its learning rate, is a tensor on a device, or has one."""
     for group in optimizer.param_groups:
         for key, value in group.items():
-            some = value if isinstance(value, tuple | list) and key != "params" else (value,)
-            if any(isinstance(one, Tensor) and not one.is_cpu for one in some):
-                return True
+            for one in value if isinstance(value, tuple | list) and key != "params" else (value,):
+                if isinstance(one, Tensor) and not one.is_cpu:
+                    return True
     return False
 
 
