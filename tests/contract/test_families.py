@@ -16,7 +16,8 @@ SETTINGS = [
     ("cpu", {"window": 2}),
     ("simgpu", {"window": 1}),
     ("simgpu", {"window": 2, "activations": "recompute"}),
-    ("simgpu", {"window": 3, "transfer": 2, "activations": "offload"}),
+    ("simgpu", {"window": 3, "transfer": 2, "activations": "offload", "optimizer_device": "device"}),
+    ("simgpu", {"window": 2, "activations": "recompute+offload"}),
 ]
 
 
