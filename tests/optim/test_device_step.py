@@ -21,6 +21,8 @@ from torch.optim import (
     RMSprop,
     Rprop,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import models
 import parity
@@ -181,6 +183,51 @@ def test_gradients_that_are_stepped_in_backward_are_no_change_by_other_code(roun
     ]
     with rounds_otherwise("add_.Tensor"):
         parity.compare(*(parity.record(make, one, accelerator="simgpu", epochs=2) for one in strategies))
+
+
+MOVES = {getattr(torch.ops.aten, name) for name in ("copy_", "_to_copy", "detach", "clone", "empty_like")}
+
+
+class Calls(TorchDispatchMode):
+    """The operators that compute on the device: each portion calls them anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        moves = func.is_view or func.overloadpacket in MOVES
+        if not moves and any(tensor.device.type == "simgpu" for tensor in tensors):
+            self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@parity.product(
+    *((name, None) for name in KINDS), ("sgd", False), ("adamw", True), name=list(KINDS), foreach=[None, False, True]
+)
+def test_torch_makes_the_calls_of_a_plain_step(name, foreach):
+    """Whether in a loop or for lists, and which of their branches: bits depend on it on a real device."""
+    kind, options, *_ = KINDS[name]
+    if kind is not Muon and "fused" not in options:
+        options = {**options, "foreach": foreach}
+
+    def calls(where):
+        torch.manual_seed(0)
+        net, steps = Net(bias=kind is not Muon), []
+        stream = functools.partial(sp_lightning.stream, window=2, optimizer_overlap=False, optimizer_device="device")
+        with stream(net, device="simgpu") if where == "device" else contextlib.nullcontext():
+            net.to("simgpu") if where == "plain" else None
+            optimizer = kind(net.parameters(), **options)
+            for _ in range(3):
+                net(torch.ones(4, 24, device="simgpu")).square().mean().backward()
+                with Calls() as seen:
+                    optimizer.step()
+                steps.append(seen.names)
+        return steps
+
+    plain = calls("plain")
+    assert all(plain) and calls("device") == plain
 
 
 @pytest.mark.parametrize("small", [False, True])
