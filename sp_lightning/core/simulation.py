@@ -57,8 +57,7 @@ ON_LINK: tuple[LaneName, LaneName] = ("up", "down")
 DOWN_ACCESSES = (
     2  # to the host's memory, for each byte of a gradient: written by its rank, read by the owner of the sum
 )
-PARTS = 4  # pieces of a unit's step, between which the host can turn to a more urgent unit
-PORTIONS = 16  # likewise of a step on the device, which go up and come down beside each other
+PARTS = 4  # pieces of a unit's step, between which the host or the device can turn to a more urgent unit
 STEPS = 4  # simulated steps: the first ones fill the pipeline, the time between the last two counts
 
 
@@ -509,10 +508,10 @@ class _Host:
 
     def _step_on_device(self, index: int, after: list[Task | None]) -> None:
         unit, machine = self._units[index], self._machine
-        work = unit.step_in_memory_s(machine) / PORTIONS
-        ups = unit.step_up_nbytes / machine.up_bytes_per_s / PORTIONS
-        downs = unit.step_down_nbytes / machine.down_bytes_per_s / PORTIONS
-        for _ in range(PORTIONS):
+        work = unit.step_in_memory_s(machine) / PARTS
+        ups = unit.step_up_nbytes / machine.up_bytes_per_s / PARTS
+        downs = unit.step_down_nbytes / machine.down_bytes_per_s / PARTS
+        for _ in range(PARTS):
             came = self._issue("up", index, ups, after, "state")
             stepped = self._issue("optimizer", index, work, [came])
             self._stepped[index] = self._issue("down", index, downs, [stepped], "state")

@@ -372,8 +372,11 @@ class _Planner:
             return  # not with the others
         if place == "device" and self.optimizer and self.optimizer not in ON_DEVICE:
             return
+        now, other = self.tried.batch_s(self.tried.sizes()[1]), _Sizes(self, options, self.needs, self.machine)
+        if EQUAL * other.floor_s(other.most) > now:
+            return  # with any sizes
         change = self._change(remedy.what, self.needs, options)
-        if EQUAL * change.batch_s(self.run.accumulate) < self.tried.batch_s(self.tried.sizes()[1]):
+        if EQUAL * change.batch_s(self.run.accumulate) < now:
             yield change
 
     def _other_batches(self, largest: int | None) -> Iterable[Change]:
@@ -627,7 +630,7 @@ class _Sizes:
         A larger window is taken to be no slower. What is as fast as the lower bound is not compared with others.
         """
         largest = max(pair.window for pair in fitting)
-        enough = EQUAL * self._floor_s(largest)
+        enough = EQUAL * self.floor_s(largest)
         compared = False
         for _, alike in itertools.groupby(sorted(fitting, key=self.nbytes), self.nbytes):
             best = min(alike, key=self.batch_s)
@@ -638,7 +641,7 @@ class _Sizes:
                 return best
         return min(fitting, key=self.batch_s)
 
-    def _floor_s(self, window: int) -> float:
+    def floor_s(self, window: int) -> float:
         planner, count = self._planner, self._accumulate
         step_s = planner.floor_s(self._needs, window, self._machine, self._options)
         if count == 1:

@@ -480,7 +480,7 @@ def stepping(units):
 
 
 def test_a_step_on_the_device_of_one_unit_is_literally_this(monkeypatch):
-    monkeypatch.setattr(simulation, "PORTIONS", 2)
+    monkeypatch.setattr(simulation, "PARTS", 2)
     units = [unit("a", step_up_nbytes=4, step_down_nbytes=2), unit("b", down=0, resident=True)]
     machine = replace(UNIT_MACHINE, device_bytes_per_s=3.0)
     result = simulated(units, window=1, machine=machine)
@@ -514,7 +514,7 @@ def test_a_step_on_the_device_comes_near_its_floor_or_its_chain(margin, hidden_i
         units = stepping(workload.units(workload.tokens(machine, 3, True, hidden_in_forward, margin)))
         result = simulated(units, 3, machine, activations="recompute", steps_into_forward=True)
         share = max(result.floor.seconds, result.floor.chain) / result.step_s
-        assert (0.945 if workload.uniform else 0.875) <= share <= 1 + 1e-9, (workload.name, machine.name)
+        assert (0.94 if workload.uniform else 0.875) <= share <= 1 + 1e-9, (workload.name, machine.name)
 
 
 @given(
