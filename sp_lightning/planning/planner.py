@@ -143,7 +143,6 @@ class _Planner:
         self.profile = machine.profile
         self.needs = source.needs(self.options, self.profile)
         self.optimizer = run.optimizer_name or source.optimizer
-        self._states = source.states()
         self.machine = self._stepping(source.states(), self.optimizer)
         self.available = self.profile.device_nbytes
         self.headroom = machine.headroom_nbytes
@@ -189,7 +188,7 @@ class _Planner:
             window=chosen.window,
             transfer=chosen.transfer,
             units=tuple(cost.name for cost in self.needs.streamed),
-            device_terms=self.terms(self.needs, self.options, *chosen),
+            device_terms=self.terms(self.tried.needs, *chosen),
             host=self._host(self.source, self.options, self.needs),
             available=self.available,
             simulation=self.tried.simulated(chosen),
@@ -235,28 +234,23 @@ class _Planner:
             )
 
     def _simulated_calls(self, needs: Requirements, sizes: tuple[int, int]) -> Simulation:
-        return self.simulated(needs, Pair(*sizes), self.machine, self.options)
+        return self.simulated(needs, Pair(*sizes), self.machine)
 
     def _reading_s(self, reading: Requirements | None, sizes: Pair) -> float:
         return 0.0 if reading is None else _Sizes(self, self.options, reading, self.machine).simulated(sizes).step_s
 
-    def terms(self, needs: Requirements, options: Options, window: int, transfer: int) -> dict[str, int]:
+    def terms(self, needs: Requirements, window: int, transfer: int) -> dict[str, int]:
         """Return the bytes on the device, by term, with what is reserved."""
-        steps = 0
-        if self._steps_on_device(options):
-            steps = device_nbytes(sum(cost.step_up_nbytes for cost in self._costs(needs, options)))
-        return self._reserving({**needs.peak(window, transfer), OF_STEPS: steps})
+        moved = sum(cost.step_up_nbytes for cost in needs.costs)
+        return self._reserving({**needs.peak(window, transfer), OF_STEPS: device_nbytes(moved) if moved else 0})
 
-    def _steps_on_device(self, options: Options) -> bool:
-        return options.optimizer_device == "device" and self.source.answers is None
-
-    def _costs(self, needs: Requirements, options: Options) -> list[UnitNumbers]:
-        """Return the costs of units, with what goes up and down for their steps if the device steps."""
-        if not self._steps_on_device(options):
-            return needs.costs
+    def stepping_there(self, needs: Requirements, options: Options) -> Requirements:
+        """Return the needs with what goes up and comes down for steps, if these options have the device step."""
+        if options.optimizer_device == "host" or self.source.answers is not None:
+            return needs
         elements = sum(cost.parameters for cost in needs.costs)
         width = self.source.host(options, needs).gradients / max(1, elements)  # bytes of an element
-        return stepped_on_device(needs.costs, self._states, width)
+        return replace(needs, costs=stepped_on_device(needs.costs, self.source.states(), width))
 
     def _reserving(self, peak: Mapping[str, int]) -> dict[str, int]:
         terms = {name: nbytes for name, nbytes in peak.items() if nbytes}
@@ -264,11 +258,11 @@ class _Planner:
         reserve = fixed + int(share * sum(terms.values()))
         return terms | ({RESERVED: reserve} if reserve else {})
 
-    def simulated(self, needs: Requirements, sizes: Pair, machine: Machine, options: Options) -> Simulation:
-        """Simulate a step with these needs and options."""
-        overlap = options.optimizer_overlap
+    def simulated(self, needs: Requirements, sizes: Pair, machine: Machine) -> Simulation:
+        """Simulate a step with these needs."""
+        overlap = self.options.optimizer_overlap
         return simulate(
-            self._costs(needs, options),
+            needs.costs,
             Schedule([cost.up_nbytes for cost in needs.costs], *sizes),
             machine,
             optimizer_overlap=overlap and self.run.devices == 1,
@@ -277,9 +271,9 @@ class _Planner:
             ranks=self.run.devices,
         )
 
-    def floor_s(self, needs: Requirements, window: int, machine: Machine, options: Options) -> float:
-        """Return the lower bound of the time of a step with these needs and options."""
-        return floor(self._costs(needs, options), window, machine, False, self.run.devices).seconds
+    def floor_s(self, needs: Requirements, window: int, machine: Machine) -> float:
+        """Return the lower bound of the time of a step with these needs."""
+        return floor(needs.costs, window, machine, False, self.run.devices).seconds
 
     @property
     def accumulating(self) -> Machine:
@@ -541,7 +535,7 @@ class _Sizes:
     ) -> None:
         self._planner = planner
         self._options = options
-        self._needs = needs
+        self.needs = planner.stepping_there(needs, options)
         self._machine = machine
         self._nbytes: dict[Pair, int] = {}
         self._simulated: dict[Pair, Simulation] = {}
@@ -552,9 +546,9 @@ class _Sizes:
     def most(self) -> int:
         """The largest window to try: all units or, with a memory budget, the window that a run begins with."""
         if self._options.memory_budget is None:
-            return max(1, len(self._needs.streamed))
-        streamed = [size for size in self._needs.sizes if not size.resident]
-        root = sum(size.up_nbytes for size in self._needs.sizes if size.resident)
+            return max(1, len(self.needs.streamed))
+        streamed = [size for size in self.needs.sizes if not size.resident]
+        root = sum(size.up_nbytes for size in self.needs.sizes if size.resident)
         return first_window(self._options, streamed, root, on_host=False)
 
     @functools.cached_property
@@ -583,29 +577,29 @@ class _Sizes:
 
     def nbytes(self, sizes: Pair) -> int:
         if sizes not in self._nbytes:
-            self._nbytes[sizes] = sum(self._planner.terms(self._needs, self._options, *sizes).values())
+            self._nbytes[sizes] = sum(self._planner.terms(self.needs, *sizes).values())
         return self._nbytes[sizes]
 
     def simulated(self, sizes: Pair) -> Simulation:
         if sizes not in self._simulated:
-            self._simulated[sizes] = self._planner.simulated(self._needs, sizes, self._machine, self._options)
+            self._simulated[sizes] = self._planner.simulated(self.needs, sizes, self._machine)
         return self._simulated[sizes]
 
     @functools.cached_property
     def _adding(self) -> Requirements:
-        """The needs of a batch whose gradients are only added to those before it: state on a disk stays there."""
-        costs = [replace(cost, state_read_nbytes=0, state_written_nbytes=0) for cost in self._needs.costs]
-        return replace(self._needs, costs=costs)
-
-    @property
-    def _host_steps(self) -> Options:
-        """The options of a batch whose gradients are only added to those before it, which the host does."""
-        return replace(self._options, optimizer_device="host")
+        """The needs of a batch whose gradients are only added to those before it, by the host: no state moves."""
+        none: dict[str, Any] = {
+            "state_read_nbytes": 0,
+            "state_written_nbytes": 0,
+            "step_up_nbytes": 0,
+            "step_down_nbytes": 0,
+        }
+        return replace(self.needs, costs=[replace(cost, **none) for cost in self.needs.costs])
 
     def accumulating_s(self, sizes: Pair) -> float:
         """Return the time of a batch whose gradients are only added to those before it."""
         if sizes not in self._accumulating_s:
-            found = self._planner.simulated(self._adding, sizes, self._planner.accumulating, self._host_steps)
+            found = self._planner.simulated(self._adding, sizes, self._planner.accumulating)
             self._accumulating_s[sizes] = found.step_s
         return self._accumulating_s[sizes]
 
@@ -643,10 +637,10 @@ class _Sizes:
 
     def floor_s(self, window: int) -> float:
         planner, count = self._planner, self._accumulate
-        step_s = planner.floor_s(self._needs, window, self._machine, self._options)
+        step_s = planner.floor_s(self.needs, window, self._machine)
         if count == 1:
             return step_s
-        return mean_s(step_s, planner.floor_s(self._adding, window, planner.accumulating, self._host_steps), count)
+        return mean_s(step_s, planner.floor_s(self._adding, window, planner.accumulating), count)
 
     def sweep(self) -> list[SweepPoint]:
         """List the sizes to show: those that fit or nearly do, and what was given."""
