@@ -64,8 +64,6 @@ def main():
     parser.add_argument("--batch-size", type=positive, default=4)
     parser.add_argument("--block-size", type=positive, default=128)
     arguments = parser.parse_args()
-    if arguments.steps < 1:
-        parser.error(f"--steps must be at least 1, got {arguments.steps}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     from transformers import AutoModelForCausalLM
 
