@@ -20,6 +20,8 @@ node. Ranks have a local number, and one among all nodes', which errors say.
    or of the link to it may end nothing: a node of which nothing came for the keepalive's time counts as lost.
 7. A rank that leaves says farewell with its state, and waits a short time for the farewells of the others: threads that
    wait in gloo for a peer would outlive the group. Those of peers that are gone end with the group's connections.
+8. gloo has one connection for each group and pair, on which a receiver's "go on" waits behind what it sends itself: two
+   nodes that send over one connection take turns. So each direction has a group of its own, and so have words.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ class NodeTransport:
         self._farewells: dict[int, set[int]] = {node: set() for node in peers}  # their tags
         self._tags = (UNITS, WORDS) if rank == 0 else (UNITS,)
         self._pulsed_at = 0.0
-        self._group: Any = self._connect(rank, token, timeout)
+        # What goes to nodes with higher numbers, to lower ones, and words (Rule 8).
+        self._groups: list[Any] = [self._connect(rank, token, timeout, number) for number in range(2 + (rank == 0))]
         self._threads: list[threading.Thread] = []
         self._units = self._sender(peers, UNITS)
         self._says = {node: self._sender([node], WORDS) for node in peers if rank == 0}  # none waits for another's
@@ -133,10 +136,10 @@ class NodeTransport:
             for tag in self._tags:
                 self._start(self._receive, node, tag)
 
-    def _connect(self, rank: int, token: bytes, timeout: timedelta) -> Any:
+    def _connect(self, rank: int, token: bytes, timeout: timedelta, number: int) -> Any:
         within = min(timeout, timedelta(seconds=CONNECT_S))
         try:
-            name = f"superpipeline/{token.hex()}/{rank}"
+            name = f"superpipeline/{token.hex()}/{rank}/{number}"
             return gloo_group(name, self._place.node, len(self._place.hosts), within)
         except RuntimeError as error:
             hosts = ", ".join(sorted(set(self._place.hosts)))
@@ -223,9 +226,13 @@ class NodeTransport:
                 if not self._wait(node, work) and node in nodes:
                     nodes.remove(node)
 
+    def _way(self, sender: int, receiver: int, tag: int) -> Any:
+        """Return the group in which one node sends to another (Rule 8)."""
+        return self._groups[2 if tag == WORDS else int(sender > receiver)]
+
     def _post(self, node: int, tensor: Tensor, tag: int) -> list[Any]:
         try:
-            return [self._group.send([tensor], node, tag)]
+            return [self._way(self._place.node, node, tag).send([tensor], node, tag)]
         except RuntimeError:
             self._note_lost(node)
             return []
@@ -264,7 +271,7 @@ class NodeTransport:
 
     def _take(self, node: int, tensor: Tensor, tag: int) -> bool:
         try:
-            self._group.recv([tensor], node, tag).wait(FOREVER)
+            self._way(node, self._place.node, tag).recv([tensor], node, tag).wait(FOREVER)
         except RuntimeError:
             self._note_lost(node)
             return False
@@ -287,9 +294,10 @@ class NodeTransport:
         until = time.monotonic() + CLOSE_S
         self._join(until)
         if any(thread.is_alive() for thread in self._threads):
-            with contextlib.suppress(RuntimeError):  # a wait that ends too early ends all connections
-                nothing = torch.empty(HEADER, dtype=torch.int64, device="cpu")
-                self._group.recv([nothing], next(iter(self._rank_of)), CLOSES).wait(timedelta(milliseconds=1))
+            nothing = torch.empty(HEADER, dtype=torch.int64, device="cpu")
+            for group in self._groups:
+                with contextlib.suppress(RuntimeError):  # a wait that ends too early ends all connections of a group
+                    group.recv([nothing], next(iter(self._rank_of)), CLOSES).wait(timedelta(milliseconds=1))
             self._join(until + 1)
         self._inbox.clear()
 

@@ -304,6 +304,13 @@ def test_a_node_sends_four_bytes_for_each_parameter_and_step(link, tmp_path):
 
 
 @SLOW
+def test_nodes_that_send_to_each_other_at_once_do_not_take_turns(link, tmp_path):
+    """The link carries 12.5 MB/s in each direction; over one connection for both, each gets half of that."""
+    for rate in linked_nodes.results(linked_nodes.start(link, "bytes_per_s", tmp_path, local=1), tmp_path):
+        assert 0.75 * 12.5e6 < rate < 12.5e6
+
+
+@SLOW
 def test_a_link_that_goes_down_ends_all_ranks_after_the_keepalive(link, tmp_path):
     ranks = linked_nodes.start(link, "until_the_link_ends", tmp_path)
     until = time.monotonic() + 120

@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sp_lightning.ranks import connection
+
 RIGS = pathlib.Path(__file__).parent
 MASTER = "10.77.0.1"
 WIDTH, LAYERS = 640, 4
 KEEPALIVE_S = 3.0
+PART_NBYTES, PARTS = 1 << 22, 12
 
 
 def can_link() -> bool:
@@ -161,7 +164,28 @@ def until_the_link_ends() -> tuple[str, float]:
     return "", 0.0
 
 
-WORKS: dict[str, Callable[[], Any]] = {work.__name__: work for work in (train, nbytes_of_steps, until_the_link_ends)}
+def bytes_per_s() -> float:
+    """Return the bytes per second that this rank sends to its rail while the other node does so, too."""
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    ranks = connection.connect(None, torch.device("cpu"), timedelta(seconds=120), None)
+    assert ranks is not None and ranks.transport is not None
+    transport, part = ranks.transport, torch.zeros(PART_NBYTES, dtype=torch.uint8)
+    transport.drains = True
+    keys = [(0, 0, number) for number in range(PARTS)]
+    ranks.meet("the begin")
+    began = time.monotonic()
+    for key in keys:
+        transport.send(key, lambda: part)
+    ranks.wait_for_nodes(lambda: [rank for key in keys for rank in transport.missing(key)], "all parts")
+    ended = time.monotonic()
+    ranks.meet("the end")
+    ranks.close()
+    return PARTS * PART_NBYTES / (ended - began)
+
+
+WORKS: dict[str, Callable[[], Any]] = {
+    work.__name__: work for work in (train, nbytes_of_steps, until_the_link_ends, bytes_per_s)
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
