@@ -5,7 +5,7 @@
 3. A function returns no remedy where its change cannot be made, or would change nothing.
 4. Changes that free host memory come in the order of what they change: nothing, the optimizer, the precision, what is
    trained (the planner puts slow ones behind fast ones that train as much). Each says what it costs in bits and what to
-   type.
+   type. A folder on a local SSD is left to fill in, as `FOLDER`.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class HostRemedy:
     optimizer: str | None = None  # None: as it is
     adapters: bool = False  # frozen weights, beside which few are trained
     base_bits: int = 16  # of a frozen weight
+    has_disk: bool = False  # optimizer state, and FP32 weights whose copies travel, go to a disk
 
 
 # Bytes of state per parameter: of a factored one nearly none; of an 8-bit one a scale for each 256 numbers, too.
@@ -96,7 +97,7 @@ _MOMENTS = "its moments have 8 bits"
 _FACTORED = "other updates than AdamW's"
 
 
-def host(*, half: bool, wires: bool, activations: str, optimizer: str) -> Iterator[HostRemedy]:
+def host(*, half: bool, wires: bool, activations: str, optimizer: str, masters: bool = False) -> Iterator[HostRemedy]:
     """Yield changes that free host memory, those first that change least (Rule 4).
 
     Args:
@@ -104,6 +105,7 @@ def host(*, half: bool, wires: bool, activations: str, optimizer: str) -> Iterat
         wires: Whether there are wire copies that the run can do without.
         activations: The run's policy.
         optimizer: The optimizer's name.
+        masters: Whether weights in half precision have copies in FP32 on the host.
     """
     if wires:
         yield HostRemedy(
@@ -119,6 +121,13 @@ def host(*, half: bool, wires: bool, activations: str, optimizer: str) -> Iterat
             how="--trainer.strategy.activations recompute",
             options={"activations": "recompute"},
         )
+    yield HostRemedy(
+        what="disk=FOLDER",
+        bits="the same bits",
+        how="--trainer.strategy.disk FOLDER",
+        options={"disk": "FOLDER"},
+        has_disk=True,
+    )
     precision, typed = ("", "") if half else ("precision='bf16-true'", "--trainer.precision bf16-true")
     rounded = "" if half else _IN_BF16
     adafactor, adam8 = "configure_optimizers: torch.optim.Adafactor", "configure_optimizers: bitsandbytes' AdamW8bit"
@@ -127,6 +136,15 @@ def host(*, half: bool, wires: bool, activations: str, optimizer: str) -> Iterat
         if optimizer != factored.optimizer:
             yield factored
         yield HostRemedy(what=precision, bits=rounded, how=typed, half=True)
+    if not half and not masters:
+        yield HostRemedy(
+            what=f"{precision}, master_weights=True and disk=FOLDER",
+            bits="computed in bf16, stepped in FP32",
+            how=f"{typed} --trainer.strategy.master_weights true --trainer.strategy.disk FOLDER",
+            options={"master_weights": True, "disk": "FOLDER"},
+            half=True,
+            has_disk=True,
+        )
     for what, name, bits, how in (
         ("Adafactor", "Adafactor", _FACTORED, adafactor),
         ("AdamW with 8-bit state", "AdamW8bit", _MOMENTS, adam8),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,6 +64,7 @@ class Change:
     how: str = ""  # what to type for it
     accumulating_s: float | None = None  # as a plan's; None: not computed
     many_s: float | None = None  # mean seconds of a batch, of which `MANY` are accumulated; None: not computed
+    written_nbytes: int = 0  # by a step, to a disk that the run has with this change alone
 
     def batch_s(self, accumulate: int) -> float:
         """Return the mean time of a batch, of which this many are accumulated."""
@@ -85,7 +86,8 @@ class Change:
         if self.many_s is not None and self.cost(plan) > SLOW:
             many = self.many_s / self.samples / plan.with_memory.batch_s(plan.accumulate)
             cost += f", or {many:.2f} times with accumulate_grad_batches={MANY}"
-        said = "; ".join(filter(None, (f"{nbytes}, {format_seconds(self.step_s)} a step, {cost}", self.bits)))
+        figures = f"{nbytes}, {format_seconds(self.step_s)} a step, {cost}"
+        said = "; ".join(filter(None, (figures, self.bits, wear_of(self.written_nbytes))))
         return f"{self.what} ({said})" + (f": {self.how}" if self.how else "")
 
 
@@ -179,14 +181,7 @@ class Plan:
     @property
     def wear(self) -> str:
         """How many steps the rating of a drive allows, in a sentence; empty if nothing is written."""
-        written = self.disk_written_nbytes
-        if not written:
-            return ""
-        size = f"{written / 1e9:.3g} GB" if written < 1e12 else f"{written / 1e12:.3g} TB"
-        return (
-            f"a step writes {size} to the disk: {float(f'{ENDURANCE / written:.3g}'):,.0f} steps to "
-            f"{ENDURANCE / 1e12:,.0f} TB, the rating of a consumer drive of 2 TB"
-        )
+        return wear_of(self.disk_written_nbytes)
 
     @property
     def chosen(self) -> dict[str, int]:
@@ -274,11 +269,11 @@ class Plan:
         return "what would fit: " + "; ".join(change.describe(self) for change in fitting)
 
     def _host_remedies(self) -> str:
-        enough = [change for change in self.host_changes if self.makes_room(change)][:3]
+        enough = _few([change for change in self.host_changes if self.makes_room(change)])
         where, further = "what would fit: ", ""
         if not enough:
             where, further = "what would fit on the host: ", "; the device needs a smaller batch, too"
-            enough = [change for change in self.host_changes if (change.host_nbytes or 0) <= self.host_available][:3]
+            enough = _few([one for one in self.host_changes if (one.host_nbytes or 0) <= self.host_available])
         if not enough:
             return "nothing that was tried fits: use a host with more memory, or a smaller model"
         return where + "; ".join(change.describe(self) for change in enough) + further
@@ -351,6 +346,22 @@ class Plan:
 def mean_s(step_s: float, accumulating_s: float, accumulate: int) -> float:
     """Return the mean time of a batch, if the optimizer steps after the last one of this many."""
     return (step_s + (accumulate - 1) * accumulating_s) / accumulate
+
+
+def wear_of(written: int) -> str:
+    """Describe how many steps a drive's rating allows, if each writes these bytes; empty if there are none."""
+    if not written:
+        return ""
+    size = f"{written / 1e9:.3g} GB" if written < 1e12 else f"{written / 1e12:.3g} TB"
+    return (
+        f"a step writes {size} to the disk: {float(f'{ENDURANCE / written:.3g}'):,.0f} steps to "
+        f"{ENDURANCE / 1e12:,.0f} TB, the rating of a consumer drive of 2 TB"
+    )
+
+
+def _few(changes: Sequence[Change]) -> list[Change]:
+    """Return the first three of changes that make room, and the first with a disk, which may be slower."""
+    return [*changes[:3], *[change for change in changes[3:] if change.written_nbytes][:1]]
 
 
 def _listed(terms: Mapping[str, int]) -> str:

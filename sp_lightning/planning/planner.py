@@ -76,13 +76,14 @@ def make_plan(module: Any, batch: Any, run: PlannedRun, machine: PlannedMachine,
         source = _in_chunks(source, run.options, machine.profile)
     with _no_collections():
         planner = _Planner(source, run, machine)
-        if machine.is_disk_assumed and any(cost.disk_nbytes or cost.state_read_nbytes for cost in planner.needs.costs):
-            read, written = machine.profile.disk_bytes_per_s / 1e9, machine.profile.disk_out_bytes_per_s / 1e9
-            assumed = "the disk's speed is assumed, not measured"
-            source.notes.append(
-                f"{assumed}: {read:g} GB/s read, {written:g} written (disk_speed; doctor --disk measures)"
-            )
-        return planner.plan()
+        found = planner.plan()
+        moves = any(cost.disk_nbytes or cost.state_read_nbytes for cost in planner.needs.costs)
+        moves = moves or any(change.written_nbytes for change in found.host_changes)
+        if not (machine.is_disk_assumed and moves):
+            return found
+        read, written = machine.profile.disk_bytes_per_s / 1e9, machine.profile.disk_out_bytes_per_s / 1e9
+        assumed = f"the disk's speed is assumed, not measured: {read:g} GB/s read, {written:g} written"
+        return replace(found, notes=(*found.notes, f"{assumed} (disk_speed; doctor --disk measures)"))
 
 
 def _source(module: Any, batch: Any, run: PlannedRun, target: str) -> PlannedModel:
@@ -440,6 +441,7 @@ class _Planner:
             wires=self.options.wire_dtype == "auto" and not self.options.master_weights and host.wire > 0,
             activations=self.options.activations,
             optimizer=self.optimizer,
+            masters=self.options.master_weights,
         ):
             change = self._host_change(remedy, (half or self.source) if remedy.half else self.source)
             if change is not None and (change.host_nbytes or 0) < host.total:
@@ -448,9 +450,12 @@ class _Planner:
 
     def _host_change(self, remedy: HostRemedy, source: PlannedModel) -> Change | None:
         """Return the change that a remedy leads to; with recomputation if it does not fit on the device otherwise."""
-        changed = replace(self.options, **remedy.options)
-        if remedy.half:
-            changed = replace(changed, master_weights=False)
+        given = {"master_weights": False, **remedy.options} if remedy.half else remedy.options
+        try:
+            changed = replace(self.run, options=replace(self.options, **given)).within_host(self.host_available).options
+            changed.check_devices(self.run.devices)
+        except OptionError:
+            return None  # not with the others
         further = [{}, *(other.options for other in remedies.activations(changed.activations))]
         found: tuple[Options, Requirements, bool] | None = None
         nbytes = 0
@@ -492,7 +497,11 @@ class _Planner:
         how = remedy.how + " --trainer.strategy.activations recompute" * recomputes
         host_nbytes = self._of_ranks(host, needs, optimizer).total
         change = self._change(
-            what, needs, options, self._stepping(states, optimizer), steps=remedy.optimizer is not None
+            what,
+            needs,
+            options,
+            self._stepping(states, optimizer),
+            steps=remedy.optimizer is not None or remedy.has_disk,
         )
         return replace(change, host_nbytes=host_nbytes, bits=remedy.bits, how=how)
 
@@ -512,7 +521,16 @@ class _Planner:
         if steps and self.run.accumulate == 1:
             many = _Sizes(self, options or self.options, needs, machine or self.machine, MANY)
             many_s = many.batch_s(many.sizes()[1])
-        return Change(what, run.nbytes(sizes), step_s, *sizes, accumulating_s=accumulating_s, many_s=many_s)
+        written = 0 if self.needs.on_disk else sum(cost.state_written_nbytes for cost in needs.costs)
+        return Change(
+            what,
+            run.nbytes(sizes),
+            step_s,
+            *sizes,
+            accumulating_s=accumulating_s,
+            many_s=many_s,
+            written_nbytes=written,
+        )
 
 
 class Pair(NamedTuple):

@@ -301,7 +301,8 @@ def _short_of(parameters: Sequence[nn.Parameter], whole: HostBytes, to_come: Hos
     listed = remedies.host(half=half, wires=whole.wire > 0, activations="keep", optimizer="AdamW")
     present = whole.weights - to_come.weights
     count = sum(p.numel() for p in parameters if p.requires_grad)
-    left = [(remedy, _host_left(remedy, whole, half, count, ranks) - present) for remedy in listed]
+    known = [remedy for remedy in listed if not remedy.has_disk]  # nobody gave a folder
+    left = [(remedy, _host_left(remedy, whole, half, count, ranks) - present) for remedy in known]
     fitting = [f"{remedy.what} ({format_bytes(max(0, n))}; {remedy.how})" for remedy, n in left if n <= free]
     return (
         f"{format_bytes(to_come.total)} more host memory ({_terms(to_come)}, optimizer "

@@ -1,5 +1,7 @@
 """A plan says which weights stay in files, what a step reads from them, to the byte, and what is left in memory."""
 
+import functools
+
 import in_files
 import pytest
 import torch
@@ -245,6 +247,62 @@ def test_a_plan_with_a_disk_takes_what_a_drive_takes(name, each):
     assumed = plan(name, 2048, **options)
     assert any("assumed, not measured: 7 GB/s read, 5 written" in note for note in assumed.notes)
     assert f"{found.disk_written_s:.3g}" == f"{each * found.parameters / 5e9:.3g}"
+
+
+EIGHT = {"machine": "rtx4090", "host_memory": "64GiB", "activations": "recompute", "loss": "chunked"}
+OFFERED = {  # precision and further options, and what is offered with a disk
+    ("bf16-true", ()): "disk=FOLDER",
+    ("bf16-true", ("master_weights",)): "disk=FOLDER",
+    ("bf16-mixed", ()): "precision='bf16-true', master_weights=True and disk=FOLDER",
+}
+
+
+@pytest.mark.parametrize("precision, given", OFFERED)
+@pytest.mark.seldom
+def test_what_a_disk_makes_room_for_is_offered_and_is_a_plan_that_fits(precision, given):
+    options = {**EIGHT, "precision": precision, **dict.fromkeys(given, True)}
+    found, named = plan("llama3-8b", 32768, **options), OFFERED[precision, given]
+    assert not found.fits_host
+    change = next(change for change in found.host_changes if change.what == named)
+    assert found.makes_room(change) and change.written_nbytes > 0
+    typed = dict(pair.split() for pair in change.how.replace("--trainer.", "--").split("--")[1:])
+    again = plan("llama3-8b", 32768, **{**options, **{key.split(".")[-1]: value for key, value in typed.items()}})
+    assert again.fits and again.host.total == change.host_nbytes and again.device_nbytes == change.nbytes
+    assert again.on_disk == again.disk_written_nbytes == change.written_nbytes
+    assert change.step_s == again.step_s and again.wear in found.first and again.wear in str(found)
+    assert any("assumed, not measured" in note for note in found.notes)
+    assert not any(change.what.endswith("FOLDER") for change in again.host_changes)
+
+
+@pytest.mark.seldom
+def test_a_slow_disk_is_named_after_what_is_faster_and_still_named():
+    found = plan("llama3-8b", 2048, **{**EIGHT, "host_memory": "72GiB"}, precision="bf16-mixed", disk_speed="1GB,1GB")
+    said = [part for part in found.first.split("; ") if "FOLDER" in part]
+    assert "FOLDER" not in found.first.split("; ")[0] and said
+    assert not any("assumed" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("given", [{"devices": 2}, {"optimizer_device": "device"}])
+@pytest.mark.few(1)
+def test_no_disk_is_offered_where_there_can_be_none(given):
+    found = plan("llama3-8b", 2048, **EIGHT, precision="bf16-true", **given)
+    assert not found.fits_host and found.host_changes
+    assert not any("FOLDER" in change.what for change in found.host_changes)
+
+
+def test_a_module_that_is_traced_is_offered_a_disk():
+    def traced(**options):
+        layers = functools.partial(nn.Linear, 4096, 4096)
+        made = nn.Sequential(*(nn.Sequential(layers(), nn.Tanh()) for _ in range(6)))
+        return plan(made, torch.ones(4, 4096), machine="rtx4090", device="cpu", host_headroom=0, **options)
+
+    with torch.device("meta"):
+        tight = {"host_memory": traced().host.total - 2**20}
+        found, again = traced(**tight), traced(**tight, disk="/")
+    (change,) = [change for change in found.host_changes if change.what == "disk=FOLDER"]
+    assert found.makes_room(change) and again.fits and not found.fits
+    figures = change.host_nbytes, change.written_nbytes, change.step_s
+    assert (again.host.total, again.on_disk, again.step_s) == figures
 
 
 def test_without_a_budget_nothing_is_on_disk(tmp_path):
