@@ -97,10 +97,8 @@ class Options:
         self._normalise("fused_optimizer", _truth("fused_optimizer", self.fused_optimizer))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
         self._normalise("compile_units", _truth("compile_units", self.compile_units))
-        unset = {"fused_optimizer": False, "disk": None, "host_budget": None}
-        others = [name for name, value in unset.items() if getattr(self, name) is not value]
-        if self.optimizer_device == "device" and others:
-            allowed = f"'host' with {others[0]}={getattr(self, others[0])!r}"
+        if self.optimizer_device == "device" and self.fused_optimizer:
+            allowed = "'host' with fused_optimizer=True"
             raise OptionError(argument="optimizer_device", found="device", allowed=allowed)
 
     @property

@@ -17,6 +17,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
+from torch import Tensor
+
 from ..core.telemetry import Counters, Lane
 from ..memory.pinned import HostAllocator
 from .direct_file import blocks
@@ -58,12 +60,13 @@ def as_few_runs(runs: Iterable[BlockRun]) -> list[BlockRun]:
 class StateRing:
     """The buffers, and the threads that read and write them."""
 
-    def __init__(self, file: ScratchFile, nbytes: int, counters: Counters) -> None:
-        """Allocate buffers of this many bytes each."""
+    def __init__(
+        self, file: ScratchFile, nbytes: int, counters: Counters, allocate: Callable[[int], Tensor] | None = None
+    ) -> None:
+        """Allocate buffers of this many bytes each, from memory whose pages begin at multiples of BLOCK."""
         self._file = file
         self._counters = counters
-        allocator = HostAllocator()
-        memory = allocator.plain(BUFFERS * blocks(nbytes))
+        memory = (allocate or HostAllocator().plain)(BUFFERS * blocks(nbytes))
         self._whole = buffer_over(memory)
         self._buffers = [buffer_over(buffer) for buffer in memory.split(blocks(nbytes))]  # type: ignore[no-untyped-call]
         self._free = deque(self._buffers)

@@ -17,6 +17,7 @@
    The step is over when all is down.
 7. The norm by which gradients are clipped is computed on the device, of each gradient as a whole, as torch computes it.
 8. Buffers grow, between steps, with what is stepped. A gradient comes down only if torch wrote to it.
+9. What is stepped may itself be in a buffer on the host, into which it came from a disk: storage/disk_to_device.py.
 """
 
 from __future__ import annotations
@@ -195,7 +196,9 @@ class StepsOnDevice(StateInMemory):
 
     def attach(self, optimizer: Optimizer, shadow: ShadowStep | None) -> None:
         assert shadow is not None
-        shadow.rest, shadow.first = partial(self._rest, shadow.rest), self._first
+        if shadow.first is not None:  # before its state came to a disk
+            return
+        shadow.rest, shadow.first = partial(self._rest, shadow.rest), self.first
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._loaded.add))
         self._loaded.add(optimizer)
         self._make_buffers(optimizer)
@@ -205,7 +208,7 @@ class StepsOnDevice(StateInMemory):
         state: Any = vars(optimizer)["state"]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) in self.streamed and state.get(parameter):
+                if id(parameter) in self.streamed and id(parameter) not in self.parameters and state.get(parameter):
                     self.adopt_one(optimizer, parameter)
 
     def adopt_one(self, optimizer: Optimizer, parameter: Tensor) -> None:
@@ -224,8 +227,12 @@ class StepsOnDevice(StateInMemory):
     def _on_host(self, likes: Sequence[Tensor]) -> list[Tensor]:
         """Make tensors like these in page-locked memory (Rule 4)."""
         layout = Layout.of(("", like) for like in likes)
-        storage = self._copies.slab(max(layout.nbytes, ALIGNMENT)).untyped_storage()
+        storage = self.host_bytes(max(layout.nbytes, ALIGNMENT)).untyped_storage()
         return [Layout.own_view(storage, place) for place in layout.fields]
+
+    def host_bytes(self, nbytes: int) -> Tensor:
+        """Allocate memory from which the device copies, page-locked if that is possible."""
+        return self._copies.slab(nbytes)
 
     def _make_buffers(self, optimizer: Optimizer) -> None:
         """Allocate the buffers, or larger ones, on the caller's thread, where a full device may make room."""
@@ -278,10 +285,10 @@ class StepsOnDevice(StateInMemory):
             self._adopt(optimizer)
         return rest(optimizer)
 
-    def _first(self, shadow: Any, conversions: Conversions, adopts: bool = False) -> list[Group]:
-        """Step the streamed module's weights, and return the groups with the others."""
+    def first(self, shadow: Any, conversions: Conversions, adopts: bool = False, before: int = 0) -> list[Group]:
+        """Step the streamed module's weights, of which some were stepped `before`; return the groups with others."""
         called_with = getattr(shadow, "called_with", None)  # else the optimizer thread, with units of this module
-        groups: list[Group] = [self._each_by_itself(shadow, group) for group in shadow.param_groups]
+        groups: list[Group] = [self.each_by_itself(shadow, group) for group in shadow.param_groups]
         shadow.param_groups = groups
         weights: list[SteppedWeight] = []
         with self._lock, torch.no_grad():
@@ -292,14 +299,22 @@ class StepsOnDevice(StateInMemory):
                 for some in [[one] for one in weights] if weights and needs_order(shadow) else [weights]:
                     self._run(shadow, some)
             except BaseException as error:
-                done = sum(weight.is_written for weight in weights)
+                done = before + sum(weight.is_written for weight in weights)
                 if called_with is not None and done:
                     torn_step.tear(called_with[0][0], done, error)
                 raise
         stepped = {id(weight.param) for weight in weights}
         return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]
 
-    def _each_by_itself(self, optimizer: Optimizer, group: Group) -> Group:
+    def step_parts(self, shadow: Any, conversions: Conversions, made: Mapping[Tensor, dict[str, Tensor]]) -> None:
+        """Step tensors that lie in a buffer on the host, with the tensors for what the step makes (Rule 9)."""
+        weights = list(self._weights(shadow, conversions, every=True))
+        for weight in weights:
+            weight.made.update(made.get(weight.param, {}))
+        with self._lock:
+            self._run(shadow, weights)
+
+    def each_by_itself(self, optimizer: Optimizer, group: Group) -> Group:
         """Do as `each_by_itself`, also for kernels for lists, whose first group decides."""
         if type(optimizer) is not Adafactor or group["eps"][0] is not None or not group["foreach"]:
             return each_by_itself(optimizer, group)

@@ -119,6 +119,10 @@ class Spilled:
         """Whether this step makes the state under the key, so that none of it is read."""
         return self.is_new and key != WEIGHT
 
+    def most(self, room: int) -> int:
+        """Return how many elements certainly fit into a buffer's room."""
+        return (room - 2 * BLOCK * len(self.views)) // sum(view.itemsize for view in self.views.values())
+
     def nbytes_in_buffer(self, first: int, count: int) -> int:
         """Count the bytes that this many elements take in a buffer."""
         items = [view.itemsize for view in self.views.values()]
@@ -190,6 +194,7 @@ class StateOnDisk(StateInMemory):
     """The state of optimizers in one scratch file, and their steps."""
 
     is_on_disk = True
+    _allocate: Callable[[int], Tensor] | None = None  # memory for buffers, other than plain memory
 
     def __init__(self, file: ScratchFile, buffer_nbytes: int, counters: Counters, fuses: bool) -> None:
         self.parameters: Collection[int] = ()  # ids of those whose state lies on the disk
@@ -247,7 +252,7 @@ class StateOnDisk(StateInMemory):
         else:
             shadow.rest = functools.partial(self._rest, shadow.rest)
             shadow.first = self._first
-        if shadow is None or not all(map(takes_the_loop, optimizer.param_groups)):
+        if shadow is None or not all(map(self._takes, optimizer.param_groups)):
             self._say_slow(optimizer, "")
         self.adopt(optimizer)
 
@@ -370,7 +375,7 @@ class StateOnDisk(StateInMemory):
     @property
     def _ring(self) -> StateRing:
         if self._made_ring is None:
-            self._made_ring = StateRing(self._file, self._buffer_nbytes, self._counters)
+            self._made_ring = StateRing(self._file, self._buffer_nbytes, self._counters, self._allocate)
         return self._made_ring
 
     # ---- steps
@@ -388,7 +393,7 @@ class StateOnDisk(StateInMemory):
 
     def _step(self, shadow: Any, conversions: Conversions) -> list[Group]:
         """Step in portions what can be (Rule 2), and return the groups with the other parameters."""
-        groups: list[Group] = [each_by_itself(shadow, group) for group in shadow.param_groups]
+        groups: list[Group] = [self._each_by_itself(shadow, group) for group in shadow.param_groups]
         shadow.param_groups = groups
         spilled: list[Spilled] = []
         try:
@@ -418,10 +423,13 @@ class StateOnDisk(StateInMemory):
         stepped = {id(one.param) for one in spilled}
         return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]
 
+    _each_by_itself = staticmethod(each_by_itself)
+    _takes = staticmethod(takes_the_loop)  # a group that can be stepped in portions
+
     def _spilled(self, shadow: Any, conversions: Conversions) -> Iterator[Spilled]:
         """Yield the parameters that can be stepped in portions, in the order of the groups."""
         for group in shadow.param_groups:
-            if not takes_the_loop(group):
+            if not self._takes(group):
                 continue
             fuses = (
                 self._fuses and type(shadow) in FUSED and group.get("foreach") is None and group.get("fused") is None
@@ -493,7 +501,7 @@ class StateOnDisk(StateInMemory):
         ]
         others = [one for one in spilled if one not in large]
         for one in others:
-            one.lengths = _lengths(one, cutting, ring.buffer_nbytes)
+            one.lengths = self._lengths(one, cutting, ring.buffer_nbytes)
         runs_of = (
             (parts, as_few_runs(run for part in parts for run in part.read()))
             for parts in _portions(others, ring.buffer_nbytes)
@@ -519,22 +527,29 @@ class StateOnDisk(StateInMemory):
             if one.conversion is not None and one.conversions and all(part.source for part in one.conversions):
                 one.conversion.done(one.param)
 
-    @staticmethod
-    def _step_portion(shadow: Any, portion: list[ParameterPart], buffer: Buffer, cutting: Cutting) -> None:
+    def _lengths(self, one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
+        return _lengths(one, cutting, room)
+
+    def _step_parts(self, shadow: Any, parts: Sequence[ParameterPart], buffer: Buffer, cutting: Cutting) -> None:
+        """Step parts in a buffer, and convert those that are weights."""
+        for part in parts:
+            if part.of.is_new:
+                _make_state(shadow, part, buffer)
+        made = [part for part in parts if not part.of.is_new]
+        for fuses in (False, True):
+            some = [part for part in made if part.of.fuses is fuses]
+            if some:
+                _step_made(shadow, some, buffer, None if fuses else cutting)
+        for part in parts:
+            _convert(part, buffer)
+
+    def _step_portion(self, shadow: Any, portion: list[ParameterPart], buffer: Buffer, cutting: Cutting) -> None:
         for part in portion:
             part.of.is_begun = True
             for key, run, head, _ in part.ranges:
                 if head:
                     buffer.flat[run.at : run.at + head].copy_(part.of.shared[key])
-            if part.of.is_new:
-                _make_state(shadow, part, buffer)
-        made = [part for part in portion if not part.of.is_new]
-        for fuses in (False, True):
-            parts = [part for part in made if part.of.fuses is fuses]
-            if parts:
-                _step_parts(shadow, parts, buffer, None if fuses else cutting)
-        for part in portion:
-            _convert(part, buffer)
+        self._step_parts(shadow, portion, buffer, cutting)
         for part in portion:
             for key, run, head, nbytes in part.ranges:
                 end = head + nbytes
@@ -560,11 +575,13 @@ def _state(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[list[T
             yield [value for value in state[param].values() if type(value) is Tensor and value.layout is torch.strided]
 
 
-def _step_parts(shadow: Any, parts: Sequence[ParameterPart], buffer: Buffer, cutting: Cutting | None) -> None:
-    """Step parts whose state is in a buffer: in pieces, or in torch's fused kernels if there is no cutting."""
+def in_buffer(
+    shadow: Any, parts: Sequence[ParameterPart], buffer: Buffer
+) -> tuple[Any, Conversions, dict[Tensor, ParameterPart]]:
+    """Make a shadow that steps parts in a buffer; return what it converts as well, and the tensors in parts' places."""
     state: dict[Tensor, State] = {}
     conversions: Conversions = {}
-    given: dict[int, tuple[int, ...]] = {}
+    pieces: dict[Tensor, ParameterPart] = {}
     groups: list[Group] = []
     group: Group | None = None
     for part in parts:
@@ -574,19 +591,27 @@ def _step_parts(shadow: Any, parts: Sequence[ParameterPart], buffer: Buffer, cut
         entry = part.state(buffer)
         scalars = one.entry if part.is_last else one.before
         state[piece] = {key: entry[key] if key in entry else _scalar(scalars[key], part) for key in one.entry}
-        given[id(piece)] = part.lengths
+        pieces[piece] = part
         if group is not one.group:
             group = one.group
             groups.append({**group, "params": []})
         groups[-1]["params"].append(piece)
         if one.conversion is not None:
-            conversions[piece] = Conversion(flattened(one.conversion.wire)[part.slice])
+            wire = one.conversion.wire
+            conversions[piece] = Conversion(part.shaped(flattened(wire)[part.slice], wire))
             one.conversions.append(conversions[piece])
     step = shadow_of(shadow)
     step.param_groups, step.state = groups, state
+    return step, conversions, pieces
+
+
+def _step_made(shadow: Any, parts: Sequence[ParameterPart], buffer: Buffer, cutting: Cutting | None) -> None:
+    """Step parts whose state is in a buffer: in pieces, or in torch's fused kernels if there is no cutting."""
+    step, conversions, pieces = in_buffer(shadow, parts, buffer)
     if cutting is None:
         step.param_groups, step.state = regroup_fused(step, conversions)
     elif type(shadow) not in PER_PARAMETER:
+        given = {id(piece): part.lengths for piece, part in pieces.items()}
         step.param_groups, step.state = regroup_in_pieces(step, conversions, cutting=replace(cutting, given=given))
     type(shadow).step.__wrapped__(step)
 
@@ -601,7 +626,7 @@ def _convert(part: ParameterPart, buffer: Buffer) -> None:
             part.of.conversions.append(Conversion(flattened(part.of.conversion.wire)[part.slice]))
         conversion, piece = part.of.conversions[-1], flattened(part.piece(buffer))
         if conversion.source is None and not piece.isnan().any():
-            conversion.wire.copy_(piece)
+            flattened(conversion.wire).copy_(piece)
             conversion.done(piece)
 
 
@@ -639,21 +664,27 @@ def _made_for(param: Tensor, shadow: Any, group: Group) -> State:
     """Return the state that torch makes for a small parameter."""
     param.grad = torch.zeros_like(param)
     step = shadow_of(shadow)
-    step.param_groups, step.state = [{**group, "params": [param]}], defaultdict(dict)
+    on_host = {"capturable": False} if group.get("capturable") else {}
+    step.param_groups, step.state = [{**group, **on_host, "params": [param]}], defaultdict(dict)
     type(shadow).step.__wrapped__(step)
     made: State = step.state[param]
     return made
 
 
-def _lengths(one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
-    """Cut a parameter into pieces, at least one of which fits into the room that a buffer has left."""
-    numel = one.param.numel()
-    most = (room - 2 * BLOCK * len(one.views)) // sum(view.itemsize for view in one.views.values())
+def even_lengths(one: Spilled, room: int) -> tuple[int, ...]:
+    """Cut a parameter into pieces of whole vectors, as large as a buffer's room allows."""
+    numel, most = one.param.numel(), one.most(room)
     if one.is_whole:
         return (numel,)
-    if one.fuses:  # fused kernels share vectors of elements between threads, wherever a tensor begins
-        most = most // BLOCK * BLOCK or BLOCK // 8
-        return tuple(min(most, numel - first) for first in range(0, numel, most))
+    most = most // BLOCK * BLOCK or BLOCK // 8
+    return tuple(min(most, numel - first) for first in range(0, numel, most))
+
+
+def _lengths(one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
+    """Cut a parameter into pieces, at least one of which fits into the room that a buffer has left."""
+    numel, most = one.param.numel(), one.most(room)
+    if one.is_whole or one.fuses:  # fused kernels share vectors of elements between threads, wherever a tensor begins
+        return even_lengths(one, room)
     if one.is_new:
         cutting = replace(cutting, in_turn=False, piece=NEW_PIECE)
     return (numel,) if numel <= most and cutting.leaves_whole(numel) else cutting.lengths(numel, most)

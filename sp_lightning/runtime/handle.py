@@ -33,6 +33,7 @@ from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import is_watched, unwatch
 from ..memory.weights import device_dtype
 from ..optim import torn_step
+from ..optim.state_in_memory import StateInMemory
 from ..options import Options, is_int
 from ..ranks.alone import Alone
 from ..ranks.board import Ranks
@@ -103,18 +104,19 @@ class Handle:
         self._only_inference = only_inference  # no training follows, so the window may fill the memory
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
         self._counters = Counters()  # of all engines, one after the other
-        self.storage = InMemory()  # of weights and optimizer state
+        state = StateInMemory()
         if options.optimizer_device == "device" and not self.device.is_host:
             from ..optim.device_step import StepsOnDevice  # a run that steps on the host needs nothing of it
 
-            self.storage = InMemory(StepsOnDevice(self.device, options.host_memory))
+            state = StepsOnDevice(self.device, options.host_memory)
+        self.storage = InMemory(state)  # of weights and optimizer state
         if options.uses_files:
             from ..storage.within_budget import WithDisk, WithinBudget  # a run in memory needs nothing of it
 
             kind = WithinBudget if options.disk is None else WithDisk
             may_cast = autocasts and options.may_cast and compute_dtype is None
             trained = not only_inference
-            self.storage = kind(module, self.device, options, compute_dtype, may_cast, trained, self._counters)
+            self.storage = kind(module, self.device, options, compute_dtype, may_cast, trained, self._counters, state)
         self.team = Alone(self.device)  # of several devices, each of which has a handle like this one
         if ranks is not None:
             from ..ranks.team import Team  # on one device nothing needs it

@@ -47,8 +47,9 @@ class WithinBudget(InMemory):
         may_cast: bool,  # whether weights may come to travel in autocast's type
         trains: bool,  # whether what requires gradients may be trained
         counters: Counters,
+        state: StateInMemory,  # of optimizers, as far as it is not on a disk
     ) -> None:
-        super().__init__()
+        super().__init__(state)
         self._module = module
         self._device = device
         self._options = options
@@ -163,9 +164,18 @@ class WithDisk(WithinBudget):
     def open(self) -> None:
         placed = self.placed
         if placed.spilled and not self.state.is_on_disk:
-            file, fuses = ScratchFile(self._folder), self._options.fused_optimizer
-            self.state = self.files.scratch = StateOnDisk(file, placed.buffer, self._counters, fuses)
+            file = ScratchFile(self._folder)
+            self.state = self.files.scratch = self._on_disk(file, placed.buffer)
         if placed.spilled:  # also those that may come to train: no state of theirs was counted
             frozen = (p for p in self._params(range(len(self._units))) if not p.requires_grad)
             self.state.parameters = set(map(id, [*frozen, *self._params(placed.spilled)]))
         super().open()
+
+    def _on_disk(self, file: ScratchFile, buffer_nbytes: int) -> StateOnDisk:
+        if self._options.optimizer_device == "host" or self._device.is_host:
+            return StateOnDisk(file, buffer_nbytes, self._counters, self._options.fused_optimizer)
+        from ..optim.device_step import StepsOnDevice  # a run that steps on the host needs nothing of these
+        from .disk_to_device import FromDiskToDevice
+
+        assert isinstance(self.state, StepsOnDevice)
+        return FromDiskToDevice(file, buffer_nbytes, self._counters, self.state)

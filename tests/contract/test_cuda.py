@@ -402,8 +402,10 @@ with contextlib.redirect_stdout(sys.stderr):
         for precision, clip in (("bf16-mixed", None), ("16-mixed", ["norm", 0.1])):
             kind = functools.partial(models.ZooModule, **implementation)
             settings = {"precision": precision, "clip": clip if "fused" not in implementation else None}
-            options = {"optimizer_device": "device", "window": 2}
-            parity.check(models.case("mlp"), options, accelerator="cuda", optimizer=optimizer, kind=kind, **settings)
+            for place in ({}, {"disk": ".", "host_budget": "0B"}):
+                options = {"optimizer_device": "device", "window": 2, **place}
+                settings |= {"accelerator": "cuda", "optimizer": optimizer, "kind": kind}
+                parity.check(models.case("mlp"), options, **settings)
 print(json.dumps(said))
 """,
         json.dumps(CELLS),

@@ -15,6 +15,7 @@ import models
 import parity
 from sp_lightning.disk import state_ring
 
+STEPS_TOO = "simgpu, which steps too"  # with optimizer_device="device"
 WINDOWS = {"1": 1, "2": 2, "all": 64}
 NOT_UNDER_AUTOCAST = {  # plain runs on the CPU, too
     "bigbird": "scatters values of another type",
@@ -47,9 +48,12 @@ def check(case, accelerator, precision="32-true", optimizer="adamw", accumulate=
         )
 
     alike = {"master_weights": True} if masters else {}  # plainly there is no such precision
+    if options.get("optimizer_device"):
+        alike["optimizer_device"] = options["optimizer_device"]
     if options.get("fused_optimizer"):
         alike["fused_optimizer"] = True
-    plain = parity.streaming_strategy(accelerator, **alike) if alike else parity.plain_strategy(accelerator)
+    own = masters or options.get("fused_optimizer")  # which no plain run has
+    plain = parity.streaming_strategy(accelerator, **alike) if own else parity.plain_strategy(accelerator)
     expected = run(plain)
     options = {"host_budget": "0B", "disk": os.getcwd(), **alike, **options}
     actual = run(parity.streaming_strategy(accelerator, **options))
@@ -65,7 +69,7 @@ def cells():
         "optimizer": ["adamw", "sgd", "adafactor", "two"],
         "accumulate": [1, 3],
         "clip": [None, ("norm", 0.5), ("value", 0.01)],
-        "accelerator": ["simgpu", "cpu"],
+        "accelerator": ["simgpu", "cpu", STEPS_TOO],
         "overlap": [True, False],
         "fused": [False, True],
         "activations": ["keep", "recompute", "offload"],
@@ -75,7 +79,7 @@ def cells():
     pairs = parity.pairwise(case=few, **settings) + parity.pairwise(case=list(models.ZOO), **settings)
     seen = []
     for row in [*often, *map(legal, pairs)]:
-        marks = [pytest.mark.simgpu] * (row["accelerator"] == "simgpu") + [pytest.mark.slow] * (row not in often)
+        marks = [pytest.mark.simgpu] * (row["accelerator"] != "cpu") + [pytest.mark.slow] * (row not in often)
         if row in seen:
             continue
         seen.append(row)
@@ -84,8 +88,10 @@ def cells():
 
 def legal(row):
     """The same settings, but for what Lightning does not have."""
-    if row["precision"] == "16-mixed":
-        row |= {"accelerator": "simgpu", "fused": False}
+    if row["precision"] == "16-mixed" and row["accelerator"] == "cpu":
+        row |= {"accelerator": "simgpu"}
+    if row["precision"] == "16-mixed" or row["accelerator"] == STEPS_TOO:
+        row |= {"fused": False}
     if row["optimizer"] == "two":  # which are stepped by hand
         row |= {"accumulate": 1, "clip": None}
     return row
@@ -97,13 +103,14 @@ def test_training_with_its_state_on_disk_is_plain_training(cell):
     case = models.case(cell["case"])
     for library in case.tags & {"transformers", "torchvision"}:
         pytest.importorskip(library)
-    if case.name == "transformer_encoder" and "-mixed" in cell["precision"] and cell["accelerator"] != "cpu":
-        with torch.autocast(cell["accelerator"], dtype=torch.bfloat16):
+    accelerator, _, steps_too = cell["accelerator"].partition(",")
+    if case.name == "transformer_encoder" and "-mixed" in cell["precision"] and accelerator != "cpu":
+        with torch.autocast(accelerator, dtype=torch.bfloat16):
             if not torch.is_autocast_enabled():
                 pytest.skip("this torch asks for CUDA's autocast before its encoder's fast path, and fails plainly")
     found = check(
         case,
-        cell["accelerator"],
+        accelerator,
         cell["precision"],
         cell["optimizer"],
         cell["accumulate"],
@@ -112,6 +119,7 @@ def test_training_with_its_state_on_disk_is_plain_training(cell):
         activations=cell["activations"],
         optimizer_overlap=cell["overlap"],
         fused_optimizer=cell["fused"],
+        **({"optimizer_device": "device"} if steps_too else {}),
     )
     if cell["optimizer"] == "adamw":
         assert found["disk_written"] > 0 and found["disk_read"] > 0
@@ -122,7 +130,9 @@ def test_training_with_its_state_on_disk_is_plain_training(cell):
 @pytest.mark.parametrize(
     "name", [name if name == "qwen3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])
+@pytest.mark.parametrize(
+    "accelerator", ["cpu", *(pytest.param(place, marks=pytest.mark.simgpu) for place in ("simgpu", STEPS_TOO))]
+)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.few(1)
 def test_a_family_with_its_state_on_disk_trains_as_in_memory(name, accelerator, precision):
@@ -131,4 +141,6 @@ def test_a_family_with_its_state_on_disk_trains_as_in_memory(name, accelerator, 
         pytest.importorskip(library)
     if precision == "bf16-mixed" and name in NOT_UNDER_AUTOCAST:
         pytest.skip(f"under autocast it {NOT_UNDER_AUTOCAST[name]}")
-    assert check(case, accelerator, precision, window=2)["disk_read"] > 0
+    accelerator, _, steps_too = accelerator.partition(",")
+    options = {"optimizer_device": "device"} if steps_too else {}
+    assert check(case, accelerator, precision, window=2, **options)["disk_read"] > 0

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 import models
 import parity
 import sp_lightning
+from sp_lightning.disk import state_ring
 from sp_lightning.errors import OptionError, TornStepError, UnsupportedError
 from sp_lightning.optim import device_step
 
@@ -56,6 +57,13 @@ KINDS = {  # with operators of each that round otherwise on the device
     "adafactor": (Adafactor, {}, "lerp_.Scalar"),
     "fused": (Adam, {"fused": True}, "_fused_adam_"),
     "muon": (Muon, {}, "lerp_.Scalar"),
+}
+
+
+PLACES = {  # where state lies and is stepped
+    "host": {"optimizer_device": "host"},
+    "device": {"optimizer_device": "device"},
+    "disk": {"optimizer_device": "device", "disk": ".", "host_budget": "0B"},
 }
 
 
@@ -98,8 +106,7 @@ def train(
         if where == "plain":
             net.to("simgpu")
         else:
-            options = sp_lightning.stream(net, device="simgpu", window=2, optimizer_device=where)
-            handle = stack.enter_context(options)
+            handle = stack.enter_context(sp_lightning.stream(net, device="simgpu", window=2, **PLACES[where]))
         optimizer = make_optimizer(net.parameters())
         for step in range(steps):
             generator = torch.Generator().manual_seed(step)
@@ -143,12 +150,16 @@ def test_every_class_steps_on_the_device_and_nowhere_else(name, foreach, small, 
         options = {**options, "foreach": foreach}
     if small:  # several portions, and weights that are cut
         monkeypatch.setattr(device_step, "BUFFER", 16384)
+        monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
+        monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
     make, bias = functools.partial(kind, **options), kind is not Muon  # which steps matrices alone
     with rounds_otherwise(*operators):
         plain, _ = train(make, "plain", bias=bias)
         device, held = train(make, "device", bias=bias)
+        disk, held_on_disk = train(make, "disk", bias=bias)
         host, _ = train(make, "host", bias=bias)
     assert not differing(plain, device)
+    assert not differing(plain, disk) and held_on_disk == held
     assert differing(plain, host), "no operator that rounds otherwise is one of this class's"
     if kind in (Adafactor, Muon, ASGD):  # which step as a whole, or after backward
         assert held == 0
@@ -299,6 +310,7 @@ SETTINGS = parity.pairwise(
     overlap=[True, False],
     master=[False, True],
     memory=["auto", "pageable"],
+    place=["device", "disk"],
     small=[False, True],
 )
 
@@ -311,13 +323,15 @@ def test_trainer_runs_are_plain_runs_whose_optimizer_steps_on_the_device(row, ro
         row |= {"clip": None, "accumulate": 1}
     options = {
         "window": 2,
-        "optimizer_device": "device",
+        **PLACES[row["place"]],
         "optimizer_overlap": row["overlap"],
         "host_memory": row["memory"],
         "master_weights": row["master"] and row["precision"] == "bf16-true",
     }
     if row["small"]:
         monkeypatch.setattr(device_step, "BUFFER", 8192)
+        monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
+        monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
     settings = {name: row[name] for name in ("optimizer", "precision", "clip", "accumulate")}
     case = models.case("mlp")
     if options["master_weights"]:  # a plain run has none
@@ -341,19 +355,26 @@ def test_a_learning_rate_on_the_device_is_read_when_it_is_written(option, rounds
 
     with rounds_otherwise("addcdiv_"):
         plain, _ = train(make, "plain", between=decay)
-        device, held = train(make, "device", between=decay)
-    assert not differing(plain, device)
-    assert held == 0
+        for place in ("device", "disk"):
+            device, held = train(make, place, between=decay)
+            assert not differing(plain, device), place
+            assert held == 0
 
 
 # ---- state
 
 
-WHERE = ["plain", "device", "host"]
+WHERE = ["plain", "device", "disk", "host"]
 
 
 @parity.product(
-    ("plain", "device"), ("device", "plain"), ("device", "device"), ("host", "device"), first=WHERE, then=WHERE
+    ("plain", "device"),
+    ("device", "plain"),
+    ("device", "disk"),
+    ("disk", "device"),
+    ("host", "device"),
+    first=WHERE,
+    then=WHERE,
 )
 def test_state_crosses_over_between_runs(first, then, rounds_otherwise):
     def leg(where, saved, steps):
@@ -361,9 +382,7 @@ def test_state_crosses_over_between_runs(first, then, rounds_otherwise):
         net = Net()
         if saved is not None:
             net.load_state_dict(saved[0])
-        stream = (
-            sp_lightning.stream(net, device="simgpu", window=2, optimizer_device=where) if where != "plain" else None
-        )
+        stream = sp_lightning.stream(net, device="simgpu", window=2, **PLACES[where]) if where != "plain" else None
         with stream or contextlib.nullcontext():
             net.to("simgpu") if stream is None else None
             optimizer = AdamW(net.parameters(), lr=1e-2)
@@ -483,8 +502,6 @@ def test_a_group_that_is_not_the_modules_alone_has_to_choose_its_kernels(rounds_
     "options, match",
     [
         ({"fused_optimizer": True}, "'host' with fused_optimizer=True"),
-        ({"disk": "/nowhere"}, "'host' with disk='/nowhere'"),
-        ({"host_budget": "0B"}, "'host' with host_budget=0"),
         ({"optimizer_device": "gpu"}, "one of 'host', 'device'"),
     ],
 )
@@ -498,11 +515,14 @@ def test_where_the_cpu_computes_the_option_changes_nothing():
     assert parity.check(case, {"window": 1, "optimizer_device": "device"})["device_peak"] < device_step.BUFFER
 
 
+@pytest.mark.parametrize("place", ["device", "disk"])
 @pytest.mark.parametrize("fails", [1, 2, 3, 4, 9])
-def test_an_error_in_a_portion_tears_the_step(fails, monkeypatch):
+def test_an_error_in_a_portion_tears_the_step(fails, place, monkeypatch):
     import rounding
 
     monkeypatch.setattr(device_step, "BUFFER", 16384)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
     calls = [0]
 
     def failing(self, one, other, value=1):
@@ -513,7 +533,7 @@ def test_an_error_in_a_portion_tears_the_step(fails, monkeypatch):
 
     torch.manual_seed(0)
     net = Net()
-    with sp_lightning.stream(net, device="simgpu", window=2, optimizer_device="device"):
+    with sp_lightning.stream(net, device="simgpu", window=2, **PLACES[place]):
         optimizer = AdamW(net.parameters(), foreach=False)
         first = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
 
@@ -525,7 +545,7 @@ def test_an_error_in_a_portion_tears_the_step(fails, monkeypatch):
         with rounding.replaced({"addcdiv_": failing}), pytest.raises(RuntimeError, match="the device fails"):
             step()
         optimizer.zero_grad()
-        if fails > 3:  # the portion before came down
+        if place == "disk" or fails > 3:  # the portion before came down, or new state may be in the file
             with pytest.raises(TornStepError):
                 step()
         else:  # nothing was written
