@@ -23,7 +23,8 @@
    read, stepped and written in pieces, one after the other; the unit is stepped when all are written, because the
    buffers between the lanes are small. Weights are read first.
 10. Where the device steps, a unit's weights, gradients and state go up in pieces and come down stepped. They have
-   streams of their own, and move while the copies of units and of gradients, in their order, have to wait.
+   streams of their own, and move while the copies of units and of gradients, in their order, have to wait. State on
+   the disk comes and goes beside that, but one piece has to be down before the next one goes up.
 
 The measured time is that from the begin of a step's first forward to the begin of the next one's, after steps that are
 not counted.
@@ -37,6 +38,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -271,13 +273,8 @@ def floor(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute
     copied = sum(unit.up_nbytes for unit in (*come, *again)) + first.trained * first.up_nbytes
     copied += DOWN_ACCESSES * sum(unit.down_nbytes for unit in units)
     stepped = math.fsum(unit.step_s(machine) for unit in units)
-    copies = (
-        sum(unit.up_nbytes for unit in (*come, *again)) + sum(unit.trained * unit.step_up_nbytes for unit in rest),
-        sum(unit.down_nbytes + unit.trained * unit.step_down_nbytes for unit in rest),
-    )
-    both = [
-        nbytes / rate for nbytes, rate in zip(copies, (machine.up_bytes_per_s, machine.down_bytes_per_s), strict=True)
-    ]
+    ups = sum(unit.up_nbytes for unit in (*come, *again)) + sum(unit.trained * unit.step_up_nbytes for unit in rest)
+    downs = sum(unit.down_nbytes + unit.trained * unit.step_down_nbytes for unit in rest)
     return LowerBound(
         compute_forward=forward,
         compute_backward=backward,
@@ -295,10 +292,41 @@ def floor(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute
             sum(unit.trained * unit.state_written_nbytes for unit in rest),
         ),
         duplex=machine.duplex,
-        chain=_chain(units, machine, recompute),
-        link=(max(both) + min(both) * (1 / machine.duplex - 1)) * any(unit.step_up_nbytes for unit in units),
+        chain=max(_chain(units, machine, recompute), _apart(units, window, machine, recompute)),
+        link=both_ways(ups, downs, machine) * any(unit.step_up_nbytes for unit in units),
         host=ranks * copied / machine.dram_bytes_per_s + stepped if ranks > 1 else 0.0,
     )
+
+
+def both_ways(up_nbytes: float, down_nbytes: float, machine: Machine) -> float:
+    """Return the seconds of copies in both directions at once."""
+    up, down = up_nbytes / machine.up_bytes_per_s, down_nbytes / machine.down_bytes_per_s
+    return max(up, down) + min(up, down) * (1 / machine.duplex - 1)
+
+
+def _apart(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute: bool) -> float:
+    """Compute the longest sum of compute and of copies that cannot run beside it, in seconds.
+
+    From a streamed unit's forward to the end of its backward it computes, and the units behind it. Beside that the link
+    moves what is theirs, and brings earlier units for their backward, as many as the window has room for beside the
+    unit. All other copies of it and of earlier units are over by then, or begin later.
+    """
+    if not has_backward(units):
+        return 0.0
+    left = math.fsum(unit.forward_s(machine) * (1 + recompute) + unit.backward_s(machine) for unit in units)
+    longest, up, down, earlier = 0.0, 0.0, 0.0, deque[int]()  # bytes that the last units loaded again have
+    for unit in units:
+        if unit.trained:
+            up += unit.up_nbytes + unit.step_up_nbytes
+            down += unit.down_nbytes + unit.step_down_nbytes
+        if not unit.resident:
+            longest = max(longest, left + both_ways(up, down, machine))
+        left -= unit.forward_s(machine) * (1 + recompute) + unit.backward_s(machine)
+        if not unit.resident:
+            earlier.append(unit.up_nbytes)
+            if len(earlier) >= window:
+                up += earlier.popleft()
+    return longest
 
 
 def _chain(units: Sequence[UnitNumbers], machine: Machine, recompute: bool) -> float:
@@ -419,7 +447,7 @@ class _Host:
             self._step(unit, [sent, self._computing])
         self._arrived = []
         if not self._into_forward and self._stepped:
-            self._begin = max(self._stepped.values(), key=lambda task: task.number)
+            self._begin = self._issue("optimizer", 0, 0.0, list(self._stepped.values()))  # the end of all
 
     def _forward(self, index: int) -> Task:
         unit = self._units[index]
@@ -489,33 +517,27 @@ class _Host:
 
     def _step(self, index: int, after: list[Task | None]) -> None:
         unit, machine = self._units[index], self._machine
-        if unit.step_up_nbytes:
-            self._step_on_device(index, after)
-            return
-        on_disk, read, written = bool(unit.state_read_nbytes or unit.state_written_nbytes), None, None
-        parts = PARTS if self._into_forward or on_disk else 1
+        on_disk = bool(unit.state_read_nbytes or unit.state_written_nbytes)
+        read = written = ended = None
+        parts = PARTS if self._into_forward or on_disk or unit.step_up_nbytes else 1
         work = unit.step_in_memory_s(machine) / parts
         reads = unit.state_read_nbytes / machine.disk_bytes_per_s / parts
         writes = unit.state_written_nbytes / machine.disk_out_bytes_per_s / parts
+        ups = unit.step_up_nbytes / machine.up_bytes_per_s / parts
+        downs = unit.step_down_nbytes / machine.down_bytes_per_s / parts
         for _ in range(parts):
             if on_disk:
                 read = self._issue("disk in", index, reads, after if read is None else [read], "state")
-            stepped = self._issue("optimizer", index, work, [*after, read])
-            after = [stepped]
+            if unit.step_up_nbytes:
+                came = self._issue("up", index, ups, [*after, read], "state")
+                stepped = self._issue("optimizer", index, work, [came])
+                ended = self._issue("down", index, downs, [stepped, ended], "state")
+            else:
+                came = ended = self._issue("optimizer", index, work, [*after, read])
+            after = [ended if on_disk else came]
             if on_disk:
-                written = self._issue("disk out", index, writes, [stepped, written], "state")
-            self._stepped[index] = written or stepped
-
-    def _step_on_device(self, index: int, after: list[Task | None]) -> None:
-        unit, machine = self._units[index], self._machine
-        work = unit.step_in_memory_s(machine) / PARTS
-        ups = unit.step_up_nbytes / machine.up_bytes_per_s / PARTS
-        downs = unit.step_down_nbytes / machine.down_bytes_per_s / PARTS
-        for _ in range(PARTS):
-            came = self._issue("up", index, ups, after, "state")
-            stepped = self._issue("optimizer", index, work, [came])
-            self._stepped[index] = self._issue("down", index, downs, [stepped], "state")
-            after = [came]
+                written = self._issue("disk out", index, writes, [ended, written], "state")
+            self._stepped[index] = written or ended
 
     def _issue(self, lane: LaneName, unit: int, work: float, after: list[Task | None], phase: str = "") -> Task:
         earlier = [task for task in after if task is not None]

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import itertools
 import math
+import random
 import subprocess
 import sys
 import time
@@ -514,24 +515,57 @@ def test_a_step_on_the_device_comes_near_its_floor_or_its_chain(margin, hidden_i
         units = stepping(workload.units(workload.tokens(machine, 3, True, hidden_in_forward, margin)))
         result = simulated(units, 3, machine, activations="recompute", steps_into_forward=True)
         share = max(result.floor.seconds, result.floor.chain) / result.step_s
-        assert (0.94 if workload.uniform else 0.875) <= share <= 1 + 1e-9, (workload.name, machine.name)
+        assert 0.98 <= share <= 1 + 1e-9, (workload.name, machine.name)
 
 
-@given(
-    st.lists(st.tuples(*[st.integers(0, 5)] * 4), min_size=1, max_size=6),
-    st.integers(1, 4),
-    st.booleans(),
-    st.sampled_from([0.5, 0.75, 1.0]),
-)
-@settings(max_examples=60, deadline=None)
-def test_no_step_on_the_device_is_shorter_than_its_floor(sizes, window, into_forward, duplex):
-    units = stepping(
-        [unit(str(i), up, forward, 2 * forward, down, step) for i, (up, forward, down, step) in enumerate(sizes)]
-    )
-    machine = replace(UNIT_MACHINE, duplex=duplex, device_bytes_per_s=40.0)
-    result = simulated(units, window, machine, steps_into_forward=into_forward)
-    assert result.step_s >= result.floor.chain * (1 - 1e-9)
-    assert result.step_s >= result.floor.bound * (1 - 1e-9)
+def random_units(draw):
+    """Some of them frozen, or resident, and with their state on the device, on the disk, on both or on neither."""
+    units = []
+    for index in range(draw.randint(1, 8)):
+        up, forward, down, step = (draw.randint(0, 6) for _ in range(4))
+        down *= draw.random() < 0.7
+        units.append(unit(str(index), up, forward, 2 * forward, down, step, resident=draw.random() < 0.15))
+    if draw.random() < 0.6:
+        units = stepping(units)
+    if draw.random() < 0.3:
+        moved = {"state_read_nbytes": draw.randint(0, 9), "state_written_nbytes": draw.randint(1, 9)}
+        units = [replace(one, **moved) for one in units]
+    return units
+
+
+@pytest.mark.parametrize("first", range(0, 3000, 1000))
+@pytest.mark.few(1)
+def test_no_step_of_random_units_is_shorter_than_its_floor(first):
+    for number in range(first, first + 1000):
+        draw = random.Random(number)
+        units, window = random_units(draw), draw.randint(1, 4)
+        machine = replace(UNIT_MACHINE, duplex=draw.choice([0.5, 0.75, 1.0]), device_bytes_per_s=40.0)
+        activations, into_forward = draw.choice(["keep", "recompute"]), draw.random() < 0.5
+        result = simulated(units, window, machine, activations=activations, steps_into_forward=into_forward)
+        assert result.step_s >= result.floor.chain * (1 - 1e-9), number
+        assert result.step_s >= result.floor.bound * (1 - 1e-9), number
+
+
+def test_a_step_of_state_on_the_disk_on_the_device_is_literally_this(monkeypatch):
+    monkeypatch.setattr(simulation, "PARTS", 2)
+    moved = {"state_read_nbytes": 2, "state_written_nbytes": 4, "step_up_nbytes": 4, "step_down_nbytes": 2}
+    machine = replace(UNIT_MACHINE, device_bytes_per_s=3.0, disk_bytes_per_s=1.0, disk_out_bytes_per_s=2.0)
+    result = simulated([unit("a", **moved), unit("b", down=0, resident=True)], window=1, machine=machine)
+    assert [line for line in literal(result) if "b" not in line] == [
+        "compute a 0-1",
+        "compute a 4-6",
+        "down a 6-7",
+        "disk in a 7-9",  # two portions
+        "up a 8-10",
+        "optimizer a 10-11",
+        "down a 11-12",
+        "up a 12-14",
+        "disk out a 12-13",
+        "optimizer a 14-15",
+        "down a 15-16",
+        "disk out a 16-17",
+        "up a 17-18",  # for the next forward
+    ]
 
 
 @pytest.mark.slow
