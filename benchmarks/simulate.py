@@ -1,9 +1,10 @@
 """Simulate training steps of known models on known machines, and print how close each comes to its lower bound.
 
-    python benchmarks/simulate.py
+    python benchmarks/simulate.py [--machines]
 
-The tables are those of docs/simulation.md. Nothing is measured: machines are the profiles of
-sp_lightning/core/machine.py, models those of sp_lightning/planning/workloads.py, the order of work is the runtime's.
+The tables are those of docs/simulation.md; with --machines the one of docs/several-machines.md, in minutes. Nothing is
+measured: machines are the profiles of sp_lightning/core/machine.py, models those of
+sp_lightning/planning/workloads.py, the order of work is the runtime's.
 "floor" in the tables is the lower bound of the step time.
 """
 
@@ -16,6 +17,8 @@ from sp_lightning.core.machine import GIB, MACHINES, Machine, with_cores
 from sp_lightning.core.schedule import Schedule
 from sp_lightning.core.simulation import LowerBound, Simulation, floor, simulate
 from sp_lightning.core.unit_numbers import UnitNumbers, stepped_on_device
+from sp_lightning.planning import plan
+from sp_lightning.planning.forecast import speed_of
 from sp_lightning.planning.workloads import WORKLOADS, Workload, WorkloadPart
 
 WINDOW = 3
@@ -250,6 +253,26 @@ def step_places() -> str:
     return table([*head, "clipped, all cores", "clipped, 8 cores", "clipped, 4 cores"], rows)
 
 
+PLANNED = ("llama3-8b", 8), ("llama3-70b", 2)  # a model, and the devices of each machine
+NETWORKS = "10Gb", "100Gb", "400Gb"
+NODES = 1, 2, 4, 8
+BATCHES = 1, 32  # that are accumulated
+
+
+def several_machines() -> str:
+    """Return a table of the tokens a second of all machines together, by their number and the line between them."""
+    rows = []
+    for (name, devices), batches, network in itertools.product(PLANNED, BATCHES, NETWORKS):
+        row = [f"{name}, {devices} x h100", str(batches), f"{network.removesuffix('Gb')} Gbit/s"]
+        for nodes in NODES:
+            between = {"nodes": nodes, "network": network} if nodes > 1 else {}
+            options = {"activations": "recompute", "window": WINDOW, "accumulate": batches}
+            found = plan(name, TOKENS, precision="bf16-mixed", machine="h100", devices=devices, **between, **options)
+            row.append(f"{speed_of(found)['tokens_per_s']:,.0f}" if found.fits else "does not fit")
+        rows.append(row)
+    return table(["each machine", "batches a step", "line", "one", *(f"{nodes} machines" for nodes in NODES[1:])], rows)
+
+
 def report() -> str:
     """Return the whole report."""
     sections = {
@@ -299,4 +322,4 @@ def report() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(report() + "\n")
+    sys.stdout.write((several_machines() if sys.argv[1:] == ["--machines"] else report()) + "\n")

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if rest and not (args.command == "plan" and _module("plan").in_place_of_fit(args)):
                 options = re.findall(r"--[\w-]+", parsers[args.command].format_help())
                 meant = did_you_mean(rest[0], options)
-                if re.fullmatch(r"--(n|num[-_])?nodes(=.*)?", rest[0]):
+                if "--nodes" not in options and re.fullmatch(r"--(n|num[-_])?nodes(=.*)?", rest[0]):
                     meant = ": it is of one machine, and docs/several-machines.md has what others add"
                 if args.command == "launch" and not rest[0].startswith("-"):
                     meant = f": put -- before the script ({args.command} [options] -- {rest[0]} ...)"

@@ -47,7 +47,8 @@ class Run:
     copies: int  # of the weights, that callbacks have
     trained_copies: int  # of the trained ones alone, that callbacks say they have (Rule 4)
     steps: int | None  # of the optimizer, in the whole run, or batches of prompts, those at once as one; None: no end
-    devices: int = 1  # each with such a batch
+    devices: int = 1  # of each machine, each with such a batch
+    nodes: int = 1  # machines
     own_gradients: bool = False  # whether each of several devices has gradients of its own (unit_numbers.py, Rule 5)
     answer: int | None = None  # tokens of each answer, if the run generates them (Rule 5)
     cache: str | None = None
@@ -72,9 +73,6 @@ def find(arguments: Sequence[str]) -> Run:
     if not isinstance(trainer.strategy, SuperpipelineStrategy) or not isinstance(options, Options):
         found, allowed = type(trainer.strategy).__name__, "superpipeline (or left out), for a plan"
         raise OptionError(argument="trainer.strategy", found=found, allowed=allowed)
-    if trainer.num_nodes > 1:
-        allowed = "1: a plan is of one machine, and docs/several-machines.md says what others add"
-        raise OptionError(argument="trainer.num_nodes", found=trainer.num_nodes, allowed=allowed)
     with META:
         module = _connected(cli)
     answer, cache = getattr(module, "generates", (None, None))
@@ -115,7 +113,8 @@ def find(arguments: Sequence[str]) -> Run:
         copies=0 if asked else len(averages),
         trained_copies=0 if asked else sum(getattr(one, "trained_copies", 0) for one in trainer.callbacks),
         steps=math.ceil(steps / at_once) if 0 <= steps < float("inf") else None,
-        devices=trainer.strategy.world_size,
+        devices=trainer.strategy.world_size // trainer.num_nodes,
+        nodes=trainer.num_nodes,
         own_gradients=trainer.strategy.writes_gradients,
         answer=answer,
         cache=cache,

@@ -24,7 +24,7 @@ MEASURED_S = 10.0  # of the disk
 ANSWER = 256  # tokens, with --inference
 OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget", "disk"
 OF_SCRIPT = "config", "model", "batch", "data", "loss", "answer", "cache", "precision", "optimizer", "accumulate"
-OF_RUN = *OF_STRATEGY, "batch", "seq", "answer", "cache", "precision", "accumulate", "devices"  # that a config says
+OF_RUN = *OF_STRATEGY, "batch", "seq", "answer", "cache", "precision", "accumulate", "devices", "nodes"  # of a config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine", default="here", help="a profile such as rtx4090, or list to see all (default: here, measured)"
     )
     parser.add_argument("--devices", type=int, help="devices that train together, each with this batch (default: 1)")
+    parser.add_argument("--nodes", type=int, help="machines that train together, each with these devices (default: 1)")
+    parser.add_argument(
+        "--network", help="with --nodes: the line between them such as 100Gb, or bytes per second that doctor measured"
+    )
     parser.add_argument("--device-memory", help="device bytes, such as 24GiB (default: the machine's)")
     parser.add_argument("--host-memory", help="host bytes, such as 64GiB (default: the machine's)")
     parser.add_argument("--host-headroom", help="host bytes for the system (default: a tenth, from 4 to 32 GiB)")
@@ -102,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     from ..planning.forecast import WIDTH, text
 
-    for name in ("batch", "seq", "answer", "accumulate", "samples", "epochs", "devices"):
+    for name in ("batch", "seq", "answer", "accumulate", "samples", "epochs", "devices", "nodes"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise OptionError(argument=name, found=value, allowed="an int >= 1")
@@ -164,6 +168,8 @@ def _plan_of(args: argparse.Namespace, run: Run, device_memory: int | str | None
             copies=run.copies,
             trained_copies=run.trained_copies,
             devices=run.devices,
+            nodes=run.nodes,
+            network=args.network,
             own_gradients=run.own_gradients,
             accumulate=run.accumulate,
             loss=None if run.answer is not None and args.loss is None else loss,  # that of the model's kind
@@ -268,6 +274,7 @@ def _run_of_arguments(args: argparse.Namespace) -> Run:
         trained_copies=0,
         steps=None,
         devices=args.devices or 1,
+        nodes=args.nodes or 1,
         answer=args.answer,
         cache=args.cache,
         optimizer=args.optimizer,
@@ -303,6 +310,7 @@ def _run_of_script(args: argparse.Namespace) -> Run:
         trained_copies=0,
         steps=found.steps,
         devices=args.devices or 1,
+        nodes=args.nodes or 1,
         optimizer=found.optimizer,
         beside=functools.partial(found.models.beside_nbytes, options.get("units", "auto")),
     )
@@ -328,7 +336,7 @@ def _speed_of(args: argparse.Namespace, run: Run, plan: Plan) -> dict[str, float
     """Compute the speed and, for a number of samples, the length and the cost of the whole run."""
     from ..planning.forecast import speed_of
 
-    rows = (plan.rows if plan.counted == "rows" else args.batch or 1) * run.accumulate * run.devices
+    rows = (plan.rows if plan.counted == "rows" else args.batch or 1) * run.accumulate * run.devices * run.nodes
     steps = run.steps if args.samples is None else -(-args.samples // rows) * (args.epochs or 1)
     speed = speed_of(plan, rows, run.spec.tokens, steps)
     if steps is not None and args.price is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 MOST_TASKS = 1 << 40  # more than there are
-LaneName = Literal["disk in", "up", "compute", "down", "optimizer", "disk out"]
+LaneName = Literal["disk in", "up", "compute", "down", "network", "optimizer", "disk out"]
 
 
 @dataclass(eq=False, slots=True)

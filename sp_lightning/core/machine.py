@@ -29,6 +29,11 @@ DUPLEX = 0.85  # of its bandwidth, in each direction while both run; 0.5 on some
 DISK_READ, DISK_WRITE, DISK_DUPLEX = 7e9, 5e9, 0.75
 ENDURANCE = 1200e12  # the rating of a consumer drive of 2 TB
 
+# Of sums between machines, which gloo carries (benchmarks/NOTES.md): the share of a line that it fills where the line
+# is the limit, and bytes/s that each device's process sends where the process is, while it receives as many.
+SUSTAINED_NETWORK = 0.9
+RAIL = 0.4e9
+
 CORE_DRAM = 10e9  # bytes/s that one core reads and writes in an optimizer's step, until the channels are the limit
 
 # Page-locked copies over 16 lanes, of 15.8, 31.5 and 63.0 GB/s per direction on the wire (8 to 32 GT/s, 128b/130b).
@@ -66,6 +71,7 @@ class Machine:
     disk_out_bytes_per_s: float = DISK_WRITE  # sustained
     disk_duplex: float = DISK_DUPLEX  # as `duplex`
     device_bytes_per_s: float = math.inf  # of its memory, read and written; inf: not known
+    network_bytes_per_s: float = math.inf  # to other machines, while as many come from them; inf: not known
 
     def compute_s(self, flops: float, moved_nbytes: float) -> float:
         """Return the seconds in which the device does these operations, and reads and writes these bytes."""
@@ -111,6 +117,26 @@ def with_disk(machine: Machine, speed: str) -> Machine:
     if min(read, written) <= 0 or not 0.5 <= duplex <= 1 or len(given) > 3:
         raise OptionError(argument="disk_speed", found=speed, allowed=allowed)
     return replace(machine, disk_bytes_per_s=read, disk_out_bytes_per_s=written, disk_duplex=duplex)
+
+
+def with_network(machine: Machine, network: str, devices: int) -> Machine:
+    """Return the machine with a network, over which a process for each of these devices sends.
+
+    A line such as "100Gb" (bits per second) is never filled; bytes per second such as "1.9GB" are taken as measured.
+    """
+    allowed = 'the line in bits per second such as "100Gb", or measured bytes per second such as "1.9GB"'
+    line = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MG])(?:b|bit)(?:/s|ps)?\s*", network)
+    if line is not None:
+        bits = float(line[1]) * {"M": 1e6, "G": 1e9}[line[2]]
+        rate = min(SUSTAINED_NETWORK * bits / 8, devices * RAIL)
+    else:
+        try:
+            rate = float(parse_bytes(network.strip().removesuffix("/s"), "network"))
+        except OptionError:
+            rate = 0.0
+    if rate <= 0:
+        raise OptionError(argument="network", found=network, allowed=allowed)
+    return replace(machine, network_bytes_per_s=rate)
 
 
 def link_bytes_per_s(link: str | float) -> float:

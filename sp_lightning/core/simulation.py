@@ -2,9 +2,9 @@
 
 1. Work is issued in the order in which the runtime's calling thread issues it, by the same ``Schedule``. As in the
    runtime, no decision depends on time, so all work of several steps is issued first and timed afterwards.
-2. Four lanes run side by side: the way up, compute, the way down, and the host thread that steps the optimizer; and
-   two more for a disk, which is read and written. A task starts as soon as everything it waits for has ended and its
-   lane is free; lanes keep the order of issue.
+2. Four lanes run side by side: the way up, compute, the way down, and the host thread that steps the optimizer; two
+   more for a disk, which is read and written; and one for the network. A task starts as soon as everything it waits
+   for has ended and its lane is free; lanes keep the order of issue.
 3. Up: after a unit was evicted, every later load waits for the compute issued before it (device_copy.py, Rule 2).
 4. Compute: a visit waits for its unit's bytes. Packing a unit's gradients waits until the ones packed before are down
    (way_down.py, Rule 3); then follow the copy down of the packed ones and the unit's step.
@@ -25,12 +25,14 @@
 10. Where the device steps, a unit's weights, gradients and state go up in pieces and come down stepped. They have
    streams of their own, and move while the copies of units and of gradients, in their order, have to wait. State on
    the disk comes and goes beside that, but one piece has to be down before the next one goes up.
+11. With several machines each sends its sum of a unit's gradients to every other one, once they are down, in the order
+   in which they come; as many bytes come from each meanwhile. Backward ends when all have come (exchange.py, Rule 11).
 
 The measured time is that from the begin of a step's first forward to the begin of the next one's, after steps that are
 not counted.
 
-Not modelled: launches, the optimizer's and the link's competition for host memory with one device, memory that the
-device allocator wastes.
+Not modelled: launches, the competition of the optimizer and the link for host memory with one device, and of the
+network with both, memory that the device allocator wastes.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from .unit_numbers import UnitNumbers
 Activations = Literal["keep", "recompute"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 WAITS: dict[LaneName, str] = {"up": "weights", "down": "gradients", "optimizer": "optimizer"}  # stalls, by lane
+NETWORK: dict[LaneName, str] = {"network": "network"}
 ON_DISK: dict[LaneName, str] = {"disk in": "disk", "disk out": "disk"}
 ON_LINK: tuple[LaneName, LaneName] = ("up", "down")
 
@@ -100,6 +103,8 @@ class LowerBound:
     chain: float  # the longest chain of work that the order of units makes sequential; no step can be shorter
     link: float = 0.0  # of all copies, with those of a step on the device, but for the first unit's
     host: float = 0.0  # of the host's memory, with several ranks: all that they read and write there in a step
+    network: float = 0.0  # of all but the first unit's sums
+    first_network: float = 0.0
 
     @property
     def forward(self) -> float:
@@ -124,7 +129,7 @@ class LowerBound:
     @property
     def _of_one(self) -> float:
         longest = max(self.forward + self.backward, self.optimizer, self.disk, self.link)
-        return longest + self.first_down + self.first_step + self.first_up
+        return max(longest + self.first_down, self.network) + self.first_network + self.first_step + self.first_up
 
     @property
     def bound(self) -> float:
@@ -137,14 +142,18 @@ class LowerBound:
             self.disk,
             self.link,
             self.host,
+            self.network + self.first_network,
         )
 
     @property
     def binds(self) -> str:
-        """Part that sets the lower bound: "compute", "link", "disk", "optimizer" or, with ranks, "host memory"."""
+        """Part that sets the lower bound.
+
+        "compute", "link", "disk" or "optimizer"; with ranks "host memory", with several machines "network".
+        """
         if self.host > self._of_one:
             return "host memory"
-        beside = {"disk": self.disk, "optimizer": self.optimizer, "link": self.link}
+        beside = {"disk": self.disk, "optimizer": self.optimizer, "link": self.link, "network": self.network}
         longest = max(beside, key=beside.__getitem__)
         if beside[longest] > self.forward + self.backward:
             return longest
@@ -186,6 +195,7 @@ def simulate(
     steps_into_forward: bool = False,
     works: Sequence[SimulatedVisit] = (),
     ranks: int = 1,
+    nodes: int = 1,
 ) -> Simulation:
     """Simulate a training step over these units on that machine.
 
@@ -194,18 +204,19 @@ def simulate(
         schedule: A schedule of these units' ``up_nbytes``, which the simulation uses up.
         machine: A profile (`machine.MACHINES`), or measured numbers.
         activations: Whether activations are kept or recomputed.
-        optimizer_overlap: Units are stepped while backward runs, otherwise after it.
+        optimizer_overlap: Units are stepped while backward runs, otherwise after it, as with several machines.
         steps_into_forward: Units may be stepped while the next forward runs (Rule 5).
         works: The step's visits, with the costs of ``activations`` included; by default forward over all units and
             then backward in reverse.
         ranks: How many of the machine's devices do the same at the same time, and share its memory (Rule 8).
+        nodes: How many such machines sum their gradients (Rule 11).
     """
     if not units:
         raise OptionError(argument="units", found=len(units), allowed="at least one unit")
     if activations not in ("keep", "recompute"):
         raise OptionError(argument="activations", found=activations, allowed="'keep' or 'recompute'")
     recompute = activations == "recompute"
-    host = _Host(units, schedule, machine, recompute, optimizer_overlap, steps_into_forward, works)
+    host = _Host(units, schedule, machine, recompute, optimizer_overlap, steps_into_forward, works, nodes)
     starts, read = [], [0]
     for _ in range(STEPS):
         starts.append(host.step())
@@ -216,6 +227,8 @@ def simulate(
     lanes: dict[str, str] = {str(lane): cause for lane, cause in WAITS.items()}
     if any(task.lane in ON_DISK for task in host.tasks):
         lanes["disk"] = "disk"
+    if any(task.lane in NETWORK for task in host.tasks):
+        lanes |= {str(lane): cause for lane, cause in NETWORK.items()}
     return Simulation(
         step_s=end - begin,
         compute_s=math.fsum(task.work for task in host.tasks if task.lane == "compute" and begin <= task.start < end),
@@ -225,7 +238,7 @@ def simulate(
         peak_nbytes=host.peak,
         timeline=_timeline(host.tasks, units, begin, end),
         waits=waits,
-        floor=floor(units, schedule.window, machine, recompute, ranks),
+        floor=floor(units, schedule.window, machine, recompute, ranks, nodes),
         disk_nbytes=read[-1] - read[-2],
         state_read_nbytes=sum(unit.state_read_nbytes for unit in units if unit.trained),
         state_written_nbytes=sum(unit.state_written_nbytes for unit in units if unit.trained),
@@ -260,7 +273,9 @@ def has_backward(units: Sequence[UnitNumbers]) -> bool:
     return any(unit.trained or unit.backward_flops for unit in units)
 
 
-def floor(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute: bool, ranks: int = 1) -> LowerBound:
+def floor(
+    units: Sequence[UnitNumbers], window: int, machine: Machine, recompute: bool, ranks: int = 1, nodes: int = 1
+) -> LowerBound:
     """Compute the lower bound of a step over these units."""
     first, rest = units[0], units[1:]
     streamed = [unit for unit in units if not unit.resident]
@@ -292,8 +307,10 @@ def floor(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute
             sum(unit.trained * unit.state_written_nbytes for unit in rest),
         ),
         duplex=machine.duplex,
-        chain=max(_chain(units, machine, recompute), _apart(units, window, machine, recompute)),
+        chain=max(_chain(units, machine, recompute, nodes), _apart(units, window, machine, recompute)),
         link=both_ways(ups, downs, machine) * any(unit.step_up_nbytes for unit in units),
+        network=sum(_network_s(unit, machine, nodes) for unit in rest),
+        first_network=_network_s(first, machine, nodes),
         host=ranks * copied / machine.dram_bytes_per_s + stepped if ranks > 1 else 0.0,
     )
 
@@ -329,11 +346,16 @@ def _apart(units: Sequence[UnitNumbers], window: int, machine: Machine, recomput
     return longest
 
 
-def _chain(units: Sequence[UnitNumbers], machine: Machine, recompute: bool) -> float:
+def _network_s(unit: UnitNumbers, machine: Machine, nodes: int) -> float:
+    """Return the seconds in which a machine sends its sum of a unit's gradients to all others."""
+    return (nodes - 1) * unit.gradient_nbytes * unit.trained / machine.network_bytes_per_s
+
+
+def _chain(units: Sequence[UnitNumbers], machine: Machine, recompute: bool, nodes: int) -> float:
     """Compute the longest chain of work through any unit, in seconds.
 
-    Such a chain is: backward from the last unit to this one, the copy of its gradients, the steps of all units up to
-    it, the shortest of their loads, forward from this unit to the last.
+    Such a chain is: backward from the last unit to this one, the copy of its gradients, their way to other machines,
+    the steps of all units up to it, the shortest of their loads, forward from this unit to the last.
     """
     computes = [(1 + recompute) * unit.forward_s(machine) + unit.backward_s(machine) for unit in units]
     longest = left = math.fsum(computes)
@@ -342,7 +364,8 @@ def _chain(units: Sequence[UnitNumbers], machine: Machine, recompute: bool) -> f
         if unit.trained:
             steps += max(unit.step_in_memory_s(machine), unit.step_copies_s(machine))
             up = min(up, unit.up_s(machine))
-            longest = max(longest, left + unit.down_nbytes / machine.down_bytes_per_s + steps + up)
+            sums = unit.down_nbytes / machine.down_bytes_per_s + _network_s(unit, machine, nodes)
+            longest = max(longest, left + sums + steps + up)
         left -= own
     return longest
 
@@ -362,6 +385,7 @@ class _Host:
         overlap: bool,
         into_forward: bool,
         works: Sequence[SimulatedVisit],
+        nodes: int,
     ) -> None:
         self.tasks: list[Task] = []
         self.lanes = {name: InOrder() for name in LANES}
@@ -376,6 +400,7 @@ class _Host:
         self._works = works
         self._schedule = schedule
         self._machine = machine
+        self._nodes = nodes
         self._recompute = recompute
         self._overlap = overlap
         self._into_forward = into_forward
@@ -389,6 +414,7 @@ class _Host:
         self._reader: Task | None = None  # the compute after which the next load may start (Rule 3)
         self._computing: Task | None = None  # issued last
         self._sending: Task | None = None  # the copy of gradients whose packed buffer still takes memory
+        self._crossing: Task | None = None  # the sums that are sent last
         self._stowing: Task | None = None  # the copy of activations to the host under way
         self._resident_nbytes = sum(unit.up_nbytes for unit in units if unit.resident)
         self._saved_nbytes = 0
@@ -443,6 +469,9 @@ class _Host:
 
     def _close(self) -> None:
         self._free_packed()
+        if self._crossing is not None:
+            self._computing = self._issue("compute", self._crossing.unit, 0.0, [self._crossing])
+            self._crossing = None
         for unit, sent in self._arrived:
             self._step(unit, [sent, self._computing])
         self._arrived = []
@@ -505,7 +534,10 @@ class _Host:
         nbytes = self._units[index].down_nbytes
         self._sending = self._issue("down", index, nbytes / self._machine.down_bytes_per_s, [self._computing])
         self._packed_nbytes = nbytes
-        if self._overlap:
+        if self._nodes > 1:
+            crosses = _network_s(self._units[index], self._machine, self._nodes)
+            self._crossing = self._issue("network", index, crosses, [self._sending])
+        if self._overlap and self._crossing is None:
             self._step(index, [self._sending])
         else:
             self._arrived.append((index, self._sending))
@@ -570,7 +602,7 @@ def _waits(computes: list[Task], units: Sequence[UnitNumbers], begin: float, end
                 since = max(cause.start, before.end)
                 name = units[cause.unit].name
                 on_device = cause.phase == "state" and cause.lane in ON_LINK
-                stall = WAITS["optimizer"] if on_device else (WAITS | ON_DISK)[cause.lane]
+                stall = WAITS["optimizer"] if on_device else (WAITS | ON_DISK | NETWORK)[cause.lane]
                 waits.append(Span("compute", name, since - begin, waiting.start - begin, stall=stall))
                 waiting = cause
     return sorted(waits, key=lambda span: span.start)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 _NOTHING = contextlib.nullcontext()
-Lane = Literal["disk in", "up", "compute", "down", "optimizer", "disk out", "host"]
-CAUSES = ("compute", "disk", "weights", "gradients", "activations", "optimizer", "other")
+Lane = Literal["disk in", "up", "compute", "down", "network", "optimizer", "disk out", "host"]
+CAUSES = ("compute", "disk", "weights", "gradients", "network", "activations", "optimizer", "other")
 LANES: tuple[Lane, ...] = get_args(Lane)  # "optimizer" is the thread that steps, "host" the one that launches
 
 

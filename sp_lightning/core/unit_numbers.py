@@ -9,6 +9,8 @@
    values, averages and staging buffers of its own, and some units' gradients on their way. It has all gradients once
    more if it accumulates them, or writes to them: by clipping values, gradient scaling, or
    ``zero_grad(set_to_none=False)``.
+6. With several machines there are also the sums of the largest units that have come from each other one and were not
+   taken, and the packed one that is being sent (transport.py, Rule 4).
 """
 
 from __future__ import annotations
@@ -61,6 +63,11 @@ class UnitNumbers:
     def trained(self) -> bool:
         """Whether a step changes the unit."""
         return self.down_nbytes > 0
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of its gradients on the host, where those of weights that travel in half precision are FP32."""
+        return self.down_nbytes + 2 * self.cast
 
     def up_s(self, machine: Machine) -> float:
         """Return the seconds of a load: files are read while what was read goes up."""
@@ -147,16 +154,19 @@ class HostBytes:
         """The sum of all terms."""
         return sum(getattr(self, field.name) for field in fields(self))
 
-    def of_ranks(self, ranks: int, under_way: int, own_gradients: bool = False, shared_state: bool = True) -> HostBytes:
-        """Return what this many ranks need together (Rule 5).
+    def of_ranks(
+        self, ranks: int, under_way: int, own_gradients: bool = False, shared_state: bool = True, messages: int = 0
+    ) -> HostBytes:
+        """Return what this many ranks need together (Rule 5), on one of several machines (Rule 6).
 
         Args:
             ranks: The number of devices.
             under_way: Bytes of gradients that a rank may have on their way.
             own_gradients: Whether each rank has gradients of its own.
             shared_state: Whether each rank steps a part, or every one all parameters with a state of its own.
+            messages: Bytes of sums between machines, for all ranks together; 0 on the only machine.
         """
-        if ranks == 1:
+        if ranks == 1 and not messages:
             return self
         alone = 0 if shared_state else ranks
         return replace(
@@ -168,7 +178,7 @@ class HostBytes:
             activations=ranks * self.activations,
             keys_and_values=ranks * self.keys_and_values,
             copies=ranks * self.copies,
-            under_way=ranks * under_way,
+            under_way=ranks * under_way + messages,
             ring=ranks * self.ring,
         )
 

@@ -25,13 +25,15 @@ LANE_NAMES: dict[Lane, str] = {
     "up": "up: host to device",
     "compute": "compute",
     "down": "down: device to host",
+    "network": "to other machines",
     "optimizer": "optimizer on the host",
     "disk out": "host to disk",
     "host": "host thread waits",
 }
 STEPS = "steps"
 NAMES = {cause: f"waits for {cause}" for cause in CAUSES}
-NAMES |= {"compute": "compute", "disk": "waits for the disk", "other": "outside of units"}
+NAMES |= {"compute": "compute", "disk": "waits for the disk", "network": "waits for the network"}
+NAMES |= {"other": "outside of units"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ WORK: dict[tuple[Lane, str], tuple[str, str]] = {  # two shades, for neighbourin
     ("compute", "backward"): ("#3d5fa3", "#5f80c0"),
     ("down", "gradients"): ("#e08e45", "#efb17c"),
     ("down", "activations"): ("#c9b26b", "#dccb95"),
+    ("network", "gradients"): ("#a0703c", "#bf9468"),
     ("optimizer", "step"): ("#6a9f58", "#93bf83"),
 }
 DEFAULT_PHASE: dict[Lane, str] = {
@@ -34,6 +35,7 @@ DEFAULT_PHASE: dict[Lane, str] = {
     "up": "weights",
     "compute": "forward",
     "down": "gradients",
+    "network": "gradients",
     "optimizer": "step",
     "disk out": "state",
 }
@@ -43,6 +45,7 @@ CAUSE_COLORS = {
     "disk": "#e7c3dd",
     "weights": "#f3b9be",
     "gradients": "#f7cfd2",
+    "network": "#e3c9ae",
     "activations": "#fae0e2",
     "optimizer": "#eda3a9",
     "other": "#cbd2d9",
@@ -206,6 +209,7 @@ def _legend(drawn: Any, chosen: list[tuple[Timeline, Step]]) -> None:
         ("forward", "compute", "forward"),
         ("backward", "compute", "backward"),
         ("gradients down", "down", "gradients"),
+        ("gradients to other machines", "network", "gradients"),
         ("activations, down and up", "down", "activations"),
         ("optimizer's steps", "optimizer", "step"),
         ("optimizer's state to disk", "disk out", "state"),

@@ -48,6 +48,8 @@ def plan(
     at_once: int | str | None = None,
     guessed: int = 0,
     accepted: float = 1.0,
+    nodes: int = 1,
+    network: str | None = None,
     host_nbytes: int | str | None = None,
     **options: Any,
 ) -> Plan:
@@ -91,6 +93,9 @@ def plan(
             fit (docs/inference.md).
         guessed: With ``at_once``: tokens of each row that speculation guesses for a forward.
         accepted: Tokens for each row that a forward then gives on average, its own included.
+        nodes: Machines that train together, each with these devices; bytes are those of one of them.
+        network: With several nodes: the line between them such as "100Gb", of which gloo carries a part, or bytes per
+            second that each was measured to send, such as "1.9GB" (doctor under torchrun).
         link: The link's PCIe generation and lanes such as "gen4x8", or bytes per second such as "12GB".
         disk_speed: Bytes per second that the machine's disk reads and writes, such as "7GB,5GB"; by default those of a
             drive on four lanes of PCIe 4. A third number, from 0.5 to 1, is the share of that which each direction
@@ -99,7 +104,7 @@ def plan(
         **options: Options of ``SuperpipelineStrategy``.
     """
     from .planner import make_plan  # slow to import
-    from .settings import PlannedMachine, PlannedRun, answers_of, calls_of
+    from .settings import PlannedMachine, PlannedRun, answers_of, calls_of, check_network
 
     if host_nbytes is not None:
         if host_memory not in (None, *HOST_MEMORY):
@@ -123,7 +128,9 @@ def plan(
         accumulate=accumulate,
         calls=calls_of(at_once, guessed, accepted),
         predict_at_once=predict_at_once,
+        nodes=nodes,
     )
+    check_network(run.nodes_of_steps, network)
     on = PlannedMachine.of(
         machine,
         device,
@@ -134,5 +141,7 @@ def plan(
         cores=cores,
         link=link,
         disk_speed=disk_speed,
+        network=network,
+        devices=devices,
     )
     return make_plan(module, batch, run, on, name)

@@ -140,6 +140,7 @@ class Plan:
     flops: float = 0.0
     headroom: int = 0  # bytes of host memory that are left to the system
     devices: int = 1  # of the machine, which share the host's memory
+    nodes: int = 1  # such machines
     on_disk: int = 0  # bytes of state, and of weights that train, on a disk: read and written once in a step
     accumulating_s: float = 0.0  # seconds of a batch whose gradients are only added to those before it
     accumulate: int = 1  # batches in a step of the optimizer
@@ -177,6 +178,12 @@ class Plan:
     def disk_written_s(self) -> float:
         """Seconds in which the disk writes these bytes."""
         return self.disk_written_nbytes / self.machine.disk_out_bytes_per_s
+
+    @property
+    def network_nbytes(self) -> int:
+        """Bytes that each machine sends to the others in a step."""
+        floor, rate = self.simulation.floor, self.machine.network_bytes_per_s
+        return 0 if self.nodes == 1 else round((floor.network + floor.first_network) * rate)
 
     @property
     def wear(self) -> str:
@@ -219,7 +226,7 @@ class Plan:
 
     @property
     def binds(self) -> str:
-        """Part that sets the lower bound: "compute", "link", "disk", "optimizer" or, with ranks, "host memory"."""
+        """Part that sets the lower bound, as in a simulation's."""
         return self.simulation.floor.binds
 
     @property
@@ -305,6 +312,7 @@ class Plan:
             "disk": floor.disk,
             "optimizer": floor.optimizer,
             "host memory": floor.host,
+            "network": floor.network + floor.first_network,
         }
         why = f"the {self.binds} takes {format_seconds(lanes[self.binds])} of a step of {format_seconds(self.step_s)}"
         if best is None:
@@ -335,6 +343,7 @@ class Plan:
             "disk_nbytes": self.disk_nbytes,
             "disk_read_nbytes": self.disk_read_nbytes,
             "disk_written_nbytes": self.disk_written_nbytes,
+            "network_nbytes": self.network_nbytes,
             "first": self.first,
             "sweep": [asdict(point) for point in self.sweep],
             "lockstep": [asdict(calls) | {"device_nbytes": calls.device_nbytes} for calls in self.lockstep],
@@ -378,11 +387,11 @@ def speed_of(
 
     Args:
         plan: The plan.
-        rows: Rows in a step of the optimizer, of all devices; by default the plan's, which may be tokens.
+        rows: Rows in a step of the optimizer, of all machines; by default the plan's, which may be tokens.
         tokens: Tokens in a row, if it is text.
         steps: Steps of the optimizer, or batches of prompts.
     """
-    count = plan.rows * plan.accumulate * plan.devices if rows is None else rows
+    count = plan.rows * plan.accumulate * plan.devices * plan.nodes if rows is None else rows
     times = plan.with_memory
     step_s = times.answer_s(plan.answer) if plan.answer else plan.accumulate * times.batch_s(plan.accumulate)
     if rows is None and plan.counted == "tokens":
@@ -460,16 +469,17 @@ def _speed(plan: Plan, run: Mapping[str, float]) -> str:
 def _heading(plan: Plan) -> str:
     fits = "fits" if plan.fits else "DOES NOT FIT"
     several = f"{plan.devices} x " if plan.devices > 1 else ""
-    each = " each" if plan.devices > 1 else ""
+    each = " each" if plan.devices * plan.nodes > 1 else ""
+    machines = f"{plan.nodes} machines with {several or '1 x '}" if plan.nodes > 1 else several
     answers = f"answers of {plan.answer} tokens"
     doing = answers if plan.answer else f"activations {plan.options.activations!r}"
     weights = f" with weights in {plan.weights_dtype}" if plan.weights_dtype else ""
     return (
         f"{plan.model}: {_count(plan.parameters)} parameters, batch of {plan.rows} {plan.counted}{each}, "
         f"{plan.precision}{weights}, {doing}\n"
-        f"on {several}{plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
+        f"on {machines}{plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
         f"{format_bytes(plan.device_nbytes)} of {format_bytes(plan.available)} on {'each' if each else 'the'} device, "
-        f"{format_bytes(plan.host.total)} of {plan.host_memory()} on the host: {fits}"
+        f"{format_bytes(plan.host.total)} of {plan.host_memory()} on {'each' if plan.nodes > 1 else 'the'} host: {fits}"
     )
 
 
@@ -519,6 +529,9 @@ def _time_table(plan: Plan) -> Any:
         table.add_row(f"reading {format_bytes(plan.disk_read_nbytes)} from files", time(plan.disk_s))
         if plan.disk_written_nbytes:
             table.add_row(f"writing {format_bytes(plan.disk_written_nbytes)} to files", time(plan.disk_written_s))
+    if plan.network_nbytes:
+        sent = plan.network_nbytes / plan.machine.network_bytes_per_s
+        table.add_row(f"sending {format_bytes(plan.network_nbytes)} to other machines", time(sent))
     table.add_row("compute", time(plan.simulation.compute_s))
     for lane, seconds in plan.simulation.stall_s.items():
         table.add_row(f"waiting: {lane}", time(seconds))

@@ -11,6 +11,8 @@
 5. With several devices a batch, a window and bytes on the device are one rank's; the host's bytes are those of all
    ranks together (unit_numbers.py, Rule 5), and they share its bandwidth (simulation.py, Rule 8). The optimizer does
    not step beside backward there.
+6. With several machines all figures but speeds are those of one of them, and each has these devices. They sum gradients
+   once in a step, over a network of the speed that was given (simulation.py, Rule 11).
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from ..errors import OptionError, SuperpipelineError
 from ..optim.device_step import device_nbytes
 from ..optim.pieces import ELEMENTWISE
 from ..options import Options
+from ..ranks import transport
 from ..ranks.exchange import AHEAD
 from ..runtime.preflight import finer_classes
 from ..tracing.dry_run import Answers
@@ -162,8 +165,11 @@ class _Planner:
     def _of_ranks(self, host: HostBytes, needs: Requirements, optimizer: str) -> HostBytes:
         """Return the host memory of all ranks, from that of one (Rule 5)."""
         under_way = (AHEAD + 1) * max((cost.down_nbytes for cost in needs.costs), default=0)
+        others = self.run.nodes_of_steps - 1
+        units = 1 + others * transport.AHEAD if others else 0
+        messages = units * max((cost.gradient_nbytes for cost in needs.costs), default=0)
         cut = not optimizer or optimizer.lower() in CUT
-        return host.of_ranks(self.run.devices, under_way, self.run.own_gradients, cut)
+        return host.of_ranks(self.run.devices, under_way, self.run.own_gradients, cut, messages)
 
     def _stepping(self, states: float, optimizer: str) -> Machine:
         """Return the machine with the bytes that an optimizer with this state reads and writes per parameter."""
@@ -202,6 +208,7 @@ class _Planner:
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
             headroom=self.headroom,
             devices=self.run.devices,
+            nodes=self.run.nodes,
             accumulating_s=self.tried.accumulating_s(chosen),
             accumulate=self.run.accumulate,
             answer=self.source.answers.tokens if self.source.answers else 0,
@@ -259,22 +266,24 @@ class _Planner:
         reserve = fixed + int(share * sum(terms.values()))
         return terms | ({RESERVED: reserve} if reserve else {})
 
-    def simulated(self, needs: Requirements, sizes: Pair, machine: Machine) -> Simulation:
-        """Simulate a step with these needs."""
+    def simulated(self, needs: Requirements, sizes: Pair, machine: Machine, sums: bool = True) -> Simulation:
+        """Simulate a step with these needs; ``sums``: whether machines sum their gradients after it."""
         overlap = self.options.optimizer_overlap
         return simulate(
             needs.costs,
             Schedule([cost.up_nbytes for cost in needs.costs], *sizes),
             machine,
-            optimizer_overlap=overlap and self.run.devices == 1,
+            optimizer_overlap=overlap and self.run.devices * self.run.nodes == 1,
             steps_into_forward=overlap,
             works=needs.works,
             ranks=self.run.devices,
+            nodes=self.run.nodes_of_steps if sums else 1,
         )
 
-    def floor_s(self, needs: Requirements, window: int, machine: Machine) -> float:
+    def floor_s(self, needs: Requirements, window: int, machine: Machine, sums: bool = True) -> float:
         """Return the lower bound of the time of a step with these needs."""
-        return floor(needs.costs, window, machine, False, self.run.devices).seconds
+        nodes = self.run.nodes_of_steps if sums else 1
+        return floor(needs.costs, window, machine, False, self.run.devices, nodes).seconds
 
     @property
     def accumulating(self) -> Machine:
@@ -357,7 +366,7 @@ class _Planner:
 
     def _other_steps(self) -> Iterator[Change]:
         """Yield the other place where the optimizer can step, if the run is faster with it."""
-        if self.source.answers is not None or self.run.devices > 1 or self.target == "cpu":
+        if self.source.answers is not None or self.run.devices * self.run.nodes > 1 or self.target == "cpu":
             return
         place = "host" if self.options.optimizer_device == "device" else "device"
         remedy = remedies.OPTIMIZER_DEVICE[place]
@@ -617,7 +626,7 @@ class _Sizes:
     def accumulating_s(self, sizes: Pair) -> float:
         """Return the time of a batch whose gradients are only added to those before it."""
         if sizes not in self._accumulating_s:
-            found = self._planner.simulated(self._adding, sizes, self._planner.accumulating)
+            found = self._planner.simulated(self._adding, sizes, self._planner.accumulating, sums=False)
             self._accumulating_s[sizes] = found.step_s
         return self._accumulating_s[sizes]
 
@@ -658,7 +667,7 @@ class _Sizes:
         step_s = planner.floor_s(self.needs, window, self._machine)
         if count == 1:
             return step_s
-        return mean_s(step_s, planner.floor_s(self._adding, window, planner.accumulating), count)
+        return mean_s(step_s, planner.floor_s(self._adding, window, planner.accumulating, sums=False), count)
 
     def sweep(self) -> list[SweepPoint]:
         """List the sizes to show: those that fit or nearly do, and what was given."""
@@ -707,6 +716,7 @@ def _frozen(needs: Requirements, share: float, bits: int) -> Requirements:
             up_nbytes=one.up_nbytes * bits // 16,
             down_nbytes=int(share * one.down_nbytes),
             parameters=int(share * one.parameters),
+            cast=int(share * one.cast),
             backward_flops=max(one.backward_flops - one.forward_flops, one.backward_flops / 2),
         )
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, with_link
+from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, with_link, with_network
 from ..core.remedies import STATE_NBYTES
 from ..errors import OptionError
 from ..memory.device import find
@@ -59,6 +59,7 @@ class PlannedRun:
     accumulate: int  # batches in a step of the optimizer
     calls: PlannedCalls | None = None  # in lockstep, of such batches
     predict_at_once: int = 1  # batches that are answered in lockstep; one has all figures of a plan
+    nodes: int = 1  # machines, each with these devices
 
     def __post_init__(self) -> None:
         precision = SHORT_PRECISIONS.get(self.precision, self.precision)
@@ -74,6 +75,7 @@ class PlannedRun:
             ("devices", 1),
             ("accumulate", 1),
             ("predict_at_once", 1),
+            ("nodes", 1),
         ):
             value = getattr(self, name)
             if not is_int(value) or value < least:
@@ -84,12 +86,17 @@ class PlannedRun:
             allowed = "given together with answer"
             raise OptionError(argument="predict_at_once", found=self.predict_at_once, allowed=allowed)
         if self.options.optimizer_device == "device" and self.answers is None:
-            self.options.check_devices(self.devices)
+            self.options.check_devices(self.devices * self.nodes)
             if isinstance(self.optimizer, str | type) and self.optimizer_name not in ON_DEVICE:
                 allowed = f"one of {', '.join(sorted(ON_DEVICE))} with optimizer_device='device'"
                 raise OptionError(argument="optimizer", found=self.optimizer_name, allowed=allowed)
         if self.accumulate > 1 or precision == "16-mixed":  # which scales the gradients
             object.__setattr__(self, "own_gradients", True)
+
+    @property
+    def nodes_of_steps(self) -> int:
+        """The machines that sum gradients: nothing crosses a network where nothing is trained."""
+        return self.nodes if self.answers is None else 1
 
     @property
     def own_loss(self) -> Runner | None:
@@ -133,6 +140,8 @@ class PlannedMachine:
         cores: int | None,
         link: str | float | None,
         disk_speed: str | None,
+        network: str | None = None,
+        devices: int = 1,
     ) -> PlannedMachine:
         """Return the machine with this profile, changed by what is given; the arguments are those of `plan`."""
         profile, target = _profile(machine, device, precision)
@@ -146,6 +155,8 @@ class PlannedMachine:
             profile = with_link(profile, link)
         if disk_speed is not None:
             profile = with_disk(profile, disk_speed)
+        if network is not None:
+            profile = with_network(profile, network, devices)
         left = headroom(profile.host_nbytes) if host_headroom is None else _nbytes(host_headroom, "host_headroom", 0)
         return cls(profile=profile, target=target, headroom_nbytes=left, is_disk_assumed=disk_speed is None)
 
@@ -164,6 +175,15 @@ def answers_of(tokens: int | None, cache: str | None, given: dict[str, Any]) -> 
         if given.get(name) not in (None, 0, getattr(Options(), name, None)):
             raise OptionError(argument=name, found=given[name], allowed="left out beside answer: nothing is trained")
     return Answers(tokens, cache or "device")
+
+
+def check_network(nodes: int, network: str | None) -> None:
+    """Raise OptionError unless there is a network where several machines are, and there alone."""
+    if nodes > 1 and network is None:
+        allowed = 'given together with nodes: the line such as "100Gb", or measured bytes per second such as "1.9GB"'
+        raise OptionError(argument="network", found=None, allowed=allowed)
+    if nodes == 1 and network is not None:
+        raise OptionError(argument="network", found=network, allowed="given together with nodes > 1 that train")
 
 
 def calls_of(at_once: Any, guessed: int, accepted: float) -> PlannedCalls | None:

@@ -235,6 +235,8 @@ VALUES = {
     "copies": ["1"],
     "accumulate": ["2"],
     "devices": ["2"],
+    "nodes": ["2", "--network", "1GB"],
+    "network": ["10Gb", "--nodes", "2"],
     "samples": ["1000"],
     "epochs": ["2", "--samples", "1000"],
     "price": ["0.5", "--samples", "1000"],
@@ -294,6 +296,8 @@ NONSENSE = {
     "copies": "-1",
     "accumulate": "0",
     "devices": "0",
+    "nodes": "0",
+    "network": "Foo",
     "samples": "0",
     "epochs": "0",
     "price": "-1",
@@ -598,6 +602,41 @@ def test_several_devices_have_a_batch_each_and_one_host(capsys):
     for term in ("weights", "gradients", "optimizer"):
         assert both["host"][term] == alone["host"][term]
     assert both["host"]["wire"] == 2 * alone["host"]["wire"] > 0
+
+
+def test_several_machines_have_a_host_each_and_send_four_bytes_for_each_parameter(capsys):
+    """To each other machine, of the FP32 sums of gradients that came down in half precision; once in a step."""
+
+    def plan(*arguments):
+        return json.loads(said_of(capsys, "--json", "--window", 2, *arguments))
+
+    alone = plan("--devices", 2)
+    sizes = {}
+    for nodes in (2, 4):
+        found = sizes[nodes] = plan("--devices", 2, "--nodes", nodes, "--network", "1MB")
+        assert found["network_nbytes"] == 4 * (nodes - 1) * found["parameters"]
+        assert found["step_s"] >= found["network_nbytes"] / 1e6 and found["binds"] == "network"
+        assert found["run"]["rows_per_s"] == pytest.approx(2 * nodes * 8 / found["step_s"])
+        for term in ("weights", "gradients", "optimizer", "wire"):
+            assert found["host"][term] == alone["host"][term]
+    units = 4 * max(found["parameters"] for found in sizes.values())  # no unit has as many
+    assert 0 < sizes[2]["host"]["under_way"] - alone["host"]["under_way"] < (1 + 3) * units
+    more = sizes[4]["host"]["under_way"] - sizes[2]["host"]["under_way"]
+    assert more == 3 * 2 * (sizes[2]["host"]["under_way"] - alone["host"]["under_way"]) / 4
+    several = plan("--nodes", 2, "--network", "1MB", "--accumulate", 8)
+    assert several["accumulating_s"] < several["step_s"] / 10
+    assert several["run"]["rows_per_s"] == pytest.approx(
+        2 * 8 * 8 / (several["step_s"] + 7 * several["accumulating_s"])
+    )
+    said = said_of(capsys, "--devices", 2, "--nodes", 2, "--network", "1MB")
+    assert "on 2 machines with 2 x rtx4090" in said and "to other machines" in said and "waiting: network" in said
+
+
+def test_one_machine_alone_has_no_network(capsys):
+    run(*of_this_file("--network", "1GB"), status=2)
+    assert "network must be given together with nodes > 1 that train" in capsys.readouterr().err
+    run(*of_this_file("--nodes", 2), status=2)
+    assert 'network must be given together with nodes: the line such as "100Gb"' in capsys.readouterr().err
 
 
 @pytest.mark.seldom

@@ -9,11 +9,13 @@ from sp_lightning.core.machine import (
     GIB,
     MACHINES,
     PROFILES,
+    RAIL,
     headroom,
     link_bytes_per_s,
     with_cores,
     with_disk,
     with_link,
+    with_network,
 )
 from sp_lightning.errors import OptionError
 
@@ -86,3 +88,26 @@ def test_a_disk_has_a_speed_each_way(text, read, written, duplex):
 def test_another_speed_of_a_disk_is_refused(text):
     with pytest.raises(OptionError, match='disk_speed must be bytes per second read and written, such as "7GB,5GB"'):
         with_disk(PROFILES["rtx4090"], text)
+
+
+@pytest.mark.parametrize(
+    ("network", "devices", "rate"),
+    [
+        ("1Gb", 1, 0.9 / 8 * 1e9),
+        ("100 Mbit/s", 8, 0.9 / 8 * 1e8),
+        ("10Gbps", 8, 0.9 / 8 * 1e10),
+        ("100Gb", 1, RAIL),  # the process is the limit, not the line
+        ("100Gb", 8, 8 * RAIL),
+        ("400Gb", 8, 8 * RAIL),
+        ("1.9GB", 1, 1.9e9),  # as measured
+        ("1.9 GB/s", 8, 1.9e9),
+    ],
+)
+def test_a_network_is_what_gloo_carries_of_a_line_or_as_measured(network, devices, rate):
+    assert with_network(PROFILES["h100"], network, devices).network_bytes_per_s == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("network", ["fast", "10", "0Gb", "0B", "-1Gb", ""])
+def test_a_network_that_is_no_speed_is_refused(network):
+    with pytest.raises(OptionError, match="network must be the line in bits per second"):
+        with_network(PROFILES["h100"], network, 1)

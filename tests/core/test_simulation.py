@@ -693,6 +693,71 @@ def test_more_ranks_take_longer_and_train_more_in_a_second():
     assert speeds == sorted(speeds)
 
 
+# Several machines, each of which sends its sums to every other one
+
+
+NETWORKED = replace(UNIT_MACHINE, network_bytes_per_s=0.5)
+
+
+def test_machines_send_their_sums_beside_backward_and_step_when_all_have_come():
+    assert literal(simulated([unit("a"), unit("b")], window=2, machine=NETWORKED, nodes=2)) == [
+        "up b 0-1",
+        "compute a 0-1",
+        "compute b 1-2",
+        "compute b 2-4",
+        "compute a 4-6",
+        "down b 4-5",
+        "network b 5-7",
+        "down a 6-7",
+        "network a 7-9",
+        "optimizer b 9-10",
+        "optimizer a 10-11",
+        "up a 11-12",
+    ]
+
+
+@pytest.mark.parametrize(("nodes", "network", "step_s"), [(1, 0, 9), (2, 4, 12), (3, 8, 16), (8, 28, 36)])
+def test_each_machine_sends_to_every_other_one(nodes, network, step_s):
+    result = simulated([unit("a"), unit("b")], window=2, machine=NETWORKED, nodes=nodes)
+    assert sum(span.seconds for span in result.timeline if span.lane == "network") == network
+    assert result.floor.network + result.floor.first_network == network
+    assert result.step_s == step_s
+    assert ("network" in result.stall_s) == (nodes > 1)
+
+
+def test_a_wait_for_the_network_is_its_own_stall():
+    result = simulated([unit("a"), unit("b")], window=2, machine=NETWORKED, nodes=2)
+    assert result.stall_s == {"up": 1, "down": 1, "optimizer": 2, "network": 2}
+    assert result.floor.binds == "compute"
+    assert simulated([unit("a"), unit("b")], window=2, machine=NETWORKED, nodes=8).floor.binds == "network"
+
+
+def test_sums_are_of_the_hosts_type():
+    """What comes down in half precision is summed in FP32: twice the bytes, of each element that is cast."""
+    assert unit(down=2, step=1, cast=1).gradient_nbytes == 4
+    assert unit(down=4, step=1).gradient_nbytes == 4
+
+
+def test_a_frozen_unit_sends_nothing():
+    result = simulated([unit("a", down=0, cast=5), unit("b")], machine=NETWORKED, nodes=2)
+    assert [span.unit for span in result.timeline if span.lane == "network"] == ["b"]
+
+
+@given(st.integers(1, 8), st.lists(st.tuples(*[st.integers(0, 5)] * 5), min_size=1, max_size=6), st.booleans())
+@settings(deadline=None)
+def test_a_step_of_several_machines_is_no_shorter_than_all_its_sums(nodes, sizes, into_forward):
+    units = [
+        unit(str(n), up + 1, forward, backward, down, step)
+        for n, (up, forward, backward, down, step) in enumerate(sizes)
+    ]
+    found = simulated(units, 2, NETWORKED, optimizer_overlap=False, steps_into_forward=into_forward, nodes=nodes)
+    alone = simulated(units, 2, NETWORKED, optimizer_overlap=False, steps_into_forward=into_forward)
+    sums = 2 * (nodes - 1) * sum(one.down_nbytes for one in units)
+    assert found.floor.network + found.floor.first_network == sums
+    assert found.step_s >= max(alone.step_s, sums) * (1 - 1e-9)
+    assert found.floor.bound >= sums
+
+
 def benchmark():
     path = ROOT / "benchmarks" / "simulate.py"
     spec = importlib.util.spec_from_file_location("simulate_benchmark", path)
@@ -715,3 +780,9 @@ def test_the_floor_of_ranks_is_that_of_all_bytes_through_the_hosts_memory(ranks,
 @pytest.mark.slow
 def test_the_tables_in_the_docs_are_those_of_the_benchmark():
     assert benchmark().report() in (ROOT / "docs" / "simulation.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_table_of_several_machines_in_the_docs_is_that_of_the_benchmark():
+    """Else run: python benchmarks/simulate.py --machines."""
+    assert benchmark().several_machines() in (ROOT / "docs" / "several-machines.md").read_text()

@@ -1,5 +1,7 @@
 """Host memory in plain numbers, before a run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -134,3 +136,10 @@ def test_state_of_another_optimizer_is_not_known():
         pass
 
     assert state_nbytes(AdamW([nn.Parameter(torch.ones(1))])) is None
+
+
+def test_one_rank_of_several_machines_has_messages_beside_what_a_rank_has():
+    found = host_bytes(HALVES, states=2, activations=5).of_ranks(1, MIB, messages=7)
+    alone = host_bytes(HALVES, states=2, activations=5)
+    assert found == replace(alone, under_way=MIB + 7)
+    assert alone.of_ranks(4, MIB, messages=7) == replace(alone.of_ranks(4, MIB), under_way=4 * MIB + 7)

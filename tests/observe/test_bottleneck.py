@@ -136,6 +136,7 @@ def test_what_was_recorded_becomes_figures_of_the_median_step():
         "disk": 0,
         "weights": 1,
         "gradients": 0,
+        "network": 0,
         "activations": 0,
         "optimizer": 1,
         "other": 1,

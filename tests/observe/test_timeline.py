@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -139,6 +140,20 @@ def test_a_picture_of_a_run_with_a_disk_has_its_two_lanes():
     legend = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert {"weights from files", "optimizer's state from disk", "optimizer's state to disk", "waits"} <= {*legend}
     assert made.stall_s["disk"] > 0 and "waits for the disk" in timeline.summary(timeline.simulated(made, "A model"))
+
+
+def test_a_picture_of_a_run_on_several_machines_has_the_lane_of_the_network():
+    pytest.importorskip("matplotlib")
+    units = [UnitNumbers(f"block {i}", 10**8, 10**8, 5 * 10**7, 1e12, 2e12, cast=5 * 10**7) for i in range(4)]
+    machine = replace(MACHINES["rtx4090"], network_bytes_per_s=1e9)
+    made = simulate(units, Schedule([unit.up_nbytes for unit in units], 2), machine, nodes=2)
+    shown = timeline.simulated(made, "A model")
+    drawn = timeline_plot.figure([shown])
+    labels = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    assert labels == ["up", "compute", "down", "network", "optimizer", "the step"]
+    legend = [text.get_text() for text in drawn.legends[0].get_texts()]
+    assert {"gradients to other machines", "waits", "the step: waits for the network"} <= {*legend}
+    assert made.stall_s["network"] > 0 and "waits for the network" in timeline.summary(shown)
 
 
 def test_a_picture_names_lanes_units_waits_and_the_floor():
