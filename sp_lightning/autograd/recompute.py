@@ -586,8 +586,10 @@ def _copied_in_parts(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _carries_gradient(value: Any) -> bool:
-    """Whether an argument is a tensor that gradients flow through, and no weight, which is on the host already."""
-    return isinstance(value, Tensor) and value.requires_grad and not issubclass(type(value), DeviceParameter)
+    """Whether an argument is a plain tensor that gradients flow through; a weight is on the host already."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return False
+    return not issubclass(type(value), DeviceParameter) and not hasattr(type(value), FLATTEN)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -13,7 +13,7 @@
    out meanwhile, and those of a checkpoint of ours with them. What autograd saves then stays where it is, in both runs
    of a forward alike; it refers to the weights themselves, and keeps their units on the device.
 6. A saved tensor may consist of others that lie in a unit's buffer: a quantised weight, or a view of one. Then each of
-   these is packed by itself, and unpacking makes the whole again.
+   these is packed by itself, and unpacking makes the whole again. So is a DTensor that goes to the host.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ..compat.dynamo import never_compiled_hook
 from ..compat.patches import DISABLE_SAVED_TENSORS_HOOKS
 from ..compat.tensors import (
     FLATTEN,
-    Form,
     flattened,
     has_storage,
     hide_from_selective_checkpoints,
+    is_dtensor,
     negated_view,
     pop_hooks,
     push_hooks,
@@ -113,7 +113,7 @@ class SavedWeight(NamedTuple):
                 storage = before.copy_(self.bytes.before).untyped_storage()
             store.counters.bytes_up += field.nbytes
             first -= field.offset // self.dtype.itemsize
-        tensor = true_data(self.unit.stand_ins.outputs[self.weight])  # takes less time than an empty one
+        tensor = true_data(self.unit.stand_ins.places[self.weight])  # takes less time than an empty one
         if tensor.dtype is not self.dtype:
             tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, first, self.shape, self.stride)
@@ -139,7 +139,7 @@ class SavedWeight(NamedTuple):
 class SavedWhole(NamedTuple):
     """A note of a saved tensor that consists of others, some of which lie in a unit's buffer (Rule 6)."""
 
-    form: Form
+    form: Any
     parts: list[Any]  # as each is packed
     device: torch.device
 
@@ -197,12 +197,13 @@ class SavedTensors:
             )
         return unit
 
-    def _parts(self, tensor: Tensor) -> tuple[Form, list[Tensor]] | None:
-        """Take a tensor apart that consists of others, of which any lies in a unit's buffer (Rule 6)."""
+    def _parts(self, tensor: Tensor) -> tuple[Any, list[Tensor]] | None:
+        """Take a tensor apart that consists of others, if any lies in a unit's buffer or is to go down (Rule 6)."""
         with without_dispatch():
             form, named = flattened(tensor)
         parts = [part for _, part in named]
-        return (form, parts) if any(self._unit_of(part) is not None for part in parts) else None
+        goes_down = self.offload.active and is_dtensor(tensor)
+        return (form, parts) if goes_down or any(self._unit_of(part) is not None for part in parts) else None
 
     @never_compiled_hook
     def _pack(self, tensor: Tensor) -> Any:
@@ -235,7 +236,7 @@ class SavedTensors:
         if type(saved) is OffloadedTensor:
             return self.offload.unpack(saved)
         if type(saved) is SavedWhole:
-            return saved.form.whole(map(self._unpack, saved.parts), saved.device)
+            return saved.form.whole(map(self._unpack, saved.parts), saved.device)  # type: ignore[no-any-return]
         tensor, version = saved
         if tensor._version != version:  # Rule 3
             raise RuntimeError(

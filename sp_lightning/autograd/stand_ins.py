@@ -31,12 +31,13 @@ from torch import Tensor, nn
 from ..compat.references import references
 from ..compat.tensors import attributes_in, set_versions, were_replaced
 from ..core.unit_numbers import UnitHostBytes, UnitNumbers, aligned
-from ..errors import ExactnessError, UnsupportedError
+from ..errors import ExactnessError
 from ..memory.host_copy import HostCopy
-from ..memory.partition import Slot, Unit, Whole, exchange
+from ..memory.partition import Slot, Unit, exchange
 from ..memory.watched_parameters import (
     set_true_data,
     stand_in,
+    stand_in_of_parts,
     stand_in_of_whole,
     true_data,
     true_dtype,
@@ -45,6 +46,7 @@ from ..memory.watched_parameters import (
     watch,
 )
 from ..memory.weights import Weight, same_bytes
+from ..wholes.whole import Whole, is_sharded, part_of
 from .fp32_copies import FullPrecisionCopies
 from .gradient_nodes import CastUses, Gradients, Receive, check_not_recorded, connect
 
@@ -107,6 +109,8 @@ class StandIns:
         self.owner = store.owner
         self.wholes = store.unit.wholes
         self.names = [*store.names, *(whole.name for whole in self.wholes)]
+        sharded = [whole for whole in self.wholes if is_sharded(whole)]
+        self.sharded: dict[int, Any] = {store.index_of[id(part_of(whole))]: whole for whole in sharded}
         # What stands in slots: the unit's weights, and then its wholes, whose parts stand in none (partition.py).
         self.hosts: list[Any] = [*store.params, *(whole.parameter for whole in self.wholes)]
         self.index_of = {id(host): index for index, host in enumerate(self.hosts)}
@@ -117,6 +121,7 @@ class StandIns:
         self.bound = False
         self.build = -1  # number of times that the stand-ins were made anew
         self.outputs: list[Tensor] = []  # of the unit's node: the stand-ins of its weights
+        self.places: list[Tensor] = []  # over the device bytes of the weights: the same, but for shards
         self.shown: list[Tensor] = []  # the stand-ins of `hosts`
         self.data_exposed = [False]  # whether ``.data`` of any stand-in was read; each refers to this list
         self.uses = CastUses()
@@ -126,6 +131,8 @@ class StandIns:
         self._attributes: list[Any] = []  # of the wholes' stand-ins when they were made
         self._versions: list[int] = []
         self._own_references = 0
+        for whole in self.wholes:
+            whole.begin()
         for host in self.hosts:
             watch(host, self)
 
@@ -145,11 +152,13 @@ class StandIns:
             return False
         assert not self.bound
         for whole in self.wholes:
-            check_frozen(whole)
+            whole.follow()
         self.uses = CastUses()
         receive = self._receiver(self.uses)
         views = [*map(self.store.on_device.view, range(len(self.store.params)))]
-        parts = self.store.unit.parts
+        self.places, parts = [*views], self.store.unit.parts
+        for index, sharded in self.sharded.items():
+            views[index] = sharded.over(views[index])
         self.outputs = [  # with wholes made of them the only references: references are counted below
             output if id(parameter) in parts else stand_in(output, parameter, self.data_exposed)
             for output, parameter in zip(connect(self.store, receive, views), self.store.params, strict=True)
@@ -169,15 +178,17 @@ class StandIns:
     def _whole(self, whole: Whole) -> Tensor:
         """Make the stand-in of a whole of those of its parts."""
         parts = [self.outputs[self.index_of[id(part)]] for _, part in whole.parts]
-        return stand_in_of_whole(whole, parts, self.data_exposed)
+        made = parts[0] if is_sharded(whole) else stand_in_of_parts(whole, parts)
+        return stand_in_of_whole(made, whole.parameter, self.data_exposed)
 
     def _receiver(self, uses: CastUses) -> Receive:
         """Return the receiver of the node's gradients: it adds those in autocast's type, which come by ``uses``."""
         hidden = frozenset(self.store.autocast)
+        take = (lambda node, grads: self.receive(node, self._local(grads))) if self.sharded else self.receive
 
         def receive(node: Any, grads: Gradients) -> Gradients:
             if not uses.arrived:
-                return self.receive(node, grads)
+                return take(node, grads)
             merged = list(grads)
             for index, total in uses.sums().items():
                 if index in hidden:
@@ -185,9 +196,21 @@ class StandIns:
                 elif merged[index] is not None:
                     self.full_precision.refuse_sources(index)
                 merged[index] = total
-            return self.receive(node, tuple(merged))
+            return take(node, tuple(merged))
 
         return receive
+
+    def _local(self, grads: Gradients) -> Gradients:
+        """Return gradients, of which those of shards are DTensors, as this rank's own."""
+        local = list(grads)
+        for index, sharded in self.sharded.items():
+            if (grad := local[index]) is not None:
+                local[index] = sharded.receive(grad)
+        return tuple(local)
+
+    def whole_of(self, parameter: Tensor) -> Any:
+        """Return the whole that a host parameter is."""
+        return self.wholes[self.index_of[id(parameter)] - len(self.store.params)]
 
     def bind(self) -> None:
         """Put the stand-ins into the slots; the unit is resident (Rule 2)."""
@@ -236,7 +259,7 @@ class StandIns:
 
     def remake(self) -> None:
         """Drop the stand-ins, since their types changed: ``refresh`` makes others."""
-        self.outputs = self.shown = []
+        self.outputs = self.shown = self.places = []
         self._attributes = []
         self._versions = []  # the unit may be fetched and evicted before its next visit
         self.data_exposed[0] = False
@@ -255,7 +278,9 @@ class StandIns:
         """
         for host in self.hosts:
             unwatch(host)
-        self.outputs = self.shown = []
+        for whole in self.wholes:
+            whole.end()
+        self.outputs = self.shown = self.places = []
         self._attributes = []
         self._versions = []  # an optimizer whose closure made the units anew ends with these
         self.slots = []
@@ -443,15 +468,6 @@ class StandIns:
         now = self.store.on_device.view(index).cpu()
         if not same_bytes(now, true_data(self.store.params[index]).to(now.dtype)):
             self.store.write_back(index)
-
-
-def check_frozen(whole: Whole) -> None:
-    """Raise if a parameter that consists of several tensors is to be trained: no gradient comes back through it."""
-    if whole.parameter.requires_grad:
-        raise UnsupportedError(
-            f"requires_grad of {whole.name} was set to True, but it is a {type(whole.parameter).__name__}, which "
-            "consists of several tensors: it can be streamed, but not trained. Train adapters, or a plain parameter"
-        )
 
 
 class StreamedUnit:

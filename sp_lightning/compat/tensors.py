@@ -176,7 +176,7 @@ class Form(NamedTuple):
     context: Any
     shape: torch.Size
     stride: tuple[int, ...]
-    parts: dict[str, Form | None]  # None: a plain tensor
+    parts: dict[str, Any]  # None: a plain tensor
 
     def whole(self, parts: Iterator[Tensor], device: torch.device) -> Tensor:
         """Make the whole of its innermost tensors, which lie on this device, in order."""
@@ -185,10 +185,12 @@ class Form(NamedTuple):
         return made
 
 
-def flattened(tensor: Tensor, name: str = "") -> tuple[Form, list[tuple[str, Tensor]]]:
+def flattened(tensor: Tensor, name: str = "") -> tuple[Any, list[tuple[str, Tensor]]]:
     """Return the form of a tensor that consists of others, and the innermost of these, with names that begin so."""
+    if is_dtensor(tensor):
+        return ShardForm(spec_of(tensor)), [(name, local_of(tensor))]
     names, context = getattr(tensor, FLATTEN)()
-    forms: dict[str, Form | None] = {}
+    forms: dict[str, Any] = {}
     found: list[tuple[str, Tensor]] = []
     for key in names:
         inner = getattr(tensor, key)
@@ -235,6 +237,62 @@ def _on(device: torch.device, context: Any) -> Any:
         moved = {name: device for name, value in named.items() if isinstance(value, torch.device)}
         return replace(context, **moved) if moved else context
     return context
+
+
+# ---- DTensors: what torch's tensor parallelism makes of parameters
+
+# Without these no shard could lie in a unit, and no gradient keep the layout in which it arrived. The module is
+# imported by whoever makes DTensors: importing it takes a second.
+_DTENSORS = "torch.distributed.tensor"
+
+
+def is_dtensor_class(kind: type) -> bool:
+    """Whether a class is that of DTensors, or of managed ones."""
+    module = sys.modules.get(_DTENSORS)
+    return module is not None and issubclass(kind, module.DTensor)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is a DTensor, managed or not."""
+    return is_dtensor_class(type(tensor))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, once a collective that makes it is done."""
+    local: Any = vars(sys.modules[_DTENSORS].DTensor)["_local_tensor"].__get__(tensor)
+    return local.wait() if hasattr(local, "trigger_wait") else local  # type: ignore[no-any-return]
+
+
+def spec_of(tensor: Tensor) -> Any:
+    """Return the mesh, the layout and the global shape of a DTensor."""
+    return vars(sys.modules[_DTENSORS].DTensor)["_spec"].__get__(tensor)
+
+
+def over_spec(local: Tensor, spec: Any) -> Tensor:
+    """Make a DTensor over a local tensor; no gradient leads from one to the other."""
+    return sys.modules[_DTENSORS].DTensor(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def laid_out(spec: Any, like: Any) -> Any:
+    """Return the spec of a tensor with the layout of the first of these, and the global strides of the second."""
+    return type(spec)(spec.mesh, spec.placements, tensor_meta=like.tensor_meta._replace(dtype=spec.tensor_meta.dtype))
+
+
+def written_by(operator: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operator writes to, by its schema; each may be a list of tensors."""
+    arguments = schema_of(operator).arguments
+    given = [*zip(arguments, args, strict=False), *((one, kwargs.get(one.name)) for one in arguments[len(args) :])]
+    return [value for one, value in given if one.is_write]
+
+
+class ShardForm(NamedTuple):
+    """The recipe by which a DTensor is made again of its local tensor."""
+
+    spec: Any
+
+    def whole(self, parts: Iterator[Tensor], device: torch.device) -> Tensor:
+        """Make the DTensor of its local tensor."""
+        return over_spec(next(parts), self.spec)
 
 
 # ---- strings

@@ -25,7 +25,8 @@ on the device.
 9. A root that may not be cut (rule 5) is resident as a whole.
 10. A frozen parameter that consists of several tensors (a quantised one, of any library) is a *whole*: its innermost
     tensors, its *parts*, are weights of the unit like others, which nothing else knows to belong together. None is
-    trained, as no gradient comes back through a whole, or cast, and none shares its bytes with another weight.
+    trained, as no gradient comes back through a whole, or cast, and none shares its bytes with another weight. A
+    DTensor is a whole as well, trained or frozen: its only part is this process's shard (sharded.py).
 
 With class names or a callable the chosen modules are the units, whole, and everything else is resident.
 """
@@ -45,9 +46,11 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from sp_lightning.compat.references import overlapping
-from sp_lightning.compat.tensors import Form, consists_of_tensors, flattened, without_dispatch
+from sp_lightning.compat.tensors import consists_of_tensors, flattened, is_dtensor, without_dispatch
 from sp_lightning.core.unit_numbers import aligned
 from sp_lightning.errors import PartitionError
+from sp_lightning.wholes.sharded import Sharded
+from sp_lightning.wholes.whole import Whole
 
 UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 
@@ -55,16 +58,6 @@ RESIDENT_NAME = "(root)"
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Rule 5: the modules of torch.nn that only call their children.
 OPEN_CLASSES = (*CONTAINERS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
-
-
-@dataclass(eq=False, frozen=True)
-class Whole:
-    """A parameter that consists of several tensors, which are weights of its unit (rule 10)."""
-
-    name: str
-    parameter: nn.Parameter
-    form: Form
-    parts: tuple[tuple[str, Any], ...]  # with their names
 
 
 @dataclass(eq=False, frozen=True)
@@ -212,6 +205,8 @@ class _Tree:
 def _whole(name: str, param: nn.Parameter) -> Whole:
     """Flatten a parameter that consists of several tensors (rule 10)."""
     kind = type(param).__name__
+    if is_dtensor(param):
+        return Sharded.of(name, param)
     if param.requires_grad:
         raise PartitionError(
             f"{name} is a {kind}, which consists of several tensors and requires grad: it can be streamed, but not "

@@ -21,6 +21,8 @@
 7. A parameter that consists of several tensors (partition.py, rule 10) has the class that its library gave it, and what
    that class does is its own. While it is managed, its class is a subclass, of which the library never hears: it has
    the parameter's true class back for the time of each call, so that results and copies are of that class.
+8. So it is with a DTensor, whose gradient is one over that of its shard, which is a host parameter (sharded.py). An
+   operator that writes to it moves the shard's version too: torch moves that of the DTensor alone.
 """
 
 from __future__ import annotations
@@ -44,19 +46,24 @@ from ..compat.tensors import (
     dispatches,
     in_selective_checkpoint,
     in_transform,
+    is_dtensor_class,
+    local_of,
     never_dispatched,
     outside_selective_checkpoints,
     outside_transforms,
+    over_spec,
     set_class,
+    spec_of,
     tensor_hooks,
     with_dispatch,
     without_dispatch,
     without_function_modes,
+    written_by,
 )
 from ..errors import ExactnessError, UnsupportedError
+from ..wholes.whole import Whole
 from .access import Access
 from .device import Device
-from .partition import Whole
 
 # The properties themselves, past those that are overridden below.
 _data: Any = torch.Tensor.data
@@ -164,6 +171,9 @@ class DataWatcher(Protocol):
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """Return the host tensor that becomes the parameter's data when ``value`` is assigned to it."""
 
+    def whole_of(self, parameter: Tensor) -> Any:
+        """Return the whole that a host parameter is (partition.py, rule 10)."""
+
 
 HOST_OF_WHOLE = "superpipeline_host"  # an attribute of the stand-in of a parameter that consists of tensors
 
@@ -262,6 +272,10 @@ class HostWhole:
     own: type[Tensor]  # its true class
     names: frozenset[str]  # attributes that are neither every tensor's nor Python's
 
+    @staticmethod
+    def written(host: Any) -> None:
+        """Note that an operator wrote to a parameter."""
+
     def __init_subclass__(cls) -> None:
         """Keep the subclass from the library, which may register every subclass of its classes."""
 
@@ -317,18 +331,98 @@ class HostWhole:
             return func(*args, **kwargs or {})
 
 
+class HostDTensor(HostWhole):
+    """A managed DTensor, as the user's code sees it (Rule 8)."""
+
+    __slots__ = ()
+    # What its layout is asks for none of its bytes.
+    placements: Any = property(lambda self: spec_of(self).placements)
+    device_mesh: Any = property(lambda self: spec_of(self).mesh)
+    _spec: Any = property(spec_of)
+
+    @property
+    def grad(self) -> Tensor | None:
+        host: Any = self
+        local = local_of(host).grad  # which waits (Rule 5)
+        return _sharded(host).gradient(local)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _sharded(self).set_gradient(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> Tensor:
+        host: Any = self
+        expose(host)
+        return _called(self, "detach")  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        host: Any = self
+        raise UnsupportedError(
+            f"{name_of(host)}.data was assigned, which gives a DTensor no other local tensor: write to the parameter, "
+            "as by copy_() under torch.no_grad()"
+        )
+
+    def register_hook(self, hook: Any) -> Any:
+        host: Any = self
+        raise UnsupportedError(f"{name_of(host)} is a streamed DTensor, of which hooks get no gradients: use none")
+
+    register_post_accumulate_grad_hook = register_hook
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = _plain_copy(self, torch.clone)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain_copy(self, lambda local: local).__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        hosts = wholes_in(args, kwargs)
+        with as_own(hosts), without_dispatch():
+            result = func(*args, **kwargs)
+        for host in hosts and wholes_in(written_by(func, args, kwargs)):  # its version moves later
+            cls.written(host)
+        return result
+
+    @staticmethod
+    def written(host: Any) -> None:
+        torch.autograd.graph.increment_version(local_of(host))
+
+
+def _sharded(host: Any) -> Any:
+    return _watchers[id(host)].whole_of(host)
+
+
+def _plain_copy(host: Any, copied: Callable[[Tensor], Tensor]) -> Any:
+    """Return a plain DTensor parameter over these bytes, or a copy of them."""
+    expose(host)
+    with without_dispatch(), torch.no_grad():
+        local = copied(_data.__get__(local_of(host)))
+    return nn.Parameter(over_spec(local, spec_of(host)), host.requires_grad)
+
+
 @contextlib.contextmanager
 def as_own(wholes: Iterable[Any]) -> Iterator[None]:
     """Give managed parameters that consist of several tensors their true classes for the time of a call (Rule 7)."""
-    changed = [(whole, type(whole)) for whole in wholes]
-    for whole, kind in changed:
+    changed = [(whole, type(whole), true_version(whole)) for whole in wholes]
+    for whole, kind, _ in changed:
         set_class(whole, kind.own)
     try:
         yield
     finally:
-        for whole, kind in changed:
+        for whole, kind, version in changed:
             if type(whole) is kind.own and is_watched(whole):  # it may have been swapped
                 set_class(whole, kind)
+                if true_version(whole) != version:
+                    kind.written(whole)
 
 
 def wholes_in(*values: Any) -> list[Any]:
@@ -355,7 +449,9 @@ host_classes: dict[type, Any] = {HostParameter: never_dispatched}
 def _host_class(kind: type[Tensor]) -> type[Tensor]:
     """Return the class of managed parameters of this class, which consist of several tensors (Rule 7)."""
     names = {name for base in kind.__mro__[: kind.__mro__.index(Tensor)] for name in vars(base)} - {*vars(HostWhole)}
-    made = type(kind.__name__, (HostWhole, kind), {"__slots__": (), "own": kind, "names": frozenset(names)})
+    base = HostDTensor if is_dtensor_class(kind) else HostWhole
+    own = {"__slots__": (), "own": kind, "names": frozenset(names - {*vars(base)})}
+    made = type(kind.__name__, (base, kind), own)
     is_dispatched = kind.__torch_function__ is not never_dispatched
     host_classes[made] = vars(HostWhole)["__torch_function__"] if is_dispatched else never_dispatched
     watching = vars(HostParameter)["__torch_function__"]
@@ -640,19 +736,24 @@ def stand_in(output: torch.Tensor, host: nn.Parameter, data_exposed: list[bool])
     return output  # type: ignore[return-value]
 
 
-def stand_in_of_whole(whole: Whole, parts: list[Tensor], data_exposed: list[bool]) -> Tensor:
-    """Make the stand-in of a parameter that consists of tensors of stand-ins of its parts (partition.py, rule 10)."""
+def stand_in_of_parts(whole: Whole, parts: list[Tensor]) -> Tensor:
+    """Make a parameter that consists of tensors again, of stand-ins of its parts (partition.py, rule 10)."""
     device = true_device(parts[0])
     with torch.inference_mode(False), torch.no_grad():
-        made = whole.form.whole(iter(parts), device)
-    others = {name: value for name, value in vars(whole.parameter).items() if name not in vars(made)}
-    own = {IS_PARAMETER: True, HOST_OF_WHOLE: whole.parameter, "data_exposed": data_exposed}
-    vars(made).update(others, **own)
+        made: Tensor = whole.form.whole(iter(parts), device)
     if true_device(made) != device:
         raise UnsupportedError(
             f"{whole.name} is a {type(made).__name__}, which is on {true_device(made)} although the tensors that it "
             f"consists of are on {device}: use a plain parameter"
         )
+    return made
+
+
+def stand_in_of_whole(made: Tensor, host: nn.Parameter, data_exposed: list[bool]) -> Tensor:
+    """Turn a tensor that was made of stand-ins into the stand-in of a host parameter that consists of tensors."""
+    others = {name: value for name, value in vars(host).items() if name not in vars(made)}
+    own = {IS_PARAMETER: True, HOST_OF_WHOLE: host, "data_exposed": data_exposed}
+    vars(made).update(others, **own)
     return made
 
 

@@ -41,6 +41,7 @@ from ..ranks.connection import broadcast_buffers, connect
 from ..ranks.shared_memory import drop_own_pages
 from ..ranks.transport import KEEPALIVE
 from ..storage.in_memory import InMemory
+from ..wholes.sharded import bring_to_host, check_supported
 from . import preflight
 from .engine import Engine
 from .entries import (
@@ -94,12 +95,14 @@ class Handle:
         own_gradients: bool = False,
         exchanges: bool = False,
         autocasts: bool = True,
+        shards: bool = False,
     ) -> None:
         options.check_devices(1 if ranks is None else ranks.world)
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
         self.options = options
         self._trains = trains  # training certainly follows
+        self._shards = shards  # whether DTensors may be streamed
         self._methods = methods  # of the module, besides forward: each is a step if it is called by itself
         self._only_inference = only_inference  # no training follows, so the window may fill the memory
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
@@ -457,7 +460,9 @@ class Handle:
 
     def _attach(self, units: list[Unit] | None = None, again: bool = False) -> None:
         """Begin to stream, or begin again; ``units``: the module's, if they are known."""
+        bring_to_host(self.module)
         units = partition(self.module, self.options.units) if units is None else units
+        check_supported(units, self.device.torch_device, self._refused_with_shards())
         self.team.check_alike(units)
         self.storage.choose(units)
         self._check_memory(units)
@@ -502,6 +507,18 @@ class Handle:
             raise
         self.engine.phases.start()
         self._fingerprint = ModuleFingerprint(self.module, self._entries)
+
+    def _refused_with_shards(self) -> dict[str, bool]:
+        """Return what DTensors are not streamed with, and whether it is so here."""
+        options = self.options
+        return {
+            "a Trainer, Fabric or sp_lightning.hf (only by sp_lightning.stream)": not self._shards,
+            "group=": self.team.size > 1,
+            "disk= or host_budget=": options.uses_files,
+            "optimizer_device='device'": options.optimizer_device == "device",
+            "master_weights=True": self._compute_dtype is not None,
+            "compile_units=True": options.compile_units,
+        }
 
     def _check_memory(self, units: list[Unit]) -> None:
         """Check the memory of device, budget and host before anything is allocated."""
@@ -557,6 +574,8 @@ class Handle:
         self._remove_entries()
         for parameter in (*self.module.parameters(), *(p for unit in self._units for _, p in unit.params)):
             unwatch(parameter)
+        for whole in (whole for unit in self._units for whole in unit.wholes):
+            whole.end()
         self.storage.close()
         self.device.close()
         move_buffers(self.module, torch.device("cpu"))
@@ -632,7 +651,9 @@ def stream(
     ranks = None if group is None else connect(group, torch.device(device), timeout, nodes=None, keepalive=keepalive)
     compute_dtype = torch.bfloat16 if parsed.master_weights else None
     try:
-        handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, group=None if ranks is None else group)
+        handle = Handle(
+            module, device, parsed, compute_dtype, ranks=ranks, group=None if ranks is None else group, shards=True
+        )
     except BaseException as error:
         if ranks is not None:
             ranks.fail(isinstance(error, PeerError))

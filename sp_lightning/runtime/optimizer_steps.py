@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..compat.modules import HOOKS_AFTER_EVERY_STEP, HOOKS_AFTER_STEP, HOOKS_BEFORE_EVERY_STEP, HOOKS_BEFORE_STEP
 from ..compat.patches import UNSCALE_GRADS
+from ..compat.tensors import consists_of_tensors
 from ..core import malloc
 from ..optim import grad_scaler, torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP, IsOwn, Parts
@@ -109,7 +110,9 @@ class OptimizerSteps:
     def _prepare(self, optimizer: Optimizer) -> None:
         torn_step.check_step(optimizer)
         if optimizer not in self._shadows:
-            shadow = self.state.shadow(optimizer, self._options.fused_optimizer)
+            parameters = (param for group in optimizer.param_groups for param in group["params"])
+            by_itself = any(map(consists_of_tensors, parameters))  # torch's own code steps DTensors (sharded.py)
+            shadow = None if by_itself else self.state.shadow(optimizer, self._options.fused_optimizer)
             if shadow is not None:
                 shadow.rest, shadow.end = self._rest, self._end
             try:

@@ -24,6 +24,12 @@ class HostGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "simccl"
 
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
     def _through_host(self, tensors: list[torch.Tensor], run: Callable[[torch.Tensor], Any]) -> Any:
         for tensor in tensors:
             host = tensor.cpu()
@@ -45,6 +51,40 @@ class HostGroup(dist.ProcessGroup):
             for part, host in zip(output, hosts, strict=True):
                 part.copy_(host)
         return done(outputs)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any) -> Any:
+        hosts = [[part.cpu() for part in parts] for parts in inputs]
+        return self._through_host(outputs, lambda host: self._host.scatter([host], hosts, options))
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
+    ) -> Any:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            hosts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self._size)]
+            self._host.allgather([hosts], [tensor.cpu()]).wait()
+            output.copy_(torch.cat([host.reshape(-1) for host in hosts]).view(output.shape))
+        return done(outputs)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any
+    ) -> Any:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            host = torch.empty(output.shape, dtype=output.dtype)
+            self._host._reduce_scatter_base(host, tensor.cpu(), options).wait()
+            output.copy_(host)
+        return done(outputs)
+
+    def alltoall_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, theirs: list[int], ours: list[int], options: Any = None
+    ) -> Any:
+        host = torch.empty(output.shape, dtype=output.dtype)
+        self._host.alltoall_base(host, tensor.cpu(), theirs, ours, dist.AllToAllOptions()).wait()
+        output.copy_(host)
+        return done([output])
+
+    # As other versions of torch call them.
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def barrier(self, opts: Any = None) -> Any:
         torch.accelerator.synchronize()

@@ -1,0 +1,192 @@
+"""A parameter of which this process has a shard: a DTensor, as torch's tensor parallelism makes it.
+
+1. The DTensor stays the user's parameter, in all places and in the optimizer. Its local tensor, the shard, is a weight
+   of its unit like any other: it is a leaf, its bytes lie in the slab, its gradient arrives in its ``.grad``. So the
+   host has this rank's shard, once, and no other.
+2. During a visit a DTensor over the shard's device bytes stands in the slots. It is itself an output of the unit's node
+   (gradient_nodes.py), so its uses are summed as those of a leaf are, and what arrives is the DTensor that a plain run
+   accumulates. No layout is changed on the way: a gradient that is a partial sum (a norm under sequence parallelism)
+   stays this rank's own over all accumulated batches, and is reduced where torch reduces it in a plain run.
+3. ``.grad`` is a DTensor over the shard's gradient, with the layout in which that arrived. Gradients of two layouts for
+   one sum are refused: torch would choose the layout of the sum by the operator. A gradient of another shape than the
+   shard's (of a vocabulary that is cut, torch makes the whole one on each rank) is *apart*: it comes down by itself, at
+   once, and is added on the host.
+4. An optimizer steps the DTensors by its own code on the host, and so are gradients clipped: norms are those of the
+   mesh, by its group, which needs a backend for the host's tensors. State is what torch makes of the DTensors.
+5. Where an operator writes to a DTensor, torch moves the version of the DTensor alone. So each such operator also moves
+   that of the shard, by which the device's bytes are known to be stale (host_copy.py, Rule 4).
+6. A shard travels in its own type: autocast casts it on the device, at each use, as in a plain run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.tensors import ShardForm, is_dtensor, laid_out, local_of, over_spec, spec_of, without_dispatch
+from ..errors import PartitionError, UnsupportedError
+from .whole import Whole, part_of
+
+_grad: Any = Tensor.grad
+
+
+@dataclass(eq=False)
+class GradientLayout:
+    """The layout of a shard's gradient, and the DTensor in which the user sees it (Rule 3)."""
+
+    spec: Any = None  # of the gradient that is there, or under way
+    shown: Tensor | None = None
+    is_apart: bool = False
+
+
+@dataclass(eq=False, frozen=True)
+class Sharded(Whole):
+    """A DTensor parameter, whose only part is its shard (Rule 1)."""
+
+    form: ShardForm
+    layout: GradientLayout = field(default_factory=GradientLayout)
+
+    @classmethod
+    def of(cls, name: str, parameter: nn.Parameter) -> Sharded:
+        """Take a DTensor parameter; its shard is told whether it trains."""
+        shard = local_of(parameter)
+        if type(shard) is not Tensor or shard.layout is not torch.strided or shard.grad_fn is not None:
+            raise PartitionError(
+                f"{name} is a DTensor whose shard is a {type(shard).__name__} and not a plain dense tensor: use one, "
+                "or a plain parameter"
+            )
+        sharded = cls(name, parameter, ShardForm(spec_of(parameter)), ((name, shard),))
+        sharded.follow()
+        return sharded
+
+    # ---- the two faces
+
+    def begin(self) -> None:
+        """Begin to stream: the shard, which is on the host now, becomes the leaf (Rule 1)."""
+        part_of(self).__class__ = nn.Parameter
+        self.set_gradient(_grad.__get__(self.parameter))
+
+    def follow(self) -> None:
+        """Have the shard train where the parameter does."""
+        if (shard := part_of(self)).requires_grad is not self.parameter.requires_grad:
+            shard.requires_grad_(self.parameter.requires_grad)
+
+    def end(self) -> None:
+        """Leave the shard to the DTensor, and its gradient."""
+        shard = part_of(self)
+        if type(shard) is Tensor:  # it was not begun
+            return
+        self.gradient(shard.grad)  # stays with the parameter
+        shard.grad = None
+        shard.requires_grad_(False)
+        shard.__class__ = Tensor
+
+    def over(self, view: Tensor) -> Tensor:
+        """Return a DTensor over the shard's bytes on the device (Rule 2)."""
+        with torch.inference_mode(False):
+            return self._over(view)
+
+    def _over(self, shard: Tensor) -> Tensor:
+        return over_spec(shard, self.form.spec)
+
+    # ---- gradients (Rules 2 and 3)
+
+    def receive(self, grad: Tensor) -> Tensor | None:
+        """Return this rank's part of a gradient that arrived in backward, on the device; None if it is apart."""
+        spec, layout = spec_of(grad), self.layout
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"gradients of {self.name}, a DTensor, were made with create_graph=True: no graph of gradients leads "
+                "through a streamed shard"
+            )
+        if layout.spec is not None and layout.spec.placements != spec.placements:
+            raise UnsupportedError(
+                f"the gradient of {self.name} arrived as {spec.placements}, where the one that it would be added to is "
+                f"{layout.spec.placements}: call zero_grad() between them"
+            )
+        layout.spec = laid_out(spec, self.form.spec)
+        local = local_of(grad)
+        if local.shape == part_of(self).shape:
+            return local
+        self._add_apart(local)
+        return None
+
+    def _add_apart(self, local: Tensor) -> None:
+        """Bring a gradient down and add it (Rule 3)."""
+        layout, host = self.layout, local.to("cpu", copy=True)
+        if layout.shown is None:
+            self._show(over_spec(host, layout.spec))
+            layout.is_apart = True
+        else:
+            local_of(layout.shown).add_(host)
+
+    def gradient(self, local: Tensor | None) -> Tensor | None:
+        """Return the DTensor of the shard's gradient, which becomes the parameter's ``.grad``."""
+        layout, found = self.layout, _grad.__get__(self.parameter)
+        if layout.is_apart:
+            self._show(found)
+        elif found is not None and found is not layout.shown:  # autograd came to the parameter itself
+            if local is None or (layout.shown is not None and local_of(layout.shown) is local):
+                self.set_gradient(found)
+            else:
+                with torch.no_grad():
+                    self.set_gradient(over_spec(local, layout.spec) + found)
+        elif local is None:
+            self._show(None)
+        elif layout.shown is None or local_of(layout.shown) is not local:
+            self._show(over_spec(local, layout.spec))
+        return layout.shown
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        """Take what the user, or autograd, gives the parameter as its gradient."""
+        shard, layout = part_of(self), self.layout
+        if value is not None and value.device != shard.device:
+            value = over_spec(local_of(value).to(shard.device), spec_of(value))
+        self._show(value)
+        layout.spec = None if value is None else spec_of(value)
+        local = None if value is None else local_of(value)
+        layout.is_apart = local is not None and local.shape != shard.shape
+        shard.grad = None if layout.is_apart else local
+
+    def _show(self, value: Tensor | None) -> None:
+        with without_dispatch():
+            _grad.__set__(self.parameter, value)
+        self.layout.shown = value
+
+
+def check_supported(units: Iterable[Any], device: torch.device, refused: dict[str, bool]) -> None:
+    """Raise if any of these units' parameters is a DTensor that is not streamed with these options.
+
+    ``refused``: by what is said of each, whether it is in force.
+    """
+    sharded = [whole for unit in units for whole in unit.wholes if isinstance(whole, Sharded)]
+    if not sharded:
+        return
+    name, mesh = sharded[0].name, sharded[0].form.spec.mesh
+    found = [what for what, is_so in refused.items() if is_so]
+    if found:
+        raise PartitionError(
+            f"{name} is a DTensor, and those are not streamed with {', '.join(found)}: leave that out, or use plain "
+            "parameters"
+        )
+    if mesh.device_type != device.type:
+        raise PartitionError(
+            f"{name} is a DTensor over a mesh of {mesh.device_type!r}, and its module is streamed to {device}: make "
+            "the mesh of that kind of device"
+        )
+
+
+def bring_to_host(module: nn.Module) -> None:
+    """Move a module's shards to the host, where they are streamed from; the DTensors stay the same objects."""
+    for parameter in filter(is_dtensor, module.parameters()):
+        if parameter.device.type in ("cpu", "meta"):
+            continue
+        with torch.no_grad():
+            moved = nn.Parameter(over_spec(local_of(parameter).cpu(), spec_of(parameter)), parameter.requires_grad)
+            if parameter.grad is not None:
+                moved.grad = over_spec(local_of(parameter.grad).cpu(), spec_of(parameter.grad))
+        torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]

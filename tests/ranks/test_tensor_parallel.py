@@ -1,0 +1,135 @@
+"""Models whose parameters are DTensors stream as they train under torch's tensor parallelism, to the last bit."""
+
+from __future__ import annotations
+
+import processes
+import pytest
+import sharded
+from refusals import refusal
+
+from sp_lightning.errors import PartitionError, UnsupportedError
+
+KEEP, RECOMPUTE, OFFLOAD = {}, {"activations": "recompute"}, {"activations": "offload", "window": 2}
+BOTH = {"activations": "recompute+offload"}
+
+
+def check(name, simulated, options, **settings):
+    for rank, found in enumerate(processes.run(2, sharded.compare, name, simulated, options, **settings)):
+        assert not found["differ"], f"rank {rank}: {found['differ'][:8]} of {found['seen']}"
+        assert not found["differ once closed"], f"rank {rank}: {found['differ once closed'][:8]}"
+        assert found["kinds"]
+        assert found["fetches"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "settings"),
+    [
+        ("in blocks", {"window": 8}, {"edits": True}),
+        ("in blocks", RECOMPUTE, {"accumulate": 2}),
+        ("in blocks", OFFLOAD, {"kind": "several"}),
+        ("in blocks", BOTH, {}),
+        ("in sequence", KEEP, {"accumulate": 5}),
+        ("in sequence", RECOMPUTE, {"accumulate": 3, "clip": 0.1}),
+        ("in sequence", OFFLOAD, {"kind": "foreach", "clip": 0.1}),
+        ("in sequence", {"window": 2, "transfer": 2}, {"kind": "several", "clip": 0.1, "accumulate": 2}),
+        ("in sequence", BOTH, {"accumulate": 2, "edits": True}),
+        ("tied", KEEP, {"accumulate": 2, "clip": 0.1}),
+        ("tied", RECOMPUTE, {"kind": "foreach"}),
+        ("sharded loss", KEEP, {"accumulate": 2, "clip": 0.1}),
+        ("sharded loss", OFFLOAD, {}),
+        ("llama", KEEP, {"accumulate": 2}),
+        ("llama", RECOMPUTE, {}),
+        ("llama", OFFLOAD, {"kind": "several"}),
+        ("vit", KEEP, {"accumulate": 2}),
+        ("vit", BOTH, {}),
+    ],
+)
+def test_shards_train_as_under_plain_tensor_parallelism(name, options, settings):
+    check(name, False, options, **settings)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize(
+    ("name", "options", "settings"),
+    [
+        ("in blocks", {"window": 8}, {"edits": True}),
+        ("in sequence", KEEP, {"accumulate": 3, "clip": 0.1}),
+        ("in sequence", BOTH, {"kind": "several", "accumulate": 2}),
+        ("tied", OFFLOAD, {"accumulate": 2, "clip": 0.1}),
+        ("sharded loss", RECOMPUTE, {"clip": 0.1}),
+        ("llama", {"window": 2}, {"accumulate": 2}),
+        ("vit", OFFLOAD, {}),
+    ],
+)
+def test_a_device_trains_shards_as_the_cpu_does_without_streaming(name, options, settings):
+    check(name, True, options, **settings)
+
+
+def test_a_run_with_other_gradients_is_noticed():
+    for found in processes.run(2, sharded.compare, "in sequence", False, KEEP, changed=True):
+        assert {"0 0.weight", "0 gradient of 1.norm.weight", "state 0 of 5.weight.exp_avg"} <= set(found["differ"])
+
+
+def test_a_ranks_host_holds_its_shards_once():
+    for found in processes.run(2, sharded.compare, "in sequence", False, KEEP, steps=1):
+        assert found["slabs"] == found["bytes"]
+        assert found["in slabs"]
+
+
+@pytest.mark.parametrize("to_stream", [True, False])
+@pytest.mark.parametrize("kind", ["foreach", "several"])
+def test_a_run_goes_on_plainly_and_streamed(to_stream, kind):
+    assert processes.run(2, sharded.resumed, "in sequence", to_stream, kind) == [[], []]
+
+
+@refusal(
+    "a DTensor in a Trainer, Fabric or `sp_lightning.hf`, with `group=`, `disk=`, `host_budget=`, "
+    '`optimizer_device="device"`, '
+    "`master_weights` or `compile_units`, or over a mesh of another kind of device than the streaming one",
+    PartitionError,
+    "`sp_lightning.stream` without these, and a mesh of the device",
+)
+@pytest.mark.parametrize(
+    ("options", "group", "said"),
+    [
+        ({"optimizer_device": "device"}, False, "optimizer_device='device'"),
+        ({"master_weights": True}, False, "master_weights=True"),
+        ({"compile_units": True}, False, "compile_units=True"),
+        ({"host_budget": "1GiB"}, False, "disk= or host_budget="),
+        ({}, True, "group="),
+    ],
+)
+def test_what_shards_are_not_streamed_with_is_named(options, group, said):
+    for error in processes.run(2, sharded.refused, "in blocks", options, group):
+        assert error.startswith("PartitionError: 1.up.weight is a DTensor") and said in error
+
+
+def test_a_trainer_names_the_dtensor():
+    [error] = processes.run(1, sharded.refused_by_a_trainer)
+    assert error.startswith("PartitionError: ") and "is a DTensor" in error and "a Trainer" in error
+
+
+@pytest.mark.simgpu
+def test_a_mesh_of_another_device_is_named():
+    for error in processes.run(2, sharded.refused_on_another_device):
+        assert error.startswith("PartitionError: 1.up.weight is a DTensor over a mesh of 'cpu'") and "simgpu:0" in error
+
+
+@refusal(
+    "`create_graph=True` through a streamed DTensor, a hook on it, `p.data = ...` of one, or a gradient of another "
+    "layout than the one that it is added to",
+    UnsupportedError,
+    "plain parameters; for the last one `zero_grad()` between them",
+)
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("hook", "hooks get no gradients"),
+        ("data", "data was assigned"),
+        ("create_graph", "create_graph=True"),
+        ("layout", "arrived as (Partial(sum),), where the one that it would be added to is (Replicate(),)"),
+    ],
+)
+def test_a_use_that_streamed_dtensors_do_not_have_is_named(how, said):
+    for error in processes.run(2, sharded.misused, how):
+        assert error.startswith("UnsupportedError: ") and said in error

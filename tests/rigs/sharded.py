@@ -1,0 +1,427 @@
+"""Models under torch's tensor parallelism on each rank of a test, trained plainly and streamed, and compared there.
+
+A run returns everything that can be seen of it by name; `compare` the names of what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import io
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import models
+import parity
+import sp_lightning
+from sp_lightning.core.unit_numbers import aligned
+
+HOST = torch.device("cpu")
+WORDS = 31  # an odd number: two ranks have shards of different sizes
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(nn.Embedding(WORDS, 16), *(Block(16) for _ in range(4)), nn.Linear(16, WORDS, bias=False))
+
+
+def in_blocks(mesh: DeviceMesh) -> nn.Module:
+    """Tensor parallelism inside of blocks; all else is plain, on each rank the same."""
+    model = stack()
+    for block in list(model)[1:5]:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def in_sequence(mesh: DeviceMesh, head: Any = None) -> nn.Module:
+    """Every parameter is a DTensor; norms see a part of the sequence, and their gradients are partial sums."""
+    model = stack()
+    blocks = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    for index in range(1, 5):
+        parallelize_module(model[index], mesh, blocks)
+    first = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+    last = head or ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    return parallelize_module(model, mesh, {"0": first, "5": last})
+
+
+def tied(mesh: DeviceMesh) -> nn.Module:
+    model: Any = in_sequence(mesh)
+    model[5].weight = model[0].weight
+    return model  # type: ignore[no-any-return]
+
+
+def with_sharded_loss(mesh: DeviceMesh) -> nn.Module:
+    last = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    return in_sequence(mesh, last)
+
+
+def llama(mesh: DeviceMesh) -> nn.Module:
+    """transformers' Llama with the plan of torch's tutorial, and a frozen weight."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {f"self_attn.{name}_proj": columns for name in "qkv"} | {"self_attn.o_proj": rows}
+    for layer in model.model.layers:
+        parallelize_module(
+            layer, mesh, plan | {"mlp.gate_proj": columns, "mlp.up_proj": columns, "mlp.down_proj": rows}
+        )
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    return Logits(model)
+
+
+def vit(mesh: DeviceMesh) -> nn.Module:
+    """torchvision's kind of transformer, from torch's own modules: an encoder over patches."""
+    return Patches(mesh)
+
+
+class Patches(nn.Module):
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(1, 16, 2, 2)
+        self.place = nn.Parameter(torch.randn(1, 4, 16))
+        self.blocks = nn.ModuleList(Attending(16) for _ in range(3))
+        self.head = nn.Linear(16, WORDS)
+        columns = ColwiseParallel()
+        plan: dict[str, Any] = dict.fromkeys(("q", "k", "v", "mlp.up"), columns)
+        for block in self.blocks:
+            parallelize_module(block, mesh, plan | {"o": RowwiseParallel(), "mlp.down": RowwiseParallel()})
+
+    def forward(self, words: Tensor) -> Tensor:
+        image = words.to(self.place.dtype).unflatten(0, (-1, 1)).unflatten(-1, (2, 4))
+        x = self.cut(image).flatten(2).transpose(1, 2)
+        x = torch.cat([x, x], 1) + self.place
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.cat([x, x], 1))  # type: ignore[no-any-return]
+
+
+class Attending(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.norm, self.mlp = nn.LayerNorm(width), Block(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        q, k, v = (part(normed).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.mlp(x + self.o(attended))  # type: ignore[no-any-return]
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.model(words).logits  # type: ignore[no-any-return]
+
+
+MAKERS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
+    "in blocks": in_blocks,
+    "in sequence": in_sequence,
+    "tied": tied,
+    "sharded loss": with_sharded_loss,
+    "llama": llama,
+    "vit": vit,
+}
+
+
+# ---- a run, and what is seen of it
+
+
+def optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    """Make the optimizers of a run: one, or two for every other parameter each."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if kind == "several":
+        return [torch.optim.AdamW(parameters[::2], 1e-2), torch.optim.SGD(parameters[1::2], 1e-1, momentum=0.9)]
+    return [torch.optim.AdamW(parameters, 1e-2, foreach=kind == "foreach")]
+
+
+def local(value: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    found = value.to_local() if isinstance(value, DTensor) else value
+    return found.wait() if hasattr(found, "trigger_wait") else found
+
+
+def seen(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what there is to see in a value: of a DTensor its layout and this rank's part."""
+    if isinstance(value, DTensor):
+        yield f"{name} as", f"{value.placements} {tuple(value.shape)} {value.stride()}"
+        yield name, local(value).detach().cpu().clone()
+    elif isinstance(value, Tensor):
+        yield name, value.detach().cpu().clone()
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from seen(f"{name}.{key}", part)
+    else:
+        yield name, value
+
+
+def train(
+    model: nn.Module,
+    stepped_by: list[torch.optim.Optimizer],
+    device: torch.device,
+    steps: int,
+    accumulate: int,
+    clip: float | None,
+    sharded_loss: bool,
+    edits: bool = False,
+    seed: int = 1,
+) -> Iterator[tuple[str, Any]]:
+    """Train a model, and yield what is seen after each step."""
+    draw = torch.Generator().manual_seed(seed)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for step in range(steps):
+        for batch in range(accumulate):
+            words = torch.randint(WORDS, (3, 8), generator=draw).to(device)
+            with loss_parallel() if sharded_loss else contextlib.nullcontext():
+                loss = F.cross_entropy(model(words).flatten(0, 1), words.flatten())
+                loss.backward()  # type: ignore[no-untyped-call]
+            yield from seen(f"{step}.{batch} loss", loss)
+        if clip is not None:
+            yield from seen(f"{step} norm", nn.utils.clip_grad_norm_(names, clip))
+        if edits:
+            edit_gradients(model)
+        for name, parameter in model.named_parameters():
+            yield from seen(f"{step} gradient of {name}", parameter.grad)
+        for optimizer in stepped_by:
+            optimizer.step()
+            optimizer.zero_grad()
+        for number, _ in enumerate(edits_between_steps(model) if edits else ()):
+            with torch.no_grad():
+                yield from seen(f"{step} after edit {number}", model(words))
+        for name, parameter in model.named_parameters():
+            yield from seen(f"{step} {name}", parameter)
+    for number, optimizer in enumerate(stepped_by):
+        for parameter, state in optimizer.state.items():
+            yield from seen(f"state {number} of {names[parameter]}", state)
+    yield from seen("state_dict", model.state_dict())
+    with torch.no_grad():
+        yield from seen("evaluated", model(words))
+
+
+def edit_gradients(model: nn.Module) -> None:
+    """Write to some gradients, and give some parameters others."""
+    for index, parameter in enumerate(model.parameters()):
+        with torch.no_grad():
+            if index % 3 == 0:
+                parameter.grad.mul_(0.5)
+            elif index % 3 == 1:
+                parameter.grad = parameter.grad + parameter
+
+
+def edits_between_steps(model: nn.Module) -> Iterator[None]:
+    """Write to parameters in one way after the other."""
+    parameters = list(model.parameters())
+    yield  # the step's own writes
+    with torch.no_grad():
+        parameters[1].mul_(1.5)
+        yield
+        torch.nn.init.constant_(parameters[0], 0.5)
+        yield
+        parameters[2][0] = 0.25
+        yield
+        torch._foreach_add_(parameters[2:3], 0.25)
+        yield
+        local(parameters[3]).sub_(0.125)
+        yield
+        parameters[4].data.add_(0.0625)
+        yield
+    named = dict(model.named_parameters())
+    saved = io.BytesIO()
+    torch.save([copy.deepcopy(named), named], saved)
+    for stored in torch.load(io.BytesIO(saved.getvalue()), weights_only=False):
+        assert {type(value) for value in stored.values()} <= {nn.Parameter, DTensor}
+        model.load_state_dict({name: value * 1.25 for name, value in stored.items()})
+        yield
+
+
+def begin(simulated: bool) -> tuple[DeviceMesh, DeviceMesh, torch.device]:
+    """Begin on this rank: a mesh for the plain run, which is on the CPU, and one for the streamed run's device."""
+    backend = importlib.import_module("simccl").register() if simulated else "gloo"
+    if not dist.is_initialized():
+        rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if not simulated:
+        return mesh, mesh, torch.device("cpu")
+    return mesh, init_device_mesh("simgpu", (dist.get_world_size(),)), torch.device("simgpu:0")
+
+
+def made(name: str, mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    return MAKERS[name](mesh)
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the names of what differs."""
+    names = [*one, *(name for name in other if name not in one)]
+    return [name for name in names if parity.difference(one.get(name), other.get(name)) is not None]
+
+
+def compare(
+    name: str,
+    simulated: bool,
+    options: dict[str, Any],
+    kind: str = "loop",
+    steps: int = 3,
+    accumulate: int = 1,
+    clip: float | None = None,
+    edits: bool = False,
+    changed: bool = False,
+) -> dict[str, Any]:
+    """Train a model plainly and streamed; return the names of what differs, and figures.
+
+    ``changed``: with another number of batches in the streamed run, for a test of this function.
+    """
+    theirs, ours, device = begin(simulated)
+    sharded_loss = name == "sharded loss"
+    plain = made(name, theirs)
+    expected = dict(train(plain, optimizers(plain, kind), HOST, steps, accumulate, clip, sharded_loss, edits))
+    model = made(name, ours)
+    count = sum(aligned(local(parameter).nbytes) for parameter in model.parameters())
+    with sp_lightning.stream(model, device, **({"window": 1} | options)) as handle:
+        stepped_by = optimizers(model, kind)
+        found = dict(train(model, stepped_by, device, steps, accumulate + changed, clip, sharded_loss, edits))
+        stats = handle.stats()
+        slabs = sum(unit.store.slab.truth.numel() for unit in handle.engine.units)
+        in_slabs = all(handle.engine.in_slab(local(parameter)) for parameter in model.parameters())
+    after = dict(seen("state_dict", model.state_dict()))
+    closed = difference(after, {name: expected[name] for name in after})
+    kinds = [type(parameter) for parameter in model.parameters()]
+    return {
+        "differ": difference(expected, found),
+        "differ once closed": closed,
+        "kinds": kinds == [type(parameter) for parameter in plain.parameters()],
+        "seen": len(expected),
+        "fetches": stats["fetches"],
+        "slabs": slabs,
+        "in slabs": in_slabs,
+        "bytes": count,
+    }
+
+
+def resumed(name: str, to_stream: bool, kind: str) -> list[str]:
+    """Train halfway plainly and go on streaming, or the other way round; return what differs from a plain run."""
+    mesh, _, device = begin(False)
+    settings: dict[str, Any] = {"steps": 2, "accumulate": 2, "clip": None, "sharded_loss": False}
+
+    def halfway(model: nn.Module, state: Any) -> tuple[dict[str, Any], Any]:
+        stepped_by = optimizers(model, kind)
+        if state is not None:
+            model.load_state_dict(state[0])
+            for optimizer, loaded in zip(stepped_by, state[1], strict=True):
+                optimizer.load_state_dict(loaded)
+        found = dict(train(model, stepped_by, device, seed=1 if state is None else 2, **settings))
+        return found, copy.deepcopy((model.state_dict(), [optimizer.state_dict() for optimizer in stepped_by]))
+
+    def streamed(model: nn.Module, state: Any) -> tuple[dict[str, Any], Any]:
+        with sp_lightning.stream(model, device, window=1):
+            return halfway(model, state)
+
+    expected, state = halfway(made(name, mesh), None)
+    then, _ = halfway(made(name, mesh), state)
+    first, second = (halfway, streamed) if to_stream else (streamed, halfway)
+    found, state = first(made(name, mesh), None)
+    went_on, _ = second(made(name, mesh), state)
+    return difference(expected, found) + difference(then, went_on)
+
+
+def refused(name: str, options: dict[str, Any], group: bool = False) -> str:
+    """Return the error of an attempt to stream, and check that it left a plain model."""
+    mesh, _, device = begin(False)
+    model = made(name, mesh)
+    given = {"group": dist.group.WORLD} if group else {}
+    try:
+        sp_lightning.stream(model, device, **given, **options)
+    except sp_lightning.errors.SuperpipelineError as error:
+        dict(train(model, optimizers(model, "loop"), device, 1, 1, None, False))
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was streamed")
+
+
+def refused_by_a_trainer() -> str:
+    """Return the error of a fit by Lightning."""
+    mesh, _, _ = begin(False)
+    module = models.ZooModule(models.case("mlp"))
+    linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    parallelize_module(module, mesh, dict.fromkeys(linear, ColwiseParallel(output_layouts=Replicate())))
+    trainer = L.Trainer(strategy="superpipeline", accelerator="cpu", devices=1, max_steps=1, logger=False)
+    try:
+        trainer.fit(module)
+    except sp_lightning.errors.SuperpipelineError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was streamed")
+
+
+def refused_on_another_device() -> str:
+    begin(True)
+    model = made("in blocks", init_device_mesh("cpu", (dist.get_world_size(),)))
+    try:
+        sp_lightning.stream(model, "simgpu:0")
+    except sp_lightning.errors.SuperpipelineError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was streamed")
+
+
+def misused(how: str) -> str:
+    """Return the error of a use that streamed DTensors do not have."""
+    mesh, _, device = begin(False)
+    model = made("in sequence", mesh)
+    words = torch.arange(24).view(3, 8)
+    with sp_lightning.stream(model, device, window=1):
+        weight: Any = list(model)[1].norm.weight
+        try:
+            if how == "hook":
+                weight.register_hook(lambda grad: grad)
+            elif how == "data":
+                weight.data = weight * 2
+            elif how == "create_graph":
+                model(words).sum().backward(create_graph=True)
+            else:
+                weight.grad = torch.zeros_like(weight)  # replicated, where a partial sum comes
+                model(words).sum().backward()
+        except sp_lightning.errors.SuperpipelineError as error:
+            return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
