@@ -65,10 +65,10 @@ class OptimizerSteps:
     def follow(self, engine: Engine, state: StateInMemory) -> None:
         """Go on with the engine of units that were made anew, and with a disk if these need the first one."""
         self.engine = engine
+        before, self.state = self.state, state
         self._note_parameters()
-        if state is self.state:
+        if state is before:
             return
-        self.state = state
         for optimizer, shadow in list(self._shadows.items()):
             if shadow is None:
                 del self._shadows[optimizer]  # which is prepared again

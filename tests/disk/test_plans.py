@@ -250,9 +250,11 @@ def test_a_plan_with_a_disk_takes_what_a_drive_takes(name, each):
 
 
 EIGHT = {"machine": "rtx4090", "host_memory": "64GiB", "activations": "recompute", "loss": "chunked"}
+GIVEN = {"master_weights": True, "optimizer_device": "device"}
 OFFERED = {  # precision and further options, and what is offered with a disk
     ("bf16-true", ()): "disk=FOLDER",
     ("bf16-true", ("master_weights",)): "disk=FOLDER",
+    ("bf16-true", ("master_weights", "optimizer_device")): "disk=FOLDER",
     ("bf16-mixed", ()): "precision='bf16-true', master_weights=True and disk=FOLDER",
 }
 
@@ -260,7 +262,7 @@ OFFERED = {  # precision and further options, and what is offered with a disk
 @pytest.mark.parametrize("precision, given", OFFERED)
 @pytest.mark.seldom
 def test_what_a_disk_makes_room_for_is_offered_and_is_a_plan_that_fits(precision, given):
-    options = {**EIGHT, "precision": precision, **dict.fromkeys(given, True)}
+    options = {**EIGHT, "precision": precision, **{name: GIVEN[name] for name in given}}
     found, named = plan("llama3-8b", 32768, **options), OFFERED[precision, given]
     assert not found.fits_host
     change = next(change for change in found.host_changes if change.what == named)
@@ -282,10 +284,8 @@ def test_a_slow_disk_is_named_after_what_is_faster_and_still_named():
     assert not any("assumed" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("given", [{"devices": 2}, {"optimizer_device": "device"}])
-@pytest.mark.few(1)
-def test_no_disk_is_offered_where_there_can_be_none(given):
-    found = plan("llama3-8b", 2048, **EIGHT, precision="bf16-true", **given)
+def test_no_disk_is_offered_where_there_can_be_none():
+    found = plan("llama3-8b", 2048, **EIGHT, precision="bf16-true", devices=2)
     assert not found.fits_host and found.host_changes
     assert not any("FOLDER" in change.what for change in found.host_changes)
 

@@ -788,22 +788,29 @@ def test_state_of_weights_that_are_unfrozen_later_goes_to_the_disk(device):
     assert_same(*runs)
 
 
+STEPS = pytest.mark.parametrize("optimizer_device", ["host", "device"])
+
+
+@STEPS
 @pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
 @pytest.mark.few(1)
-def test_a_module_that_outgrows_its_budget_has_its_optimizers_state_on_disk_from_then_on(kind, device):
+def test_a_module_that_outgrows_its_budget_has_its_optimizers_state_on_disk_from_then_on(
+    kind, optimizer_device, device
+):
     runs = []
     size = sum(p.nbytes for p in stack(200, 2).parameters())
     for options in ({"disk": os.getcwd(), "host_budget": 6 * size}, {}):
         net = stack(200, 2)
         optimizer = getattr(torch.optim, kind)(net.parameters())
-        with sp_lightning.stream(net, device, window=2, wire_dtype="as-is", **options) as handle:
+        options |= {"wire_dtype": "as-is", "optimizer_device": optimizer_device}
+        with sp_lightning.stream(net, device, window=2, **options) as handle:
             for number in range(2):
                 train(net, optimizer, device, 2, 200)
                 if number == 0:
                     assert not handle.storage.state.is_on_disk
                     net.extend(stack(200, 2))
                     optimizer.add_param_group({"params": list(net[2:].parameters())})
-            if options:
+            if "disk" in options:
                 assert all(on_disk(handle, optimizer)[1::2])  # Adafactor's of matrices has other shapes
         runs.append((net, optimizer))
     assert_same(*runs)
@@ -820,6 +827,8 @@ def thawing(device, **options):
             if number == 0:
                 assert not handle.storage.state.is_on_disk
                 net.requires_grad_(True)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(net, optimizer, device, 1, 200)
         if "disk" in options:
             assert any(on_disk(handle, optimizer))
     return net, optimizer
@@ -828,9 +837,11 @@ def thawing(device, **options):
 SIZE = sum(p.nbytes for p in stack(200, 2).parameters())
 
 
+@STEPS
 @pytest.mark.few(1)
-def test_weights_that_are_unfrozen_and_outgrow_the_budget_have_state_on_disk(device):
-    assert_same(thawing(device, disk=os.getcwd(), host_budget=6 * SIZE), thawing(device))
+def test_weights_that_are_unfrozen_and_outgrow_the_budget_have_state_on_disk(optimizer_device, device):
+    options = {"optimizer_device": optimizer_device}
+    assert_same(thawing(device, disk=os.getcwd(), host_budget=6 * SIZE, **options), thawing(device, **options))
 
 
 @pytest.mark.few(1)
@@ -859,8 +870,11 @@ def test_weights_that_are_unfrozen_within_the_budget_leave_the_units_as_they_are
     assert len(attached) == len(set(attached)) == 2
 
 
+@STEPS
 @pytest.mark.few(1)
-def test_weights_that_are_unfrozen_have_their_first_state_on_disk_where_forward_runs_in_a_closure(device):
+def test_weights_that_are_unfrozen_have_their_first_state_on_disk_where_forward_runs_in_a_closure(
+    optimizer_device, device
+):
     """As in a Trainer: the optimizer's step has begun when units are made anew."""
     runs = []
     for options in ({"disk": os.getcwd(), "host_budget": 6 * SIZE}, {}):
@@ -874,11 +888,12 @@ def test_weights_that_are_unfrozen_have_their_first_state_on_disk_where_forward_
             loss.backward()
             return loss
 
-        with sp_lightning.stream(net, device, window=2, wire_dtype="as-is", **options) as handle:
+        options |= {"wire_dtype": "as-is", "optimizer_device": optimizer_device}
+        with sp_lightning.stream(net, device, window=2, **options) as handle:
             optimizer.step(closure)
             net.requires_grad_(True)
             optimizer.step(closure)
-            if options:
+            if "disk" in options:
                 thawed = [
                     keys
                     for p, keys in zip(net.parameters(), on_disk(handle, optimizer), strict=True)
