@@ -36,7 +36,7 @@ from torch.distributed.constants import default_pg_timeout
 from ..errors import PeerError, UnsupportedError
 from ..memory.watched_parameters import is_watched
 from ..options import Options
-from ..ranks.board import Ranks
+from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
 from ..runtime.handle import Handle, close_all, close_dropped
 from .patched import function, names_of_accelerate, replace
@@ -69,7 +69,7 @@ class streaming:
     ) -> None:
         self.options = Options.parse(**options)
         self.handles: list[Handle] = []  # of the models that are streamed, in the order in which they began
-        self.ranks: Ranks | None = None  # once several processes share a model
+        self.ranks = ONE_RANK  # others once several processes share a model
         self._shared: weakref.WeakSet[Handle] = weakref.WeakSet()  # those of one copy on all ranks
         self._timeout = timeout
         self._reports = Reports()
@@ -104,8 +104,7 @@ class streaming:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         is_failure = error is not None and not (isinstance(error, SystemExit) and not error.code)
-        if is_failure and self.ranks is not None:
-            assert error is not None
+        if error is not None and is_failure:
             for handle in self.handles:
                 handle.team.fail(error)
             self.ranks.fail(isinstance(error, PeerError))
@@ -120,8 +119,7 @@ class streaming:
         if self in _open:
             _open.remove(self)
         with self._undo:
-            if self.ranks is not None:
-                self._undo.callback(self.ranks.close)
+            self._undo.callback(self.ranks.close)
             self._undo.callback(close_all, self.handles)
             self._reports.end(self.ranks, list(self._shared), self._says)
             for handle in self.handles:
@@ -139,18 +137,18 @@ class streaming:
         handle = self.handle_of(module)
         if handle is not None and handle in self._shared:
             return
-        if self.ranks is None:
+        if self.ranks is ONE_RANK:
             self.ranks = connect(None, device, self._timeout)
             leave_at_exit(self, self.ranks)
         self._shared.add(self._begin(module, device, self.ranks))
-        if self.ranks is not None:
+        if self.ranks.world > 1:
             broadcast_buffers(module, None, device)
 
     def handle_of(self, module: nn.Module) -> Handle | None:
         """Return the handle that streams a module, or one that it is a part of."""
         return next((one for one in self.handles if any(part is module for part in one.module.modules())), None)
 
-    def _begin(self, module: nn.Module, device: torch.device, ranks: Ranks | None = None) -> Handle:
+    def _begin(self, module: nn.Module, device: torch.device, ranks: OneRank = ONE_RANK) -> Handle:
         self._check(module)
         close_dropped(self.handles)  # Rule 7
         parts = set(module.modules())
@@ -159,7 +157,7 @@ class streaming:
             self.handles.remove(handle)
             handle.close()
         compute_dtype = torch.bfloat16 if self.options.master_weights else None
-        handle = Handle(module, device, self.options, compute_dtype, ranks=ranks, exchanges=ranks is not None)
+        handle = Handle(module, device, self.options, compute_dtype, ranks=ranks, exchanges=ranks.world > 1)
         handle.steps.by_hand = True
         self.handles.append(handle)
         self._marks[handle] = self._names.mark(module, device)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import UnsupportedError
-from ..ranks.board import Ranks
+from ..ranks.board import OneRank
 from ..ranks.connection import broadcast_buffers
 from ..runtime.handle import Handle
 
@@ -25,7 +25,7 @@ from ..runtime.handle import Handle
 class Streams(Protocol):
     """The context that streams models (context.py)."""
 
-    ranks: Ranks | None
+    ranks: OneRank
 
     def handle_of(self, module: nn.Module) -> Handle | None: ...
 
@@ -46,11 +46,10 @@ class RankedModel(DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, with the first rank's buffers where DDP's has them (Rule 3)."""
         handle = self.handle_in(self._stream)
-        if self._stream.ranks is not None:
-            self._stream.ranks.check()
-            if self._sends_buffers and self.require_forward_param_sync:
-                with self._stream.ranks.together("the buffers of the first one"):
-                    broadcast_buffers(self.module, None, self.device)
+        self._stream.ranks.check()
+        if self._sends_buffers and self.require_forward_param_sync and self._stream.ranks.world > 1:
+            with self._stream.ranks.together("the buffers of the first one"):
+                broadcast_buffers(self.module, None, self.device)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             handle.exchanges = self.require_backward_grad_sync

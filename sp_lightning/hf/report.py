@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ..errors import PeerError
 from ..observe.run_report import RunReport, ranks_in_words
-from ..ranks.board import Board, Ranks
+from ..ranks.board import Board, OneRank, Ranks
 from ..runtime.handle import Handle
 
 NUMBER = struct.Struct("d"), struct.Struct("q")  # the board has whole numbers
@@ -37,16 +37,16 @@ class Reports:
         report.update()
         return {PREFIX + name: value for name, value in report.figures().items()}
 
-    def end(self, ranks: Ranks | None, shared: Sequence[Handle], says: bool) -> None:
+    def end(self, ranks: OneRank, shared: Sequence[Handle], says: bool) -> None:
         """Say on the first rank what the models did; ``shared``: those that all ranks came to end together."""
         for handle, report in self._reports.items():
             if handle.closed:
                 continue
             report.close()
             lines = report.report() if says else []
-            if says and ranks is not None and handle in shared:
+            if says and isinstance(ranks, Ranks) and handle in shared:
                 lines += _of_all(ranks, report)
-            if says and (ranks is None or ranks.rank == 0):
+            if says and ranks.rank == 0:
                 for line in lines:
                     sys.stderr.write(f"superpipeline: {type(handle.module).__name__}: {line}\n")
         self._reports.clear()

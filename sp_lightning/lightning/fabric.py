@@ -115,7 +115,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def setup_environment(self) -> None:
         """Set up the device and connect the processes. Fabric calls this at each launch."""
         super().setup_environment()
-        if self.ranks is None:
+        if self.ranks.world == 1:
             self._set_up_ranks()
             leave_at_exit(self, self.ranks)
 
@@ -274,7 +274,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
             is_whole = isinstance(state, nn.Module)
             self.checkpoint_io.copied_later = self.get_module_state_dict(state) if is_whole else copied
         found = super().load_checkpoint(path, state, *args, **kwargs)
-        if self.ranks is not None:
+        if self.ranks.world > 1:
             self._settle(state.values() if isinstance(state, dict) else [])
         return found
 
@@ -314,8 +314,7 @@ class RankedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, with the first rank's buffers where DDP's has them."""
         strategy = self._strategy
-        if strategy.ranks is not None:
-            strategy.ranks.check()
+        strategy.ranks.check()
         if self._syncs_buffers and self._has_buffers:
             strategy.broadcast_buffers(self.module)
         output = self.module(*args, **kwargs)

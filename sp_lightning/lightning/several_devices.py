@@ -32,7 +32,7 @@ from ..compat.lightning import (
 from ..errors import OptionError, PeerError, UnsupportedError
 from ..memory.device import check_supported
 from ..options import Options
-from ..ranks.board import Ranks
+from ..ranks.board import ONE_RANK
 from ..ranks.connection import broadcast_buffers, connect, home, meet_launched, typed
 from ..ranks.shared_memory import check_possible
 from ..runtime.preflight import check_copies
@@ -54,7 +54,7 @@ class SeveralDevices:
     options: Options
     _launcher: Any
     model: Any
-    ranks: Ranks | None = None  # in a run on several devices
+    ranks = ONE_RANK  # others in a run on several devices
 
     _syncs_gradients = True  # but in ``block_backward_sync``
     _syncs_buffers = True  # at the next forward
@@ -232,23 +232,12 @@ class SeveralDevices:
 
     def tell_peers(self, exception: BaseException) -> None:
         """Tell the other ranks, which would wait for this one, of an exception. Safe twice."""
-        if self.ranks is not None:
-            self.ranks.fail(isinstance(exception, PeerError))
+        self.ranks.fail(isinstance(exception, PeerError))
 
     def leave_ranks(self) -> None:
         """End this rank's part in a run. Safe twice."""
-        if self.ranks is not None:
-            self.ranks.close()
-            self.ranks = None
-
-    @contextlib.contextmanager
-    def _with_all_ranks(self, what: str, group: Any = None) -> Iterator[None]:
-        """Run a collective of torch once all ranks have come to it; its own errors name no rank."""
-        if self.ranks is None:
-            yield
-            return
-        with self.ranks.together(what if group is None else None):
-            yield
+        self.ranks.close()
+        self.ranks = ONE_RANK
 
     def _sync_batch_norms(self) -> None:
         """Have batch norms compute with the data of all ranks, by the Trainer's ``sync_batchnorm``."""
@@ -265,7 +254,7 @@ class SeveralDevices:
     def broadcast_buffers(self, module: torch.nn.Module) -> None:
         """Give all ranks the first one's buffers."""
         if self.is_distributed:
-            with self._with_all_ranks("the buffers of the first one"):
+            with self.ranks.together("the buffers of the first one"):
                 broadcast_buffers(module, None, self._root_device)
 
     @property
@@ -277,7 +266,7 @@ class SeveralDevices:
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
-        if self.ranks is not None:
+        if self.ranks.world > 1:
             self.ranks.meet("a barrier")
         elif self.is_distributed and dist.is_initialized():  # after a run
             dist.barrier(device_ids=[self._root_device.index] if dist.get_backend() == "nccl" else None)
@@ -287,7 +276,7 @@ class SeveralDevices:
         if not (self.is_distributed and dist.is_initialized()):
             return obj
         objects = [obj]
-        with self._with_all_ranks("a broadcast"):
+        with self.ranks.together("a broadcast"):
             dist.broadcast_object_list(objects, src)
         return objects[0]
 
@@ -295,14 +284,14 @@ class SeveralDevices:
         """Reduce a tensor over all ranks."""
         if not (self.is_distributed and dist.is_initialized() and isinstance(tensor, torch.Tensor)):
             return tensor
-        with self._with_all_ranks("a reduction", group):
+        with self.ranks.together("a reduction" if group is None else None):
             return sync_if_distributed(tensor.to(self._home), group, reduce_op=reduce_op).to(tensor.device)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Gather a tensor from all ranks."""
         if not self.is_distributed:
             return tensor
-        with self._with_all_ranks("a gathering", group):
+        with self.ranks.together("a gathering" if group is None else None):
             found: torch.Tensor = all_gather_if_distributed(tensor.to(self._home), group=group, sync_grads=sync_grads)
         return found.to(tensor.device)
 

@@ -520,19 +520,18 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         if handle is None:
             yield
             return
-        if self.ranks is not None:
-            self.ranks.check()
-            if self._syncs_buffers and handle.has_buffers:
-                assert self.lightning_module is not None
-                self.broadcast_buffers(self.lightning_module)
+        self.ranks.check()
+        if self._syncs_buffers and handle.has_buffers and self.is_distributed:
+            assert self.lightning_module is not None
+            self.broadcast_buffers(self.lightning_module)
         handle.open_scope(name)
         try:
             with handle.explaining():
                 yield
         finally:
             handle.close_scope()
-            if self.ranks is not None:  # As DDP decides after its forward. By hand, Lightning has it not synchronise.
-                self._syncs_buffers = torch.is_grad_enabled() and self._syncs_gradients and self._automatic
+            # As DDP decides after its forward. By hand, Lightning has it not synchronise.
+            self._syncs_buffers = torch.is_grad_enabled() and self._syncs_gradients and self._automatic
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward as the base class does, and explain errors that streaming causes."""
@@ -540,7 +539,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         if handle is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         with handle.explaining():
-            if self.ranks is None:
+            if self.ranks.world == 1:
                 return super().backward(closure_loss, optimizer, *args, **kwargs)
             return self._backward_of_ranks(handle, closure_loss, optimizer, *args, **kwargs)
 

@@ -23,7 +23,7 @@ from ..memory.host_copy import HostCopy, OwnSlab, Slab
 from ..memory.partition import Unit
 from ..optim.pending_step import WHOLE, IsOwn, Parts
 from ..optim.pieces import Group
-from .board import Ranks
+from .board import ONE_RANK, OneRank
 
 Rest = Callable[[Optimizer, IsOwn, Parts], tuple[list[Group], Any]]
 
@@ -31,7 +31,7 @@ Rest = Callable[[Optimizer, IsOwn, Parts], tuple[list[Group], Any]]
 class Alone:
     """The one process that streams a model: its weights, gradients and optimizers are its own."""
 
-    ranks: Ranks | None = None
+    ranks: OneRank = ONE_RANK
     rank, size = 0, 1  # on all machines
     steps_in_backward = True  # whether optimizers may step units beside backward
     gives_weights = True  # whether the host copy takes this process's weights, not another's

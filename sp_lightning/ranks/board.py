@@ -42,6 +42,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -78,7 +79,33 @@ LATER_S = 5.0  # by which a wait is longer than one that it may wait for: who wa
 FOR_GRADIENTS, AFTER_GRADIENTS, TO_AGREE, TO_HEAR = range(1, 5)  # waits that are so many times longer
 
 
-class Ranks:
+class OneRank:
+    """A process that trains by itself: what `Ranks` overrides."""
+
+    rank = world_rank = 0
+    size = world = 1
+
+    def check(self) -> None:
+        """Raise PeerError if a rank has died or failed."""
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks have come here as often as this one: before a collective, which would not name them."""
+
+    def together(self, what: str | None) -> AbstractContextManager[None]:
+        """Run a collective of torch, which may fail, once all ranks have come to it; None: where they need not meet."""
+        return contextlib.nullcontext()
+
+    def fail(self, because_of_another: bool = False) -> None:
+        """Tell the other ranks that this one cannot go on."""
+
+    def close(self) -> None:
+        """Leave: this rank's end is no longer news to the others. Safe twice."""
+
+
+ONE_RANK = OneRank()
+
+
+class Ranks(OneRank):
     """The ranks of this machine: what they share, and what they know of one another."""
 
     def __init__(
@@ -227,7 +254,6 @@ class Ranks:
             pause = min(2 * pause, longest)
 
     def meet(self, what: str) -> None:
-        """Wait until all ranks have come here as often as this one: before a collective, which would not name them."""
         if self._handles_exception:
             self._meet_handling(what)
             return
@@ -324,7 +350,6 @@ class Ranks:
         return [*self._state, *self._came_handling[first : first + self.size]]
 
     def check(self) -> None:
-        """Raise PeerError if a rank has died or failed."""
         if news := self._news():
             raise PeerError(news)
 
@@ -337,7 +362,6 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self, what: str | None) -> Iterator[None]:
-        """Run a collective of torch, which may fail, once all ranks have come to it; None: where they need not meet."""
         if what is not None:
             self.meet(what)
         try:
@@ -349,11 +373,9 @@ class Ranks:
             raise peer_error from error
 
     def fail(self, because_of_another: bool = False) -> None:
-        """Tell the other ranks that this one cannot go on."""
         self._note(self.world_rank, STOPPED if because_of_another else FAILED)
 
     def close(self) -> None:
-        """Leave: this rank's end is no longer news to the others. Safe twice."""
         self._note(self.world_rank, LEFT)
         self._note_gone(self.world_rank)
         if self.transport is not None:

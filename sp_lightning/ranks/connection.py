@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import OptionError, PeerError
-from .board import Ranks
+from .board import ONE_RANK, OneRank, Ranks
 from .shared_memory import check_possible
 from .transport import KEEPALIVE, NodePlace, interface_error, machine, namespace, node_identity
 
@@ -119,15 +119,15 @@ def connect(
     timeout: timedelta,
     nodes: int | None = 1,
     keepalive: timedelta = KEEPALIVE,
-) -> Ranks | None:
-    """Connect the ranks of a process group, each with a device of its own; return None if there is only one.
+) -> OneRank:
+    """Connect the ranks of a process group, each with a device of its own.
 
     ``nodes``: on how many machines they are; None: on any number.
     ``keepalive``: for how long nothing comes of a machine that counts as lost.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1:
-        return None
+        return ONE_RANK
     check_keepalive(keepalive)
     check_possible()
     gathered: list[Any] = [None] * size
@@ -211,13 +211,12 @@ def _check(known: Sequence[_Known], names: Sequence[str], nodes: int | None) -> 
         )
 
 
-def leave_at_exit(user: Any, ranks: Ranks | None) -> None:
-    """Leave the other ranks, if there are any, where the process ends or their user does, and tell of its error."""
-    if ranks is not None:
-        weakref.finalize(user, _leave, ranks, os.getpid())
+def leave_at_exit(user: Any, ranks: OneRank) -> None:
+    """Leave the other ranks where the process ends or their user does, and tell of its error."""
+    weakref.finalize(user, _leave, ranks, os.getpid())
 
 
-def _leave(ranks: Ranks, process: int) -> None:
+def _leave(ranks: OneRank, process: int) -> None:
     if os.getpid() == process:
         error = getattr(sys, "last_value", None)
         if error is not None:

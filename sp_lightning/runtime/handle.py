@@ -36,7 +36,7 @@ from ..optim import torn_step
 from ..optim.state_in_memory import StateInMemory
 from ..options import Options, is_int
 from ..ranks.alone import Alone
-from ..ranks.board import Ranks
+from ..ranks.board import ONE_RANK, OneRank, Ranks
 from ..ranks.connection import broadcast_buffers, connect
 from ..ranks.shared_memory import drop_own_pages
 from ..ranks.transport import KEEPALIVE
@@ -90,14 +90,14 @@ class Handle:
         only_inference: bool = False,
         trains: bool = False,
         methods: Sequence[str] = (),
-        ranks: Ranks | None = None,
+        ranks: OneRank = ONE_RANK,
         group: Any = None,
         own_gradients: bool = False,
         exchanges: bool = False,
         autocasts: bool = True,
         shards: bool = False,
     ) -> None:
-        options.check_devices(1 if ranks is None else ranks.world)
+        options.check_devices(ranks.world)
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
         self.options = options
@@ -121,7 +121,7 @@ class Handle:
             trained = not only_inference
             self.storage = kind(module, self.device, options, compute_dtype, may_cast, trained, self._counters, state)
         self.team = Alone(self.device)  # of several devices, each of which has a handle like this one
-        if ranks is not None:
+        if isinstance(ranks, Ranks):
             from ..ranks.team import Team  # on one device nothing needs it
 
             self.team = Team(ranks, self.device)
@@ -648,16 +648,16 @@ def stream(
             FP32 weights are bfloat16 on the device; convert the module's buffers and inputs yourself.
     """
     parsed = Options.parse(**options)
-    ranks = None if group is None else connect(group, torch.device(device), timeout, nodes=None, keepalive=keepalive)
+    ranks = (
+        ONE_RANK if group is None else connect(group, torch.device(device), timeout, nodes=None, keepalive=keepalive)
+    )
     compute_dtype = torch.bfloat16 if parsed.master_weights else None
     try:
-        handle = Handle(
-            module, device, parsed, compute_dtype, ranks=ranks, group=None if ranks is None else group, shards=True
-        )
+        beside = group if ranks.world > 1 else None
+        handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, group=beside, shards=True)
     except BaseException as error:
-        if ranks is not None:
-            ranks.fail(isinstance(error, PeerError))
-            ranks.close()
+        ranks.fail(isinstance(error, PeerError))
+        ranks.close()
         raise
     handle.steps.by_hand = True
     return handle

@@ -30,7 +30,7 @@ from ..core.window_choice import first_window
 from ..errors import HostMemoryError, MemoryBudgetError
 from ..memory.partition import CONTAINERS, Unit
 from ..options import Options, format_both, format_bytes, format_seconds
-from ..ranks.board import Board, Ranks
+from ..ranks.board import ONE_RANK, Board, OneRank, Ranks
 from ..storage.in_memory import InMemory
 
 WORTH_CHECKING = 2**28  # bytes; for less, free memory is not looked up
@@ -229,7 +229,7 @@ def check_host(
     units: Sequence[Unit],
     device_dtype: Callable[[torch.dtype], torch.dtype],
     storage: InMemory,
-    ranks: Ranks | None = None,
+    ranks: OneRank = ONE_RANK,
     training: bool = True,
     own_gradients: bool = False,
 ) -> None:
@@ -249,7 +249,7 @@ def check_host(
     whole = host_bytes(of_units, states=STATES["AdamW"], training=training)
     whole = replace(whole, optimizer=max(0, whole.optimizer - storage.on_disk))
     missing = UnitHostBytes.of([p for p in parameters if p.is_meta or id(p) in storage.adopted]).weights
-    if ranks is None:
+    if not isinstance(ranks, Ranks):
         to_come = replace(whole, weights=missing)
         if to_come.total >= WORTH_CHECKING:
             free = host_memory().free
