@@ -54,7 +54,6 @@ class Run:
     cache: str | None = None
     predict_at_once: int = 1
     optimizer: Any = None  # a name or a function of parameters; None for the module's own
-    beside: Callable[[int], int] | None = None  # with a window: device bytes that other models' windows take
 
 
 def find(arguments: Sequence[str]) -> Run:

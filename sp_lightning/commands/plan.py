@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import pathlib
 import re
@@ -123,11 +122,7 @@ def main(args: argparse.Namespace) -> int:
     of = _run_of_script if args.script else _run_of_fit if in_place_of_fit(args) else _run_of_arguments
     run = of(args)
     spec, note = run.spec, run.spec.note
-    found = _plan_of(args, run, args.device_memory)
-    if run.beside is not None and (beside := run.beside(found.window)):
-        found = _plan_of(args, run, max(1, found.machine.device_nbytes - beside))
-        left = f"windows of other models, to which {format_bytes(beside)} of device memory are left"
-        note = "; ".join(filter(None, (note, left)))
+    found = _plan_of(args, run)
     speed = _speed_of(args, run, found)
     if args.json:
         write_json(found.to_dict() | {"run": speed}, args.json)
@@ -145,8 +140,8 @@ def main(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def _plan_of(args: argparse.Namespace, run: Run, device_memory: int | str | None) -> Plan:
-    """Plan the run, with so much device memory, or else the machine's."""
+def _plan_of(args: argparse.Namespace, run: Run) -> Plan:
+    """Plan the run."""
     from ..observe.progress import working
     from ..planning import plan
 
@@ -159,7 +154,7 @@ def _plan_of(args: argparse.Namespace, run: Run, device_memory: int | str | None
             precision=run.precision,
             optimizer=run.optimizer,
             machine=args.machine,
-            device_memory=device_memory,
+            device_memory=args.device_memory,
             host_memory=args.host_memory,
             host_headroom=args.host_headroom,
             cores=args.cores,
@@ -312,7 +307,6 @@ def _run_of_script(args: argparse.Namespace) -> Run:
         devices=args.devices or 1,
         nodes=args.nodes or 1,
         optimizer=found.optimizer,
-        beside=functools.partial(found.models.beside_nbytes, options.get("units", "auto")),
     )
 
 

@@ -77,10 +77,15 @@ def of_trainers() -> dict[Patch, str]:
     _check(train, ["resume_from_checkpoint"], version)
     _check(load, ["pretrained_model_name_or_path"], version)
     _check(Patch(transformers.PreTrainedModel, "_from_config"), ["config"], version)  # which is called instead
+    _check(Patch(transformers.Trainer, PREPARE_INPUTS), ["inputs"], version)  # which is called, too
     arguments = importlib.import_module("transformers.training_args")
     has_bf16 = Patch(arguments, "is_torch_bf16_gpu_available")
     _check(has_bf16, [], version)
     return {train: "_train", load: "_from_pretrained", has_bf16: "_has_bf16"}
+
+
+# The method by which a Trainer makes a batch of what its loader gives. Without it no generated batch is planned.
+PREPARE_INPUTS = "_prepare_inputs"
 
 
 # hf/rehearsal.py, likewise. All data would be read.

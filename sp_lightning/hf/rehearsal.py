@@ -6,10 +6,13 @@
 2. The script ends where it would train: in transformers' ``Trainer.train``, of which the first batch and
    ``compute_loss`` are planned, or else in the first call, with gradients, of a model that trains and was moved or
    prepared. That call is planned, and what the script computes from its result is not.
-3. All models that the script moves to the device stream, so all are planned: as the children of one module. A model
+3. All models that the script moves to the device stream, so all are planned, each with a window of its own. A model
    that only ran before the first step takes host memory, and no time.
 4. Numbers that code around the models reads from results, for its log, are unknown, and taken as one.
 5. The script needs no device: mixed precision is noted, and not asked of accelerate.
+6. A Trainer whose batches are rows of its data makes the real ones as it trains: it generates answers, and has them
+   scored. That is planned with the step (answers.py, Rule 2), and reward functions are called with answers of tokens
+   that are made up. A batch's share of it is as large as the batch is of all that are made at once.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..errors import OptionError, UnsupportedError
-from ..memory.partition import partition
+from ..runtime.entries import has_method
+from ..tracing.answers import Generated, begins
+from ..tracing.dry_run import Together
 from ..tracing.fake_tensors import unknown_numbers_are_one
 from .patched import function, names_of_accelerate, replace
 
@@ -38,35 +43,34 @@ MIXED = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 TRUE = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 
 
-class Rehearsed(nn.Module):
+class Rehearsed(Together):
     """The models of a script, of which the first one trains (Rule 3)."""
 
     def __init__(self, student: nn.Module, others: list[nn.Module]) -> None:
-        super().__init__()
-        self.student = student
-        self.others = nn.ModuleList(others)
+        super().__init__(student, *others)
         for module in self.modules():  # whose values are not needed
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to("meta")
-        self._weights = [(parameter, parameter.data) for parameter in self.parameters()]
+        # Descriptions: another reference to a weight's bytes would have each pass fetch it anew.
+        self._weights = [(p, (p.shape, p.stride(), p.dtype)) for p in self.parameters()]
         self._own_buffers = [(module, dict(module._buffers)) for module in self.modules()]
+
+    @property
+    def student(self) -> nn.Module:
+        return self.models[0]
+
+    @property
+    def others(self) -> list[nn.Module]:
+        return [*self.models[1:]]
 
     def renewed(self) -> nn.Module:
         """Return what is planned, with weights and buffers as the script made them, after a plan converted them."""
-        for parameter, data in self._weights:
-            parameter.data, parameter.grad = data, None
+        for parameter, (shape, stride, dtype) in self._weights:
+            parameter.data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            parameter.grad = None
         for module, buffers in self._own_buffers:
             module._buffers.update(buffers)
         return self if self.others else self.student
-
-    def beside_nbytes(self, units: Any, window: int) -> int:
-        """Return the most bytes that windows of the other models, each of this many units, take on the device."""
-        taken = 0
-        for model in self.others:
-            found = partition(model, units)
-            taken += sum(sorted(unit.nbytes for unit in found if not unit.resident)[-window:])
-            taken += sum(unit.nbytes for unit in found if unit.resident)
-        return taken
 
     def train(self, mode: bool = True) -> Rehearsed:
         """Set the mode of the model that trains alone."""
@@ -159,9 +163,8 @@ class rehearsal:
     def _from_pretrained(self, _: Any) -> Any:
         def from_pretrained(cls: Any, /, name: Any = None, *args: Any, config: Any = None, **kwargs: Any) -> Any:
             if config is None or isinstance(config, str | os.PathLike):
-                takes = ("cache_dir", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
-                given = {key: kwargs[key] for key in takes if key in kwargs}
-                config = cls.config_class.from_pretrained(config or name, **given)
+                of_config = functools.partial(cls.config_class.from_pretrained, return_unused_kwargs=True)
+                config, _ = of_config(config or name, **kwargs)
             if kwargs.get("quantization_config") or getattr(config, "quantization_config", None):
                 raise UnsupportedError(
                     f"a plan of a script makes no quantised weights, which {name} has: plan its config in bf16 "
@@ -169,6 +172,7 @@ class rehearsal:
                 )
             dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
             dtype = (config.dtype or torch.float32) if dtype in (None, "auto") else dtype
+            dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
             kept = {key: kwargs[key] for key in ("attn_implementation",) if kwargs.get(key) is not None}
             model = cls._from_config(config, dtype=dtype, **kept)
             model.name_or_path = model.config.name_or_path = str(name)
@@ -290,25 +294,52 @@ class rehearsal:
                         getattr(model, name)()
                         break
             loader = trainer.get_train_dataloader()
-            batch = next(iter(loader))
-            if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
-                raise UnsupportedError(
-                    f"{type(trainer).__name__} makes its batches as it trains (it generates answers), so its first one "
-                    "is unknown without weights: plan the model with `plan --model`, and `--answer` for generation"
-                )
+            batch: Any = next(iter(loader))
+            prepare: Callable[[Any], Any]
+            notes: list[str]
             self._optimizer, models = trainer.create_optimizer(), self._all_models(model)
+            prepare, notes = dict, []
+            if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
+                batch, prepare = self._made_later(trainer, batch)
+                notes.append("how long answers are: all are taken to be as long as they may be")
             self.found = FirstStep(
                 models=models,
                 batch=self._sized(apply_to_collection(dict(batch), Tensor, lambda tensor: tensor.cpu())),
-                loss=functools.partial(_loss_of_trainer, trainer, models),
+                loss=functools.partial(_loss_of_trainer, trainer, models, prepare),
                 precision=self._precision(model),
                 optimizer=_maker(self._optimizer),
                 accumulate=given.gradient_accumulation_steps,
                 steps=self._steps(given, loader),
+                notes=notes,
             )
             raise _Reached
 
         return train
+
+    def _made_later(self, trainer: Any, rows: Any) -> tuple[dict[str, Tensor], Callable[[Any], Any]]:
+        """Return places of rows as a batch, and what makes the batch of these rows (Rule 6)."""
+        size, given = trainer.args.per_device_train_batch_size, trainer.args
+        if self._tokens is not None:
+            raise OptionError(argument="seq", found=self._tokens, allowed="left out where batches are generated")
+        if not isinstance(rows, list):
+            raise UnsupportedError(f"{type(trainer).__name__} has batches that are neither tensors nor lists of rows")
+        share = size / len(rows) / getattr(given, "num_iterations", 1)
+        for part in trainer.model.modules():
+            inside = any(has_method(child, "generate") for child in part.modules() if child is not part)
+            if has_method(part, "generate") and not inside:
+                part.generate = Generated(part, share)
+        trainer.current_gradient_accumulation_steps = given.gradient_accumulation_steps
+
+        def prepare(batch: dict[str, Tensor]) -> Any:
+            times = len(batch["rows"]) // size
+            given.per_device_train_batch_size = times * size
+            begins(share)
+            made = getattr(trainer, self._names.PREPARE_INPUTS)(rows * times)
+            begins(1)
+            given.per_device_train_batch_size = size
+            return made
+
+        return {"rows": torch.arange(size)}, prepare
 
     def _all_models(self, student: nn.Module) -> Rehearsed:
         of_student = set(student.modules())
@@ -345,7 +376,9 @@ class rehearsal:
         return steps
 
 
-def _loss_of_trainer(trainer: Any, models: Rehearsed, _: nn.Module, batch: dict[str, Any]) -> Any:
+def _loss_of_trainer(
+    trainer: Any, models: Rehearsed, prepare: Callable[[Any], Any], _: nn.Module, batch: dict[str, Any]
+) -> Any:
     """Compute a Trainer's loss; numbers that it reads outside of the models' forwards are for its log (Rule 4)."""
     depth = 0
 
@@ -362,7 +395,7 @@ def _loss_of_trainer(trainer: Any, models: Rehearsed, _: nn.Module, batch: dict[
             stack.callback(model.register_forward_pre_hook(enter).remove)
             stack.callback(model.register_forward_hook(leave, always_call=True).remove)
         with unknown_numbers_are_one(lambda: not depth):
-            return trainer.compute_loss(models.student, dict(batch))
+            return trainer.compute_loss(models.student, prepare(batch))
 
 
 def _without_data(tensor: Tensor) -> Tensor:

@@ -148,6 +148,8 @@ class Plan:
     reading_s: float = 0.0  # seconds in which the prompts are read, and the first tokens made
     weights_dtype: str = ""  # of most weights, where a precision of "32-true" leaves them in another type than FP32
     lockstep: tuple[LockstepPlan, ...] = ()  # of several such batches, with each place of the cache
+    before_s: float = 0.0  # seconds of a batch in which answers are generated and scored, before its step
+    before_floor_s: float = 0.0  # lower bound of them
 
     @property
     def device_nbytes(self) -> int:
@@ -198,8 +200,8 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of a batch after which the optimizer steps."""
-        return self.simulation.step_s
+        """Predicted seconds of a batch after which the optimizer steps, with what comes before it."""
+        return self.before_s + self.simulation.step_s
 
     @property
     def batch_s(self) -> float:
@@ -222,7 +224,7 @@ class Plan:
         The bound counts the first unit's way up separately; where the optimizer binds, that may run beside the steps
         of other units.
         """
-        return min(self.simulation.floor.seconds, self.step_s)
+        return min(self.before_floor_s + self.simulation.floor.seconds, self.step_s)
 
     @property
     def binds(self) -> str:
@@ -303,7 +305,7 @@ class Plan:
             sizes = f"{format_bytes(chunks.nbytes)} instead of {format_bytes(self.device_nbytes)} on the device"
             return f"{chunks.what}: {sizes}, {chunks.cost(self):.2f} times as long per sample, and room for more rows"
         if self.binds == "compute" and self.simulation.merit > 0.9:
-            return f"nothing: compute takes {self.simulation.compute_s / self.step_s:.0%} of the step"
+            return f"nothing: compute takes {self.simulation.compute_s / self.simulation.step_s:.0%} of the step"
         faster = [change for change in self.changes if change.nbytes <= self.available and change.cost(self) < 0.95]
         best = min(faster, key=lambda change: change.cost(self), default=None)
         lanes = {
@@ -314,7 +316,10 @@ class Plan:
             "host memory": floor.host,
             "network": floor.network + floor.first_network,
         }
-        why = f"the {self.binds} takes {format_seconds(lanes[self.binds])} of a step of {format_seconds(self.step_s)}"
+        step_s, binding_s = self.simulation.step_s, lanes[self.binds]
+        why = f"the {self.binds} takes {format_seconds(binding_s)} of a step of {format_seconds(step_s)}"
+        if self.before_s > step_s:
+            why = f"answers and their scores take {format_seconds(self.before_s)} of {format_seconds(self.step_s)}"
         if best is None:
             return f"nothing that was tried is faster; {why}"
         return f"{best.what}: {best.cost(self):.2f} times as long per sample, as {why}"
@@ -524,6 +529,8 @@ def _time_table(plan: Plan) -> Any:
     if plan.answer:
         table.add_row("reading the prompts, and the first token", time(plan.reading_s))
     table.add_row("predicted", time(plan.step_s))
+    if plan.before_s:
+        table.add_row("of that, generating answers and scoring them", time(plan.before_s))
     table.add_row(f"lower bound, set by the {plan.binds}", time(plan.floor_s))
     if plan.disk_read_nbytes:
         table.add_row(f"reading {format_bytes(plan.disk_read_nbytes)} from files", time(plan.disk_s))

@@ -8,6 +8,8 @@
    a disk the optimizer's state goes there as in a run, where it is taken to be AdamW's until it is there, and then
    weights. Of those that may come to travel in autocast's type, the dry run finds out which do.
 4. Of a model that answers nothing is trained. A step is the pass in the middle of an answer: a token for each row.
+5. A step may begin with answers, and with what other models say of them: passes that train nothing. Each takes its
+   time as often as it takes place, and the device's peak is that of all of them and the step.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from ..disk import state_ring
 from ..disk.placement import Budgeted
 from ..errors import OptionError
 from ..options import Options
-from ..tracing.dry_run import Answers
+from ..tracing.answers import Answers
 from ..tracing.step_trace import StepTrace
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
@@ -48,6 +50,7 @@ class Requirements:
     trace: StepTrace | None = None  # None for a workload
     weights_on_disk: int = 0  # bytes, in files or in the scratch file
     reading: Requirements | None = None  # of the pass that reads the prompts, if the model answers (Rule 4)
+    before: tuple[tuple[Requirements, float], ...] = ()  # of passes before the step, with how often each is (Rule 5)
 
     @property
     def on_disk(self) -> int:

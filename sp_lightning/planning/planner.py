@@ -43,7 +43,7 @@ from ..options import Options
 from ..ranks import transport
 from ..ranks.exchange import AHEAD
 from ..runtime.preflight import finer_classes
-from ..tracing.dry_run import Answers
+from ..tracing.answers import Answers
 from ..tracing.step_trace import StepTrace
 from .forecast import MANY, SLOW, Change, LockstepPlan, Plan, RunTimes, SweepPoint, mean_s
 from .listed_model import ListedModel
@@ -216,6 +216,8 @@ class _Planner:
             with_memory=RunTimes(*self.tried.times(paced), self._reading_s(reading, paced)),
             on_disk=self.needs.on_disk,
             lockstep=tuple(self._lockstep()),
+            before_s=self.tried.before_s(chosen),
+            before_floor_s=self.tried.before_floor_s(chosen.window),
         )
 
     def _lockstep(self) -> Iterator[LockstepPlan]:
@@ -526,7 +528,7 @@ class _Planner:
         run = _Sizes(self, options or self.options, needs, machine or self.machine)
         sizes, paced = run.sizes()
         accumulating_s = run.accumulating_s(paced) if self.run.accumulate > 1 else None
-        step_s, many_s = run.simulated(paced).step_s, None
+        step_s, many_s = run.step_s(paced), None
         if steps and self.run.accumulate == 1:
             many = _Sizes(self, options or self.options, needs, machine or self.machine, MANY)
             many_s = many.batch_s(many.sizes()[1])
@@ -567,6 +569,7 @@ class _Sizes:
         self._nbytes: dict[Pair, int] = {}
         self._simulated: dict[Pair, Simulation] = {}
         self._accumulating_s: dict[Pair, float] = {}
+        self._before_s: dict[Pair, float] = {}
         self._accumulate = planner.run.accumulate if accumulate is None else accumulate
 
     @functools.cached_property
@@ -627,16 +630,32 @@ class _Sizes:
         """Return the time of a batch whose gradients are only added to those before it."""
         if sizes not in self._accumulating_s:
             found = self._planner.simulated(self._adding, sizes, self._planner.accumulating, sums=False)
-            self._accumulating_s[sizes] = found.step_s
+            self._accumulating_s[sizes] = found.step_s + self.before_s(sizes)
         return self._accumulating_s[sizes]
+
+    def before_s(self, sizes: Pair) -> float:
+        """Return the time of the passes before a batch's step (planned_model.py, Rule 5)."""
+        if sizes not in self._before_s:
+            simulated = functools.partial(self._planner.simulated, sizes=sizes, machine=self._machine, sums=False)
+            self._before_s[sizes] = sum(simulated(needs).step_s * times for needs, times in self.needs.before)
+        return self._before_s[sizes]
+
+    def before_floor_s(self, window: int) -> float:
+        """Return the lower bound of that time."""
+        floor_s = functools.partial(self._planner.floor_s, window=window, machine=self._machine, sums=False)
+        return sum(floor_s(needs) * times for needs, times in self.needs.before)
+
+    def step_s(self, sizes: Pair) -> float:
+        """Return the time of a batch with an optimizer step after it."""
+        return self.simulated(sizes).step_s + self.before_s(sizes)
 
     def times(self, sizes: Pair) -> tuple[float, float]:
         """Return the time of a batch with an optimizer step after it, and of a batch without one."""
-        return self.simulated(sizes).step_s, self.accumulating_s(sizes)
+        return self.step_s(sizes), self.accumulating_s(sizes)
 
     def batch_s(self, sizes: Pair) -> float:
         """Return the mean time of a batch of the run."""
-        count, step_s = self._accumulate, self.simulated(sizes).step_s
+        count, step_s = self._accumulate, self.step_s(sizes)
         return step_s if count == 1 else mean_s(step_s, self.accumulating_s(sizes), count)
 
     def sizes(self) -> tuple[Pair, Pair]:
@@ -664,10 +683,12 @@ class _Sizes:
 
     def floor_s(self, window: int) -> float:
         planner, count = self._planner, self._accumulate
+        before_s = self.before_floor_s(window)
         step_s = planner.floor_s(self.needs, window, self._machine)
         if count == 1:
-            return step_s
-        return mean_s(step_s, planner.floor_s(self._adding, window, planner.accumulating, sums=False), count)
+            return step_s + before_s
+        adding_s = planner.floor_s(self._adding, window, planner.accumulating, sums=False)
+        return mean_s(step_s, adding_s, count) + before_s
 
     def sweep(self) -> list[SweepPoint]:
         """List the sizes to show: those that fit or nearly do, and what was given."""
@@ -676,7 +697,7 @@ class _Sizes:
         pairs = self._pairs(windows)
         most = max(NEAR * self._planner.available, 1.2 * min(map(self.nbytes, pairs)))
         return [
-            SweepPoint(*pair, self.nbytes(pair), self.simulated(pair).step_s)
+            SweepPoint(*pair, self.nbytes(pair), self.step_s(pair))
             for pair in pairs
             if self.nbytes(pair) <= most or pair.window in wanted
         ]

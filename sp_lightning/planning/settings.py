@@ -14,7 +14,8 @@ from ..memory.device import find
 from ..optim.pieces import ELEMENTWISE, PER_PARAMETER
 from ..options import Options, is_int, parse_bytes
 from ..runtime.measure import measure
-from ..tracing.dry_run import Answers, Runner
+from ..tracing.answers import Answers
+from ..tracing.dry_run import Runner
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}

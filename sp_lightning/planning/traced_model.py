@@ -33,7 +33,8 @@ from ..disk.placement import Budgeted, choose, may_move
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.partition import Unit, partition
 from ..options import Options, format_bytes
-from ..tracing.dry_run import Answers, RealTensors, Runner, dry_run, generating
+from ..tracing.answers import Answers, generating
+from ..tracing.dry_run import RealTensors, Runner, dry_run
 from ..tracing.fake_tensors import FakeTensors, Unknown
 from ..tracing.step_trace import StepTrace
 from .planned_calls import kept_by_a_call, of_calls
@@ -80,6 +81,7 @@ class TracedModel(PlannedModel):
         self._states: float | None = None
         self._nbytes = 0  # of weights; known once the module was made
         self._real = False  # whether the model has to run with data
+        self._why = ""  # it has to
         self._forward = False  # whether forward replaces training_step
         self._made_class: Any = None  # class of the module that was made, if one was
         self._logits_nbytes = 0
@@ -109,7 +111,7 @@ class TracedModel(PlannedModel):
             return None
         if not one.is_like(two):  # the first step of a process may make what later ones find
             one = self._traces[options, 1] = self._find_trace(options, 1)
-        return (one, two) if one.is_like(two) else None
+        return (one, two) if one.has_visits_of(two) else None
 
     def _needs(self, trace: StepTrace, options: Options, machine: Machine, share: float = 1) -> Requirements:
         """Return the requirements by a trace, which has ``share`` times the rows of the batch."""
@@ -131,6 +133,10 @@ class TracedModel(PlannedModel):
             costs = with_moved(costs, [unit.name for unit in trace.units], placed, trained, stepped, self.states())
             return Requirements(costs, works, trace.peak, trace.sizes, trace, weights_on_disk=on_disk)
 
+        if trace.phases:
+            *before, (step, _) = trace.of_phases()
+            passes = tuple((_untrained(of(part)), times) for part, times in before if times)
+            return replace(of(step), peak=trace.peak, before=passes)
         if not trace.passes:
             return of(trace)
         kept = {name: int(share * nbytes) for name, nbytes in kept_by_a_call(self._trace(options, 1)).items()}
@@ -247,7 +253,7 @@ class TracedModel(PlannedModel):
                         f"of weights are more than the {format_bytes(LARGEST_REAL)} that may run on the CPU instead: "
                         "plan with fewer layers, or pass loss=, a function of module and batch without those values"
                     ) from error
-                self._real = True
+                self._real, self._why = True, str(error)
                 self.notes.append(
                     "the model depends on values that it computes: measured on the CPU, with data, by the CPU's kernels"
                 )
@@ -287,6 +293,11 @@ class TracedModel(PlannedModel):
 
     def _run_on(self, tensors: FakeTensors | RealTensors, batch: Any, options: Options) -> StepTrace:
         module = self._make(tensors)
+        if self._real and any(parameter.is_meta for parameter in module.parameters()):
+            raise UnsupportedError(
+                f"{self.name} depends on values that it computes ({self._why}), and there are no weights to compute "
+                "them from: plan its config (plan --model), or leave out what depends on them"
+            )
         self._made_class = type(module)
         self._nbytes = sum(parameter.nbytes for parameter in module.parameters())
         if not self._nbytes:
@@ -428,6 +439,12 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
         for index in order
     ]
     return costs, works
+
+
+def _untrained(needs: Requirements) -> Requirements:
+    """Return the needs of a pass that trains nothing."""
+    none: dict[str, Any] = {"down_nbytes": 0, "parameters": 0, "state_read_nbytes": 0, "state_written_nbytes": 0}
+    return replace(needs, costs=[replace(cost, **none) for cost in needs.costs])
 
 
 def _in_a_line(error: Exception) -> str:

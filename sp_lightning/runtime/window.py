@@ -54,7 +54,7 @@ class Window:
         self.tuner.begin()
         device.make_room = self._make_room
         self._orders: dict[Any, list[int]] = {}  # visits of the last pass of each kind (Rule 1)
-        self._kind: Any = None
+        self._kind: tuple[Any, bool] | None = None
         self._recorded: list[int] = []
         self._last: StreamedUnit | None = None  # the unit required last
         self.borrowed: set[StreamedUnit] = set()  # outside of their visits, and perhaps written there through views
@@ -75,6 +75,11 @@ class Window:
         self._last = None
         self._drop_stale()
         self.schedule.begin(self._orders.get(self._kind, ()), wrap=not torch.is_grad_enabled())
+
+    @property
+    def kind(self) -> tuple[Any, bool] | None:
+        """The kind of the pass, and whether it has gradients; None before the first one."""
+        return self._kind
 
     @property
     def order(self) -> list[int]:

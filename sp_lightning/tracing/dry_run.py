@@ -9,20 +9,17 @@
 4. The step is a run's first one, in which all weights travel as they are, and are cast on the device. What these casts
    take is counted apart, so that the trace also tells what later steps take. Another step is only begun: then the
    engine has decided which weights travel cast.
-5. Answers are no step: nothing is differentiated. Three passes over the weights stand for them: one reads the prompts,
-   with the images that belong to them, one makes the token in the middle of each answer, and one the last. Layers of a
-   cache on the host wait there as with examples/common/host_cache.py: the one before is on its way down, and the next
-   one on its way up. For the simulation a layer comes up before its visit.
+5. Models that stream through windows of their own (`Together`) have a handle each. Their units are listed one model
+   after the other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,10 +30,9 @@ from ..autograd.backward_pass import in_backward
 from ..autograd.gradient_nodes import Gradients
 from ..autograd.saved_tensors import tensors_in
 from ..autograd.stand_ins import StreamedUnit
-from ..compat.tensors import TorchDispatchMode, dispatch_mode_count, function_mode_count
+from ..compat.tensors import TorchDispatchMode, dispatch_mode_count, function_mode_count, storage_id
 from ..core.telemetry import Lane, StepListener
-from ..core.unit_numbers import aligned
-from ..errors import OptionError
+from ..core.unit_numbers import UnitNumbers, aligned
 from ..gradients.way_down import GradientReturn
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy
@@ -44,21 +40,20 @@ from ..optim.pending_step import PendingStep
 from ..options import Options
 from ..runtime.engine import Engine
 from ..runtime.handle import Handle
+from .answers import Answers, answer, counted_by
 from .fake_tensors import FakeTensors
 from .memory_tracker import MemoryTracker
-from .step_trace import BATCH, BUFFERS, CACHE, GRADIENTS, OUTSIDE, WORKING, StepTrace, Visit
+from .step_trace import BATCH, BUFFERS, GRADIENTS, OUTSIDE, WORKING, StepTrace, Visit
 
 Runner = Callable[[nn.Module, Any], Any]
-OF_TEXT = "input_ids", "attention_mask", "position_ids", "past_key_values", "labels"  # the rest goes with prompts alone
-KEEPS_MORE = "update_conv_state", "update_indexer"  # of a cache's layers that cannot wait on the host
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Tokens that a language model generates for each prompt of a batch (Rule 5)."""
+class Together(nn.Module):
+    """Models that stream through windows of their own (Rule 5)."""
 
-    tokens: int
-    cache: str  # where keys and values of layers that are not in use wait: "device" or "host"
+    def __init__(self, *models: nn.Module) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
 
 
 def dry_run(
@@ -80,44 +75,72 @@ def dry_run(
         compute_dtype: With ``master_weights``: the type on the device of what is FP32 on the host.
     """
     recorder = _StepRecorder()
-    tracker, device = recorder.tracker, _CountingDevice(recorder.tracker)
+    tracker = recorder.tracker
     for tensor in module.buffers():
         tracker.add(tensor, BUFFERS)
     for tensor in tensors_in(batch):
         tracker.add(tensor, BATCH)
     tensors.observe = tracker.observe
+    models = list(module.models) if isinstance(module, Together) else [module]
+    handles: list[Handle] = []
     try:
-        with tracker.on_host():
-            handle = Handle(module, device, _with_all_units(options), compute_dtype)
-        with handle:
-            engine = handle.engine
-            engine.window.halves = False  # Rule 2
-            engine.gradient_return = _CountedGradients(device, engine.counters)
-            recorder.listen_to(engine)
-            sizes = tuple(unit.sizes() for unit in engine.units)
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                device = _CountingDevice(tracker)
+                with tracker.on_host():
+                    handle = stack.enter_context(Handle(model, device, _with_all_units(options), compute_dtype))
+                handles.append(handle)
+                handle.engine.window.halves = False  # Rule 2
+                handle.engine.gradient_return = _CountedGradients(device, handle.engine.counters)
+                recorder.listen_to(handle.engine)
+            sizes = _sizes(handles)
+            stack.enter_context(counted_by(tracker))
             if isinstance(run, Answers):
-                _answer(handle, batch, run, tracker)
+                answer(handles[0], batch, run, tracker)
             else:
-                _perform(handle, batch, run)
-                handle.open_scope("train")  # Rule 4
-            stores = [unit.store for unit in engine.units]
+                _perform(handles, module, batch, run)
+                for handle in handles:
+                    _begin_again(handle)  # Rule 4
+            stores = [unit.store for handle in handles for unit in handle.engine.units]
             wires = [
                 [(aligned(store.on_device.layout.fields[index].nbytes), store.params[index]) for index in store.narrow]
                 for store in stores
             ]
+            units = [(number, unit) for number, handle in enumerate(handles) for unit in handle.units]
             return StepTrace(
-                units=tuple(handle.units),
+                units=tuple(replace(unit, index=i, name=_named(n, unit.name)) for i, (n, unit) in enumerate(units)),
                 sizes=sizes,
-                wire=tuple(unit.sizes() for unit in engine.units),
+                wire=_sizes(handles),
                 wire_nbytes=tuple(sum(nbytes for nbytes, _ in unit) for unit in wires),
                 frozen_wire_nbytes=tuple(sum(nbytes for nbytes, p in unit if not p.requires_grad) for unit in wires),
                 castable=frozenset(castable(module)),
                 uncast=frozenset(id(w.parameter) for store in stores for w in store.weights if w.wire is None),
                 visits=tuple(tracker.visits),
                 passes=tuple(tracker.passes),
+                models=tuple(number for number, _ in units),
+                phases=tuple(tracker.phases),
             )
     finally:
         tensors.observe = None
+
+
+def _begin_again(handle: Handle) -> None:
+    """Begin another pass like the last one, if there was any."""
+    if (last := handle.engine.window.kind) is not None:
+        kind, has_gradients = last
+        with torch.set_grad_enabled(has_gradients):
+            handle.open_scope(kind)
+
+
+def _sizes(handles: Sequence[Handle]) -> tuple[UnitNumbers, ...]:
+    """Return the sizes of all handles' units, in order (Rule 5)."""
+    found = ((number, unit.sizes()) for number, handle in enumerate(handles) for unit in handle.engine.units)
+    return tuple(replace(sizes, name=_named(number, sizes.name)) for number, sizes in found)
+
+
+def _named(model: int, unit: str) -> str:
+    """Name a unit of one of several models; the first one's have their own names."""
+    return f"{model}.{unit}" if model else unit
 
 
 def _with_all_units(options: Options) -> Options:
@@ -127,114 +150,16 @@ def _with_all_units(options: Options) -> Options:
     return replace(whole, wire_dtype=wire_dtype, compile_units=False)
 
 
-def _perform(handle: Handle, batch: Any, run: Runner) -> None:
-    """Run the step; nothing of its graph is left afterwards."""
-    handle.open_scope("train")
-    output = run(handle.module, batch)
-    handle.close_scope()
+def _perform(handles: Sequence[Handle], module: nn.Module, batch: Any, run: Runner) -> None:
+    """Run the step; nothing of its graph is left afterwards. Of several models each call is a scope of its own."""
+    alone = handles[0] if len(handles) == 1 else None
+    if alone is not None:
+        alone.open_scope("train")
+    output = run(module, batch)
+    if alone is not None:
+        alone.close_scope()
     losses, gradients = losses_in(output)
     torch.autograd.backward(losses, gradients)
-
-
-def generating(module: nn.Module) -> Any:
-    """Return the decoder of transformers in a module that continues texts; None if there is none."""
-    child: Any
-    for child in module.modules():
-        generates = getattr(child, "can_generate", None)
-        if generates is not None and generates() and not child.config.is_encoder_decoder:
-            return child
-    return None
-
-
-def _answer(handle: Handle, batch: Any, answers: Answers, tracker: MemoryTracker) -> None:
-    """Run the passes of an answer (Rule 5)."""
-    from transformers import DynamicCache
-
-    model, prompts = generating(handle.module), batch["input_ids"] if hasattr(batch, "keys") else batch
-    plain = DynamicCache(config=model.config)
-    if answers.cache == "host" and any(hasattr(layer, name) for layer in plain.layers for name in KEEPS_MORE):
-        raise OptionError(argument="cache", found="host", allowed="'device': the layers keep more than keys and values")
-    cache = _CountedCache(plain, tracker, answers.cache == "host")
-    given = {"past_key_values": cache.plain, "use_cache": True}
-    taken = inspect.signature(model.forward).parameters
-    if "logits_to_keep" in taken:
-        given["logits_to_keep"] = 1
-    given_beside = {} if batch is prompts else {name: batch[name] for name in taken if name in batch}
-    beside = {name: value for name, value in given_beside.items() if name not in OF_TEXT}
-    middle, one = answers.tokens // 2, prompts[:, :1]
-    alone: dict[str, Any] = {}
-    passes = (prompts, 0, beside), (one, middle - 1, alone), (one, answers.tokens - middle - 1, alone)
-    handle.open_scope("predict")
-    with torch.no_grad():
-        for tokens, between, more in passes:
-            cache.lengthen(between)
-            tracker.passes.append(len(tracker.visits))
-            model(tokens, **given, **more)
-    handle.close_scope()
-
-
-class _CountedCache:
-    """A cache whose tensors are counted, on the device or, but for three layers, on the host (Rule 5)."""
-
-    NAMES = ("keys", "values")
-
-    def __init__(self, plain: Any, tracker: MemoryTracker, on_host: bool) -> None:
-        self.plain = plain
-        self._tracker = tracker
-        self._on_host = on_host
-        self._update, plain.update = plain.update, self._counted_update
-        self._away: set[int] = set()  # layers on the host
-        self._leaving: list[Tensor] = []  # tensors on their way down, which take memory until the next update
-        self._last: int | None = None
-
-    def lengthen(self, count: int) -> None:
-        """Append this many tokens to all layers, on the device or on the host."""
-        for index, layer in enumerate(self.plain.layers):
-            tensors = self._tensors(index)
-            if tensors and count > 0:
-                with self._tracker.on_host():
-                    layer.update(*(each.new_empty(*each.shape[:2], count, each.shape[3]) for each in tensors))
-                self._place(index, index in self._away)
-
-    def _counted_update(self, keys: Tensor, values: Tensor, index: int, *args: Any, **kwargs: Any) -> Any:
-        visit = self._tracker.visits[-1]
-        self._leaving.clear()
-        if self._on_host:
-            if self._last not in (None, index):
-                self._leaving = self._place(self._last, True)
-            visit.fetched_nbytes += self._nbytes(index)
-            self._fetch(index)
-        result = self._update(keys, values, index, *args, **kwargs)
-        for tensor in self._tensors(index):
-            self._tracker.mark(tensor, CACHE)
-        if self._on_host:
-            visit.stowed_nbytes += self._nbytes(index)
-            self._last = index
-            self._fetch((index + 1) % len(self.plain.layers))
-        return result
-
-    def _fetch(self, index: int) -> None:
-        if index in self._away:
-            self._place(index, False)
-
-    def _place(self, index: int, away: bool) -> list[Tensor]:
-        """Make a layer's tensors anew on the host or the device; return those that it had."""
-        before = self._tensors(index)
-        with self._tracker.on_host() if away else contextlib.nullcontext():
-            for name, tensor in zip(self.NAMES, before, strict=True):
-                setattr(self.plain.layers[index], name, torch.empty_like(tensor))
-        for tensor in () if away else self._tensors(index):
-            self._tracker.mark(tensor, CACHE)
-        (self._away.add if away else self._away.discard)(index)
-        return before
-
-    def _tensors(self, index: int) -> list[Tensor]:
-        """Return a layer's keys and values; nothing if it has none yet, or keeps something else."""
-        layer = self.plain.layers[index] if index < len(self.plain.layers) else None
-        return [getattr(layer, name) for name in self.NAMES if isinstance(getattr(layer, name, None), Tensor)]
-
-    def _nbytes(self, index: int) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors(index))
 
 
 def losses_in(output: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -272,6 +197,7 @@ class _CountingDevice(Device):
         self.function_modes = function_mode_count()
         self.dispatch_modes = dispatch_mode_count()
         self.tracker = tracker
+        self._packed: set[int] = set()  # storages of gradients
 
     def holds(self, tensor: Tensor) -> bool:
         return True
@@ -298,11 +224,14 @@ class _CountingDevice(Device):
 
     def claim(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         super().claim(storage, nbytes)
+        self._packed.add(storage_id(storage))
         self.tracker.change(GRADIENTS, nbytes)
 
     def shrink(self, storage: torch.UntypedStorage) -> None:
-        """Free packed gradients: no unit is evicted."""
-        self.tracker.change(GRADIENTS, -storage.nbytes())
+        """Free packed gradients, or a unit that is loaded anew in another type, which is not counted."""
+        if storage_id(storage) in self._packed:
+            self._packed.remove(storage_id(storage))
+            self.tracker.change(GRADIENTS, -storage.nbytes())
         super().shrink(storage)
 
 
@@ -319,48 +248,61 @@ class _CountedGradients(GradientReturn):
             return super().receive(store, node, grads, step)
 
 
-class _StepRecorder(StepListener):
-    """A listener that divides what the tracker counts into visits (Rule 2)."""
+class _StepRecorder:
+    """Divides what the tracker counts into visits (Rule 2)."""
 
     def __init__(self) -> None:
         self.tracker = MemoryTracker(self._term)
-        self._units: dict[str, StreamedUnit] = {}
+        self.units: list[StreamedUnit] = []  # of all engines, in order (Rule 5)
+        self.inside = False  # whether forward runs code of a streamed unit
         self._last: StreamedUnit | None = None
-        self._inside = False  # whether forward runs code of a streamed unit
 
     def listen_to(self, engine: Engine) -> None:
         """Listen to an engine's phases from now on."""
-        engine.counters.listener = self
-        self._units = {unit.name: unit for unit in engine.units}
+        engine.counters.listener = _OfEngine(self, engine.units, len(self.units))
+        self.units += engine.units
         for unit in engine.units:
             unit.stand_ins.data_exposed = _NeverExposed([False])
 
+    def enter(self, index: int, in_backward: bool) -> None:
+        """Note that a unit is needed."""
+        unit, self.inside = self.units[index], True
+        if unit is not self._last:
+            self._last = unit
+            others = ((place, other) for place, other in enumerate(self.units) if not other.unit.resident)
+            in_use = tuple(place for place, other in others if not other.movable)
+            self.tracker.begin(Visit(index, in_use, in_backward, in_backward or torch.is_grad_enabled()))
+
+    def _term(self) -> str:
+        """Return the term of what appears now (step_trace.py, Rule 2)."""
+        inside = self._last is not None if in_backward() else self.inside
+        return WORKING if inside else OUTSIDE
+
+
+class _OfEngine(StepListener):
+    """Listens to one engine, whose first unit has this place among all."""
+
+    def __init__(self, recorder: _StepRecorder, units: Sequence[StreamedUnit], first: int) -> None:
+        self._recorder = recorder
+        self._units = {unit.name: unit for unit in units}
+        self._first = first
+
     def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
         if cause == "weights" and not self._units[unit].unit.resident:
-            self._inside = True
-            if self._units[unit] is not self._last:
-                self._last = self._units[unit]
-                others = (other for other in self._units.values() if not other.unit.resident)
-                in_use = tuple(other.index for other in others if not other.movable)
-                self.tracker.begin(Visit(self._last.index, in_use, phase == "backward"))
+            self._recorder.enter(self._first + self._units[unit].index, phase == "backward")
         return super().waiting(cause, unit, phase)
 
     def left(self, around: str, in_backward: bool) -> None:
-        self._inside = around in self._units and not self._units[around].unit.resident
+        self._recorder.inside = around in self._units and not self._units[around].unit.resident
 
     def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        visit = self.tracker.visits[-1]
+        visit = self._recorder.tracker.visits[-1]
         if phase == "gradients":
-            visit.sends.append(self._units[unit].index)
+            visit.sends.append(self._first + self._units[unit].index)
         elif phase == "activations":
             visit.stowed_nbytes += nbytes if lane == "down" else 0
             visit.fetched_nbytes += nbytes if lane == "up" else 0
         return super().work(lane, unit, phase, nbytes)
-
-    def _term(self) -> str:
-        """Return the term of what appears now (step_trace.py, Rule 2)."""
-        inside = self._last is not None if in_backward() else self._inside
-        return WORKING if inside else OUTSIDE
 
 
 class _NeverExposed(list[bool]):

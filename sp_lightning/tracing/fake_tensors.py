@@ -154,12 +154,13 @@ _LIKE = {
 _ALIKE = (aten.ones, aten.zeros, aten.full, aten.ones_like, aten.zeros_like, aten.full_like)
 _INDICES = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
 _SCALAR, _SELECT = aten._local_scalar_dense.default, aten.masked_select.default
+_ODD = {aten.isnan.default, aten.isinf.default}  # which numbers of a run are not
 
 
 class _Traits(NamedTuple):
     """The traits of an operator, which its schema tells once."""
 
-    body: Callable[..., Any] | None  # the function in Python that it runs
+    body: Callable[..., Any] | None  # runs its parts, of one that inference mode has not taken apart, or of Python
     is_view: bool  # does nothing else than to return another view of its first argument
     is_fresh: bool  # everything that it returns is new
     keeps_shapes: bool  # what it writes to stays where it is, with the shape that it has
@@ -175,10 +176,11 @@ class _Traits(NamedTuple):
         changes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
         aliases = not schema.is_mutable and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
         named = any(argument.name == "device" for argument in schema.arguments)
-        may_copy = func.has_kernel_for_dispatch_key(dispatch_key("CompositeImplicitAutograd"))  # as `to` may
+        is_composed = func.has_kernel_for_dispatch_key(dispatch_key("CompositeImplicitAutograd"))  # as `to` is
+        has_kernel = func.has_kernel_for_dispatch_key(dispatch_key("CPU"))  # as well
         return cls(
-            body=body_of(func),
-            is_view=func is aten.set_.source_Storage_storage_offset or (aliases and not named and not may_copy),
+            body=body_of(func) or (func.decompose if is_composed and not has_kernel else None),
+            is_view=func is aten.set_.source_Storage_storage_offset or (aliases and not named and not is_composed),
             is_fresh=not schema.is_mutable and not any(v.alias_info for v in (*schema.arguments, *schema.returns)),
             keeps_shapes=schema.is_mutable and torch.Tag.inplace_view not in func.tags,
             sets=operator is aten.set_,
@@ -234,6 +236,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:  # its own operators are seen
                 return traits.body(*args, **kwargs)
         known = traits.is_like or all(map(self._known_values.knows, tensors))
+        if func in _ODD and not known and _here.attributes.takes_as_one():
+            return self._known_values.adopt(torch.zeros(args[0].shape, dtype=torch.bool))
         if func is _SELECT and (mask := self._known_values.of(args[1])) is not None:
             return args[0].new_empty(int(mask.expand(args[0].shape).sum()))
         try:
@@ -426,6 +430,8 @@ class _Attributes(TorchFunctionMode):
 
     def _read(self, tensor: Tensor) -> Tensor:
         values = self._known_values.of(tensor)
+        if values is None and self.takes_as_one():
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
         if values is None:
             raise Unknown(f"a tensor of shape {tuple(tensor.shape)} is read as numbers, which are unknown without data")
         return values
@@ -433,7 +439,7 @@ class _Attributes(TorchFunctionMode):
 
 @contextlib.contextmanager
 def unknown_numbers_are_one(where: Callable[[], bool]) -> Iterator[None]:
-    """Take single numbers that are unknown as one, within this context of a dry run, while ``where`` says so."""
+    """Take numbers that are read and unknown as one, and all as finite, in this context, while ``where`` says so."""
     attributes = getattr(_here, "attributes", None)
     if attributes is None:  # tensors have data
         yield

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from ..compat.tensors import operator_of, storage_id
 from ..core.unit_numbers import aligned
 from .fake_tensors import tensors_of
-from .step_trace import KEPT, OUTSIDE, WORKING, Visit
+from .step_trace import KEPT, OUTSIDE, WORKING, StepPhase, Visit
 
 _ATTENTION = {  # kernels, and whether each is backward's
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{suffix}"): bool(suffix)
@@ -46,8 +46,9 @@ class MemoryTracker:
     """Counts what is on the device beside weights (Rules 1 and 2), and what is done there (Rule 3)."""
 
     def __init__(self, term: Callable[[], str]) -> None:
-        self.visits = [Visit(None, (), False, totals=[0], casts=[0])]
+        self.visits = [Visit(None, (), False, True, totals=[0], casts=[0])]
         self.passes: list[int] = []  # places of the first visits of an answer's passes
+        self.phases: list[StepPhase] = []  # of a step that begins with answers
         self._term = term
         self._live: dict[int, _Allocation] = {}
         self._now: dict[str, int] = {}

@@ -6,7 +6,9 @@
 2. Each byte has a term. What a visit leaves behind is "kept for backward"; what it also frees is "activations of one
    unit".
 3. The trace of a batch between two others lies on the straight line between theirs, visit by visit.
-4. A trace of answers has three passes over the weights (dry_run.py, Rule 5). Its peak is that of all of them.
+4. A trace of answers has three passes over the weights (answers.py, Rule 1). Its peak is that of all of them.
+5. A step that begins with answers has phases, of which the last one trains. Its peak is that of all of them.
+6. Of several models each has a window of its own, which the others' visits leave alone.
 """
 
 from __future__ import annotations
@@ -34,6 +36,14 @@ ALL = "beside the weights"  # all terms together
 PASSES = 3  # the first predicts nothing; the second may find what the first left; from then on all are alike
 
 
+@dataclass(frozen=True)
+class StepPhase:
+    """Visits that stand for as many in a step as they do a number of times (Rule 5)."""
+
+    begin: int  # the place of the first one
+    times: float
+
+
 @dataclass
 class Visit:
     """The time from the moment a unit is needed until another unit is."""
@@ -41,6 +51,7 @@ class Visit:
     unit: int | None  # None before the first visit
     in_use: tuple[int, ...]  # units in use meanwhile, which cannot be evicted
     backward: bool
+    halves: bool  # in a first step, whether the window is half as wide (window.py, Rule 4)
     flops: float = 0.0  # in half precision
     fp32_flops: float = 0.0  # in all other types
     moved_nbytes: float = 0.0  # of the device's memory, that operators with FLOPs read and write
@@ -74,12 +85,23 @@ class StepTrace:
     castable: frozenset[int]  # ids of weights that may come to travel in autocast's type
     uncast: frozenset[int]  # ids of weights that have no wire copies, later
     visits: tuple[Visit, ...]
+    models: tuple[int, ...]  # of each unit, the number of its model (Rule 6)
     passes: tuple[int, ...] = ()  # places of the first visits of an answer's passes (Rule 4)
+    phases: tuple[StepPhase, ...] = ()  # of a step that begins with answers (Rule 5)
 
     def of_pass(self, number: int) -> StepTrace:
         """Return the trace of one pass of an answer (Rule 4)."""
         begin, end = (*self.passes, len(self.visits))[number : number + 2]
         return replace(self, visits=self.visits[begin:end], passes=())
+
+    def of_phases(self) -> list[tuple[StepTrace, float]]:
+        """Return the trace of each phase that has visits, and how often it takes place (Rule 5)."""
+        ends = [*(phase.begin for phase in self.phases[1:]), len(self.visits)]
+        return [
+            (replace(self, visits=self.visits[phase.begin : end], phases=()), phase.times)
+            for phase, end in zip(self.phases, ends, strict=True)
+            if phase.begin < end
+        ]
 
     def between(self, other: StepTrace, share: float) -> StepTrace:
         """Return the trace on the line from this one (0) through the other (1), which has the same visits (Rule 3)."""
@@ -88,7 +110,10 @@ class StepTrace:
             return max(0.0, one + share * (two - one))
 
         def visit(one: Visit, two: Visit) -> Visit:
-            totals = [int(line(*pair)) for pair in zip(one.totals, two.totals, strict=True)]
+            totals, casts = [int(line(*pair)) for pair in zip(one.totals, two.totals, strict=False)], one.casts
+            if len(one.totals) != len(two.totals):  # code around the models makes tensors for each row
+                totals = [int(line(one.nbytes, two.nbytes))]
+                casts = [totals[0] - int(line(one.later().nbytes, two.later().nbytes))]
             return replace(
                 one,
                 flops=line(one.flops, two.flops),
@@ -99,6 +124,7 @@ class StepTrace:
                 nbytes=max(totals),
                 terms={ALL: max(totals)},
                 totals=totals,
+                casts=casts,
             )
 
         pairs = zip(self.visits, other.visits, strict=True)
@@ -108,6 +134,10 @@ class StepTrace:
         """Whether both traces have the same visits."""
         mine, theirs = ([(visit.unit, len(visit.totals)) for visit in trace.visits] for trace in (self, other))
         return mine == theirs
+
+    def has_visits_of(self, other: StepTrace) -> bool:
+        """Whether both traces visit the same units, if not with as many steps to a visit's peak."""
+        return [visit.unit for visit in self.visits] == [visit.unit for visit in other.visits]
 
     @property
     def streamed(self) -> list[UnitNumbers]:
@@ -129,29 +159,24 @@ class StepTrace:
         """Return the peak of the bytes on the device with that window, term by term: in the first step, or later."""
         if self.sizes == self.wire:
             return self._peak(self.sizes, self.visits, window, transfer)
-        narrow = max(1, window // 2)
-        sizes = narrow, min(transfer, narrow)
-        if sizes not in self._firsts:  # two windows have one half
-            self._firsts[sizes] = self._peak(self.sizes, self.visits, *sizes)
-        first = self._firsts[sizes]
+        first = self._peak(self.sizes, self.visits, window, transfer, halves=True)
         later = self._peak(self.wire, self._later, window, transfer)
         return max(later, first, key=lambda terms: sum(terms.values()))
-
-    @functools.cached_property
-    def _firsts(self) -> dict[tuple[int, int], dict[str, int]]:
-        """The peaks of the first step that were found so far, by window and transfer."""
-        return {}
 
     @functools.cached_property
     def _later(self) -> list[Visit]:
         return [visit.later() for visit in self.visits]
 
     def _peak(
-        self, sizes: Sequence[UnitNumbers], visits: Sequence[Visit], window: int, transfer: int
+        self, sizes: Sequence[UnitNumbers], visits: Sequence[Visit], window: int, transfer: int, halves: bool = False
     ) -> dict[str, int]:
+        if halves and all(visit.halves for visit in visits):  # two windows have one half
+            window, halves = max(1, window // 2), False
+            transfer = min(transfer, window)
         trained = tuple(unit.index for unit in self.units if unit.trainable)
-        visited = tuple((visit.unit, visit.in_use) for visit in visits)
-        resident = _resident_nbytes(tuple(size.up_nbytes for size in sizes), trained, visited, window, transfer)
+        visited = tuple((visit.unit, visit.in_use, halves and visit.halves) for visit in visits)
+        nbytes = tuple(size.up_nbytes for size in sizes)
+        resident = _resident_nbytes(nbytes, self.models, trained, visited, window, transfer)
         beside = [visit.nbytes for visit in visits] * PASSES
         worst = max(range(len(resident)), key=lambda place: resident[place] + beside[place])
         root = sum(size.up_nbytes for size in sizes if size.resident)
@@ -161,8 +186,9 @@ class StepTrace:
 @functools.lru_cache(maxsize=256)
 def _resident_nbytes(
     nbytes: tuple[int, ...],
+    models: tuple[int, ...],
     trained: tuple[int, ...],
-    visits: tuple[tuple[int | None, tuple[int, ...]], ...],
+    visits: tuple[tuple[int | None, tuple[int, ...], bool], ...],
     window: int,
     transfer: int,
 ) -> list[int]:
@@ -170,18 +196,26 @@ def _resident_nbytes(
 
     Args:
         nbytes: Of each unit.
+        models: Of each unit, the number of its model, which has a schedule of its own (Rule 6).
         trained: Units that a step changes.
-        visits: The visited unit of each visit, and the units in use meanwhile.
+        visits: The visited unit of each visit, the units in use meanwhile, and whether the window is half as wide.
         window: Of the schedule, as is ``transfer``.
     """
     found = []
-    schedule = Schedule(nbytes, window, transfer)
-    order = [unit for unit, _ in visits if unit is not None]
+    schedules = {model: Schedule(nbytes, window, transfer) for model in models}
+    orders: dict[int, list[int]] = {model: [] for model in models}
+    for unit, _, _ in visits:
+        if unit is not None:
+            orders[models[unit]].append(unit)
     for number in range(PASSES):
-        schedule.invalidate(trained)
-        schedule.begin(order if number else ())
-        for unit, in_use in visits:
+        for model, schedule in schedules.items():
+            schedule.invalidate([unit for unit in trained if models[unit] == model])
+            schedule.begin(orders[model] if number else ())
+        for unit, in_use, halves in visits:
             if unit is not None:
+                schedule, now = schedules[models[unit]], max(1, window // 2) if halves else window
+                if now != schedule.window:
+                    schedule.resize(now, min(transfer, now))
                 schedule.visit(unit, in_use)
-            found.append(schedule.resident_nbytes)
+            found.append(sum(schedule.resident_nbytes for schedule in schedules.values()))
     return found

@@ -59,6 +59,37 @@ TRL = """
     words = AutoTokenizer.from_pretrained("base")
     getattr(trl, kind + "Trainer")(args=arguments, processing_class=words, **given).train()
 """
+GRPO = """
+    import argparse
+
+    import datasets
+    import trl
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--each", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--alone", action="store_true")
+    given = parser.parse_args()
+    words = AutoTokenizer.from_pretrained("base")
+    judge = AutoModelForSequenceClassification.from_pretrained("judge", num_labels=1, dtype="float32")
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": given.tokens}
+    sizes |= {"generation_kwargs": {"min_new_tokens": given.tokens}, "steps_per_generation": given.each}
+    arguments = trl.GRPOConfig(
+        "out", **sizes, beta=0.0 if given.alone else 0.1, max_steps=2, bf16=given.bf16, report_to=[], disable_tqdm=True,
+        gradient_checkpointing=False, save_strategy="no",
+    )
+    trl.GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained("base", dtype="float32"),
+        args=arguments,
+        train_dataset=datasets.load_dataset("data")["train"],
+        processing_class=words,
+        reward_funcs=(lambda completions, **_: [1.0] * len(completions)) if given.alone else judge,
+        reward_processing_classes=None if given.alone else words,
+    ).train()
+    open("trained", "w")
+"""
 LOOP = """
     import accelerate
     import torch
@@ -84,10 +115,11 @@ LOOP = """
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A model without weights, a tokenizer, data of 300 rows, and the scripts."""
-    for name, text in {"trainer": TRAINER, "trainer_of_trl": TRL, "loop": LOOP}.items():
+    for name, text in {"trainer": TRAINER, "trainer_of_trl": TRL, "grpo": GRPO, "loop": LOOP}.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     model = llama(head_dim=8)
     model.config.hidden_size, model.config.intermediate_size = 64, 128
+    model.config.architectures = [type(model).__name__]  # by which TRL loads a reference
     model.config.save_pretrained("base")
     monkeypatch.setattr(sys, "argv", ["sp_lightning"])
     return tmp_path
@@ -165,10 +197,29 @@ def test_a_reference_streams_through_a_window_of_its_own(capsys):
     found = planned("--window", "1", "--", "trainer_of_trl.py", "DPO")
     one = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(_config()).parameters())
     assert found["parameters"] == 2 * one and found["trained"] == one and found["rows"] == 8
-    assert "windows of other models, to which" in capsys.readouterr().out
     units = partition(transformers.AutoModelForCausalLM.from_config(_config(), dtype=torch.float32))
-    taken = max(u.nbytes for u in units if not u.resident) + sum(u.nbytes for u in units if u.resident)
-    assert found["available"] == 12 * 2**30 - taken
+    assert found["device_terms"]["window"] == 2 * max(unit.nbytes for unit in units if not unit.resident)
+
+
+@pytest.mark.seldom
+def test_answers_are_planned_as_often_as_they_are_made_and_not_trained(capsys):
+    """Twice the tokens take twice the time before the step, and a batch of which each is used twice half of it."""
+    pytest.importorskip("trl")
+    data("GRPO")
+    _judge()
+    found, longer, shared = (
+        planned("--window", "1", "--", "grpo.py", *given)
+        for given in (("--tokens", "64"), ("--tokens", "128"), ("--tokens", "64", "--each", "2"))
+    )
+    said = capsys.readouterr().out
+    assert "of that, generating answers and scoring them" in said and "as long as they may be" in said
+    one = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(_config()).parameters())
+    assert 2 * one < found["parameters"] < 3 * one and found["trained"] == one and found["rows"] == 4
+    passes = found["before_s"] / found["simulation"]["step_s"]
+    assert longer["before_s"] == pytest.approx(2 * found["before_s"], rel=0.1) and 8 < passes < 64
+    assert shared["before_s"] == pytest.approx(found["before_s"] / 2, rel=0.1)
+    assert found["step_s"] == found["before_s"] + found["simulation"]["step_s"] and found["largest_batch"] > 4
+    assert longer["device_terms"]["kept for backward"] > 1.5 * found["device_terms"]["kept for backward"]
 
 
 @pytest.mark.seldom
@@ -201,16 +252,22 @@ def test_what_cannot_be_planned_is_refused(arguments, said, capsys):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_quantised_base_and_batches_that_are_generated_are_refused(capsys):
-    pytest.importorskip("trl")
-    data("GRPO")
-    planned("--", "trainer_of_trl.py", "GRPO", status=1)
-    assert "GRPOTrainer makes its batches as it trains (it generates answers)" in capsys.readouterr().err
+def test_a_quantised_base_is_refused(capsys):
     config = json.loads(pathlib.Path("base/config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     pathlib.Path("base/config.json").write_text(json.dumps(config))
     planned("--", "trainer.py", status=1)
     assert "makes no quantised weights, which base has" in capsys.readouterr().err
+
+
+def test_a_model_that_depends_on_values_is_refused(capsys):
+    """There are no weights from which to compute them."""
+    depends = "model.model.layers[2].register_forward_pre_hook(lambda _, args: args[0].sum().item() and None)"
+    script = textwrap.dedent(TRAINER)
+    made = script.index("rows = ")
+    pathlib.Path("trainer.py").write_text(f"{script[:made]}{depends}\n{script[made:]}")
+    planned("--", "trainer.py", status=1)
+    assert "and there are no weights to compute them from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("reads", ["model.save_pretrained('saved')", "model.lm_head.weight.sum().item()"])
@@ -222,24 +279,55 @@ def test_a_script_that_reads_weights_before_it_trains_is_refused(reads, capsys):
     assert "the script saves weights or reads their values before" in capsys.readouterr().err
 
 
+def _judge():
+    config = _config()
+    config.num_labels = 1
+    config.save_pretrained("judge")
+    transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained("judge")
+
+
+SCRIPTS = {
+    "a Trainer": (["trainer.py"], {}),
+    "DPO": (["trainer_of_trl.py", "DPO"], {}),
+    "GRPO": (["grpo.py"], {}),
+    "GRPO in bf16": (["grpo.py", "--tokens", "32", "--bf16"], {}),
+    "GRPO of long answers": (["grpo.py", "--tokens", "160", "--each", "16", "--alone"], {"activations": "recompute"}),
+    "GRPO without other models": (["grpo.py", "--alone", "--bf16"], {}),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
-def test_the_device_peak_of_a_script_is_the_planned_one(device):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_device_peak_of_a_script_is_the_planned_one(script, device):
+    """All models stream: of GRPO with a reference and a judge, while answers are generated, too."""
+    pytest.importorskip("trl")
     config = _config()
     config.update({"hidden_size": 256, "intermediate_size": 1024, "head_dim": 128, "num_hidden_layers": 6})
-    config.save_pretrained("large")
-    found = planned("--window", "2", "--", "trainer.py", "--config", "large")
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained("large")
+    config.update({"max_position_embeddings": 512})
+    config.save_pretrained("base")
+    (name, *given), options = SCRIPTS[script]
+    data(given[0] if name == "trainer_of_trl.py" else "GRPO")
+    _judge()
+    own = [f"--{option}={value}" for option, value in options.items()]
+    found = planned("--window", "2", *own, "--", name, *given)
+    assert not pathlib.Path("trained").exists()
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained("base")
     accelerator = torch.accelerator
     accelerator.reset_peak_memory_stats()
     before, argv = accelerator.memory_allocated(), sys.argv
-    sys.argv = ["trainer.py", "--config", "large"]
-    with streaming(window=2):
-        runpy.run_path("trainer.py", run_name="__main__")
+    sys.argv = [name, *given]
+    with streaming(window=2, **options) as stream:
+        runpy.run_path(name, run_name="__main__")
         peak = accelerator.max_memory_allocated() - before
+        assert len(stream.handles) == (
+            3 if script.startswith("GRPO") and "--alone" not in given else 1 + ("DPO" in given)
+        )
     sys.argv = argv
     wanted = sum(nbytes for name, nbytes in found["device_terms"].items() if name != "reserve")
-    assert pathlib.Path("trained").exists() and wanted == pytest.approx(peak, rel=0.05)
+    assert wanted == pytest.approx(peak, rel=0.05)
+    assert ("keys and values" in found["device_terms"]) is (script == "GRPO of long answers")  # when the peak is
+    assert all(nbytes >= 0 for nbytes in found["device_terms"].values())
 
 
 def test_streaming_is_not_begun():
