@@ -42,7 +42,7 @@ from torch import Tensor
 
 import models
 
-See = Literal["step", "backward"]
+See = Literal["step", "backward", "parameters"]
 
 
 class Difference(AssertionError):
@@ -94,7 +94,8 @@ def record(
         clip: Algorithm and value of gradient clipping.
         batches: Training batches per epoch. Validation and prediction run over two each.
         see: "backward" keeps gradients after each backward too, as a callback that overrides `on_after_backward` sees
-            them. "step" keeps them only as the optimizer left them, and adds no callback to the run.
+            them. "step" keeps them only as the optimizer left them, and adds no callback to the run. "parameters" reads
+            no gradient.
         make_loader: Number of batches -> data; the module's own case if None.
         trainer_options: Arguments of the Trainer, stronger than those given here.
     """
@@ -105,7 +106,7 @@ def record(
         L.seed_everything(0, verbose=False)
         module = make_module()
         make_loader = make_loader or functools.partial(models.loader, module.case)
-        observer = Observer(module)
+        observer = Observer(module, see != "parameters")
         options = {
             "accelerator": accelerator,
             "devices": 1,
@@ -160,8 +161,9 @@ class Moment:
 class Observer:
     """Sees a fit from beside it, by standing in front of a few functions of torch and of the strategy."""
 
-    def __init__(self, module: L.LightningModule) -> None:
+    def __init__(self, module: L.LightningModule, reads_gradients: bool = True) -> None:
         self.module = module
+        self.reads_gradients = reads_gradients
         self.moments: list[Moment] = []
         self.telemetry: dict[str, Any] = {}
         self.batch: Moment | None = None  # the batch in progress
@@ -214,7 +216,7 @@ class Observer:
             return original(*args, **kwargs)
         self.read()
         result = original(*args, **kwargs)
-        self.with_gradients = self.batch
+        self.with_gradients = self.batch if self.reads_gradients else None
         return result
 
     def see_change(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
