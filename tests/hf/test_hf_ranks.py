@@ -55,7 +55,12 @@ def test_two_ranks_are_ddp(run, on, tmp_path):
         pytest.importorskip("datasets", reason="TRL trains on data sets of datasets")
     name, settings = RUNS[run]
     options = {"window": 2, "activations": "recompute"} if run == "Trainer and the best" else {"window": 1}
-    expected = processes.run(2, ranked_hf.record, name, None, folder=str(tmp_path), **settings)
+    try:
+        expected = processes.run(2, ranked_hf.record, name, None, folder=str(tmp_path), **settings)
+    except processes.RankFailed as error:
+        if "tagged with cpu:0" in str(error):
+            pytest.skip("this transformers cannot resume several ranks of the CPU")
+        raise
     found = processes.run(2, ranked_hf.record, name, options, accelerator=on, folder=str(tmp_path), **settings)
     for theirs, ours in zip(expected, found, strict=True):
         parity.compare(theirs, ours)

@@ -266,7 +266,7 @@ def test_a_model_that_depends_on_values_is_refused(capsys):
     script = textwrap.dedent(TRAINER)
     made = script.index("rows = ")
     pathlib.Path("trainer.py").write_text(f"{script[:made]}{depends}\n{script[made:]}")
-    planned("--", "trainer.py", status=1)
+    planned("--", "trainer.py", status=2)
     assert "and there are no weights to compute them from" in capsys.readouterr().err
 
 
