@@ -31,12 +31,14 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ..compat.tensors import consists_of_tensors
 from ..errors import OptionError, UnsupportedError
 from ..runtime.entries import has_method
 from ..tracing.answers import Generated, begins
 from ..tracing.dry_run import Together
 from ..tracing.fake_tensors import unknown_numbers_are_one
 from .patched import function, names_of_accelerate, replace
+from .quantised import quantise
 
 ROWS = 256  # of each data set (Rule 1)
 MIXED = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -52,7 +54,8 @@ class Rehearsed(Together):
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to("meta")
         # Descriptions: another reference to a weight's bytes would have each pass fetch it anew.
-        self._weights = [(p, (p.shape, p.stride(), p.dtype)) for p in self.parameters()]
+        plain = (p for p in self.parameters() if not consists_of_tensors(p))
+        self._weights = [(p, (p.shape, p.stride(), p.dtype)) for p in plain]
         self._own_buffers = [(module, dict(module._buffers)) for module in self.modules()]
 
     @property
@@ -165,16 +168,14 @@ class rehearsal:
             if config is None or isinstance(config, str | os.PathLike):
                 of_config = functools.partial(cls.config_class.from_pretrained, return_unused_kwargs=True)
                 config, _ = of_config(config or name, **kwargs)
-            if kwargs.get("quantization_config") or getattr(config, "quantization_config", None):
-                raise UnsupportedError(
-                    f"a plan of a script makes no quantised weights, which {name} has: plan its config in bf16 "
-                    "(plan --model), or leave quantization_config out here"
-                )
             dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
             dtype = (config.dtype or torch.float32) if dtype in (None, "auto") else dtype
             dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
             kept = {key: kwargs[key] for key in ("attn_implementation",) if kwargs.get(key) is not None}
+            packing = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
             model = cls._from_config(config, dtype=dtype, **kept)
+            if packing:
+                quantise(model, packing)
             model.name_or_path = model.config.name_or_path = str(name)
             return model.eval()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import runpy
 import sys
 import textwrap
+import types
 
 import pytest
 import torch
@@ -90,6 +92,30 @@ GRPO = """
     ).train()
     open("trained", "w")
 """
+PACKED = """
+    import sys
+
+    import torch
+    import transformers
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    kind = sys.argv[1]
+    if kind == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+        packing = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": kind == "double"}
+        packing = transformers.BitsAndBytesConfig(load_in_4bit=kind != "8", load_in_8bit=kind == "8", **four)
+    packed = {"quantization_config": packing, "dtype": torch.bfloat16}
+    model = transformers.AutoModelForCausalLM.from_pretrained("base", **packed)
+    if kind != "torchao":
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    rows = [{"input_ids": (ids := torch.randint(64, (64,))), "labels": ids} for _ in range(8)]
+    settings = {"per_device_train_batch_size": 4, "max_steps": 2, "save_strategy": "no"}
+    arguments = transformers.TrainingArguments("out", **settings, report_to=[], disable_tqdm=True)
+    transformers.Trainer(model, arguments, train_dataset=rows).train()
+"""
 LOOP = """
     import accelerate
     import torch
@@ -115,7 +141,7 @@ LOOP = """
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A model without weights, a tokenizer, data of 300 rows, and the scripts."""
-    for name, text in {"trainer": TRAINER, "trainer_of_trl": TRL, "grpo": GRPO, "loop": LOOP}.items():
+    for name, text in {"trainer": TRAINER, "trainer_of_trl": TRL, "grpo": GRPO, "packed": PACKED, "loop": LOOP}.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     model = llama(head_dim=8)
     model.config.hidden_size, model.config.intermediate_size = 64, 128
@@ -252,12 +278,34 @@ def test_what_cannot_be_planned_is_refused(arguments, said, capsys):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_quantised_base_is_refused(capsys):
-    config = json.loads(pathlib.Path("base/config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    pathlib.Path("base/config.json").write_text(json.dumps(config))
-    planned("--", "trainer.py", status=1)
-    assert "makes no quantised weights, which base has" in capsys.readouterr().err
+@pytest.mark.seldom
+@pytest.mark.parametrize(
+    "kind, device",
+    [pytest.param("torchao", "simgpu", marks=pytest.mark.simgpu), ("4", "cpu"), ("double", "cpu")],
+    indirect=["device"],
+)
+def test_the_bytes_of_a_script_with_a_quantised_base_are_the_planned_ones(kind, device):
+    """On the simulated device the peak, too; bitsandbytes has no kernels for it."""
+    for library in ("peft", "torchao" if kind == "torchao" else "bitsandbytes"):
+        pytest.importorskip(library)
+    config = _large()
+    found = planned("--window", "2", "--", "packed.py", kind)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained("base")
+    with _running("packed.py", kind) as run:
+        (handle,) = run.stream.handles
+        weights = sum(weight.nbytes for unit in handle.units for _, weight in unit.params)
+    assert found["host"]["weights"] == pytest.approx(weights, rel=0.05)
+    assert weights < sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters()) * 1.3
+    wanted = sum(nbytes for name, nbytes in found["device_terms"].items() if name != "reserve")
+    assert device.type == "cpu" or wanted == pytest.approx(run.peak, rel=0.05)
+
+
+def test_a_base_in_8_bits_of_bitsandbytes_is_refused(capsys):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    planned("--", "packed.py", "8", status=1)
+    said = "makes weights as torchao packs them, or bitsandbytes in 4 bits, and bitsandbytes here is neither"
+    assert said in capsys.readouterr().err
 
 
 def test_a_model_that_depends_on_values_is_refused(capsys):
@@ -286,6 +334,32 @@ def _judge():
     transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained("judge")
 
 
+def _large():
+    """A model whose bytes are mostly those of its layers; without weights."""
+    config = _config()
+    config.update({"hidden_size": 256, "intermediate_size": 1024, "head_dim": 128, "num_hidden_layers": 6})
+    config.update({"max_position_embeddings": 512})
+    config.save_pretrained("base")
+    return config
+
+
+@contextlib.contextmanager
+def _running(name, *given, **options):
+    """Run a script whose models stream, and count the peak on the device."""
+    run, accelerator = types.SimpleNamespace(peak=0), torch.accelerator
+    has_device = accelerator.is_available()
+    before, argv = 0, sys.argv
+    if has_device:
+        accelerator.reset_peak_memory_stats()
+        before = accelerator.memory_allocated()
+    sys.argv = [name, *given]
+    with streaming(window=2, **options) as run.stream:
+        runpy.run_path(name, run_name="__main__")
+        run.peak = accelerator.max_memory_allocated() - before if has_device else 0
+        yield run
+    sys.argv = argv
+
+
 SCRIPTS = {
     "a Trainer": (["trainer.py"], {}),
     "DPO": (["trainer_of_trl.py", "DPO"], {}),
@@ -302,10 +376,7 @@ SCRIPTS = {
 def test_the_device_peak_of_a_script_is_the_planned_one(script, device):
     """All models stream: of GRPO with a reference and a judge, while answers are generated, too."""
     pytest.importorskip("trl")
-    config = _config()
-    config.update({"hidden_size": 256, "intermediate_size": 1024, "head_dim": 128, "num_hidden_layers": 6})
-    config.update({"max_position_embeddings": 512})
-    config.save_pretrained("base")
+    config = _large()
     (name, *given), options = SCRIPTS[script]
     data(given[0] if name == "trainer_of_trl.py" else "GRPO")
     _judge()
@@ -313,19 +384,11 @@ def test_the_device_peak_of_a_script_is_the_planned_one(script, device):
     found = planned("--window", "2", *own, "--", name, *given)
     assert not pathlib.Path("trained").exists()
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained("base")
-    accelerator = torch.accelerator
-    accelerator.reset_peak_memory_stats()
-    before, argv = accelerator.memory_allocated(), sys.argv
-    sys.argv = [name, *given]
-    with streaming(window=2, **options) as stream:
-        runpy.run_path(name, run_name="__main__")
-        peak = accelerator.max_memory_allocated() - before
-        assert len(stream.handles) == (
-            3 if script.startswith("GRPO") and "--alone" not in given else 1 + ("DPO" in given)
-        )
-    sys.argv = argv
+    with _running(name, *given, **options) as run:
+        models = 3 if name == "grpo.py" and "--alone" not in given else 1 + ("DPO" in given)
+        assert len(run.stream.handles) == models
     wanted = sum(nbytes for name, nbytes in found["device_terms"].items() if name != "reserve")
-    assert wanted == pytest.approx(peak, rel=0.05)
+    assert wanted == pytest.approx(run.peak, rel=0.05)
     assert ("keys and values" in found["device_terms"]) is (script == "GRPO of long answers")  # when the peak is
     assert all(nbytes >= 0 for nbytes in found["device_terms"].values())
 
