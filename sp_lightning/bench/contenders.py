@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError
 from ..lightning.strategy import SuperpipelineStrategy
 from ..memory.partition import partition
+from ..ranks.exchange import tree_hook
 from .entries import OURS
 from .setting import Setting
 from .turns import Turns
@@ -35,15 +36,33 @@ class Contender(Protocol):
         """Do the whole work; return when there are no more batches."""
 
 
+class _TreeDDP(DDPStrategy):
+    """Lightning's DDP with the hook that adds in the order of several nodes, also where computing is on the host."""
+
+    def __init__(self, local: int) -> None:
+        super().__init__()
+        self._local = local
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+        self.model.register_comm_hook(self._local, tree_hook)
+
+
 class Plain:
     """Lightning's strategy for one device, or for several."""
 
-    how = "Trainer(strategy='auto'), with several devices 'ddp': everything on each device, the optimizer too"
+    how = (
+        "Trainer(strategy='auto'), with several devices 'ddp', with several nodes that with tree_hook: everything on "
+        "each device, the optimizer too"
+    )
     needs: tuple[str, ...] = ()
 
     def run(self, work: Work, turns: Turns) -> None:
         """Do the work with a Trainer."""
-        strategy = DDPStrategy() if work.setting.devices > 1 else SingleDeviceStrategy(device=work.device)
+        setting = work.setting
+        several = _TreeDDP(setting.devices) if setting.nodes > 1 else DDPStrategy()
+        strategy = several if setting.ranks > 1 else SingleDeviceStrategy(device=work.device)
         with_trainer(work, turns, strategy, work.checkpointed_module())
 
 
@@ -62,7 +81,7 @@ class Superpipeline:
         module = work.module()
         window = len(partition(module)) if self.window == "all" else self.window
         options: dict[str, Any] = {"activations": work.setting.activations, **self.options, "window": window}
-        strategy = SuperpipelineStrategy(device=work.device if work.setting.devices == 1 else None, **options)
+        strategy = SuperpipelineStrategy(device=work.device if work.setting.ranks == 1 else None, **options)
         turns.details = lambda: strategy.handle.stats() if strategy.handle else {}
         with_trainer(work, turns, strategy, module)
 
@@ -84,9 +103,9 @@ class Fsdp2:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         module = work.module_for_loop()
-        with process_group(work.device, work.rank, work.setting.devices):
+        with process_group(work.device, work.rank, work.setting.ranks):
             options: dict[str, Any] = {
-                "mesh": init_device_mesh(work.device.type, (work.setting.devices,)),
+                "mesh": init_device_mesh(work.device.type, (work.setting.ranks,)),
                 "offload_policy": CPUOffloadPolicy(pin_memory=work.device.type != "cpu"),
             }
             if work.setting.precision == "bf16-mixed":
@@ -271,6 +290,7 @@ def with_trainer(work: Work, turns: Turns, strategy: Strategy, module: nn.Module
     trainer = L.Trainer(
         accelerator=work.device.type,
         devices=setting.devices,
+        num_nodes=setting.nodes,
         strategy=strategy,
         precision=setting.precision,  # type: ignore[arg-type]
         gradient_clip_val=None if setting.inference else setting.clip,
@@ -323,5 +343,5 @@ def refuse(setting: Setting, what: str) -> None:
     """Raise UnsupportedError for inference, if this contender only trains, and for several devices."""
     if setting.inference:
         raise UnsupportedError(f"{what} takes part in training only")
-    if setting.devices > 1:
+    if setting.ranks > 1:
         raise UnsupportedError(f"{what} takes part with one device only")

@@ -60,9 +60,9 @@ class Row:
         if not self.repetitions:
             return
         self.step_s = Spread.of(repetition["seconds"] / repetition["batches"] for repetition in self.repetitions)
-        devices = costs.setting.devices
-        self.tokens_per_s = devices * costs.tokens / self.step_s.median
-        self.flops_per_s = devices * costs.flops / self.step_s.median
+        ranks = costs.setting.ranks
+        self.tokens_per_s = ranks * costs.tokens / self.step_s.median
+        self.flops_per_s = ranks * costs.flops / self.step_s.median
         self.device_peak = self._most("allocated_peak")
         self.host_peak = self._most("host_peak")
         window = self._window(costs)
@@ -149,7 +149,9 @@ class Result:
         fused, where, masters, compiled = row.arithmetic
         if compiled:
             return 0
-        if self.setting.devices > 2:  # the order in which stock DDP sums changes with its buckets
+        if (
+            self.setting.ranks > 2 and self.setting.nodes == 1
+        ):  # the order in which stock DDP sums changes with its buckets
             return 1
         on_host = self.setting.device == "cpu" and self.setting.optimizer != "adamw-fused"
         same = self.setting.inference or ((on_host or where == "device") and not fused and not masters)

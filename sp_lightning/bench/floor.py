@@ -64,7 +64,7 @@ class Costs:
             if steps_on_device:
                 width = 2 if self.setting.precision == "bf16-true" else 4
                 units = tuple(stepped_on_device(units, 0 if self.setting.optimizer == "sgd" else 2, width))
-            return floor(units, window, machine, self.setting.recompute, self.setting.devices).seconds
+            return floor(units, window, machine, self.setting.recompute, self.setting.ranks).seconds
         sent = [unit.up_nbytes for unit in self.units if not unit.resident][window:]
         up_s = sum(sent) / machine.up_bytes_per_s / at_once
         further = self.setting.further

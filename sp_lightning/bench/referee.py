@@ -25,6 +25,7 @@ from ..core.host import host_memory
 from ..core.machine import Machine
 from ..errors import SuperpipelineError
 from ..planning.shapes import build
+from ..ranks.transport import PRETENDED
 from .contenders import CONTENDERS
 from .entries import Entry
 from .facts import facts
@@ -64,7 +65,7 @@ def compare(
         costs = Costs.of(build(setting.shape), setting)
     say("measuring the machine")
     here = _measured(setting)
-    together = fit_together(setting, setting.devices * len(entries), costs.parameters, host_memory().free)
+    together = fit_together(setting, setting.ranks * len(entries), costs.parameters, host_memory().free)
     rows = [Row(entry) for entry in entries]
     machine = Machine(**here["machine"])
     result = Result(setting, costs, machine, {**facts(), "device": here["device"]}, together, rows)
@@ -167,7 +168,7 @@ def _place(size: int) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "NODE_RANK": "0"}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
 
 
 class _Worker:
@@ -175,7 +176,8 @@ class _Worker:
 
     def __init__(self, job: dict[str, Any], errors: IO[bytes]) -> None:
         self._errors = errors
-        size = job["setting"]["devices"] if job["contender"] is not None else 1
+        setting = Setting(**job["setting"])
+        size, self._local = (setting.ranks, setting.devices) if job["contender"] is not None else (1, 1)
         self._processes = [self._start(rank, size, place) for place in [_place(size)] for rank in range(size)]
         self._process = self._processes[0]
         self._memory = [psutil.Process(process.pid) for process in self._processes]
@@ -188,7 +190,8 @@ class _Worker:
     def _start(self, rank: int, size: int, place: dict[str, str]) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **place}
         if size > 1:
-            environment |= {"LOCAL_RANK": str(rank), "RANK": str(rank)}
+            node, local = divmod(rank, self._local)
+            environment |= {"LOCAL_RANK": str(local), "RANK": str(rank), "NODE_RANK": str(node), PRETENDED: str(node)}
         return subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,

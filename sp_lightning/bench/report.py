@@ -90,7 +90,8 @@ def _what(result: Result) -> str:
         setting.precision,
         f"{setting.batch} x {setting.seq} tokens"
         + f", answers of {setting.answer}" * (setting.answer > 0)
-        + f" on each of {setting.devices} devices" * (setting.devices > 1),
+        + f" on each of {setting.devices} devices" * (setting.ranks > 1)
+        + f" of {setting.nodes} pretended machines" * (setting.nodes > 1),
         "" if setting.inference or setting.activations == "keep" else f"activations {setting.activations}",
         "" if setting.inference or setting.clip is None else f"clipped at {setting.clip:g}",
     ]

@@ -39,6 +39,7 @@ class Setting:
     repetitions: int = 3
     device: str = "cpu"
     devices: int = 1  # each with a process, which gets batches of its own
+    nodes: int = 1  # parts of this machine's processes, each with these devices, that take each other for machines
     device_memory: int | None = None  # bytes that a process may take
     time_limit: float = 300  # seconds for one turn of a contender, its start included
 
@@ -63,7 +64,7 @@ class Setting:
                 raise OptionError(
                     argument=name, found=getattr(self, name), allowed="one of " + ", ".join(map(repr, allowed))
                 )
-        for name in ("batch", "seq", "steps", "repetitions", "devices"):
+        for name in ("batch", "seq", "steps", "repetitions", "devices", "nodes"):
             if getattr(self, name) < 1:
                 raise OptionError(argument=name, found=getattr(self, name), allowed="an int >= 1")
         if self.answer < 0:
@@ -79,12 +80,20 @@ class Setting:
         if self.device_memory is not None and self.device == "cpu":
             raise UnsupportedError("device_memory limits an accelerator's allocator, and the device is the CPU")
         _check_device(self.device)
-        if self.devices > 1 and self.inference:
+        if self.ranks > 1 and self.inference:
             raise UnsupportedError("several devices are compared in training only: leave out --inference or --devices")
+        if self.nodes > 1 and self.device != "cpu":
+            raise UnsupportedError("nodes are pretended by processes of the CPU: give --device cpu")
         if self.devices > 1 and self.device != "cpu" and self.devices > torch.accelerator.device_count():
             raise OptionError(argument="devices", found=self.devices, allowed="at most the number of this machine's")
-        if self.device == "cpu" and self.devices > (most := max(LEAST_RANKS, usable_cores())):
-            raise OptionError(argument="devices", found=self.devices, allowed=f"at most {most} on this CPU")
+        if self.device == "cpu" and self.ranks > (most := max(LEAST_RANKS, usable_cores())):
+            named = f"at most {most // self.nodes} on this CPU" + f" with {self.nodes} nodes" * (self.nodes > 1)
+            raise OptionError(argument="devices", found=self.devices, allowed=named)
+
+    @property
+    def ranks(self) -> int:
+        """How many processes a contender has."""
+        return self.devices * self.nodes
 
     @property
     def shape(self) -> Shape:

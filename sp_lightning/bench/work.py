@@ -20,8 +20,8 @@ BATCHES = 4  # different ones
 RATE = 1e-4  # learning rate
 
 
-def rank_here() -> int:
-    """Return the number of this process among those of a contender, one for each device."""
+def device_here() -> int:
+    """Return the number of this process's device among those of its machine."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -31,7 +31,7 @@ class Work:
     def __init__(self, setting: Setting, device: Device) -> None:
         self.setting = setting
         self.device = device.torch_device
-        self.rank = rank_here()
+        self.rank = int(os.environ.get("RANK", 0))  # among all processes of a contender
 
     def batches(self) -> list[Batch]:
         """Make the batches, on the host."""

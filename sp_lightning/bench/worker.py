@@ -25,7 +25,7 @@ from .contenders import CONTENDERS
 from .entries import Entry
 from .setting import WARM_UP, Setting
 from .turns import Turns
-from .work import Work, rank_here
+from .work import Work, device_here
 
 LOOKS_S = 1.0  # for its parent, so often
 Report = Callable[[dict[str, Any]], None]
@@ -61,7 +61,7 @@ def work_on(job: dict[str, Any], report: Report) -> None:
     if job["contender"] is None:
         report(describe_machine(setting))
         return
-    device = Device(setting.device if setting.devices == 1 or setting.device == "cpu" else rank_here())
+    device = Device(setting.device if setting.ranks == 1 or setting.device == "cpu" else device_here())
     if setting.device_memory is not None:
         device.limit_memory(setting.device_memory)
     contender = CONTENDERS[job["contender"]](**job["options"])

@@ -11,7 +11,7 @@ from ..errors import OptionError
 from . import make_room
 
 SETTING = "model batch seq precision optimizer clip activations inference answer steps repetitions device device_memory"
-SETTING += " time_limit devices"
+SETTING += " time_limit devices nodes"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repetitions", type=int, help="repetitions of each contender, interleaved (default: 3)")
     add("--device", help="device that computes (default: the accelerator, or else the CPU)")
     add("--devices", type=int, help="devices that train together: plain is DDP then (default: 1)")
+    add("--nodes", type=int, help="machines that this one's processes pretend to be, each with these devices; plain is "
+        "DDP with tree_hook then (default: 1)")  # fmt: skip
     add("--device-memory", metavar="SIZE", help='device memory that a process may take, such as "16GiB"')
     add("--time-limit", type=float, metavar="S", help="seconds for one turn of a contender (default: 300)")
     add("--json", type=Path, metavar="FILE", help="write all measurements")
@@ -71,7 +73,7 @@ def _names(args: argparse.Namespace) -> tuple[str, ...]:
 
     if args.contenders:
         return tuple(args.contenders.split(","))
-    if (args.devices or 1) > 1:
+    if max(args.devices or 1, args.nodes or 1) > 1:
         return SEVERAL
     return INFERENCE if args.inference else TRAINING
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ..options import format_bytes
 from . import STDOUT, add_json, make_room, write_json
@@ -11,6 +14,7 @@ from . import STDOUT, add_json, make_room, write_json
 if TYPE_CHECKING:
     from ..observe.disk_speed import DiskSpeed
     from ..observe.doctor import Report
+    from ..observe.network_speed import NetworkSpeed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,20 +26,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+NETWORK_QUICK_S, NETWORK_THOROUGH_S = 1.0, 10.0
+
+
 def main(args: argparse.Namespace) -> int:
-    """Examine the machine and print the report."""
+    """Examine the machine and print the report; under torchrun all machines, and the network between them."""
     from ..observe.doctor import doctor
 
     make_room(json=args.json)
-    report = doctor(args.device, args.folder, args.quick, args.disk)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        reports = _of_machines(args)
+        if not reports:
+            return 0
+    else:
+        reports = [doctor(args.device, args.folder, args.quick, args.disk)]
+    report, *others = reports
     if args.json:
-        write_json(report.to_dict(), args.json)
+        more = {"machines": [other.to_dict() for other in reports]} if others else {}
+        write_json(report.to_dict() | more, args.json)
     if args.json != STDOUT:
-        _print(report)
+        _print(report, others)
     return 0
 
 
-def _print(report: Report) -> None:
+def _of_machines(args: argparse.Namespace) -> list[Report]:
+    """Examine each machine from its first process, then the network from all; return the reports on the first one."""
+    import torch.distributed as dist
+
+    from ..observe.doctor import Report, doctor, of_facts
+    from ..observe.network_speed import measure_network
+
+    dist.init_process_group("gloo")
+    try:
+        first = int(os.environ["LOCAL_RANK"]) == 0
+        mine = doctor(args.device, args.folder, args.quick, args.disk).to_dict() if first else None
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        network = measure_network(None, NETWORK_QUICK_S if args.quick else NETWORK_THOROUGH_S)
+        if dist.get_rank():
+            return []
+        reports = [Report.from_dict(one) for one in gathered if one is not None]
+        return [of_facts(replace(reports[0].facts, network=network)), *reports[1:]]
+    finally:
+        dist.destroy_process_group()
+
+
+def _print(report: Report, others: Sequence[Report] = ()) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -45,12 +81,17 @@ def _print(report: Report) -> None:
     table.add_column()
     for name, value in rows(report):
         table.add_row(name, value)
+    network = report.facts.network
+    for other, host in zip(others, network.hosts[1:] if network else (), strict=False):
+        table.add_row(host, _machine(other))
     console.print(table)
     console.print()
-    if report.findings:
+    named = [("", report), *zip([f"{host}: " for host in network.hosts[1:]] if network else [], others, strict=False)]
+    found = [f"{host}{finding.sentence}" for host, one in named for finding in one.findings]
+    if found:
         console.print("To fix:")
-        for finding in report.findings:
-            console.print(f"- {finding.sentence}", markup=False, soft_wrap=True)
+        for sentence in dict.fromkeys(found):
+            console.print(f"- {sentence}", markup=False, soft_wrap=True)
     else:
         console.print("Nothing to fix was found.")
     console.print(f"\n{report.summary}", markup=False, soft_wrap=True)
@@ -87,8 +128,28 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("threads", f"{facts.threads} on {facts.cores} cores, {facts.numa_nodes} memory node(s)"),
         ("disk", _disk(report)),
         *([("disk for weights and state", _disk_for_state(facts.disk))] if facts.disk is not None else []),
+        *([("network", _network(facts.network))] if facts.network is not None else []),
         ("versions", ", ".join(f"{name} {found or 'not installed'}" for name, found in facts.versions.items())),
     ]
+
+
+def _machine(report: Report) -> str:
+    """Describe another machine in a line."""
+    facts, machine = report.facts, report.facts.machine
+    return (
+        f"{facts.device_name}, {machine.flops_per_s / 1e12:.2f} TFLOP/s, {machine.up_bytes_per_s / 1e9:.1f} GB/s up, "
+        f"{format_bytes(facts.host_free_nbytes)} of host memory free at {machine.dram_bytes_per_s / 1e9:.1f} GB/s"
+    )
+
+
+def _network(network: NetworkSpeed) -> str:
+    rates = zip(network.hosts, network.sent_bytes_per_s, strict=True)
+    each = ", ".join(f"{host} {rate / 1e9:.2f}" for host, rate in rates)
+    nodes = len(network.hosts)
+    return (
+        f"GB/s that each machine sends while as much comes: {each}; plan --nodes {nodes} --devices {network.devices} "
+        f"--network {network.bytes_per_s / 1e9:.2g}GB"
+    )
 
 
 def _ways_up(report: Report) -> str:

@@ -28,6 +28,7 @@ from ..optim.native import DIFFERENT
 from ..options import check_writable, format_bytes
 from ..runtime.measure import QUICK, THOROUGH, measure, measure_optimizer, measure_ways_up, why_not_compiled
 from .disk_speed import DiskSpeed, check_folder, measure_disk
+from .network_speed import NetworkSpeed
 
 GB = 1e9
 PACKAGES = ("torch", "lightning", "transformers", "torchvision", "sp-lightning")
@@ -57,6 +58,7 @@ DEVICE_SHARE = 0.6  # the rest is for activations
 
 PIN_QUICK, PIN_THOROUGH = 1 << 30, 8 << 30
 DISK_QUICK, DISK_THOROUGH = 64 << 20, 1 << 30
+LOPSIDED_NODES = 0.7  # the slowest node's rate / the fastest one's
 TRIAL_QUICK_S, TRIAL_THOROUGH_S = 1.0, 20.0  # of a disk for weights and state
 
 
@@ -92,6 +94,7 @@ class Facts:
     ways_up: int = 1  # tried at once: one for each accelerator; on the CPU two threads
     ways_up_share: float = 1.0  # of its own speed, that each had
     disk: DiskSpeed | None = None  # for weights and state; None if it was not asked for
+    network: NetworkSpeed | None = None  # to other machines; None if there are none
 
     @property
     def on_host(self) -> bool:
@@ -149,8 +152,10 @@ class Report:
         """Restore a report from the result of ``to_dict``."""
         facts = dict(values["facts"])
         disk = None if facts["disk"] is None else DiskSpeed(**facts["disk"])
+        of = facts.get("network")
+        network = None if of is None else NetworkSpeed(**{name: _as_tuple(value) for name, value in of.items()})
         return cls(
-            Facts(**{**facts, "machine": Machine(**facts["machine"]), "disk": disk}),
+            Facts(**{**facts, "machine": Machine(**facts["machine"]), "disk": disk, "network": network}),
             tuple(Finding(**finding) for finding in values["findings"]),
             Capacity(**values["capacity"]),
         )
@@ -167,7 +172,11 @@ def doctor(
         quick: Measure briefly, and try to page-lock at most 1 GiB.
         disk: A folder on the disk that is to have weights or state: measured for 20 s, or one if ``quick``.
     """
-    facts = examine(device, folder, quick, disk)
+    return of_facts(examine(device, folder, quick, disk))
+
+
+def of_facts(facts: Facts) -> Report:
+    """Return the report of a machine with these facts."""
     return Report(facts, tuple(findings(facts)), capacity(facts))
 
 
@@ -243,6 +252,8 @@ def findings(facts: Facts) -> Iterator[Finding]:
     yield from _of_folder(facts)
     if facts.disk is not None:
         yield from _of_disk(facts.disk)
+    if facts.network is not None:
+        yield from _of_network(facts.network)
     wanted, found = facts.torch_wanted_by_torchvision, (facts.versions["torch"] or "").partition("+")[0]
     if wanted is not None and wanted != found:
         yield Finding(
@@ -433,6 +444,21 @@ def _of_disk(disk: DiskSpeed) -> Iterator[Finding]:
             f"{disk.folder} takes {disk.sustained_bytes_per_s / GB:.2f} GB/s: a step of 8e9 parameters with AdamW's "
             f"state there would write for {seconds:.0f} s; plan with {rates}, and use an NVMe drive.",
         )
+
+
+def _of_network(network: NetworkSpeed) -> Iterator[Finding]:
+    rates = network.sent_bytes_per_s
+    if min(rates) < LOPSIDED_NODES * max(rates):
+        host = network.hosts[rates.index(min(rates))]
+        yield Finding(
+            "network",
+            f"{host} sends {min(rates) / GB:.2f} GB/s to other machines and the fastest one {max(rates) / GB:.2f}: all "
+            "wait for it; see that GLOO_SOCKET_IFNAME names its fastest interface, and that its cores are free.",
+        )
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _billions(count: int) -> str:

@@ -43,6 +43,7 @@ from ..compat.tensors import gloo_device, gloo_group
 from ..errors import PeerError
 
 UNITS, WORDS = 0, 1  # tags: of messages that may be large, and of those that never wait behind these (Rule 5)
+PRETENDED = "SUPERPIPELINE_PRETENDED_NODE"  # in the environment: which part of this machine's ranks this one is of
 CLOSES = 2  # a tag that nothing is sent with
 UNIT, WORD, PULSE, FAREWELL = range(4)  # kinds of messages
 HEADER = 8  # numbers of a header: the kind, the key's, and how many bytes follow
@@ -340,8 +341,11 @@ def _nothing() -> Tensor:
 
 
 def node_identity() -> str:
-    """Identify this process's node: its kernel, and its network, in which ranks of a node find each other's sockets."""
-    return f"{machine()} {namespace('net')}"
+    """Identify this process's node: its kernel, and its network, in which ranks of a node find each other's sockets.
+
+    Parts of one machine's ranks may pretend to be nodes, as if the network were between them.
+    """
+    return f"{machine()} {namespace('net')} {os.environ.get(PRETENDED, '')}"
 
 
 def namespace(kind: str) -> str:

@@ -609,9 +609,43 @@ def test_two_devices_are_compared_with_ddp_and_fsdp(tmp_path, capsys):
     assert "1 x 8 tokens on each of 2 devices" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_two_pretended_machines_are_compared_with_ddp_and_the_hook(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *TINIEST, "--devices", "2", "--nodes", "2", "--json", str(tmp_path / "found.json")])
+    assert stopped.value.code == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = {row["label"]: row for row in found["rows"]}
+    assert [row["error"] for row in rows.values()] == [None] * 4
+    assert (
+        rows["plain"]["losses"]
+        == rows["superpipeline window=1"]["losses"]
+        == rows["superpipeline window=all"]["losses"]
+    )
+    assert len(set(rows["plain"]["losses"])) > 1
+    for row in rows.values():
+        assert row["tokens_per_s"] == pytest.approx(4 * 8 / row["step_s"]["median"])
+    assert "1 x 8 tokens on each of 2 devices of 2 pretended machines" in capsys.readouterr().out
+
+
+def test_losses_of_several_machines_equal_those_of_ddp_with_the_hook():
+    rows = row(losses=(1.0, 2.0)), row("superpipeline", (1.0, 2.5), window=1)
+    assert result(*rows, devices=2, nodes=2).differences
+
+
+def test_nodes_are_pretended_by_processes_of_the_cpu():
+    assert setting(devices=2, nodes=2).ranks == 4
+    with pytest.raises(OptionError, match=r"devices must be at most \d+ on this CPU with 2 nodes, got 99"):
+        setting(devices=99, nodes=2)
+    with pytest.raises(OptionError, match="nodes must be an int >= 1, got 0"):
+        setting(nodes=0)
+
+
 def test_a_contender_for_one_device_says_so():
     with pytest.raises(UnsupportedError, match="DeepSpeed takes part with one device only"):
         contenders.refuse(setting(devices=2), "DeepSpeed")
+    with pytest.raises(UnsupportedError, match="DeepSpeed takes part with one device only"):
+        contenders.refuse(setting(nodes=2), "DeepSpeed")
 
 
 def test_several_devices_do_not_compare_inference():

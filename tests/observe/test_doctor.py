@@ -21,7 +21,8 @@ from sp_lightning.errors import OptionError, UnsupportedError
 from sp_lightning.memory.device import available
 from sp_lightning.observe import disk_speed
 from sp_lightning.observe.disk_speed import CHUNK, DiskSpeed, measure_disk
-from sp_lightning.observe.doctor import Facts, Report, capacity, doctor, findings
+from sp_lightning.observe.doctor import Facts, Report, capacity, doctor, findings, of_facts
+from sp_lightning.observe.network_speed import NetworkSpeed
 
 GIB = 2**30
 GB = 1e9
@@ -90,6 +91,27 @@ def the_one(facts):
 
 
 # ---- findings
+
+
+def test_a_machine_that_sends_less_than_the_others_is_named():
+    def rates(*found):
+        network = NetworkSpeed(hosts=("gpu1", "gpu2", "gpu3"), devices=8, sent_bytes_per_s=found)
+        return facts(network=network)
+
+    assert list(findings(rates(3 * GB, 2.5 * GB, 3 * GB))) == []
+    subject, sentence = the_one(rates(3 * GB, 0.5 * GB, 3.1 * GB))
+    assert subject == "network"
+    assert sentence.startswith("gpu2 sends 0.50 GB/s to other machines and the fastest one 3.10: all wait for it")
+
+
+def test_a_network_is_in_the_report_with_what_to_plan_with():
+    network = NetworkSpeed(hosts=("gpu1", "gpu2"), devices=8, sent_bytes_per_s=(3.1 * GB, 2.94 * GB))
+    found = of_facts(facts(network=network))
+    assert Report.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert dict(rows(found))["network"] == (
+        "GB/s that each machine sends while as much comes: gpu1 3.10, gpu2 2.94; plan --nodes 2 --devices 8 "
+        "--network 2.9GB"
+    )
 
 
 def test_a_healthy_machine_has_none():

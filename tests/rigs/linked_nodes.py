@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sp_lightning.ranks import connection
+from sp_lightning.ranks.board import Ranks
 
 RIGS = pathlib.Path(__file__).parent
 MASTER = "10.77.0.1"
@@ -168,7 +169,7 @@ def bytes_per_s() -> float:
     """Return the bytes per second that this rank sends to its rail while the other node does so, too."""
     dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     ranks = connection.connect(None, torch.device("cpu"), timedelta(seconds=120), None)
-    assert ranks is not None and ranks.transport is not None
+    assert isinstance(ranks, Ranks) and ranks.transport is not None
     transport, part = ranks.transport, torch.zeros(PART_NBYTES, dtype=torch.uint8)
     transport.drains = True
     keys = [(0, 0, number) for number in range(PARTS)]

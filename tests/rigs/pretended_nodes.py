@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from sp_lightning.ranks import connection
+from sp_lightning.ranks.transport import PRETENDED
 
 NODES = "PRETENDED_NODES"
 
@@ -29,7 +30,7 @@ def run(nodes: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def pretending(node: int) -> Iterator[None]:
     """Have this process connect as a rank of the node of this number."""
     with (
-        mock.patch.object(connection, "node_identity", lambda: f"pretended node {node}"),
+        mock.patch.dict(os.environ, {PRETENDED: str(node)}),
         mock.patch.object(connection.socket, "gethostname", lambda: f"host{node}"),
     ):
         yield
