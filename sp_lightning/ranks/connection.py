@@ -64,25 +64,35 @@ def meet_launched(address: str, port: int, rank: int, size: int, timeout: timede
 
     here, others = f"rank {rank} on {socket.gethostname()}", [other for other in range(size) if other != rank]
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, which holds the store
-    run = f"superpipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    error, process = interface_error(), os.urandom(8).hex()
     until, pause, missing = time.monotonic() + timeout.total_seconds(), 0.01, others
     try:
         is_server = rank == 0 and not has_agent
         server = TCPStore(address, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True)
-        store = PrefixStore(run, server)
-        error = interface_error()
-        store.set(f"{rank}", f"{socket.gethostname()}: {error}" if error else "")
-        while missing := [other for other in missing if not store.check([f"{other}"])]:
+        store = PrefixStore("superpipeline", server)
+        if rank == 0:
+            store.set("attempt", process)
+        while True:
+            # An agent keeps the store over restarts, and others count these in another way: the first rank's processes
+            # number the attempts, and an attempt is this one if its first rank has met this process.
+            attempt = PrefixStore(store.get("attempt").decode() if store.check(["attempt"]) else "none", store)
+            attempt.set(f"{rank}", f"{process} {socket.gethostname()}: {error}" if error else process)
+            missing = [other for other in others if not attempt.check([f"{other}"])]
+            came = [] if missing else [said.decode() for said in attempt.multi_get([f"{one}" for one in range(size)])]
+            if rank == 0 and came:
+                attempt.set("met", " ".join(said.partition(" ")[0] for said in came))
+            if came and attempt.check(["met"]) and process in attempt.get("met").decode():
+                break
             if time.monotonic() > until:
                 raise TimeoutError("the others have come")
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
-        errors = [said.decode() for said in store.multi_get([f"{other}" for other in range(size)]) if said]
+        errors = [said.partition(" ")[2] for said in came if " " in said]
         if errors:
             until = time.monotonic() + READ_S
             with contextlib.suppress(RuntimeError):  # the first rank, which may hold the store, has left
-                store.add("read", 1)
-                while store.add("read", 0) < size and time.monotonic() < until:
+                attempt.add("read", 1)
+                while attempt.add("read", 0) < size and time.monotonic() < until:
                     time.sleep(pause)
     except (RuntimeError, TimeoutError) as failure:
         names = ", ".join(f"rank {other}" for other in missing) or "another rank"
@@ -92,7 +102,7 @@ def meet_launched(address: str, port: int, rank: int, size: int, timeout: timede
             "and MASTER_PORT, which all machines can reach"
         ) from failure
     _check_interfaces(errors)
-    return PrefixStore(f"{run}/group", server)
+    return PrefixStore("group", attempt)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
 """A user's script trains on two devices as under DDP, whoever starts its processes."""
 
 import collections
+import itertools
+import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -16,9 +19,13 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.errors import OptionError
+from sp_lightning.observe.doctor import Report
+from sp_lightning.planning import plan
+from sp_lightning.ranks.transport import PRETENDED
 
 PACKAGE = pathlib.Path(sp_lightning.__file__).parent
 RIGS = pathlib.Path(__file__).parents[1] / "rigs"
+KEPT = "state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"
 LAUNCHERS = {
     "lightning": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=PORT"],
@@ -48,28 +55,73 @@ def left_in(folder):
     return [parity.Record([parity.Entry("", name, value) for name, value in rank.items()]) for rank in ranks]
 
 
-@pytest.mark.slow
-def test_a_script_that_torchrun_starts_on_two_nodes_runs_as_under_ddp(tmp_path):
-    """Two agents with one rendezvous, as on real machines; the nodes pretend to be two (pretended_nodes.py)."""
-    expected = run("torchrun", "ddp", tmp_path / "ddp")
-    folder, port = tmp_path / "ours", str(processes.free_port())
-    folder.mkdir()
-    agent = [*"-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d".split()]
-    command = [sys.executable, *agent, f"--rdzv-endpoint=127.0.0.1:{port}", str(RIGS / "ranked_script.py")]
+def agents(script, *arguments, local=1, more=()):
+    """Run a script with two agents of torchrun and one rendezvous, as on two machines, which pretend to be two."""
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{processes.free_port()}"
+    agent = ["--nnodes=2", f"--nproc-per-node={local}", "--rdzv-backend=c10d", endpoint, *more]
+    command = [sys.executable, "-m", "torch.distributed.run", *agent, *map(str, (*script, *arguments))]
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
     environment |= {
         "PYTHONPATH": os.pathsep.join([str(RIGS), *filter(None, sys.path)]),
         "PRETENDED_NODES": "2",
         "OMP_NUM_THREADS": "1",
     }
-    agents = [
-        subprocess.Popen([*command, "superpipeline", str(folder)], env=environment, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen(command, env=environment | {PRETENDED: str(node)}, **piped)  # which its processes inherit
+        for node in range(2)
     ]
-    said = [agent.communicate(timeout=300)[1] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)[-4000:]
+    try:
+        said = [agent.communicate(timeout=300) for agent in started]
+    finally:
+        for agent in started:
+            agent.terminate()  # which ends its processes, too
+    assert [agent.returncode for agent in started] == [0, 0], "\n".join(itertools.chain(*said))[-4000:]
+    return "".join(out for out, _ in said)
+
+
+@pytest.mark.slow
+def test_a_script_that_torchrun_starts_on_two_nodes_runs_as_under_ddp(tmp_path):
+    expected = run("torchrun", "ddp", tmp_path / "ddp")
+    folder = tmp_path / "ours"
+    folder.mkdir()
+    agents([RIGS / "ranked_script.py"], "superpipeline", folder)
     for theirs, ours in zip(expected, left_in(folder), strict=True):
         parity.compare(theirs, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_script_that_torchrun_restarts_on_two_nodes_is_one_that_never_stopped(victim, tmp_path):
+    """The agent of the rank that was killed counts a restart, the other one does not: it lost no process of its own."""
+    ended = {}
+    for name, killed in (("whole", -1), ("killed", victim)):
+        folder = tmp_path / name
+        folder.mkdir()
+        agents([RIGS / "restarted_script.py"], folder, killed, local=2, more=["--max-restarts=2"])
+        kept = {name: torch.load(folder / "end.ckpt", weights_only=False)[name] for name in KEPT}
+        ended[name] = parity.Record([parity.Entry("", name, leaf) for name, leaf in parity.leaves(kept)])
+        began = sorted(path.name for path in folder.glob("began *"))
+        expected = [f"began {rank} at {step}" for rank in range(4) for step in ([0] if killed < 0 else [0, 4])]
+        assert began == expected
+    parity.compare(ended["whole"], ended["killed"])
+
+
+@pytest.mark.slow
+def test_the_doctor_examines_all_machines_and_the_network_between_them(tmp_path):
+    report = tmp_path / "report.json"
+    said = agents(["-m", "sp_lightning", "doctor"], "--quick", "--device", "cpu", "--json", report, local=2)
+    said = " ".join(said.split())  # lines are broken where the table ends
+    found = json.loads(report.read_text())
+    network, machines = found["facts"]["network"], found["machines"]
+    assert network["devices"] == 2 and len(network["hosts"]) == len(network["sent_bytes_per_s"]) == len(machines) == 2
+    assert min(network["sent_bytes_per_s"]) > 1e6
+    assert Report.from_dict(found).facts.network.bytes_per_s == min(network["sent_bytes_per_s"])
+    assert said.count("This machine trains up to") == 1  # one report, with a line for each other machine
+    assert said.count("of host memory free at") == 1 and "plan --nodes 2 --devices 2 --network" in said
+    speed = re.search(r"--network (\S+)", said)[1]
+    rate = plan("llama3-8b", 1024, machine="h100", devices=2, nodes=2, network=speed).machine.network_bytes_per_s
+    assert rate == pytest.approx(min(network["sent_bytes_per_s"]), rel=0.05)
 
 
 @pytest.mark.slow

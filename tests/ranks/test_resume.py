@@ -2,6 +2,7 @@
 
 import itertools
 
+import pretended_nodes
 import processes
 import pytest
 import ranked_runs
@@ -13,13 +14,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 CHAINS = [(1, 2, 1), pytest.param((1, 2, 4, 1), marks=pytest.mark.slow)]
 
 
-def run(sizes, sides, folder, optimizer="adamw", case="batch_norm", accelerator="cpu"):
-    """Train in legs, each from the checkpoint of the one before, three steps long; return the last checkpoint."""
+def run(sizes, sides, folder, optimizer="adamw", case="batch_norm", accelerator="cpu", nodes=None):
+    """Train in legs, each from the checkpoint of the one before, three steps long; return the last checkpoint.
+
+    ``nodes``: on how many nodes the ranks of each leg are; by default on one.
+    """
     source = None
-    for number, (size, side) in enumerate(zip(sizes, sides, strict=True)):
+    for number, (size, side, of) in enumerate(zip(sizes, sides, nodes or [1] * len(sizes), strict=True)):
         target = str(folder / f"{'-'.join(sides)} {number}.ckpt")
         arguments = {"source": source, "target": target, "steps": 3 * (number + 1), "optimizer": optimizer}
-        processes.run(size, ranked_runs.leg, case, side, **arguments, accelerator=accelerator)
+        of_leg = (ranked_runs.leg,) if of == 1 else (pretended_nodes.trainer, of, ranked_runs.leg)
+        processes.run(size, *of_leg, case, side, **arguments, accelerator=accelerator)
         source = target
     return contents(source)
 
@@ -37,6 +42,15 @@ def contents(path):
 def test_another_number_of_devices_resumes_in_the_middle_of_an_epoch(sizes, tmp_path):
     plain = run(sizes, ["plain"] * len(sizes), tmp_path)
     parity.compare(plain, run(sizes, ["streaming"] * len(sizes), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_another_number_of_nodes_and_devices_resumes_and_plain_lightning_does(optimizer, tmp_path):
+    sizes, nodes = (1, 4, 2, 1), (1, 2, 2, 1)  # alone, 2 x 2, 2 x 1, plain
+    plain = run(sizes, ["plain"] * 4, tmp_path, optimizer)
+    sides = ["streaming", "streaming", "streaming", "plain"]
+    parity.compare(plain, run(sizes, sides, tmp_path, optimizer, nodes=nodes))
 
 
 @pytest.mark.parametrize("first", ["plain", "streaming"])

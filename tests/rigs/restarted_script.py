@@ -1,0 +1,68 @@
+"""A user's script that checkpoints, and goes on from the last checkpoint: ``python restarted_script.py FOLDER [RANK]``.
+
+Under torchrun, on as many pretended nodes as it has agents. In the first attempt the rank of this number is killed, if
+one is given. The first rank leaves the last checkpoint in the folder, and each one the steps from which it went on.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+from typing import Any
+
+import lightning as L
+import pretended_nodes
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from ranked_runs import RememberingLoader, Scheduled
+
+import models
+import sp_lightning
+
+STEPS, DIES_AT = 8, 5
+
+
+class Dies(L.Callback):
+    """The end of a process in a step, between two checkpoints; and the steps at which runs began."""
+
+    def __init__(self, folder: pathlib.Path, victim: int) -> None:
+        self.folder, self.victim = folder, victim
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        (self.folder / f"began {trainer.global_rank} at {trainer.global_step}").touch()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        first = not (self.folder / "killed").exists()
+        if first and (trainer.global_rank, trainer.global_step) == (self.victim, DIES_AT):
+            (self.folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder: pathlib.Path, victim: int) -> None:
+    torch.set_num_threads(1)
+    nodes, case = pretended_nodes.count(), models.case("mlp")
+    L.seed_everything(0, verbose=False)
+    module = Scheduled(case, "adamw")
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        strategy=sp_lightning.SuperpipelineStrategy(units=case.units, window=2),
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=nodes,
+        max_steps=STEPS,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True, save_top_k=-1),
+            Dies(folder, victim),
+        ],
+    )
+    data = [case.batch(i) for i in range(40)]
+    trainer.fit(module, RememberingLoader(data, batch_size=None, shuffle=False), ckpt_path="last")
+    trainer.save_checkpoint(folder / "end.ckpt")
+
+
+if __name__ == "__main__":
+    with pretended_nodes.pretending(int(os.environ["GROUP_RANK"])):  # torchrun's number of the node
+        main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
