@@ -20,6 +20,7 @@ import waiting
 import models
 import parity
 import sp_lightning
+from sp_lightning.ranks.board import LEFT
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 OFTEN = ["batch_norm", "mixture_of_experts", "skipped_block", "tied_embedding"]
@@ -79,6 +80,23 @@ def test_a_loop_over_two_nodes_of_one_rank_is_ddp():
 def test_sums_that_are_slow_to_be_sent_are_sent_as_they_were():
     found = processes.run(2, pretended_nodes.run, 2, waiting.trained_with_slow_sends)
     compare(processes.run(2, loops.train, None), found)
+
+
+@pytest.mark.seldom
+def test_ranks_that_differ_are_seen_on_every_node_also_where_first_ranks_do_not():
+    numbers = (1, 1, 1, 1), (1, 2, 1, 2), (1, 1, 2, 2), (1, 1, 1, 2), (3, 3, 3, 3)
+    assert processes.run(4, pretended_nodes.run, 2, waiting.alike, *numbers) == [[True, False, False, False, True]] * 4
+
+
+@pytest.mark.seldom
+def test_a_rank_that_is_slow_to_say_farewell_has_left_and_is_not_lost():
+    state, _ = processes.run(2, pretended_nodes.run, 2, waiting.state_of_one_that_left)
+    assert state == LEFT
+
+
+@pytest.mark.seldom
+def test_a_rank_that_left_has_no_threads_that_wait_for_one_that_stays():
+    assert processes.run(2, pretended_nodes.run, 2, waiting.threads_after_leaving) == [0, 0]
 
 
 @pytest.mark.seldom

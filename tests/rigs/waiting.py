@@ -32,8 +32,8 @@ import sp_lightning
 from sp_lightning.errors import ExactnessError, PeerError, TornStepError
 from sp_lightning.memory import host_copy
 from sp_lightning.memory.weights import same_bytes
-from sp_lightning.ranks import exchange, user_edits
-from sp_lightning.ranks.board import Board, Ranks
+from sp_lightning.ranks import exchange, transport, user_edits
+from sp_lightning.ranks.board import ALIVE, Board, Ranks
 from sp_lightning.ranks.connection import connect
 from sp_lightning.ranks.transport import packed
 
@@ -90,6 +90,48 @@ def seconds_at_a_meeting() -> float:
         began = time.monotonic()
         ranks.meet("a meeting")
         return time.monotonic() - began
+
+
+def alike(*of_each: tuple[int, ...]) -> list[bool]:
+    """Come to meetings, each with this rank's number of those; return whether all came with the same."""
+    with connected() as ranks:
+        board = Board(ranks, 0)
+        found = [board.alike(numbers[ranks.world_rank]) for numbers in of_each]
+        ranks.meet("the end")
+        return found
+
+
+def state_of_one_that_left() -> int:
+    """Return what this rank knows of the second one, which leaves, and is slow to say so; on that one 0."""
+    with connected() as ranks:
+        if ranks.world_rank == 1:
+
+            def slowly() -> Tensor:
+                time.sleep(SLOW_S)
+                return torch.empty(0, dtype=torch.uint8)
+
+            with mock.patch.object(transport, "_nothing", slowly):
+                ranks.close()
+            return 0
+        assert ranks._state is not None
+        until = time.monotonic() + ALIVE_S
+        while ranks._state[1] == ALIVE and time.monotonic() < until:
+            time.sleep(0.01)
+        return ranks._state[1]
+
+
+def threads_after_leaving() -> int:
+    """Leave while the second rank stays, and says no farewell; return how many threads to it are left."""
+    with connected() as ranks, mock.patch.object(transport, "CLOSE_S", 0.2):
+        if ranks.world_rank == 1:
+            stay_until_noticed()
+            return 0
+        assert ranks.transport is not None
+        with mock.patch.object(ranks.transport, "_note_lost", lambda node: time.sleep(SLOW_S / 2)):
+            ranks.close()
+            left = sum(thread.is_alive() for thread in ranks.transport._threads)
+        _noticed().touch()
+        return left
 
 
 def trained_with_slow_sends(**settings: Any) -> loops.Found:
