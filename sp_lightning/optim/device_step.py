@@ -12,7 +12,8 @@
 5. torch chooses between a loop and its kernels for lists by the types of all tensors of a group. A portion would choose
    otherwise where some of them are not the streamed module's own: such a group has to say ``foreach`` itself. Where a
    gradient or state lies in another order than its weight, torch chooses by that: it has to say ``foreach=False``.
-   Weights that share memory, or whose gradients or state do, go up and come down one after the other.
+   Weights that share memory, or whose gradients or state do, go up and come down one after the other. Kernels for
+   lists would count all steps of a scalar that several weights share at once: such a group has to say so, too.
 6. Copies have streams of their own: a thread may step while another one fills a unit, and no stream serves two threads.
    The step is over when all is down.
 7. The norm by which gradients are clipped is computed on the device, of each gradient as a whole, as torch computes it.
@@ -285,8 +286,8 @@ class StepsOnDevice(StateInMemory):
             self._adopt(optimizer)
         return rest(optimizer)
 
-    def first(self, shadow: Any, conversions: Conversions, adopts: bool = False, before: int = 0) -> list[Group]:
-        """Step the streamed module's weights, of which some were stepped `before`; return the groups with others."""
+    def first(self, shadow: Any, conversions: Conversions, adopts: bool = False) -> list[Group]:
+        """Step the streamed module's weights; return the groups with the others."""
         called_with = getattr(shadow, "called_with", None)  # else the optimizer thread, with units of this module
         groups: list[Group] = [self.each_by_itself(shadow, group) for group in shadow.param_groups]
         shadow.param_groups = groups
@@ -299,9 +300,12 @@ class StepsOnDevice(StateInMemory):
                 for some in [[one] for one in weights] if weights and needs_order(shadow) else [weights]:
                     self._run(shadow, some)
             except BaseException as error:
-                done = before + sum(weight.is_written for weight in weights)
-                if called_with is not None and done:
-                    torn_step.tear(called_with[0][0], done, error)
+                if called_with is not None:
+                    optimizer = called_with[0][0]
+                    before = _count(optimizer.param_groups) - _count(groups)  # from the disk, or of another module
+                    done = before + sum(weight.is_written for weight in weights)
+                    if done:
+                        torn_step.tear(optimizer, done, error)
                 raise
         stepped = {id(weight.param) for weight in weights}
         return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]
@@ -343,6 +347,7 @@ class StepsOnDevice(StateInMemory):
                 )
 
     def _weights(self, shadow: Any, conversions: Conversions, every: bool) -> Iterator[SteppedWeight]:
+        counted: set[int] = set()  # addresses of scalars
         for group in shadow.param_groups:
             foreach = None if group.get("fused") else group.get("foreach")
             goes_up = group.get("capturable") or group.get("fused") or isinstance(shadow, ASGD)  # Rule 3
@@ -363,6 +368,14 @@ class StepsOnDevice(StateInMemory):
                 tensors = [(key, value) for key, value in entry.items() if isinstance(value, Tensor)]
                 state = [(key, value) for key, value in tensors if goes_up or key not in SCALARS]
                 scalars = {key: value for key, value in tensors if key in SCALARS and not goes_up}
+                addresses = {value.data_ptr() for key, value in tensors if key in SCALARS}
+                if foreach is not False and not counted.isdisjoint(addresses):
+                    raise UnsupportedError(
+                        f"a scalar of {type(shadow).__name__}'s state belongs to several weights, and torch's kernels "
+                        "for lists count all their steps at once: pass foreach=False to the optimizer, or load state "
+                        "with a copy of the scalar for each weight"
+                    )
+                counted |= addresses
                 sources = [(WEIGHT, param), (GRADIENT, param.grad), *state]
                 cuts = alike and type(shadow) in ELEMENTWISE
                 yield SteppedWeight(param, param.grad, group, entry, sources, conversion, scalars, cuts)
@@ -601,6 +614,11 @@ def _within(tensors: Iterable[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
             some = []
         some.append(tensor)
     yield some
+
+
+def _count(groups: Iterable[Group]) -> int:
+    """Count the parameters of groups."""
+    return sum(len(group["params"]) for group in groups)
 
 
 def _chooses(group: Group) -> bool:

@@ -56,10 +56,8 @@ class FromDiskToDevice(StateOnDisk):
 
     def _first(self, shadow: Any, conversions: Conversions, adopts: bool = False) -> list[Group]:
         """Step what is on the disk, and then what is in memory (Rule 3)."""
-        before = sum(len(group["params"]) for group in shadow.param_groups)
         shadow.param_groups = super()._first(shadow, conversions, adopts)
-        before -= sum(len(group["params"]) for group in shadow.param_groups)
-        return self._steps.first(shadow, conversions, before=before)
+        return self._steps.first(shadow, conversions)
 
     def _lengths(self, one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
         return even_lengths(one, room)  # Rule 2

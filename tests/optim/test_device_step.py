@@ -498,6 +498,23 @@ def test_a_group_that_is_not_the_modules_alone_has_to_choose_its_kernels(rounds_
     assert not differing(plain, device)
 
 
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_a_scalar_that_weights_share_is_counted_as_in_a_plain_step_or_refused(place, rounds_otherwise):
+    def share(net, optimizer):
+        state = copy.deepcopy(optimizer.state_dict())
+        for entry in state["state"].values():
+            entry["step"] = state["state"][0]["step"]
+        optimizer.load_state_dict(state)
+
+    with rounds_otherwise("addcdiv_"):
+        for foreach in (None, True):
+            with pytest.raises(UnsupportedError, match=r"belongs to several weights.*pass foreach=False"):
+                train(functools.partial(AdamW, foreach=foreach), place, between=share)
+        plain, _ = train(functools.partial(AdamW, foreach=False), "plain", between=share)
+        device, _ = train(functools.partial(AdamW, foreach=False), place, between=share)
+    assert not differing(plain, device)
+
+
 @pytest.mark.parametrize(
     "options, match",
     [
@@ -562,6 +579,34 @@ def test_an_error_in_a_portion_tears_the_step(fails, place, monkeypatch):
     plain(torch.ones(4, 24, device="simgpu")).sum().backward()
     optimizer.step()
     assert all(torch.equal(value.cpu(), after[name].cpu()) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("second", ["device", "disk"])
+@pytest.mark.parametrize("first", ["device", "disk"])
+def test_an_error_in_a_second_module_tears_the_step_of_the_first_one(first, second):
+    import rounding
+
+    calls = [0]
+
+    def failing(self, one, other, value=1):
+        calls[0] += 1
+        if calls[0] == 3:  # the first weight of the second module
+            raise RuntimeError("the device fails")
+        return self + one / other * value
+
+    nets = [torch.nn.Linear(24, 24), torch.nn.Linear(24, 20)]
+    with contextlib.ExitStack() as stack:
+        for net, place in zip(nets, (first, second), strict=True):
+            stack.enter_context(sp_lightning.stream(net, device="simgpu", window=1, **PLACES[place]))
+        both = torch.nn.Sequential(*nets)
+        optimizer = AdamW(both.parameters(), foreach=False)
+        before = copy.deepcopy(nets[0].state_dict())
+        both(torch.ones(4, 24, device="simgpu")).sum().backward()
+        with rounding.replaced({"addcdiv_": failing}), pytest.raises(RuntimeError, match="the device fails"):
+            optimizer.step()
+        assert not torch.equal(before["weight"], nets[0].weight)
+        with pytest.raises(TornStepError, match="stepped 2 of 4"):
+            optimizer.step()
 
 
 def test_a_step_without_room_for_its_buffers_can_be_tried_again(rounds_otherwise):
