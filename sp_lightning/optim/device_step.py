@@ -6,7 +6,8 @@
    down. A weight that is too large for a buffer is cut where its class is elementwise; else it has a buffer of its own.
    The cuts fall on whole vectors (pieces.py, Rule 5).
 3. Scalars of the state lie where a plain run has them: on the host, or on the device with ``capturable`` or ``fused``,
-   and always those of `ASGD`. Each part of a weight steps copies, and the last part's are written back: a step that
+   and always those of `ASGD`. One that was loaded may have its weight's type: torch takes it from the device, as all
+   but counts in FP32 and FP64. Each part of a weight steps copies, and the last part's are written back: a step that
    fails before it wrote anything to the host can be tried again.
 4. State that a step makes gets page-locked memory on the host, once for each portion; what is loaded moves there.
 5. torch chooses between a loop and its kernels for lists by the types of all tensors of a group. A portion would choose
@@ -366,8 +367,8 @@ class StepsOnDevice(StateInMemory):
                 if conversion is not None and not same_order(param, conversion.wire):
                     conversion = None
                 tensors = [(key, value) for key, value in entry.items() if isinstance(value, Tensor)]
-                state = [(key, value) for key, value in tensors if goes_up or key not in SCALARS]
-                scalars = {key: value for key, value in tensors if key in SCALARS and not goes_up}
+                state = [(key, value) for key, value in tensors if goes_up or not _stays(key, value)]
+                scalars = {key: value for key, value in tensors if _stays(key, value) and not goes_up}
                 addresses = {value.data_ptr() for key, value in tensors if key in SCALARS}
                 if foreach is not False and not counted.isdisjoint(addresses):
                     raise UnsupportedError(
@@ -614,6 +615,11 @@ def _within(tensors: Iterable[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
             some = []
         some.append(tensor)
     yield some
+
+
+def _stays(key: str, value: Tensor) -> bool:
+    """Whether a tensor of the state is on the host where torch's code reads it (Rule 3)."""
+    return key in SCALARS and value.dtype in (torch.float32, torch.float64)
 
 
 def _count(groups: Iterable[Group]) -> int:

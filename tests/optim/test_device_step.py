@@ -418,6 +418,20 @@ def test_no_state_that_is_loaded_goes_through_staging_buffers(name, caplog):
     assert "staging" not in caplog.text
 
 
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_a_scalar_that_was_loaded_in_the_type_of_its_weight_is_stepped(place, foreach, rounds_otherwise):
+    def load(net, optimizer):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    make = functools.partial(NAdam, lr=1e-2, foreach=foreach)
+    with rounds_otherwise("addcdiv_"):
+        plain, _ = train(make, "plain", between=load, make=Mixed)
+        device, _ = train(make, place, between=load, make=Mixed)
+    assert not differing(plain, device)
+    assert plain["blocks.0.weight mu_product"].dtype is torch.bfloat16
+
+
 def test_state_lies_in_page_locked_memory_of_the_host_each_tensor_by_itself():
     torch.manual_seed(0)
     net = Net()
