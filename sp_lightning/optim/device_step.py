@@ -15,6 +15,8 @@
    gradient or state lies in another order than its weight, torch chooses by that: it has to say ``foreach=False``.
    Weights that share memory, or whose gradients or state do, go up and come down one after the other. Kernels for
    lists would count all steps of a scalar that several weights share at once: such a group has to say so, too.
+   Those of `SGD` go another way for all weights of a type if one of them has no momentum yet: each portion has an
+   empty one then.
 6. Copies have streams of their own: a thread may step while another one fills a unit, and no stream serves two threads.
    The step is over when all is down.
 7. The norm by which gradients are clipped is computed on the device, of each gradient as a whole, as torch computes it.
@@ -36,7 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import ASGD, Adafactor, Optimizer
+from torch.optim import ASGD, SGD, Adafactor, Optimizer
 
 from ..compat.kernels import grouped_by_device_and_dtype, norms_of_each
 from ..compat.patches import PUBLIC_TOTAL_NORM, TOTAL_NORM
@@ -75,6 +77,7 @@ BUFFER = 64 << 20  # bytes: long enough for the link to reach its speed
 BUFFERS = 3  # one goes up, one is stepped, one comes down
 WEIGHT, GRADIENT = " weight", " gradient"  # keys that no state has
 SCALARS = "step", "mu_product"  # of the state, on the host as a rule (Rule 3)
+BEGIN = " begin"  # an option that no group has: the types of weights whose state this step makes
 OF_SCALER = "grad_scale", "found_inf"  # what a scaler leaves for an optimizer that unscales by itself
 
 
@@ -319,8 +322,12 @@ class StepsOnDevice(StateInMemory):
         with self._lock:
             self._run(shadow, weights)
 
-    def each_by_itself(self, optimizer: Optimizer, group: Group) -> Group:
-        """Do as `each_by_itself`, also for kernels for lists, whose first group decides."""
+    def each_by_itself(self, optimizer: Any, group: Group) -> Group:
+        """Do as `each_by_itself`, also for kernels for lists, whose first group decides; name types that begin."""
+        if type(optimizer) is SGD and group["momentum"] and group["foreach"] is not False and not group["fused"]:
+            stepped = [param for param in group["params"] if param.grad is not None]
+            begin = {one.dtype for one in stepped if optimizer.state.get(one, {}).get("momentum_buffer") is None}
+            return {**group, BEGIN: begin.union(group.get(BEGIN, ()))}
         if type(optimizer) is not Adafactor or group["eps"][0] is not None or not group["foreach"]:
             return each_by_itself(optimizer, group)
         there = [
@@ -454,6 +461,8 @@ class StepsOnDevice(StateInMemory):
                     group = part.of.group
                     step.param_groups.append({**group, "params": []})
                 step.param_groups[-1]["params"].append(pieces[-1])
+            for group in step.param_groups:
+                group["params"] += map(self._beginning, group.get(BEGIN, ()))
             type(shadow).step.__wrapped__(step)
             rows = [
                 row for part, piece in zip(portion.parts, pieces, strict=True) for row in self._down(step, part, piece)
@@ -462,6 +471,12 @@ class StepsOnDevice(StateInMemory):
         in_bytes = [(target.view(torch.uint8), source.view(torch.uint8)) for target, source in rows]
         ends = [self._copies.send_down(some, nullcontext()) for some in _by_memory(in_bytes, host=0)]
         return ends, [source for _, source in rows]
+
+    def _beginning(self, dtype: torch.dtype) -> Tensor:
+        """Make a weight without elements and without state (Rule 5)."""
+        weight = torch.empty(0, dtype=dtype, device=self._device.torch_device)
+        weight.grad = torch.empty_like(weight)
+        return weight
 
     def _down(self, step: Any, part: SteppedPart, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what comes down of a part: elements on the host, and those on the device."""

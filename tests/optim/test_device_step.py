@@ -95,6 +95,17 @@ class Mixed(Net):
         return x
 
 
+class Half(Net):
+    """With weights of a narrow type."""
+
+    def __init__(self, bias=True):
+        super().__init__(bias)
+        self.bfloat16()
+
+    def forward(self, x):
+        return super().forward(x.bfloat16()).float()
+
+
 def train(
     make_optimizer, where, steps=5, bias=True, clip=None, between=lambda *_: None, after=lambda *_: None, make=Net
 ):
@@ -416,6 +427,31 @@ def test_no_state_that_is_loaded_goes_through_staging_buffers(name, caplog):
 
     train(functools.partial(kind, **options), "device", between=load)
     assert "staging" not in caplog.text
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_momentum_that_some_weights_have_is_stepped_as_torch_steps_it_beside_new_one(
+    place, foreach, rounds_otherwise, monkeypatch
+):
+    monkeypatch.setattr(device_step, "BUFFER", 8192)  # so that the other weights of the type are in other portions
+    frozen = []
+
+    def make(params):
+        params = list(params)
+        frozen[:] = params[-2:]
+        for param in frozen:
+            param.requires_grad_(False)
+        return SGD(params, lr=1e-2, momentum=0.9, dampening=0.3, foreach=foreach)
+
+    def thaw(net, optimizer):
+        for param in frozen if optimizer.state else ():
+            param.requires_grad_(True)
+
+    with rounds_otherwise("add_.Tensor"):
+        plain, _ = train(make, "plain", between=thaw, make=Half)
+        device, _ = train(make, place, between=thaw, make=Half)
+    assert not differing(plain, device)
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
