@@ -43,7 +43,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..compat.dynamo import never_compiled, not_compiled_itself_hook
 from ..compat.patches import FUNCTION_APPLY, TRANSFORM_WRAPPERS
-from ..compat.tensors import dispatches, never_dispatched, storages_of, with_dispatch, without_dispatch
+from ..compat.tensors import dispatches, is_dtensor, never_dispatched, storages_of, with_dispatch, without_dispatch
+from ..errors import UnsupportedError
 from ..memory.access import DeferredStep
 from ..memory.device import Device
 from ..memory.watched_parameters import (
@@ -153,6 +154,8 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         if is_about_parameter and name in _METADATA:
             return call(*args, **kwargs)
         hosts = _hosts(args, kwargs)
+        if name == "grad" and not is_property:
+            _refuse_dtensors(hosts)
         served = [] if is_about_parameter else [host for host in hosts if owner_of(host).phases.serving]
         if served:
             device = owner_of(served[0]).device
@@ -170,6 +173,16 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
                 if host.requires_grad:
                     owner_of(host).phases.read_on_host(name_of(host))  # Rule 3
         return _note_exposed(call(*args, **kwargs), hosts)
+
+
+def _refuse_dtensors(hosts: list[Any]) -> None:
+    """Raise if ``autograd.grad`` is to differentiate by DTensors: the graph leads to their shards."""
+    for host in hosts:
+        if is_dtensor(host):
+            raise UnsupportedError(
+                f"torch.autograd.grad was called for {name_of(host)}, a DTensor, to whose shard the graph leads: call "
+                "backward() and read .grad"
+            )
 
 
 def _dispatched(func: Any, types: Any) -> Any:

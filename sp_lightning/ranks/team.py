@@ -50,6 +50,7 @@ class Team(Alone):
 
     def check_alike(self, units: Sequence[Unit]) -> None:
         lines = [_described(unit.name, name, parameter) for unit in units for name, parameter in unit.params]
+        lines += [f"{whole.name} ({whole.shard_name()})" for unit in units for whole in unit.wholes]
         board, rank = Board(self.ranks, 0), self.ranks.rank
         if board.alike(_mark("\n".join(lines))):
             return

@@ -462,7 +462,7 @@ class Handle:
         """Begin to stream, or begin again; ``units``: the module's, if they are known."""
         bring_to_host(self.module)
         units = partition(self.module, self.options.units) if units is None else units
-        check_supported(units, self.device.torch_device, self._refused_with_shards())
+        check_supported(units, self.device.torch_device, self.team.size > 1, self._refused_with_shards())
         self.team.check_alike(units)
         self.storage.choose(units)
         self._check_memory(units)
@@ -510,10 +510,10 @@ class Handle:
 
     def _refused_with_shards(self) -> dict[str, bool]:
         """Return what DTensors are not streamed with, and whether it is so here."""
-        options = self.options
+        options, ranks = self.options, self.team.ranks
         return {
-            "a Trainer, Fabric or sp_lightning.hf (only by sp_lightning.stream)": not self._shards,
-            "group=": self.team.size > 1,
+            "a Trainer, Fabric, sp_lightning.hf or a plan (only by sp_lightning.stream)": not self._shards,
+            "a group on several machines": ranks.world > ranks.size,
             "disk= or host_budget=": options.uses_files,
             "optimizer_device='device'": options.optimizer_device == "device",
             "master_weights=True": self._compute_dtype is not None,

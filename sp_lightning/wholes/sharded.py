@@ -15,7 +15,10 @@
    mesh, by its group, which needs a backend for the host's tensors. State is what torch makes of the DTensors.
 5. Where an operator writes to a DTensor, torch moves the version of the DTensor alone. So each such operator also moves
    that of the shard, by which the device's bytes are known to be stale (host_copy.py, Rule 4).
-6. A shard travels in its own type: autocast casts it on the device, at each use, as in a plain run.
+6. Of several devices those of a group have the same shards: one host copy of each, and the mean of their gradients. As
+   under DDP over local tensors (``DTensor.from_local``), a gradient is first laid out as the parameter is, in each
+   backward: the mean of partial sums is none that any plain run has.
+7. A shard travels in its own type: autocast casts it on the device, at each use, as in a plain run.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class GradientLayout:
     spec: Any = None  # of the gradient that is there, or under way
     shown: Tensor | None = None
     is_apart: bool = False
+    as_parameter: bool = False  # whether gradients are laid out as the parameter is (Rule 6)
 
 
 @dataclass(eq=False, frozen=True)
@@ -93,16 +97,24 @@ class Sharded(Whole):
     def _over(self, shard: Tensor) -> Tensor:
         return over_spec(shard, self.form.spec)
 
+    def shard_name(self) -> str:
+        """Say which shard this process has."""
+        spec = self.form.spec
+        return f"{spec.placements} at {spec.mesh.get_coordinate()} of {tuple(spec.mesh.shape)}"
+
     # ---- gradients (Rules 2 and 3)
 
     def receive(self, grad: Tensor) -> Tensor | None:
         """Return this rank's part of a gradient that arrived in backward, on the device; None if it is apart."""
-        spec, layout = spec_of(grad), self.layout
+        layout = self.layout
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 f"gradients of {self.name}, a DTensor, were made with create_graph=True: no graph of gradients leads "
                 "through a streamed shard"
             )
+        if layout.as_parameter:
+            grad = grad.redistribute(placements=self.form.spec.placements)  # type: ignore[attr-defined]
+        spec = spec_of(grad)
         if layout.spec is not None and layout.spec.placements != spec.placements:
             raise UnsupportedError(
                 f"the gradient of {self.name} arrived as {spec.placements}, where the one that it would be added to is "
@@ -118,6 +130,13 @@ class Sharded(Whole):
     def _add_apart(self, local: Tensor) -> None:
         """Bring a gradient down and add it (Rule 3)."""
         layout, host = self.layout, local.to("cpu", copy=True)
+        with without_dispatch():
+            found = _grad.__get__(self.parameter)
+        if found is not layout.shown:
+            raise UnsupportedError(
+                f"{self.name} was read on the host for a loss, and its gradient from there came before that of its "
+                "unit, which has another shape: read it inside the module's forward"
+            )
         if layout.shown is None:
             self._show(over_spec(host, layout.spec))
             layout.is_apart = True
@@ -126,9 +145,13 @@ class Sharded(Whole):
 
     def gradient(self, local: Tensor | None) -> Tensor | None:
         """Return the DTensor of the shard's gradient, which becomes the parameter's ``.grad``."""
-        layout, found = self.layout, _grad.__get__(self.parameter)
-        if layout.is_apart:
-            self._show(found)
+        layout = self.layout
+        with without_dispatch():
+            found = _grad.__get__(self.parameter)
+        if layout.is_apart and found is not layout.shown:
+            self.set_gradient(found)
+        elif layout.is_apart:
+            return found  # type: ignore[no-any-return]
         elif found is not None and found is not layout.shown:  # autograd came to the parameter itself
             if local is None or (layout.shown is not None and local_of(layout.shown) is local):
                 self.set_gradient(found)
@@ -158,14 +181,16 @@ class Sharded(Whole):
         self.layout.shown = value
 
 
-def check_supported(units: Iterable[Any], device: torch.device, refused: dict[str, bool]) -> None:
+def check_supported(units: Iterable[Any], device: torch.device, in_a_group: bool, refused: dict[str, bool]) -> None:
     """Raise if any of these units' parameters is a DTensor that is not streamed with these options.
 
-    ``refused``: by what is said of each, whether it is in force.
+    ``refused``: by what is said of each, whether it is in force. ``in_a_group``: whether devices share gradients.
     """
     sharded = [whole for unit in units for whole in unit.wholes if isinstance(whole, Sharded)]
     if not sharded:
         return
+    for whole in sharded:
+        whole.layout.as_parameter = in_a_group
     name, mesh = sharded[0].name, sharded[0].form.spec.mesh
     found = [what for what, is_so in refused.items() if is_so]
     if found:

@@ -22,6 +22,10 @@ class Whole:
     def begin(self) -> None:
         """Begin to stream: the parts are in their homes."""
 
+    def shard_name(self) -> str:
+        """Say which shard this process has."""
+        return "all of it"
+
     def follow(self) -> None:
         """Note which parameters train now; raise if this one is to be trained: no gradient comes back through it."""
         if self.parameter.requires_grad:

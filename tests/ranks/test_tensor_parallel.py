@@ -30,6 +30,7 @@ def check(name, simulated, options, **settings):
         ("in blocks", BOTH, {}),
         ("in sequence", KEEP, {"accumulate": 5}),
         ("in sequence", RECOMPUTE, {"accumulate": 3, "clip": 0.1}),
+        ("read outside", KEEP, {"accumulate": 2, "freezes": True}),
         ("in sequence", OFFLOAD, {"kind": "foreach", "clip": 0.1}),
         ("in sequence", {"window": 2, "transfer": 2}, {"kind": "several", "clip": 0.1, "accumulate": 2}),
         ("in sequence", BOTH, {"accumulate": 2, "edits": True}),
@@ -82,25 +83,47 @@ def test_a_run_goes_on_plainly_and_streamed(to_stream, kind):
     assert processes.run(2, sharded.resumed, "in sequence", to_stream, kind) == [[], []]
 
 
+@pytest.mark.parametrize(
+    ("name", "simulated", "options", "settings"),
+    [
+        ("in blocks", False, KEEP, {}),
+        ("in blocks", False, RECOMPUTE, {"accumulate": 2}),
+        ("in sequence", False, OFFLOAD, {"accumulate": 3}),
+        ("llama", False, KEEP, {}),
+        pytest.param("in sequence", True, KEEP, {}, marks=pytest.mark.simgpu),
+    ],
+)
+def test_two_by_two_ranks_are_ddp_over_the_same_shards(name, simulated, options, settings):
+    for rank, found in enumerate(processes.run(4, sharded.compare_on_a_grid, name, simulated, options, **settings)):
+        assert not found["differ"], f"rank {rank}: {found['differ'][:8]} of {found['seen']}"
+        assert found["shared"] and found["fetches"] > 0
+
+
+def test_ranks_with_different_shards_are_not_taken_for_equal_ones():
+    for error in processes.run(4, sharded.mixed_up):
+        assert (
+            error.startswith("UnsupportedError: the ranks' models differ: ") and "1.up.weight ((Shard(dim=0),)" in error
+        )
+
+
 @refusal(
-    "a DTensor in a Trainer, Fabric or `sp_lightning.hf`, with `group=`, `disk=`, `host_budget=`, "
-    '`optimizer_device="device"`, '
+    "a DTensor in a Trainer, Fabric, `sp_lightning.hf` or a plan, with a group on several machines, "
+    '`disk=`, `host_budget=`, `optimizer_device="device"`, '
     "`master_weights` or `compile_units`, or over a mesh of another kind of device than the streaming one",
     PartitionError,
     "`sp_lightning.stream` without these, and a mesh of the device",
 )
 @pytest.mark.parametrize(
-    ("options", "group", "said"),
+    ("options", "said"),
     [
-        ({"optimizer_device": "device"}, False, "optimizer_device='device'"),
-        ({"master_weights": True}, False, "master_weights=True"),
-        ({"compile_units": True}, False, "compile_units=True"),
-        ({"host_budget": "1GiB"}, False, "disk= or host_budget="),
-        ({}, True, "group="),
+        ({"optimizer_device": "device"}, "optimizer_device='device'"),
+        ({"master_weights": True}, "master_weights=True"),
+        ({"compile_units": True}, "compile_units=True"),
+        ({"host_budget": "1GiB"}, "disk= or host_budget="),
     ],
 )
-def test_what_shards_are_not_streamed_with_is_named(options, group, said):
-    for error in processes.run(2, sharded.refused, "in blocks", options, group):
+def test_what_shards_are_not_streamed_with_is_named(options, said):
+    for error in processes.run(2, sharded.refused, "in blocks", options):
         assert error.startswith("PartitionError: 1.up.weight is a DTensor") and said in error
 
 
@@ -116,8 +139,8 @@ def test_a_mesh_of_another_device_is_named():
 
 
 @refusal(
-    "`create_graph=True` through a streamed DTensor, a hook on it, `p.data = ...` of one, or a gradient of another "
-    "layout than the one that it is added to",
+    "`create_graph=True` or `torch.autograd.grad` through a streamed DTensor, a hook on it, "
+    "`p.data = ...` of one, or a gradient of another layout than the one that it is added to",
     UnsupportedError,
     "plain parameters; for the last one `zero_grad()` between them",
 )
@@ -127,6 +150,8 @@ def test_a_mesh_of_another_device_is_named():
         ("hook", "hooks get no gradients"),
         ("data", "data was assigned"),
         ("create_graph", "create_graph=True"),
+        ("apart", "0.weight was read on the host for a loss"),
+        ("grad", "torch.autograd.grad was called for 1.norm.weight"),
         ("layout", "arrived as (Partial(sum),), where the one that it would be added to is (Replicate(),)"),
     ],
 )

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.utils import parametrize
 
 import models
 import parity
@@ -82,6 +83,23 @@ def tied(mesh: DeviceMesh) -> nn.Module:
 def with_sharded_loss(mesh: DeviceMesh) -> nn.Module:
     last = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
     return in_sequence(mesh, last)
+
+
+class Penalised(nn.Module):
+    """Reads weights outside of their units."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, words: Tensor) -> Tensor:
+        block = self.model[1]
+        penalty = block.up.weight.square().mean() + block.norm.weight.norm()
+        return self.model(words) + penalty.full_tensor()  # type: ignore[no-any-return]
+
+
+def read_outside(mesh: DeviceMesh) -> nn.Module:
+    return Penalised(in_sequence(mesh))
 
 
 def llama(mesh: DeviceMesh) -> nn.Module:
@@ -161,6 +179,7 @@ MAKERS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "in blocks": in_blocks,
     "in sequence": in_sequence,
     "tied": tied,
+    "read outside": read_outside,
     "sharded loss": with_sharded_loss,
     "llama": llama,
     "vit": vit,
@@ -207,12 +226,15 @@ def train(
     clip: float | None,
     sharded_loss: bool,
     edits: bool = False,
+    freezes: bool = False,
     seed: int = 1,
 ) -> Iterator[tuple[str, Any]]:
     """Train a model, and yield what is seen after each step."""
     draw = torch.Generator().manual_seed(seed)
     names = {parameter: name for name, parameter in model.named_parameters()}
     for step in range(steps):
+        if freezes:
+            list(names)[4].requires_grad_(step == 1)
         for batch in range(accumulate):
             words = torch.randint(WORDS, (3, 8), generator=draw).to(device)
             with loss_parallel() if sharded_loss else contextlib.nullcontext():
@@ -309,6 +331,7 @@ def compare(
     accumulate: int = 1,
     clip: float | None = None,
     edits: bool = False,
+    freezes: bool = False,
     changed: bool = False,
 ) -> dict[str, Any]:
     """Train a model plainly and streamed; return the names of what differs, and figures.
@@ -318,12 +341,12 @@ def compare(
     theirs, ours, device = begin(simulated)
     sharded_loss = name == "sharded loss"
     plain = made(name, theirs)
-    expected = dict(train(plain, optimizers(plain, kind), HOST, steps, accumulate, clip, sharded_loss, edits))
+    expected = dict(train(plain, optimizers(plain, kind), HOST, steps, accumulate, clip, sharded_loss, edits, freezes))
     model = made(name, ours)
     count = sum(aligned(local(parameter).nbytes) for parameter in model.parameters())
     with sp_lightning.stream(model, device, **({"window": 1} | options)) as handle:
         stepped_by = optimizers(model, kind)
-        found = dict(train(model, stepped_by, device, steps, accumulate + changed, clip, sharded_loss, edits))
+        found = dict(train(model, stepped_by, device, steps, accumulate + changed, clip, sharded_loss, edits, freezes))
         stats = handle.stats()
         slabs = sum(unit.store.slab.truth.numel() for unit in handle.engine.units)
         in_slabs = all(handle.engine.in_slab(local(parameter)) for parameter in model.parameters())
@@ -368,13 +391,107 @@ def resumed(name: str, to_stream: bool, kind: str) -> list[str]:
     return difference(expected, found) + difference(then, went_on)
 
 
-def refused(name: str, options: dict[str, Any], group: bool = False) -> str:
+# ---- data parallelism over another axis of the mesh
+
+
+class FromLocal(nn.Module):
+    """A parametrization that makes a DTensor of a plain parameter, as a user may do for DDP."""
+
+    def __init__(self, parameter: Any) -> None:
+        super().__init__()
+        self.mesh, self.placements = parameter.device_mesh, parameter.placements
+        self.shape, self.stride = parameter.shape, parameter.stride()
+
+    def forward(self, local: Tensor) -> Tensor:
+        return DTensor.from_local(  # type: ignore[no-any-return]
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    for module in list(model.modules()):
+        for name, parameter in list(module._parameters.items()):
+            if isinstance(parameter, DTensor):
+                shard = nn.Parameter(local(parameter).detach().clone(), parameter.requires_grad)
+                delattr(module, name)
+                module.register_parameter(name, shard)
+                parametrize.register_parametrization(module, name, FromLocal(parameter), unsafe=True)
+    return model
+
+
+def plainly_named(name: str) -> str:
+    return name.replace("parametrizations.", "").replace(".original", "").replace("module.", "")
+
+
+def train_both_ways(
+    model: nn.Module, called: Any, replica: int, device: torch.device, steps: int, accumulate: int, no_sync: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Train with data of this replica's own, and yield this rank's part of everything."""
+    draw = torch.Generator().manual_seed(replica)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, foreach=False)
+    for step in range(steps):
+        for batch in range(accumulate):
+            words = torch.randint(WORDS, (3, 8), generator=draw).to(device)
+            with no_sync() if batch + 1 < accumulate else contextlib.nullcontext():
+                loss = F.cross_entropy(called(words).flatten(0, 1), words.flatten())
+                loss.backward()  # type: ignore[no-untyped-call]
+            yield f"{step}.{batch} loss", loss.detach().cpu().clone()
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for name, parameter in trained.items():
+            assert parameter.grad is not None
+            yield f"{step} gradient of {plainly_named(name)}", local(parameter.grad).detach().cpu().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            yield f"{step} {plainly_named(name)}", local(parameter).detach().cpu().clone()
+    for name, parameter in trained.items():
+        for key, value in optimizer.state[parameter].items():
+            yield f"{key} of {plainly_named(name)}", local(value).detach().cpu().clone()
+
+
+def grid(simulated: bool) -> tuple[DeviceMesh, DeviceMesh, torch.device]:
+    begin(simulated)
+    names = ("dp", "tp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    if not simulated:
+        return mesh, mesh, torch.device("cpu")
+    return mesh, init_device_mesh("simgpu", (2, 2), mesh_dim_names=names), torch.device("simgpu:0")
+
+
+def compare_on_a_grid(
+    name: str, simulated: bool, options: dict[str, Any], accumulate: int = 1, steps: int = 3
+) -> dict[str, Any]:
+    """Train on two by two ranks: under DDP over shards, and streamed with the group of the data axis."""
+    theirs, ours, device = grid(simulated)
+    replica = theirs["dp"].get_local_rank()
+    plain = unwrapped(made(name, theirs["tp"]))
+    ddp = nn.parallel.DistributedDataParallel(plain, process_group=theirs["dp"].get_group())
+    expected = dict(train_both_ways(plain, ddp, replica, HOST, steps, accumulate, ddp.no_sync))
+    model = made(name, ours["tp"])
+    with sp_lightning.stream(model, device, group=ours["dp"].get_group(), **({"window": 1} | options)) as handle:
+        found = dict(train_both_ways(model, model, replica, device, steps, accumulate, handle.no_sync))
+        shared = all(unit.store.slab.is_shared for unit in handle.engine.units)
+        fetches = handle.stats()["fetches"]
+    return {"differ": difference(expected, found), "seen": len(expected), "shared": shared, "fetches": fetches}
+
+
+def mixed_up() -> str:
+    """Return the error where the ranks of a group have different shards of the same shape."""
+    mesh, _, device = grid(False)
+    model = made("in blocks", mesh["tp"])
+    try:
+        sp_lightning.stream(model, device, group=mesh["tp"].get_group())
+    except sp_lightning.errors.SuperpipelineError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was streamed")
+
+
+def refused(name: str, options: dict[str, Any]) -> str:
     """Return the error of an attempt to stream, and check that it left a plain model."""
     mesh, _, device = begin(False)
     model = made(name, mesh)
-    given = {"group": dist.group.WORLD} if group else {}
     try:
-        sp_lightning.stream(model, device, **given, **options)
+        sp_lightning.stream(model, device, **options)
     except sp_lightning.errors.SuperpipelineError as error:
         dict(train(model, optimizers(model, "loop"), device, 1, 1, None, False))
         return f"{type(error).__name__}: {error}"
@@ -417,6 +534,12 @@ def misused(how: str) -> str:
                 weight.register_hook(lambda grad: grad)
             elif how == "data":
                 weight.data = weight * 2
+            elif how == "apart":
+                read = next(model.parameters()).square().sum()  # on the host, where the vocabulary is cut
+                read.full_tensor().backward()  # type: ignore[attr-defined]
+                model(words).sum().backward()
+            elif how == "grad":
+                torch.autograd.grad(model(words).sum(), weight)
             elif how == "create_graph":
                 model(words).sum().backward(create_graph=True)
             else:
