@@ -5,8 +5,8 @@
 2. Stand-ins are in the slots only while the unit is resident, and never after it was evicted.
 3. The node is made anew when ``requires_grad`` of a parameter changed; older graphs keep the older one.
 4. What model code writes to a stand-in goes down to the host at the end of the visit. The version counter shows a
-   write; where ``.data`` was read, the bytes are compared with the host's. An in-place write that autograd recorded is
-   an error, as for a plain leaf.
+   write; where ``.data`` was read, the bytes are compared with the host's, also later, while code may have kept what it
+   read and the unit is not stale. An in-place write that autograd recorded is an error, as for a plain leaf.
 5. A stand-in that is referenced elsewhere keeps its unit resident (device_copy.py, Rule 5).
 6. The stand-in of a weight that travels in autocast's type is *hidden*: it is in no slot. A read of such a weight that
    autocast_weights.py does not foresee is given a full-precision copy (fp32_copies.py).
@@ -124,6 +124,7 @@ class StandIns:
         self.places: list[Tensor] = []  # over the device bytes of the weights: the same, but for shards
         self.shown: list[Tensor] = []  # the stand-ins of `hosts`
         self.data_exposed = [False]  # whether ``.data`` of any stand-in was read; each refers to this list
+        self._may_be_kept = False  # whether it was read before, and other code may still have what it got (Rule 4)
         self.uses = CastUses()
         self.full_precision = FullPrecisionCopies(store, receive)
         self._bound_slots = 0
@@ -262,6 +263,7 @@ class StandIns:
         self.outputs = self.shown = self.places = []
         self._attributes = []
         self._versions = []  # the unit may be fetched and evicted before its next visit
+        self._may_be_kept = False
         self.data_exposed[0] = False
         self.full_precision.clear()
 
@@ -298,7 +300,9 @@ class StandIns:
         """
         old_copies = self.full_precision.old_copies
         changed = self.wholes and self.bound and self._changed_whole()
-        if not (self.data_exposed[0] or replayed or old_copies or self.versions() != self._versions or changed):
+        kept = self._may_be_kept and (self.bound or not self.store.stale())
+        exposed = self.data_exposed[0] or kept
+        if not (exposed or replayed or old_copies or self.versions() != self._versions or changed):
             return
         try:
             if changed:
@@ -306,7 +310,7 @@ class StandIns:
                     f"an attribute of {changed} was set inside its unit's forward, and it may be a tensor of those "
                     "that the weight consists of: set it between steps"
                 )
-            self._collect_writes(replayed)
+            self._collect_writes(replayed, exposed)
         except Exception:
             self.unbind()
             self.remake()
@@ -318,8 +322,8 @@ class StandIns:
         changed = map(were_replaced, self._attributes)
         return next((whole.name for whole, was in zip(self.wholes, changed, strict=True) if was), None)
 
-    def _collect_writes(self, replayed: Sequence[int]) -> None:
-        if self.data_exposed[0]:
+    def _collect_writes(self, replayed: Sequence[int], exposed: bool) -> None:
+        if exposed:
             self._rejoin()
         for index in replayed:
             self._replay(index)
@@ -330,9 +334,10 @@ class StandIns:
             if now != before:
                 check_not_recorded(self.outputs[index], self.store.names[index])
                 self.store.write_back(index)
-            elif self.data_exposed[0]:
+            elif exposed:
                 self._write_back_if_differs(index)
         self._versions = versions
+        self._may_be_kept = (self.data_exposed[0] or self._may_be_kept) and self.has_views()
         self.data_exposed[0] = False
 
     def overwritten(self, indices: Sequence[int]) -> None:

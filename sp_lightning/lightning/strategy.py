@@ -520,10 +520,11 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         if handle is None:
             yield
             return
-        self.ranks.check()
-        if self._syncs_buffers and handle.has_buffers and self.is_distributed:
-            assert self.lightning_module is not None
-            self.broadcast_buffers(self.lightning_module)
+        if self.ranks.world > 1:
+            self.ranks.check()
+            if self._syncs_buffers and handle.has_buffers:
+                assert self.lightning_module is not None
+                self.broadcast_buffers(self.lightning_module)
         handle.open_scope(name)
         try:
             with handle.explaining():

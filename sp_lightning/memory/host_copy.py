@@ -7,7 +7,8 @@
    does one that was given other data. Who left a file does not come back while the unit is streamed.
 3. The device copy (device_copy.py) is filled from the host bytes, which are given to it as data: runs of buffers, and
    weights that go up by themselves. The host bytes may not be written while a fill reads them: each fill is entered in
-   the ledger (access.py), where writers wait for it.
+   the ledger (access.py), where writers wait for it. One who shares the bytes (Rule 4) would not: such a fill has read
+   them before other code runs.
 4. The host bytes have one stamp: their epoch, and the versions and addresses of the parameters. The device's bytes and
    the wire copies each have the stamp of the host bytes that they were made from, read before these were. A copy is
    stale once its stamp is not the host's. Who writes where no version shows it moves the epoch by ``wrote``: an
@@ -137,7 +138,7 @@ class HostCopy:
         self.slab = slab(max(self.host_layout.nbytes, ALIGNMENT))
         self.weights = self._adopt(filed)
         self._addresses_at_home = self._addresses()  # where the parameters' bytes are unless user code replaced them
-        self._epoch = 0
+        self.epoch = 0
         self.on_device = DeviceCopy(unit.name, device, counters, Stamp(None, [], self._addresses_at_home))
         self.retype({})
 
@@ -263,7 +264,7 @@ class HostCopy:
         shared = _are_shared(data, self.weights)
         if addresses != self._addresses_at_home or None in map(_home, self.weights):
             shared = shared or self._has_foreign(data)
-        return Stamp(object() if shared else self._epoch, list(map(true_version, data)), addresses)
+        return Stamp(object() if shared else self.epoch, list(map(true_version, data)), addresses)
 
     def _has_foreign(self, data: Sequence[Tensor]) -> bool:
         """Whether code may write any of these bytes without a tensor over them (Rule 7)."""
@@ -275,7 +276,7 @@ class HostCopy:
         The epoch comes first: parameters whose step is deferred have no address.
         """
         known = self.on_device.stamp
-        if known.epoch != self._epoch:
+        if known.epoch != self.epoch:
             return True
         with without_dispatch():
             versions, addresses = list(map(true_version, self.params)), self._addresses()
@@ -336,7 +337,7 @@ class HostCopy:
         """Return what differs once an optimizer, or a write that version counters see, has changed a parameter."""
         parameter = self.params[index]
         of_bytes = self.version(index), true_data(parameter).data_ptr()
-        return (*of_bytes, self._epoch) if parameter.requires_grad else of_bytes
+        return (*of_bytes, self.epoch) if parameter.requires_grad else of_bytes
 
     # ---- writes
 
@@ -352,7 +353,7 @@ class HostCopy:
         if self in self.owner.access.fills:
             self.on_device.settle()
             del self.owner.access.fills[self]
-        self._epoch += 1
+        self.epoch += 1
 
     def write_back(self, index: int, full_precision: Tensor | None = None) -> None:
         """Copy a weight, or its full-precision copy, that model code changed on the device to the host. Blocks."""
@@ -361,10 +362,10 @@ class HostCopy:
         self.owner.about_to_write_back(self, index, host)
         with torch.no_grad(), preserving_version(self.params[index]):
             host.copy_(view)
-        fresh = full_precision is None and self.on_device.stamp.epoch == self._epoch
+        fresh = full_precision is None and self.on_device.stamp.epoch == self.epoch
         self.wrote()
         if fresh:  # the device has these bytes
-            self.on_device.stamp = self.on_device.stamp._replace(epoch=self._epoch)
+            self.on_device.stamp = self.on_device.stamp._replace(epoch=self.epoch)
         self.counters.writebacks += 1
         self.counters.bytes_written_back += view.nbytes
 
@@ -403,7 +404,7 @@ class HostCopy:
         (pending_step.py). Of ``conversions`` those count that were made from what the data is now, into what the
         wire copies are now.
         """
-        self._epoch += 1
+        self.epoch += 1
         if self.narrow:
             data = [(data_of_deferred or {}).get(index, parameter) for index, parameter in enumerate(self.params)]
             with without_dispatch():
@@ -462,6 +463,8 @@ class HostCopy:
             self._runs = self._cut()
         self.owner.access.fills[self] = self.on_device
         self.on_device.load(stamp, Sources(self._runs, self._loose(stamp), transport))
+        if stamp.epoch != self.epoch:  # other code may write to the bytes at any time (Rule 4)
+            self.on_device.settle()
 
     def refill(self) -> None:
         """Fill the device buffer again in place, and order the caller's stream after that."""

@@ -376,8 +376,9 @@ class Engine:
                 self._require(unit, backward)
 
     def _came_last(self, unit: StreamedUnit) -> bool:
-        """Whether the unit is the one that backward needed last, and still there."""
-        return unit is self.backward_pass.last and unit.store.on_device.is_there
+        """Whether the unit is the one that backward needed last, and still there, with bytes that code cannot reach."""
+        on_device = unit.store.on_device
+        return unit is self.backward_pass.last and on_device.is_there and on_device.stamp.epoch == unit.store.epoch
 
     def _require(self, unit: StreamedUnit, backward: bool) -> None:
         if backward:
