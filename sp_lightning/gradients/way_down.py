@@ -171,10 +171,10 @@ class GradientExchange(Protocol):
 class GradientReturn:
     """The way of all units' gradients to the host."""
 
-    def __init__(self, device: Device, counters: Counters, steps_on_host: bool = True) -> None:
+    def __init__(self, device: Device, counters: Counters, may_wait: bool = True) -> None:
         self.device = device
         self.counters = counters
-        self._may_wait = steps_on_host  # whether gradients may wait for their step as they came (slab.py, Rule 3)
+        self._may_wait = may_wait  # whether gradients may wait for their step as they came (slab.py, Rule 3)
         self._read: set[HostCopy] = set()  # units of which something read a gradient that waited, or added to it
         self.exchange: GradientExchange | None = None  # of several ranks
         self._slabs: dict[HostCopy, GradientSlab] = {}
