@@ -98,15 +98,15 @@ def first_window(options: Options, units: Sequence[UnitNumbers], resident_nbytes
         first = FIRST_WINDOW if on_host else 1
         return min(first if options.window == "auto" else options.window, count)
     _check_budget(options.memory_budget, units, resident_nbytes)
-    fits = largest_window(units, options.memory_budget - resident_nbytes - gradients)
+    fits = max(1, largest_window(units, options.memory_budget - resident_nbytes - gradients))
     if options.window != "auto":
         if fits < min(options.window, count):
             raise MemoryBudgetError(
                 f"window {options.window} does not fit into memory_budget {format_bytes(options.memory_budget)}, "
-                f"which holds {max(fits, 1)} of the largest units; lower window or leave it to 'auto'"
+                f"which holds {fits} of the largest units; lower window or leave it to 'auto'"
             )
         return min(options.window, count)
-    return min(max(fits, 1), FIRST_WINDOW if on_host else count)
+    return min(fits, FIRST_WINDOW if on_host else count)
 
 
 def _check_budget(budget: int, units: Sequence[UnitNumbers], resident_nbytes: int) -> None:

@@ -25,7 +25,6 @@ from torch import Tensor
 from ..compat.references import uses_of
 from ..core.telemetry import Counters
 from ..core.unit_numbers import ALIGNMENT
-from ..errors import SuperpipelineError
 from .device import Device
 from .layout import Layout
 from .staging import Around, Arrival, Copies
@@ -137,7 +136,7 @@ class DeviceCopy:
         """
         try:
             self.ready.wait(self.device.up)
-        except SuperpipelineError:
+        except Exception:
             self._failed()
         for stream in {self.device.compute, *self._ordered}:
             self.device.up.wait_event(stream.record_event())

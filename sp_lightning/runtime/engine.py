@@ -238,8 +238,8 @@ class Engine:
         if compiling_callback() is not None and self.autocast_weights.enabled:
             self.autocast_weights.stop()
         depth = len(self._open)
-        self._enter_all(entry.units)
         try:
+            self._enter_all(entry.units)
             return (entry.guard or forward)(*args, **kwargs)
         finally:
             self.leave_to(depth)

@@ -57,6 +57,12 @@ def test_a_window_that_the_budget_does_not_hold_is_refused():
         first_window(Options(memory_budget=8 * KIB, window=4), units(*[2 * KIB] * 6), 0, on_host=False)
 
 
+@pytest.mark.parametrize("window", [1, "auto"])
+def test_a_budget_that_holds_a_unit_with_its_gradient_holds_a_window_of_one(window):
+    options = Options(memory_budget=5 * KIB, window=window)
+    assert first_window(options, units(*[1 * KIB] * 8, gradient=2 * KIB), 2 * KIB, on_host=False) == 1
+
+
 def test_a_window_larger_than_the_model_is_the_model():
     assert first_window(Options(window=99), units(1, 1), 0, on_host=False) == 2
 
