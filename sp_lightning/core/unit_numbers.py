@@ -58,6 +58,7 @@ class UnitNumbers:
     backward_moved: float = 0.0
     step_up_nbytes: int = 0  # weights, gradients and state that go up for a step on the device; 0: the host steps
     step_down_nbytes: int = 0  # and come down stepped
+    largest: int = 0  # elements of the largest weight that the optimizer steps
 
     @property
     def trained(self) -> bool:

@@ -51,6 +51,8 @@ class Requirements:
     weights_on_disk: int = 0  # bytes, in files or in the scratch file
     reading: Requirements | None = None  # of the pass that reads the prompts, if the model answers (Rule 4)
     before: tuple[tuple[Requirements, float], ...] = ()  # of passes before the step, with how often each is (Rule 5)
+    steps_nbytes: int = 0  # on the device, of the optimizer's steps there
+    whole_nbytes: int = 0  # more of them after backward, of weights that are stepped whole
 
     @property
     def on_disk(self) -> int:

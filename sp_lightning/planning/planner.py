@@ -37,14 +37,14 @@ from ..core.simulation import Simulation, floor, simulate
 from ..core.unit_numbers import HostBytes, UnitNumbers, stepped_on_device
 from ..core.window_choice import first_window
 from ..errors import OptionError, SuperpipelineError
-from ..optim.device_step import device_nbytes
+from ..optim.device_step import device_nbytes, whole_nbytes
 from ..optim.pieces import ELEMENTWISE
 from ..options import Options
 from ..ranks import transport
 from ..ranks.exchange import AHEAD
 from ..runtime.preflight import finer_classes
 from ..tracing.answers import Answers
-from ..tracing.step_trace import StepTrace
+from ..tracing.step_trace import GRADIENTS, KEPT, OUTSIDE, WINDOW, WORKING, StepTrace
 from .forecast import MANY, SLOW, Change, LockstepPlan, Plan, RunTimes, SweepPoint, mean_s
 from .listed_model import ListedModel
 from .planned_calls import plan_calls
@@ -251,8 +251,11 @@ class _Planner:
 
     def terms(self, needs: Requirements, window: int, transfer: int) -> dict[str, int]:
         """Return the bytes on the device, by term, with what is reserved."""
-        moved = sum(cost.step_up_nbytes for cost in needs.costs)
-        return self._reserving({**needs.peak(window, transfer), OF_STEPS: device_nbytes(moved) if moved else 0})
+        peak = needs.peak(window, transfer)
+        # After backward its first units are left in the window, and nothing else of it.
+        left = sum(cost.up_nbytes for cost in needs.streamed[:window])
+        gone = sum(peak.get(name, 0) for name in (WINDOW, KEPT, WORKING, OUTSIDE, GRADIENTS)) - left
+        return self._reserving({**peak, OF_STEPS: needs.steps_nbytes + max(0, needs.whole_nbytes - gone)})
 
     def stepping_there(self, needs: Requirements, options: Options) -> Requirements:
         """Return the needs with what goes up and comes down for steps, if these options have the device step."""
@@ -260,7 +263,11 @@ class _Planner:
             return needs
         elements = sum(cost.parameters for cost in needs.costs)
         width = self.source.host(options, needs).gradients / max(1, elements)  # bytes of an element
-        return replace(needs, costs=stepped_on_device(needs.costs, self.source.states(), width))
+        costs = stepped_on_device(needs.costs, self.source.states(), width)
+        largest = int(width * max(cost.largest for cost in costs))
+        moved = sum(cost.step_up_nbytes for cost in costs)
+        whole = whole_nbytes(moved, self.optimizer, largest)
+        return replace(needs, costs=costs, steps_nbytes=device_nbytes(moved), whole_nbytes=whole)
 
     def _reserving(self, peak: Mapping[str, int]) -> dict[str, int]:
         terms = {name: nbytes for name, nbytes in peak.items() if nbytes}

@@ -29,6 +29,7 @@ class WorkloadPart:
     resident: bool = False
     vocabulary: int = 0  # of a head, whose loss may be in chunks
     hidden: int = 0  # features that it is given
+    largest: int = 0  # parameters in its largest weight
 
     def in_chunks(self, tokens: float) -> float:
         """Return a head's bytes of activations, for any number of tokens, with its loss in chunks of rows.
@@ -75,6 +76,7 @@ class Workload:
                 ),
                 input_nbytes=round(part.input_nbytes * tokens),
                 resident=part.resident,
+                largest=part.largest,
             )
             for part in self.parts
         ]
@@ -124,14 +126,16 @@ def decoder(
         attention + router + chosen * mlp,
         activation_nbytes=saved,
         input_nbytes=HALF * hidden,
+        largest=hidden * max(intermediate, queries),
     )
     logits = (HALF + 4) * vocabulary  # and their FP32 softmax
     if 4 * table < block.parameters:  # small beside a block: both stay on the device, and travel as one
-        embedding = WorkloadPart("embedding and head", 2 * table, 0, resident=True)
+        embedding = WorkloadPart("embedding and head", 2 * table, 0, resident=True, largest=table)
         head = WorkloadPart("head", 0, table, logits, HALF * hidden, True, vocabulary, hidden)
     else:
-        embedding = WorkloadPart("embedding", table, 0)
-        head = WorkloadPart("head", 0 if tied else table, table, logits, HALF * hidden, tied, vocabulary, hidden)
+        embedding = WorkloadPart("embedding", table, 0, largest=table)
+        own = 0 if tied else table
+        head = WorkloadPart("head", own, table, logits, HALF * hidden, tied, vocabulary, hidden, largest=own)
     return Workload(name, (embedding, *_numbered(block, layers), head), uniform=True)
 
 
@@ -144,9 +148,11 @@ def vision_transformer(name: str, *, hidden: int, layers: int, intermediate: int
         attention + 2 * hidden * intermediate,
         activation_nbytes=HALF * (8 * hidden + 2 * intermediate),
         input_nbytes=HALF * hidden,
+        largest=hidden * intermediate,
     )
-    embedding = 3 * patch * patch * hidden
-    root = WorkloadPart("embedding and head", embedding + 2 * hidden + (hidden + 1) * classes, embedding, resident=True)
+    embedding, head = 3 * patch * patch * hidden, hidden * classes
+    parameters = embedding + 2 * hidden + head + classes
+    root = WorkloadPart("embedding and head", parameters, embedding, resident=True, largest=max(embedding, head))
     return Workload(name, (root, *_numbered(block, layers)), uniform=True)
 
 
@@ -156,21 +162,25 @@ def sdxl_unet() -> Workload:
     def resnet(inputs: int, outputs: int, share: float) -> WorkloadPart:
         weights = 9 * inputs * outputs + 9 * outputs * outputs + (inputs * outputs if inputs != outputs else 0)
         saved = HALF * share * (3 * inputs + 4 * outputs)
-        return WorkloadPart("resnet", weights + 1280 * outputs, weights * share, saved, HALF * share * inputs)
+        largest = 9 * max(inputs, outputs) * outputs
+        inputs_nbytes = HALF * share * inputs
+        return WorkloadPart("resnet", weights + 1280 * outputs, weights * share, saved, inputs_nbytes, largest=largest)
 
     def transformer(width: int, blocks: int, share: float) -> Iterator[WorkloadPart]:
         weights = 18 * width * width + 2 * 2048 * width  # self and cross attention to 2048 features, a gated MLP
         saved = HALF * share * (12 * width + 3 * 4 * width)
         for _ in range(blocks):
-            yield WorkloadPart("transformer", weights, weights * share, saved, HALF * share * width)
+            inputs_nbytes = HALF * share * width
+            yield WorkloadPart("transformer", weights, weights * share, saved, inputs_nbytes, largest=8 * width * width)
 
     def resample(width: int, share: float) -> WorkloadPart:
         weights, saved = 9 * width * width, HALF * share * width
-        return WorkloadPart("resample", weights, weights * share, saved, saved)
+        return WorkloadPart("resample", weights, weights * share, saved, saved, largest=weights)
 
     half, quarter = 1 / 4, 1 / 16  # shares of the positions at half and a quarter of the resolution
     parts = [
-        WorkloadPart("ends", 7_000_000, 23_000, resident=True),  # first and last convolution, time and size embeddings
+        # First and last convolution, time and size embeddings.
+        WorkloadPart("ends", 7_000_000, 23_000, resident=True, largest=1280 * 1280),
         *(resnet(320, 320, 1), resnet(320, 320, 1), resample(320, half)),
         *(resnet(320, 640, half), *transformer(640, 2, half), resnet(640, 640, half), *transformer(640, 2, half)),
         resample(640, quarter),

@@ -71,7 +71,12 @@ COVER = {(f, 1 + i % 3, ("keep", "recompute")[i % 2]) for i, f in enumerate(FAMI
 slow = pytest.mark.slow
 
 
-def run_peak(case, window, activations, precision="32-true", **options):
+def wide_layers():
+    first, last = (torch.nn.Linear(*sizes, bias=False) for sizes in ((12, 1024), (1024, 12)))
+    return torch.nn.Sequential(first, torch.nn.Linear(1024, 1024, bias=False), torch.nn.Tanh(), last)
+
+
+def run_peak(case, window, activations, precision="32-true", make=None, **options):
     """Bytes on the device at most, in three steps of a Trainer."""
     import simgpu.lightning  # noqa: F401
 
@@ -81,7 +86,7 @@ def run_peak(case, window, activations, precision="32-true", **options):
         strategy=strategy, accelerator="simgpu", devices=1, max_steps=3, precision=precision, logger=False, **QUIET
     )
     L.seed_everything(0, verbose=False)
-    trainer.fit(models.ZooModule(case), models.loader(case, 3))
+    trainer.fit((make or functools.partial(models.ZooModule, case))(), models.loader(case, 3))
     return strategy.handle.stats()["device_peak"]
 
 
@@ -1055,6 +1060,25 @@ def test_buffers_of_steps_on_the_device_are_planned(buffer, precision, activatio
     peak = run_peak(case, 2, activations, precision, optimizer_device="device", **place)
     assert found.device_nbytes == pytest.approx(peak, rel=0.05)
     assert found.device_terms["optimizer"] >= device_step.BUFFERS * min(buffer, 4 << 20)
+
+
+class Wide(models.ZooModule):
+    """Stepped by an optimizer whose weights go to the device whole."""
+
+    def make_optimizer(self, name, parameters):
+        return getattr(torch.optim, name)(parameters)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("optimizer", ["Adafactor", "Muon"])
+def test_weights_that_are_stepped_whole_are_planned(optimizer, monkeypatch):
+    monkeypatch.setattr(device_step, "BUFFER", 1 << 16)
+    case = replace(models.case("mlp"), make=wide_layers, units=["Linear"])
+    made = functools.partial(Wide, case, optimizer=optimizer)
+    options = {"window": 1, "optimizer_device": "device"}
+    found = planned(made, case.batch(0), device="simgpu", units=case.units, **options)
+    peak = run_peak(case, 1, "keep", make=made, optimizer_device="device")
+    assert found.device_nbytes == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.parametrize("cores, place", [(4, "device"), (64, "host")])
