@@ -52,7 +52,6 @@ CALL = "_call_impl"
 # The code of torch's ``zero_grad``, of modules and of optimizers, which asks whether there is a gradient before it
 # takes it away. Without it loops that call ``zero_grad`` after ``step`` would wait for the whole step. It is recognised
 # and not replaced: a function in its place would hide what others wrapped around it.
-caller_frame = sys._getframe
 ZERO_GRADS = {inspect.unwrap(kind.zero_grad).__code__ for kind in (nn.Module, Optimizer)}
 
 # Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.

@@ -7,9 +7,6 @@
    of FP32 master weights) is widened in place. The FP32 views of all such gradients lie side by side; the narrow ones
    arrive in the second half of those bytes and are widened from the front, so that a write never reaches bytes that are
    not read yet. So they need no memory of their own, and a unit's gradients come down in one piece.
-3. Gradients that come down in bfloat16 are left as they came until something reads or adds to one of their unit's: a
-   step widens them itself, few at a time (pieces.py, Rule 7). They have half the bytes then. Once one was read, or more
-   was added, those of its unit are widened, and from there on as soon as they arrive (Rule 2).
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ from ..memory.watched_parameters import true_grad
 from ..memory.weights import layout_with
 
 _dtype, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
-MAY_WAIT = torch.bfloat16  # the type of gradients that wait as they came (Rule 3): it is widened alike wherever it lies
 SMALL = 1 << 15  # elements that are widened by way of a copy, and whose operators threads do not share
 
 
@@ -48,7 +44,6 @@ class GradientSlot:
     offset: int
     wide_view: Tensor | None = None  # into which the gradient is widened (Rule 2)
     wide_offset: int = 0  # where that is in the same buffer
-    waits: bool = False  # for its step as it came (Rule 3)
 
 
 class PackedGradients:
@@ -92,13 +87,7 @@ def _parts_of_one_type(types: list[torch.dtype]) -> Iterator[slice]:
 class GradientSlab:
     """Host slab with a slot for each gradient of a unit (Rule 1); frozen weights have none."""
 
-    def __init__(
-        self,
-        store: HostCopy,
-        device: Device,
-        allocate: Callable[[int], Tensor] | None = None,
-        widens: bool = True,  # what is narrow as soon as it arrives; else it waits as it came (Rule 3)
-    ) -> None:
+    def __init__(self, store: HostCopy, device: Device, allocate: Callable[[int], Tensor] | None = None) -> None:
         self._made_for = store.autocast, dict(store.cast_gradients)
         fields = store.on_device.layout.fields
         types = [store.cast_gradients.get(index, field.dtype) for index, field in enumerate(fields)]
@@ -106,10 +95,9 @@ class GradientSlab:
         self._device = device
         self.narrow = store.narrow | store.cast_gradients.keys()
         trained = [index for index, parameter in enumerate(store.params) if parameter.requires_grad]
-        self._waits = not widens and all(self._fields[i].dtype is MAY_WAIT for i in trained if i in self.narrow)
         narrow = sum(aligned(self._fields[index].nbytes) for index in trained if index in self.narrow)
         wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in self.narrow)
-        self.nbytes = max((1 if self._waits else 2) * narrow + wide, ALIGNMENT)
+        self.nbytes = max(2 * narrow + wide, ALIGNMENT)
         self._slots = dict(self._lay_out(store, (allocate or device.slab)(self.nbytes), trained, narrow))
         self._widened = {index for index, slot in self._slots.items() if slot.wide_view is not None}
         self._tensors = [slot.tensor for slot in self._slots.values()]
@@ -124,14 +112,10 @@ class GradientSlab:
     ) -> Iterator[tuple[int, GradientSlot]]:
         """Lay out the slots: those of gradients to widen first (Rule 2), then the others, in the parameters' types."""
         storage = flat.untyped_storage()
-        first, then = 0, (1 if self._waits else 2) * narrow
+        first, then = 0, 2 * narrow
         for index in trained:
             field, travelling = store.host_layout.fields[index], self._fields[index]
-            if index in self.narrow and self._waits:
-                place = Layout.own_view(storage, replace(travelling, offset=first))
-                yield index, GradientSlot(place, flat, first, waits=True)
-                first += aligned(travelling.nbytes)
-            elif index in self.narrow:
+            if index in self.narrow:
                 at = narrow + first
                 wide = Layout.own_view(storage, replace(field, offset=2 * first))
                 yield (

@@ -9,8 +9,7 @@
    need is dropped.
 3. A packed buffer is freed when the next unit's gradients are ready, after the caller's stream has waited for its copy:
    at most one exists, beside the gradients that autograd collects for the next unit.
-4. A gradient in autocast's type comes down in that type and becomes FP32 on the host: the same value. It may do so only
-   in its step (slab.py, Rule 3).
+4. A gradient in autocast's type comes down in that type and becomes FP32 on the host: the same value.
 5. Other code may change what was accumulated before the optimizer steps: a hook in backward, or a graph that leads to a
    host parameter past its unit's node (gradient_nodes.py). Such changes are recorded for the step in backward.
 """
@@ -18,9 +17,8 @@
 from __future__ import annotations
 
 import enum
-import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,20 +35,18 @@ from ..memory.layout import Layout
 from ..memory.staging import Arrival
 from ..memory.watched_parameters import (
     HostParameter,
-    as_it_came,
     has_hooks,
     keep_from_hooks,
     quietly,
     set_true_grad,
     true_dtype,
     true_grad,
-    widen_gradient,
 )
 from ..optim import native
 from ..optim.pending_step import Arriving, PendingStep
 from .slab import GradientSlab, GradientSlot, PackedGradients, is_own, runs_to_widen, widened
 
-Mark = tuple[list[int], list[int], set[int]]
+Mark = tuple[list[int], list[int]]
 
 
 class GradientVersions:
@@ -63,28 +59,19 @@ class GradientVersions:
     def note_packed(self, parameters: list[Tensor]) -> None:
         """Record that the gradients of these parameters are on their way down together."""
         if id(parameters[0]) not in self._marks:
-            self._marks[id(parameters[0])] = parameters, _mark(parameters)
+            self._marks[id(parameters[0])] = parameters, _mark(map(true_grad, parameters))
 
     def note_accumulated(self, parameters: list[Tensor], before: Mark) -> None:
         """Record that the gradients were accumulated; ``before`` is the mark of each ``.grad`` until then."""
         known, mark = self._marks[id(parameters[0])]
         if len(known) != len(parameters) or mark != before:
             self._changed.append(parameters[0])
-        self._marks[id(parameters[0])] = parameters, _mark(parameters)
+        self._marks[id(parameters[0])] = parameters, _mark(map(true_grad, parameters))
 
     def changed(self) -> list[Tensor]:
         """List the first parameter of each packed group in which other code changed a gradient."""
         marks = self._marks.values()
-        return self._changed + [known[0] for known, mark in marks if _mark(known) != mark]
-
-    def widen(self, parameters: Iterable[Tensor]) -> None:
-        """Give parameters the gradients that wait for a step: the same values, which nobody changed."""
-        same = [key for key, (known, mark) in self._marks.items() if _mark(known) == mark]
-        for parameter in parameters:
-            widen_gradient(parameter)
-        for key in same:
-            known, _ = self._marks[key]
-            self._marks[key] = known, _mark(known)
+        return self._changed + [known[0] for known, mark in marks if _mark(map(true_grad, known)) != mark]
 
     def clear(self) -> None:
         """Forget all gradients: another backward begins."""
@@ -92,14 +79,13 @@ class GradientVersions:
         self._changed.clear()
 
 
-def _mark(parameters: Sequence[Tensor]) -> Mark:
-    """Make a mark that changes when one of their gradients is written or replaced, and that refers to no tensor.
+def _mark(grads: Iterable[Tensor | None]) -> Mark:
+    """Make a mark that changes when one of these gradients is written or replaced, and that refers to no tensor.
 
     A reference would count as user code's (slab.py, Rule 1).
     """
-    grads = list(map(true_grad, parameters))
-    versions = [grad._version for grad in grads if grad is not None]
-    return list(map(id, grads)), versions, as_it_came.keys() & map(id, parameters)
+    grads = list(grads)
+    return list(map(id, grads)), [grad._version for grad in grads if grad is not None]
 
 
 @dataclass
@@ -113,7 +99,6 @@ class GradientTransfer:
     marks: GradientVersions
     stream: Any  # the packed buffer was made on it, and its memory is reused there
     done: Arrival
-    widen: Callable[[], None]  # the unit's gradients, if they wait and this one is to be added
 
     def has_arrived(self) -> bool:
         """Return whether ``land`` would find the gradients on the host."""
@@ -126,15 +111,11 @@ class GradientTransfer:
     def land(self) -> list[Tensor]:
         """Wait for the gradients, accumulate them into ``.grad``, and return their parameters."""
         self.wait()
-        if not as_it_came.keys().isdisjoint(map(id, self.parameters)):
-            self.widen()
         before = list(map(true_grad, self.parameters))
-        mark = _mark(self.parameters)
+        mark = _mark(before)
         widening: list[tuple[Tensor, Tensor, GradientSlot]] = []
         for parameter, so_far, slot in zip(self.parameters, before, self.slots, strict=True):
-            if slot.waits and so_far is None:
-                as_it_came[id(parameter)] = slot.tensor
-            elif slot.wide_view is None or so_far is not None:
+            if slot.wide_view is None or so_far is not None:
                 _accumulate(parameter, so_far, slot.tensor)  # now: widening may write over it
             else:
                 widening.append((parameter, slot.wide_view, slot))
@@ -145,10 +126,6 @@ class GradientTransfer:
             set_true_grad(parameter, wide)
         self.marks.note_accumulated(self.parameters, mark)
         return self.parameters
-
-
-def _nothing() -> None:
-    """Widen nothing: autograd gets these gradients."""
 
 
 class GradientExchange(Protocol):
@@ -171,11 +148,9 @@ class GradientExchange(Protocol):
 class GradientReturn:
     """The way of all units' gradients to the host."""
 
-    def __init__(self, device: Device, counters: Counters, may_wait: bool = True) -> None:
+    def __init__(self, device: Device, counters: Counters) -> None:
         self.device = device
         self.counters = counters
-        self._may_wait = may_wait  # whether gradients may wait for their step as they came (slab.py, Rule 3)
-        self._read: set[HostCopy] = set()  # units of which something read a gradient that waited, or added to it
         self.exchange: GradientExchange | None = None  # of several ranks
         self._slabs: dict[HostCopy, GradientSlab] = {}
         self._under_way: list[GradientTransfer] = []
@@ -232,12 +207,6 @@ class GradientReturn:
         """The host bytes of all gradient slabs."""
         return sum(slab.nbytes for slab in self._slabs.values())
 
-    def widen(self, store: HostCopy) -> None:
-        """Give a unit's parameters the gradients that wait, in their own types, and have none wait again."""
-        self._read.add(store)
-        self._slabs.pop(store, None)
-        self.marks.widen([parameter for parameter in store.params if id(parameter) in as_it_came])
-
     def drop(self) -> None:
         """Discard the gradients under way: their backward failed."""
         self.let_go()
@@ -245,8 +214,7 @@ class GradientReturn:
 
     def is_own(self, store: HostCopy, index: int) -> bool:
         """Return whether only the parameter, and the gradient slab it may lie in, refer to a gradient."""
-        parameter = store.params[index]
-        return id(parameter) in as_it_came or is_own(parameter, self._slabs.get(store), index)
+        return is_own(store.params[index], self._slabs.get(store), index)
 
     # ---- taken
 
@@ -256,20 +224,16 @@ class GradientReturn:
         exchange = self.exchange if self.exchange is not None and self.exchange.active else None
         slab = self._slabs.get(store) if exchange is None else exchange.slab_for(store)
         if slab is None or not slab.fits(store):
-            widens = not self._may_wait or self.exchange is not None or store in self._read
-            slab = self._slabs[store] = GradientSlab(store, self.device, widens=widens)
+            slab = self._slabs[store] = GradientSlab(store, self.device)
         indices = list(taken)
         if slab.narrow:
             indices.sort(key=lambda index: index not in slab.narrow)  # slab.py, Rule 2
         grads = [taken[index] for index in indices]
         places, packing = slab.slots_for(indices, grads)
         transfer = self._send(store, grads, packing)
-        transfer.widen = functools.partial(self.widen, store)
         transfer.parameters = [store.params[index] for index in indices]
         transfer.slots = places
         transfer.in_use = [(place.tensor, place.wide_view) for place in places]
-        if not as_it_came.keys().isdisjoint(map(id, transfer.parameters)):
-            self.widen(store)
         self.marks.note_packed(transfer.parameters)
         self.taken.update(map(id, transfer.parameters))
         if self.exchange is not None:
@@ -290,7 +254,7 @@ class GradientReturn:
         under_way = self.counters.listener.work("down", store.unit.name, "gradients", packing.nbytes)
         done = self.device.send_down(packing.copies, under_way)
         self.counters.bytes_down += packing.nbytes
-        self._last = GradientTransfer(packing, [], [], [], self.marks, compute, done, _nothing)
+        self._last = GradientTransfer(packing, [], [], [], self.marks, compute, done)
         return self._last
 
     def let_go(self) -> None:

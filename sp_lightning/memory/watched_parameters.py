@@ -23,9 +23,6 @@
    the parameter's true class back for the time of each call, so that results and copies are of that class.
 8. So it is with a DTensor, whose gradient is one over that of its shard, which is a host parameter (sharded.py). An
    operator that writes to it moves the shard's version too: torch moves that of the DTensor alone.
-9. A gradient may wait for its step in the type in which it came down (slab.py, Rule 3). Then it is in `as_it_came`, and
-   the parameter has no other. Reading ``.grad`` makes those of its unit what a plain run has, beside those with which a
-   deferred step goes on; a new ``.grad`` takes the place of the one that waits.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ..compat.modules import ZERO_GRADS, caller_frame, grad_is_taken_away
+from ..compat.modules import grad_is_taken_away
 from ..compat.patches import PARAMETER_NEW
 from ..compat.tensors import (
     HOOKS_AFTER_ACCUMULATION,
@@ -88,10 +85,7 @@ true_device: Callable[[Tensor], torch.device] = _device.__get__
 is_on_host: Callable[[Tensor], bool] = _is_cpu.__get__
 true_dtype: Callable[[Tensor], torch.dtype] = _dtype.__get__
 true_grad: Callable[[Tensor], Tensor | None] = _grad.__get__  # whatever is under way
-set_true_grad: Callable[[Tensor, Tensor | None], None] = _grad.__set__
-
-
-as_it_came: dict[int, Tensor] = {}  # gradients that wait in the type in which they came down, by parameters (Rule 9)
+set_true_grad: Callable[[Tensor, Tensor], None] = _grad.__set__
 
 
 class ReadPhases(Protocol):
@@ -131,9 +125,6 @@ class ParameterOwner(Protocol):
 
     def land(self) -> None:
         """Finish the gradients that are under way: wait for them and put them into ``.grad``."""
-
-    def widen_gradients(self, parameter: Tensor) -> None:
-        """Give the parameters of this one's unit their gradients in their own types (Rule 9)."""
 
     def check_gradient(self, parameter: Tensor) -> None:
         """Raise an error if a read of this gradient in a backward would not find what it finds in a plain run."""
@@ -228,11 +219,6 @@ class HostParameter(nn.Parameter):
             owner.check_gradient(self)
             if owner.access.changes_gradients or (_has_grad(self) and not grad_is_taken_away()):
                 owner.land()
-        if id(self) in as_it_came:
-            caller = caller_frame(1)  # in each step: no call of a function
-            if caller.f_code in ZERO_GRADS and caller.f_locals["set_to_none"]:
-                return as_it_came[id(self)]
-            owner.widen_gradients(self)
         with without_dispatch():
             return true_grad(self)
 
@@ -247,8 +233,6 @@ class HostParameter(nn.Parameter):
             if value is not None and true_device(value) != true_device(self):
                 value = value.to(true_device(self), true_dtype(self))  # it comes from a loss on the device
             _grad.__set__(self, value)
-        if as_it_came:
-            as_it_came.pop(id(self), None)
 
     @grad.deleter
     def grad(self) -> None:
@@ -600,14 +584,7 @@ def finished_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     """Wait for gradients under way and return ``parameter.grad``."""
     owner_of(parameter).land()
     with without_dispatch():
-        if id(parameter) in as_it_came:
-            owner_of(parameter).widen_gradients(parameter)
         return true_grad(parameter)
-
-
-def widen_gradient(parameter: Tensor) -> None:
-    """Give a parameter the gradient that waits for its step in its own type (Rule 9)."""
-    set_true_grad(parameter, as_it_came.pop(id(parameter)).to(true_dtype(parameter)))
 
 
 def watch(parameter: nn.Parameter, watcher: DataWatcher) -> None:
@@ -628,8 +605,6 @@ def is_watched(parameter: nn.Parameter) -> bool:
 def unwatch(parameter: nn.Parameter) -> None:
     """Make a managed parameter plain again."""
     kind: Any = type(parameter)
-    if id(parameter) in as_it_came:
-        widen_gradient(parameter)
     if kind is HostParameter:
         parameter.__class__ = nn.Parameter
     elif issubclass(kind, HostWhole):

@@ -67,15 +67,7 @@ from ..core.telemetry import Counters
 from ..errors import DiskError, ExactnessError, SuperpipelineError
 from ..memory.access import Access
 from ..memory.host_copy import HostCopy
-from ..memory.watched_parameters import (
-    HostParameter,
-    as_it_came,
-    quietly,
-    set_true_data,
-    true_data,
-    true_dtype,
-    true_grad,
-)
+from ..memory.watched_parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
 from ..memory.weights import Conversion
 from . import torn_step
 from .pieces import Group, ShadowStep, State, keeps_no_state, shadow_of
@@ -478,7 +470,6 @@ class PendingStep:
         groups: list[Group] = [{**group, "params": []} for group in self._source.param_groups]
         state: dict[Tensor, State] = {}
         conversions: dict[Tensor, Conversion] = {}
-        few = False
         for param in params:
             index = unit.store.index_of[id(param)]
             if (piece := self._parts.pieces.get(id(param))) is not None:
@@ -488,10 +479,9 @@ class PendingStep:
                 state[data] = self._guard.state.get(param, {})
                 if (conversion := unit.store.conversion(index)) is not None:
                     conversions[data] = unit.conversions[index] = conversion
-            few = few or (data.grad is not None and data.grad.dtype is not data.dtype)
             for number in self._numbers[id(param)]:
                 groups[number]["params"].append(data)
-        self._shadow_step.step_groups(self._source, groups, state, conversions, few)
+        self._shadow_step.step_groups(self._source, groups, state, conversions)
 
     # ---- beside the next forward
 
@@ -514,7 +504,7 @@ class PendingStep:
                 (streamed[id(param)], number, param)
                 for number, group in enumerate(groups)
                 for param in group["params"]
-                if id(param) in streamed and (true_grad(param) is not None or id(param) in as_it_came)
+                if id(param) in streamed and true_grad(param) is not None
             ]
             if left and self._may_defer():
                 try:
@@ -589,11 +579,7 @@ def data_of(parameter: Tensor) -> Tensor:
     if type(parameter) is not HostParameter:
         return parameter  # the optimizer may depend on a class of the user's own
     data = parameter.detach()
-    if id(parameter) in as_it_came:  # which the step widens (pieces.py, Rule 7)
-        data.grad_dtype = None
-        data.grad = as_it_came[id(parameter)]
-    else:
-        data.grad = true_grad(parameter)
+    data.grad = true_grad(parameter)
     return data
 
 
@@ -624,8 +610,6 @@ def _check_bytes(param: nn.Parameter, store: HostCopy, index: int) -> None:
 
 def _check_gradient(param: nn.Parameter, name: str) -> None:
     grad: Any = true_grad(param)
-    if id(param) in as_it_came:
-        return
     if type(grad) is not Tensor or grad.layout is not torch.strided or grad.dtype is not true_dtype(param):
         raise CannotDefer(f"the gradient of {name} is not as the weight is")
 

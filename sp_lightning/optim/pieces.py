@@ -16,16 +16,13 @@ update of these classes is elementwise: the same loop over pieces that fit into 
 6. An operator that several threads share ends when the slowest of them does, and where other processes take the cores,
    each of thousands would wait so. So a step has threads of its own that take pieces in turn, each with operators that
    it shares with nobody. Nothing but the end of the step waits for the slowest one.
-7. Gradients that wait as they came down (slab.py, Rule 3) are widened as they are stepped, those of few parameters at a
-   time, in the order of the groups: each parameter is stepped by itself. Where a group does not take the loop, or the
-   class is another one, the step reads ``.grad``, and that widens all.
 """
 
 import functools
 import itertools
 import operator
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +49,7 @@ from torch.optim import (
 from ..compat.kernels import can_share_operators, share_operators
 from ..compat.modules import run_first
 from ..compat.tensors import dispatch_mode_count, function_mode_count
-from ..memory.watched_parameters import HostParameter, as_it_came, is_on_host, set_true_grad, true_dtype
+from ..memory.watched_parameters import HostParameter, is_on_host
 from ..memory.weights import Conversion
 from . import native
 
@@ -80,7 +77,6 @@ FEWEST_IN_TURN = 16
 LINE = 256
 # Threads of a step (Rule 6), which take turns in Python. On a machine with more cores they share operators with others.
 MOST_THREADS = 8
-AT_A_TIME = 1 << 25  # elements of parameters whose gradients are widened together, if not those of one (Rule 7)
 AT_ONCE = 4  # pieces that a thread takes
 
 
@@ -142,9 +138,6 @@ class ShadowStep:
             for step in shadow.shadow_steps:
                 if step.first is not None:  # also where the closure made units anew, and these need a disk
                     shadow.param_groups = step.first(shadow, {}, adopts=step is not self)
-            if as_it_came and type(optimizer) in ELEMENTWISE and all(map(takes_the_loop, shadow.param_groups)):
-                self._step_few(shadow, {})
-                shadow.param_groups = [{**group, "params": []} for group in shadow.param_groups]
             shadow.param_groups, shadow.state = self.regroup(shadow, {})
             return loss
 
@@ -156,49 +149,15 @@ class ShadowStep:
         groups: list[Group],
         state: dict[Tensor, State],
         conversions: Conversions,
-        few: bool = False,
     ) -> None:
-        """Step these groups only, whose parameters have gradients, with this state, and convert what is at hand.
-
-        With ``few`` gradients wait as they came down (Rule 7).
-        """
+        """Step these groups only, whose parameters have gradients, with this state, and convert what is at hand."""
         shadow = shadow_of(optimizer)
         shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
         if self.first is not None:
             shadow.param_groups = self.first(shadow, conversions)
-        if few:
-            self._step_few(shadow, conversions)
-            return
         shadow.param_groups, shadow.state = self.regroup(shadow, conversions)
         if any(group["params"] for group in shadow.param_groups):  # else all were stepped
             type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: they belong to the whole step
-
-    def _step_few(self, whole: Any, conversions: Conversions) -> None:
-        """Step all parameters, few at a time, with their gradients widened meanwhile (Rule 7)."""
-        elements = 0
-        for group in whole.param_groups:
-            elements += sum(map(Tensor.numel, group["params"]))
-        for shadow in [whole] if elements <= AT_A_TIME else _few_at_a_time(whole):
-            narrow: list[tuple[Tensor, Tensor]] = []
-            waiting: dict[int, Tensor] = {}
-            try:
-                for group in shadow.param_groups:
-                    for param in group["params"]:
-                        grad = as_it_came.get(id(param))
-                        if grad is not None:
-                            set_true_grad(param, grad.to(true_dtype(param)))
-                            narrow.append((param, as_it_came.pop(id(param))))
-                            waiting[id(param)] = grad
-                        elif (grad := param.grad) is not None and grad.dtype is not true_dtype(param):
-                            set_true_grad(param, grad.to(true_dtype(param)))
-                            narrow.append((param, grad))
-                shadow.param_groups, shadow.state = self.regroup(shadow, conversions)
-                if any(group["params"] for group in shadow.param_groups):
-                    type(shadow).step.__wrapped__(shadow)
-            finally:
-                for param, grad in narrow:
-                    set_true_grad(param, None if id(param) in waiting else grad)
-                as_it_came.update(waiting)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         called_with = getattr(args[0], "called_with", None)
@@ -207,27 +166,6 @@ class ShadowStep:
             kwargs.clear()
             kwargs.update(called_with[1])
             self.end(optimizer)
-
-
-def gradient_of(param: Tensor) -> Tensor | None:
-    """Return a parameter's gradient, as it came down if it waits so (Rule 7)."""
-    if id(param) in as_it_came:
-        return as_it_came[id(param)]
-    return param.grad
-
-
-def _few_at_a_time(whole: Any) -> Iterator[Any]:
-    """Yield shadows with few parameters each, in the order of the groups."""
-    for group in whole.param_groups:
-        left: list[Tensor] = group["params"]
-        while left:
-            count, elements = 1, left[0].numel()
-            while count < len(left) and (elements := elements + left[count].numel()) <= AT_A_TIME:
-                count += 1
-            shadow = shadow_of(whole)
-            shadow.param_groups, shadow.state = [{**group, "params": left[:count]}], whole.state
-            left = left[count:]
-            yield shadow
 
 
 def step_in_pieces(optimizer: Optimizer, piece: int = PIECE) -> ShadowStep | None:
@@ -268,7 +206,7 @@ def each_by_itself(optimizer: Optimizer, group: Group) -> Group:
     """
     if type(optimizer) is Adafactor and group["eps"][0] is None and takes_the_loop(group):
         for param in group["params"]:
-            if gradient_of(param) is not None:
+            if param.grad is not None:
                 return {**group, "eps": (torch.finfo(param.dtype).eps, group["eps"][1])}
     return group
 
@@ -420,7 +358,7 @@ def needs_order(optimizer: Optimizer) -> bool:
     for group in optimizer.param_groups:
         for param in group["params"]:
             stepped.append(param)
-            if (grad := gradient_of(param)) is not None:
+            if (grad := param.grad) is not None:
                 stepped.append(grad)
             state += optimizer.state.get(param, {}).values()
     if not all(map(_is_plain, stepped)):
@@ -485,9 +423,8 @@ def has_gradient_in_step(param: Tensor) -> bool:
     """Whether a parameter and its gradient have the same order in flat memory."""
     if type(param) not in (Tensor, torch.nn.Parameter, HostParameter) or not _is_plain(param):
         return False
-    grad = gradient_of(param)
-    has_type = type(grad) is Tensor and grad.dtype in (param.dtype, torch.bfloat16)  # widened as it is stepped
-    return has_type and _is_plain(grad) and same_order(param, grad)  # type: ignore[arg-type]
+    grad = param.grad
+    return type(grad) is Tensor and grad.dtype == param.dtype and _is_plain(grad) and same_order(param, grad)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -512,7 +449,7 @@ def keep_order(shadow: Any) -> None:
     """Make entries of state in the order in which torch makes them."""
     for group in shadow.param_groups:
         for param in group["params"]:
-            if gradient_of(param) is not None and not keeps_no_state(shadow, group):
+            if param.grad is not None and not keeps_no_state(shadow, group):
                 shadow.state[param]  # a defaultdict
 
 

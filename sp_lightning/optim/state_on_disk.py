@@ -66,7 +66,6 @@ from .pieces import (
     State,
     each_by_itself,
     flattened,
-    gradient_of,
     has_gradient_in_step,
     is_scalar,
     keep_order,
@@ -109,8 +108,7 @@ class Spilled:
 
     def __post_init__(self) -> None:
         self.flat = flattened(self.param)
-        self.gradient = gradient_of(self.param)
-        self.grad = flattened(self.gradient)  # type: ignore[arg-type]  # it has one
+        self.grad = flattened(self.param.grad)  # type: ignore[arg-type]  # it has one
         self.before = {key: value.clone() for key, value in self.entry.items() if is_scalar(value)}  # Rule 4
 
     def nbytes(self, reads: bool = False) -> int:
@@ -169,8 +167,8 @@ class ParameterPart:
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of the part, in the parameter's type."""
-        return self.shaped(self.of.grad[self.slice].to(self.of.flat.dtype), self.of.gradient)
+        """The gradient of the part."""
+        return self.shaped(self.of.grad[self.slice], self.of.param.grad)
 
     def state(self, buffer: Buffer) -> dict[str, Tensor]:
         """Return the state that is in the buffer, and the parameter under WEIGHT if it is there."""
@@ -465,7 +463,7 @@ class StateOnDisk(StateInMemory):
 
         None if the parameter cannot be stepped in portions.
         """
-        if gradient_of(param) is None or not param.dim() or not param.numel():
+        if param.grad is None or not param.dim() or not param.numel():
             return None
         if type(shadow) in PER_PARAMETER and shadow.state.get(param):
             if not has_gradient_in_step(param):

@@ -90,7 +90,7 @@ class Engine:
         self.device = device
         self.options = options
         self.counters = counters
-        self.gradient_return = GradientReturn(device, self.counters, options.optimizer_device == "host")
+        self.gradient_return = GradientReturn(device, self.counters)
         self.units: list[StreamedUnit] = []
         with quietly():  # other modules may be streamed already, and have reads of weights watched
             for unit in units:
@@ -427,11 +427,6 @@ class Engine:
         self.step_owner.finish()
         self.gradient_return.finish()
         self.team.show_gradients()
-
-    def widen_gradients(self, parameter: Tensor) -> None:
-        """Give the parameters of this one's unit their gradients in their own types (slab.py, Rule 3)."""
-        with quietly():
-            self.gradient_return.widen(self._by_parameter[id(parameter)].store)
 
     def check_gradient(self, parameter: Tensor) -> None:
         """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 3)."""

@@ -91,7 +91,7 @@ def dry_run(
                     handle = stack.enter_context(Handle(model, device, _with_all_units(options), compute_dtype))
                 handles.append(handle)
                 handle.engine.window.halves = False  # Rule 2
-                handle.engine.gradient_return = _CountedGradients(device, handle.engine.counters, may_wait=False)
+                handle.engine.gradient_return = _CountedGradients(device, handle.engine.counters)
                 recorder.listen_to(handle.engine)
             sizes = _sizes(handles)
             stack.enter_context(counted_by(tracker))

@@ -42,7 +42,7 @@ from torch import Tensor
 
 import models
 
-See = Literal["step", "backward", "parameters"]
+See = Literal["step", "backward"]
 
 
 class Difference(AssertionError):
@@ -94,8 +94,7 @@ def record(
         clip: Algorithm and value of gradient clipping.
         batches: Training batches per epoch. Validation and prediction run over two each.
         see: "backward" keeps gradients after each backward too, as a callback that overrides `on_after_backward` sees
-            them. "step" keeps them only as the optimizer left them, and adds no callback to the run. "parameters" reads
-            no gradient.
+            them. "step" keeps them only as the optimizer left them, and adds no callback to the run.
         make_loader: Number of batches -> data; the module's own case if None.
         trainer_options: Arguments of the Trainer, stronger than those given here.
     """
@@ -106,7 +105,7 @@ def record(
         L.seed_everything(0, verbose=False)
         module = make_module()
         make_loader = make_loader or functools.partial(models.loader, module.case)
-        observer = Observer(module, see != "parameters")
+        observer = Observer(module)
         options = {
             "accelerator": accelerator,
             "devices": 1,
@@ -161,9 +160,8 @@ class Moment:
 class Observer:
     """Sees a fit from beside it, by standing in front of a few functions of torch and of the strategy."""
 
-    def __init__(self, module: L.LightningModule, reads_gradients: bool = True) -> None:
+    def __init__(self, module: L.LightningModule) -> None:
         self.module = module
-        self.reads_gradients = reads_gradients
         self.moments: list[Moment] = []
         self.telemetry: dict[str, Any] = {}
         self.batch: Moment | None = None  # the batch in progress
@@ -216,7 +214,7 @@ class Observer:
             return original(*args, **kwargs)
         self.read()
         result = original(*args, **kwargs)
-        self.with_gradients = self.batch if self.reads_gradients else None
+        self.with_gradients = self.batch
         return result
 
     def see_change(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
