@@ -46,7 +46,7 @@ from ..memory.watched_parameters import (
     watch,
 )
 from ..memory.weights import Weight, same_bytes
-from ..wholes.whole import Whole, is_sharded, part_of
+from ..wholes.whole import Whole, part_of
 from .fp32_copies import FullPrecisionCopies
 from .gradient_nodes import CastUses, Gradients, Receive, check_not_recorded, connect
 
@@ -109,7 +109,7 @@ class StandIns:
         self.owner = store.owner
         self.wholes = store.unit.wholes
         self.names = [*store.names, *(whole.name for whole in self.wholes)]
-        sharded = [whole for whole in self.wholes if is_sharded(whole)]
+        sharded = [whole for whole in self.wholes if whole.is_shard]
         self.sharded: dict[int, Any] = {store.index_of[id(part_of(whole))]: whole for whole in sharded}
         # What stands in slots: the unit's weights, and then its wholes, whose parts stand in none (partition.py).
         self.hosts: list[Any] = [*store.params, *(whole.parameter for whole in self.wholes)]
@@ -179,7 +179,7 @@ class StandIns:
     def _whole(self, whole: Whole) -> Tensor:
         """Make the stand-in of a whole of those of its parts."""
         parts = [self.outputs[self.index_of[id(part)]] for _, part in whole.parts]
-        made = parts[0] if is_sharded(whole) else stand_in_of_parts(whole, parts)
+        made = parts[0] if whole.is_shard else stand_in_of_parts(whole, parts)
         return stand_in_of_whole(made, whole.parameter, self.data_exposed)
 
     def _receiver(self, uses: CastUses) -> Receive:

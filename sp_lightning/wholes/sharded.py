@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ class GradientLayout:
 class Sharded(Whole):
     """A DTensor parameter, whose only part is its shard (Rule 1)."""
 
+    is_shard: ClassVar[bool] = True
     form: ShardForm
     layout: GradientLayout = field(default_factory=GradientLayout)
 

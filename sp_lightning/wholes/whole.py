@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ class Whole:
     parameter: nn.Parameter
     form: Any  # how it is made again of its parts
     parts: tuple[tuple[str, Any], ...]  # with their names
+    is_shard: ClassVar[bool] = False  # whether it is a DTensor, whose only part is this process's shard (sharded.py)
 
     def begin(self) -> None:
         """Begin to stream: the parts are in their homes."""
@@ -36,11 +37,6 @@ class Whole:
 
     def end(self) -> None:
         """End streaming: the parameter is plain again."""
-
-
-def is_sharded(whole: Whole) -> bool:
-    """Whether a whole is a shard (sharded.py)."""
-    return hasattr(whole, "over")
 
 
 def part_of(whole: Whole) -> Tensor:
