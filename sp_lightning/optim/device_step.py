@@ -429,18 +429,21 @@ class StepsOnDevice(StateInMemory):
                     free.append(buffer)
                 count -= 1
 
+        def step_ahead() -> None:
+            nonlocal ahead
+            if ahead is not None:
+                coming.append((*ahead[:2], *self._step_portion(shadow, *ahead)))
+                ahead = None
+
         try:
-            for portion in (*_portions(weights, self._nbytes), None):
-                going = None
-                if ahead is not None and portion is not None and portion.nbytes > self._nbytes:
-                    coming.append((*ahead[:2], *self._step_portion(shadow, *ahead)))
-                    ahead = None
-                if portion is not None:
-                    buffer = take(portion)
-                    going = portion, buffer, self._send_up(portion, buffer)
-                if ahead is not None:
-                    coming.append((*ahead[:2], *self._step_portion(shadow, *ahead)))
+            for portion in _portions(weights, self._nbytes):
+                if portion.nbytes > self._nbytes:  # one of them is there at a time
+                    step_ahead()
+                buffer = take(portion)
+                going = portion, buffer, self._send_up(portion, buffer)
+                step_ahead()
                 ahead = going
+            step_ahead()
             end()
         except BaseException:
             for stream in (self._copies.up, self._stream, self._copies.down):  # nothing writes to the host from here on
