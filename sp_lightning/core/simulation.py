@@ -338,11 +338,10 @@ def _apart(units: Sequence[UnitNumbers], window: int, machine: Machine, recomput
             down += unit.down_nbytes + unit.step_down_nbytes
         if not unit.resident:
             longest = max(longest, left + both_ways(up, down, machine))
-        left -= unit.forward_s(machine) * (1 + recompute) + unit.backward_s(machine)
-        if not unit.resident:
             earlier.append(unit.up_nbytes)
             if len(earlier) >= window:
                 up += earlier.popleft()
+        left -= unit.forward_s(machine) * (1 + recompute) + unit.backward_s(machine)
     return longest
 
 
