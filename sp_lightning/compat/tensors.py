@@ -318,6 +318,13 @@ def gloo_group(name: str, rank: int, size: int, timeout: timedelta) -> Any:
     return ProcessGroupGloo(PrefixStore(name, _get_default_store()), rank, size, timeout)
 
 
+def store_beside() -> Any:
+    """Return the default group's store, by a connection that waits for no other use of it."""
+    from torch.distributed.distributed_c10d import _get_default_store  # not in each torch
+
+    return _get_default_store().clone()
+
+
 def gloo_device(interface: str) -> Any:
     """Bind gloo to a network interface of this name; a RuntimeError if there is none."""
     from torch.distributed.distributed_c10d import ProcessGroupGloo  # not in each torch

@@ -48,7 +48,7 @@ from typing import Any
 
 from ..errors import PeerError
 from .shared_memory import SharedSlab, make, paged
-from .transport import KEEPALIVE, NodePlace, NodeTransport
+from .transport import KEEPALIVE, Failures, NodePlace, NodeTransport
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +117,7 @@ class Ranks(OneRank):
         processes: Sequence[int] | None = None,
         place: NodePlace | None = None,
         keepalive: timedelta = KEEPALIVE,
+        failures: Failures | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self.place = place or NodePlace(0, size, ("",))
@@ -154,13 +155,21 @@ class Ranks(OneRank):
         self._came = (ctypes.c_int64 * world).from_address(self._slab.truth.data_ptr() + world * WORD)
         self._came_handling = (ctypes.c_int64 * world).from_address(self._slab.truth.data_ptr() + 2 * world * WORD)
         threading.Thread(target=self._watch, name="superpipeline-ranks", daemon=True).start()
-        if len(self.place.hosts) > 1:
+        if failures is not None:  # there are other nodes
             try:
-                self.transport = self._connect_nodes(token, keepalive)
+                self.transport = self._connect_nodes(token, keepalive, failures)
                 self._nodes = Board(self, 0)
-            except BaseException:
-                self.fail()
+                self.meet("a connection to other machines")  # of all ranks: until then news may come by the store alone
+            except BaseException as error:
+                self.fail(because_of_another=isinstance(error, PeerError))
+                self._hear(
+                    failures.told(now=True)
+                )  # a rank that stopped, which may be all that is known, told it first
+                failures.tell(self._own())
+                news = self._news()
                 self.close()
+                if isinstance(error, PeerError) and news:
+                    raise PeerError(news) from error
                 raise
 
     # ---- shared memory
@@ -289,7 +298,7 @@ class Ranks(OneRank):
             return set()
         return {rank for rank in range(self.size) if self._state[self.place.first + rank] in GIVEN_UP}
 
-    def _connect_nodes(self, token: bytes, keepalive: timedelta) -> NodeTransport:
+    def _connect_nodes(self, token: bytes, keepalive: timedelta, failures: Failures) -> NodeTransport:
         """Connect to the other nodes beside the waits of the board: a rank of this node may end in the meantime."""
         made: list[NodeTransport | Exception] = []
 
@@ -301,7 +310,12 @@ class Ranks(OneRank):
 
         threading.Thread(target=connect, name="superpipeline-nodes", daemon=True).start()
         others = [rank for rank in range(self.world) if not 0 <= rank - self.place.first < self.size]
-        self.wait_for_nodes(lambda: [] if made else others, "a connection to other machines")
+
+        def missing() -> list[int]:
+            self._hear(failures.told())
+            return [] if made else others
+
+        self.wait_for_nodes(missing, "a connection to other machines")
         if isinstance(made[0], Exception):
             raise made[0]
         return made[0]
@@ -332,6 +346,10 @@ class Ranks(OneRank):
         for rank, number in enumerate(came):
             at = node * self.size + rank
             self._came_handling[at] = max(self._came_handling[at], number)
+
+    def _hear(self, told: dict[int, list[int]]) -> None:
+        for node, numbers in told.items():
+            self.heard(node, numbers[: self.world], numbers[self.world :])
 
     def lost(self, rank: int) -> None:
         """Note that the connection to a rank of another node ended without a farewell."""
@@ -524,6 +542,7 @@ class Ranks(OneRank):
         try:
             yield
         except (OSError, EOFError) as error:
+            self._note(self.place.first + rank, ENDED)  # if it says nothing else
             raise PeerError(
                 self._news() or f"{self.local(rank)} ended while memory was being shared ({error})"
             ) from error

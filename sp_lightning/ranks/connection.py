@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..compat.tensors import store_beside
 from ..errors import OptionError, PeerError
 from .board import ONE_RANK, OneRank, Ranks
 from .shared_memory import check_possible
-from .transport import KEEPALIVE, NodePlace, interface_error, machine, namespace, node_identity
+from .transport import KEEPALIVE, Failures, NodePlace, interface_error, machine, namespace, node_identity
 
 ALL_HERE = "the number of this machine's devices or less, or num_nodes with as many machines"
 NETWORKS = "networks of one machine"  # which its sockets without a name in a file system belong to
@@ -145,14 +146,16 @@ def connect(
     known = [_Known(*one) for one in gathered]
     names = list(dict.fromkeys(one.node for one in known))
     _check(known, names, nodes)
-    token = [os.urandom(16)]
-    dist.broadcast_object_list(token, _first(group), group)
+    store = store_beside() if len(names) > 1 else None
+    tokens: list[Any] = [None] * size  # of all: whoever fails from here on, the others are connected to the store
+    dist.all_gather_object(tokens, os.urandom(16), group)
     ranks_of = size // len(names)
     place = NodePlace(rank // ranks_of, ranks_of, tuple(one.host for one in known[::ranks_of]))
     here = known[place.first : place.first + ranks_of]
     spaces, processes = zip(*[one.process for one in here], strict=True)
     numbers = processes if len(set(spaces)) == 1 else None
-    return Ranks(rank - place.first, ranks_of, token[0], timeout, numbers, place, keepalive)
+    failures = store and Failures(store, place, tokens[0])
+    return Ranks(rank - place.first, ranks_of, tokens[0], timeout, numbers, place, keepalive, failures)
 
 
 def check_keepalive(keepalive: timedelta) -> None:
