@@ -53,7 +53,7 @@ class Options:
     host_memory: HostMemory = "auto"  # of weights and gradients; has no effect where the CPU computes
     compile_units: bool = False
     host_budget: int | None = None  # host bytes, beyond which weights stay in their files, and state goes to the disk
-    disk: str | None = None  # a folder for optimizer state, and then FP32 weights, that exceed the budget
+    disk: str | None = None  # a folder for optimizer state, and then weights, that exceed the budget
 
     @property
     def uses_files(self) -> bool:

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transfer", help="units exchanged at a time (default: auto)")
     parser.add_argument("--memory-budget", help="device bytes for weights, gradients and what streams, such as 10GiB")
     parser.add_argument("--host-budget", help="host bytes beyond which frozen weights stay in files, such as 24GiB")
-    parser.add_argument("--disk", help="a folder on a local SSD, for optimizer state and FP32 weights beyond that")
+    parser.add_argument("--disk", help="a folder on a local SSD, for optimizer state and weights beyond that")
     parser.add_argument("--units", nargs="+", help="class names of the units (default: auto)")
     parser.add_argument("--activations", help="keep, recompute, offload or recompute+offload (default: keep)")
     parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")

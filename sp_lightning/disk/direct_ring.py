@@ -76,7 +76,7 @@ class Target(NamedTuple):
 Job = tuple[Piece, list[Target]]
 
 
-def pieces(places: Iterable[tuple[int, FileRange, int]], most: int = PIECE) -> list[Piece]:
+def pieces(places: Iterable[tuple[int, FileRange, int]], most: int = PIECE, gap: int = GAP) -> list[Piece]:
     """Cut the places of weights into pieces (Rule 1). Each has the weight's index and the bytes of an element."""
     cut: list[Piece] = []
     for index, place, itemsize in sorted(places, key=lambda item: (item[1].file.path, item[1].offset)):
@@ -84,7 +84,7 @@ def pieces(places: Iterable[tuple[int, FileRange, int]], most: int = PIECE) -> l
         while within < place.nbytes:
             at = place.offset + within
             piece = cut[-1] if cut else None
-            if piece is None or piece.file is not place.file or not 0 <= at - piece.begin - piece.nbytes <= GAP:
+            if piece is None or piece.file is not place.file or not 0 <= at - piece.begin - piece.nbytes <= gap:
                 piece = None
             room = 0 if piece is None else piece.begin + most - at
             nbytes = _whole(min(place.nbytes - within, room), place.nbytes - within, itemsize)

@@ -9,10 +9,10 @@
 4. A fill from files may fail, which leaves the device copy stale (device_copy.py, Rule 4).
 5. Every fill checks the unit's source files, also for weights that left them: unwritten pages are still the file's.
 6. FP32 weights that travel as wire copies, or may come to, may lie in the scratch file, as the optimizer's state does
-   (state_on_disk.py). Their wire copies are in memory.
-7. A weight there without a wire copy (before autocast's casts are known, or where it is not only cast) goes up from its
-   range of the scratch file: reading that directly finds what was written through the mapping. While user code has
-   given it other data, it goes up from that.
+   (state_on_disk.py). Their wire copies are in memory, or in the file as well.
+7. A wire copy in the file goes up from its range, and so does a weight there without one (it travels as it is,
+   autocast's casts are not known yet, or it is not only cast): reading a range directly finds what was written through
+   the mapping. While user code has given a weight other data, it goes up from that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..core.telemetry import Counters
@@ -31,16 +32,20 @@ from ..memory.layout import Field, Layout
 from ..memory.staging import Around, Arrival, Copies
 from ..memory.weights import Stamp, Weight
 from .direct_file import DirectFile, FileRange
-from .direct_ring import DirectRing, Job, Piece, Target, pieces
+from .direct_ring import GAP, PIECE, DirectRing, Job, Piece, Target, pieces
+from .scratch_file import SEGMENT, in_file
 from .source_files import Place, written
 
 
 class _Files:
     """A home in files of either kind."""
 
+    _gap = GAP  # most bytes between two weights that are read together
+
     def __init__(self, unit: str, counters: Counters, ring: Callable[[], DirectRing]) -> None:
         self._unit, self._counters, self._ring = unit, counters, ring
         self._here: dict[int, tuple[int, FileRange]] = {}  # addresses and ranges of the weights, by index
+        self._wires: dict[int, FileRange] = {}  # of wire copies that are in files
         self._read: dict[int, FileRange] = {}  # those that a fill reads
         self._jobs: list[Job] | None = None  # these, in pieces; None: to be made
         self._slices = 0  # tensors over the device buffer that fills write to, among its own aliases
@@ -48,18 +53,19 @@ class _Files:
     def ranges(self) -> list[tuple[int, int]]:
         return [(address, range_.nbytes) for address, range_ in self._here.values()]
 
-    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> None:
+    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Sequence[Weight]:
         self._weights, self._on_device = weights, on_device
         self._jobs, self._slices = None, 0
+        return weights
 
     def _find_read(self, indices: Collection[int], stamp: Stamp) -> None:
-        """Find which of these weights a fill reads: those that lie where they did, and have no wire copies."""
+        """Find what a fill reads: wire copies, and these weights without one as far as they lie where they did."""
         read = {
             index: range_
             for index, (address, range_) in self._here.items()
             if index in indices and self._weights[index].wire is None and stamp.addresses[index] == address
-        }
-        if read.keys() != self._read.keys():
+        } | self._wires
+        if read != self._read:
             self._read = read
             self._have_jobs(None)
 
@@ -74,14 +80,20 @@ class _Files:
         return max((piece.nbytes for piece in self._pieces({i: at for i, (_, at) in self._here.items()})), default=0)
 
     def _pieces(self, ranges: Mapping[int, FileRange]) -> list[Piece]:
-        return pieces((index, range_, self._weights[index].host.dtype.itemsize) for index, range_ in ranges.items())
+        places = ((index, range_, self._type(index).itemsize) for index, range_ in ranges.items())
+        return pieces(places, gap=self._gap)
+
+    def _type(self, index: int) -> torch.dtype:
+        """Return the type of what is read of a weight."""
+        weight = self._weights[index]
+        return weight.field.dtype if index in self._wires else weight.host.dtype
 
     def _targets(self, piece: Piece) -> Iterator[Target]:
         for index, at, within, nbytes in piece.parts:
-            field, given = self._weights[index].field, self._weights[index].host.dtype
+            field, given = self._weights[index].field, self._type(index)
             first = field.offset + within // given.itemsize * field.dtype.itemsize
             place = self._on_device.flat[first : first + nbytes // given.itemsize * field.dtype.itemsize]
-            yield Target(at, nbytes, place, (given, field.dtype) if self._weights[index].is_narrow else None)
+            yield Target(at, nbytes, place, (given, field.dtype) if given is not field.dtype else None)
 
     def _fill(
         self, copies: Copies, around: Around, loose: Copies, files: Sequence[DirectFile], writable: bool
@@ -98,8 +110,6 @@ class _Files:
 class SourceFiles(_Files):
     """The files that weights were loaded from."""
 
-    converts = True
-
     def __init__(
         self, places: Mapping[int, Place], unit: str, counters: Counters, ring: Callable[[], DirectRing]
     ) -> None:
@@ -112,6 +122,9 @@ class SourceFiles(_Files):
         place = self._places[index]
         self._here[index] = place.address, place
         return Layout.own_view(place.file.flat.untyped_storage(), replace(field, offset=place.offset))
+
+    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Sequence[Weight]:
+        return [weight for weight in super().lay_out(weights, on_device) if weight.home is not self]  # Rule 3
 
     def refresh(self, stamp: Stamp) -> dict[int, Callable[[], Tensor]]:
         left: dict[int, Callable[[], Tensor]] = {}
@@ -140,6 +153,9 @@ class Scratch(Protocol):
     def moved(self, tensor: Tensor) -> tuple[Tensor, FileRange]:
         """Return a tensor of the file with the values of this one, and its range."""
 
+    def placed(self, like: Tensor) -> tuple[Tensor, FileRange]:
+        """Return a tensor of the file with this shape, type and strides, and its range."""
+
     def converted(self, tensor: Tensor, wire: Tensor | None) -> bool:
         """Convert a tensor of the file into a wire copy; return False, with nothing done, if that is not possible."""
 
@@ -147,11 +163,12 @@ class Scratch(Protocol):
 class ScratchHome(_Files):
     """The scratch file (Rules 6 and 7)."""
 
-    converts = False
+    _gap = SEGMENT
 
     def __init__(
         self,
         indices: Collection[int],
+        wired: Collection[int],  # those of which what travels is in the file
         scratch: Scratch,
         device: Device,
         unit: str,
@@ -160,12 +177,24 @@ class ScratchHome(_Files):
     ) -> None:
         super().__init__(unit, counters, ring)
         self.indices: Collection[int] = indices
-        self._scratch, self._device = scratch, device
+        self._wired, self._scratch, self._device = wired, scratch, device
 
     def adopt(self, index: int, field: Field, data: Tensor) -> Tensor:
         moved, range_ = self._scratch.moved(data)
         self._here[index] = moved.data_ptr(), range_
         return moved
+
+    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Sequence[Weight]:
+        self._wires = {}
+        for index in self._wired:
+            field = weights[index].field
+            if weights[index].is_narrow:
+                like = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device="meta")
+                weights[index].wire, self._wires[index] = self._scratch.placed(like)
+        return [w for index, w in enumerate(super().lay_out(weights, on_device)) if index not in self._wired]
+
+    def largest_piece(self) -> int:
+        return min(PIECE, in_file(range_.nbytes for _, range_ in self._here.values()))
 
     def refresh(self, stamp: Stamp) -> dict[int, Callable[[], Tensor]]:
         self._find_read(self.indices, stamp)

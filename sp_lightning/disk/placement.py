@@ -11,6 +11,8 @@
    type of their own (master weights) all, else those that may come to travel in autocast's type. The latter are read
    from there, through buffers as in Rule 6, until they do, and if they never do. Where the CPU computes, weights to
    whose bytes other code may refer stay in memory, where it finds what each step writes (host_copy.py, Rule 7).
+   Last goes what travels of weights that train, their copies in half precision or they themselves: each visit reads
+   these bytes again.
 6. The terms are those of unit_numbers.py, with the state of AdamW for what trains, wire copies for all weights that
    autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. What activations
    take on the host is not known before a run.
@@ -30,9 +32,9 @@ from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
 from ..memory.weights import BY_ITSELF
 from . import state_ring
-from .direct_file import BLOCK, blocks
+from .direct_file import BLOCK
 from .direct_ring import BUFFERS, PIECE
-from .scratch_file import SEGMENT
+from .scratch_file import in_file
 
 SPARE_PART, MOST_SPARE = 11, 512 << 20  # Rule 7
 
@@ -46,12 +48,18 @@ class UnitPlacement:
     in_files: int  # bytes of weights that can stay in files
     state: int = 0  # bytes of the optimizer's state that can be on disk
     masters: int = 0  # bytes of FP32 weights that can be on disk, since their wire copies travel
+    wires: int = 0  # bytes of these wire copies, which can be on disk too
+    as_is: int = 0  # bytes of weights that can be on disk and travel as they are
     resident: bool = False
 
     @property
     def saved(self) -> int:
         """Bytes of host memory that are not needed if its weights stay in files."""
         return self.whole.weights + self.whole.wire - self.kept.weights - self.kept.wire
+
+    def travels(self, as_copies: bool) -> int:
+        """Count the bytes of what travels and can be on disk; wire copies only of weights that are there."""
+        return self.as_is + as_copies * self.wires
 
 
 def stay_in_files(units: Sequence[UnitPlacement], needed: int) -> list[int]:
@@ -87,7 +95,9 @@ class Budgeted:
     in_files: int  # bytes of weights
     spilled: list[int] = field(default_factory=list)  # units whose state is on disk
     masters: dict[int, int] = field(default_factory=dict)  # bytes of FP32 weights on disk, by unit
-    on_disk: int = 0  # bytes of that state and those weights
+    # Bytes of weights on disk that travel as they are, by unit of which what travels is there.
+    travelling: dict[int, int] = field(default_factory=dict)
+    on_disk: int = 0  # bytes of that state, of those weights and of what travels
     buffer: int = 0  # bytes of a buffer through which state is stepped
 
 
@@ -98,6 +108,7 @@ def within(
     ring: int,
     spills: bool = False,
     masters_ring: int = 0,
+    travel_ring: int = 0,
 ) -> Budgeted:
     """Choose what stays in files, and what goes to the disk, so that the run fits into the budget (Rule 3).
 
@@ -108,6 +119,7 @@ def within(
         ring: Bytes of the buffers through which files are read, if any weight stays in one.
         spills: The optimizer's state may be on disk.
         masters_ring: Bytes of the buffers through which FP32 weights on disk are read as they are.
+        travel_ring: Bytes of the buffers through which what travels is read.
     """
     if whole.total > budget:
         budget -= min(budget // SPARE_PART, MOST_SPARE)
@@ -129,19 +141,29 @@ def within(
     # Weights of a unit follow its state. Those of units that leave weights in their files stay in memory.
     may_follow = {index: units[index].masters for index in spilled if index not in chosen}
     masters: dict[int, int] = {}
+    direct = bool(chosen) * ring
     if host.total > budget:
-        more = max(0, masters_ring - bool(chosen) * ring)
+        more = max(0, masters_ring - direct)
         masters = {index: units[index].masters for index in evenly(may_follow, host.total + more - budget)}
-        host = replace(host, ring=host.ring + bool(masters) * more)
+        direct += bool(masters) * more
     weights = sum(masters.values())
-    host = replace(host, weights=host.weights - weights)
+    host = replace(host, weights=host.weights - weights, ring=host.ring - bool(chosen) * ring + direct)
+    travelling: dict[int, int] = {}
+    if host.total > budget:
+        more = max(0, travel_ring - direct)
+        travel = {index: units[index].travels(index in masters) for index in may_follow}
+        travelling = {index: units[index].as_is for index in evenly(travel, host.total + more - budget)}
+        host = replace(host, ring=host.ring + bool(travelling) * more)
+    wire = sum(units[index].wires for index in travelling if index in masters)
+    as_is = sum(travelling.values())
     return Budgeted(
         units=chosen,
-        host=host,
+        host=replace(host, weights=host.weights - as_is, wire=host.wire - wire),
         in_files=in_files,
         spilled=spilled,
         masters=masters,
-        on_disk=state + weights,
+        travelling=travelling,
+        on_disk=state + weights + wire + as_is,
         buffer=buffer,
     )
 
@@ -162,6 +184,19 @@ def may_move(
         moved = list(parameters) if travel else []
     moved = [p for p in moved if p.dim() and p.numel() and id(p) not in shared]
     return moved if any(p.requires_grad and p.dtype is torch.float32 for p in moved) else []
+
+
+def may_travel(
+    parameters: Sequence[torch.Tensor], moved: Sequence[torch.Tensor], narrow: bool, shared: Collection[int] = ()
+) -> list[torch.Tensor]:
+    """List a unit's weights that train and of which what travels can be on disk, those of `moved` among them.
+
+    With `narrow` weights in FP32 travel as wire copies.
+    """
+    known = set(map(id, moved))
+    trained = [p for p in parameters if p.requires_grad and p.dim() and p.numel() and id(p) not in shared]
+    as_is = (p.dtype.is_floating_point and not (narrow and p.dtype is torch.float32) for p in trained)
+    return [p for p, travels in zip(trained, as_is, strict=True) if travels or id(p) in known]
 
 
 def choose(
@@ -189,12 +224,15 @@ def choose(
         shared: The ids of weights that other code may refer to, and that stay in memory.
     """
     travels = functools.partial(_travels_as, compute_dtype, may_cast)
-    placements, largest_moved = [], 0
+    placements, largest_moved, largest_travel = [], 0, 0
     for unit in units:
         parameters = [parameter for _, parameter in unit.params]
         moved = may_move(parameters, compute_dtype, castable if may_cast else (), shared)
+        known, travelling = set(map(id, moved)), may_travel(parameters, moved, compute_dtype is not None, shared)
+        as_is = [p for p in travelling if id(p) not in known]
         if compute_dtype is None:
-            largest_moved = max(largest_moved, sum(blocks(p.nbytes) + SEGMENT for p in moved))
+            largest_moved = max(largest_moved, in_file(p.nbytes for p in moved))
+        largest_travel = max(largest_travel, in_file(p.nbytes for p in [*moved, *as_is]))
         placements.append(
             UnitPlacement(
                 whole=UnitHostBytes.of(parameters, travels),
@@ -202,6 +240,8 @@ def choose(
                 in_files=sum(filed.get(id(parameter), 0) for parameter in parameters),
                 state=STATES["AdamW"] * UnitHostBytes.of(parameters).trained,
                 masters=UnitHostBytes.of(moved).weights,
+                wires=UnitHostBytes.of([p for p in moved if p.requires_grad], travels).wire,
+                as_is=UnitHostBytes.of(as_is).weights,
                 resident=unit.resident,
             )
         )
@@ -210,7 +250,8 @@ def choose(
     converts = compute_dtype is not None or may_cast  # in a buffer of its own
     ring = (BUFFERS + converts) * min(PIECE, largest + 2 * BLOCK)
     masters_ring = BUFFERS * min(PIECE, largest_moved)
-    return within(placements, budget, whole, ring, spills and trains, masters_ring)
+    travel_ring = BUFFERS * min(PIECE, largest_travel)
+    return within(placements, budget, whole, ring, spills and trains, masters_ring, travel_ring)
 
 
 def _travels_as(compute_dtype: torch.dtype | None, may_cast: bool, dtype: torch.dtype) -> torch.dtype:

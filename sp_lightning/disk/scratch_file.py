@@ -39,7 +39,7 @@ from ..errors import DiskError, OptionError
 from ..memory.layout import Layout
 from ..memory.pinned import libc, mapped
 from ..options import format_both, format_bytes
-from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, Mount, mount_of
+from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, Mount, blocks, mount_of
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +153,11 @@ class ScratchFile(DirectFile):
                     return False
             shared[:] = bytes(BLOCK)
         return True
+
+
+def in_file(nbytes: Iterable[int]) -> int:
+    """Return the most bytes of the file that tensors of these sizes span, each allocated after the other."""
+    return sum(blocks(one) + SEGMENT for one in nbytes)
 
 
 def check_folder(folder: str) -> Mount:

@@ -36,9 +36,12 @@ class WeightFiles:
         self._homes: list[SourceFiles | ScratchHome] = []
         self._ring: DirectRing | None = None
 
-    def open(self, found: Mapping[int, Found], moved: Collection[int]) -> None:
-        """Open the files of the weights that stay there, by their ids. Those with ids in ``moved`` go to the disk."""
-        self._moved = moved
+    def open(self, found: Mapping[int, Found], moved: Collection[int], wired: Collection[int] = ()) -> None:
+        """Open the files of the weights that stay there, by their ids. Those with ids in ``moved`` go to the disk.
+
+        What travels of those with ids in ``wired`` is there as well.
+        """
+        self._moved, self._wired = moved, wired
         try:
             self._places = {key: Place(self._file(at), at.offset, at.nbytes) for key, at in found.items()}
         except BaseException:
@@ -57,7 +60,10 @@ class WeightFiles:
         moved = [index for index, key in enumerate(ids) if key in self._moved]
         homes: list[SourceFiles | ScratchHome] = []
         if moved:
-            homes.append(ScratchHome(moved, self.scratch, self._device, unit.name, self._counters, self._made_ring))
+            wired = {index for index in moved if ids[index] in self._wired}
+            homes.append(
+                ScratchHome(moved, wired, self.scratch, self._device, unit.name, self._counters, self._made_ring)
+            )
         elif places:
             homes.append(SourceFiles(places, unit.name, self._counters, self._made_ring))
         self._homes += homes

@@ -78,8 +78,11 @@ class FileHome(Home, Protocol):
 
     indices: Collection[int]  # of its weights, also of those that left it
 
-    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> None:
-        """Have weights go up to this device copy, in other types than before."""
+    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Sequence[Weight]:
+        """Have weights go up to this device copy, in other types than before.
+
+        Return those of which wire copies are in memory, if they need any.
+        """
 
     def refresh(self, stamp: Stamp) -> Mapping[int, Callable[[], Tensor]]:
         """Find the weights that left for good, and the functions that read the bytes which their files have."""
@@ -94,7 +97,7 @@ class FileHome(Home, Protocol):
 class OwnSlab:
     """A slab of this process: the parameters lie over what goes up."""
 
-    is_shared = converts = False
+    is_shared = False
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.truth = device.slab(nbytes)
@@ -186,11 +189,12 @@ class HostCopy:
             weight.parted = weight.saved_again = False
         self.narrow = frozenset(i for i, weight in enumerate(self.weights) if weight.is_narrow)
         self.cast_gradients: dict[int, torch.dtype] = {}  # of weights that are cast on the device only
-        lay_out_wire([weight for weight in self.weights if not (weight.home and weight.home.converts)], self.device)
+        in_memory: Sequence[Weight] = self.weights
+        for home in self.files:
+            in_memory = home.lay_out(self.weights, self.on_device)
+        lay_out_wire(in_memory, self.device)
         self._wire_stamp: Stamp | None = None
         self._runs: Sequence[Run] | None = None  # to be cut
-        for home in self.files:
-            home.lay_out(self.weights, self.on_device)
         self.memory = object()  # counts the references of graphs (Rule 6)
 
     def reshape(self, index: int, shape: torch.Size) -> None:
@@ -499,7 +503,7 @@ class HostCopy:
         """List the copies of what goes up neither from files nor by itself, as few as possible."""
         if not self.narrow and all(weight.home is self.slab for weight in self.weights):
             return [(self.slab.truth, 0, 0, self.on_device.nbytes)]
-        listed = [weight for weight in self.weights if weight.wire is not None or weight.home is self.slab]
+        listed = [w for w in self.weights if w.buffer is not None or (w.wire is None and w.home is self.slab)]
         places = [(self.slab.truth, w.host.offset) if w.wire is None else w.place_of_wire() for w in listed]
         return list(as_few_runs(places, [weight.field for weight in listed]))
 

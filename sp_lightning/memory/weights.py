@@ -25,8 +25,6 @@ BY_ITSELF = 1 << 20  # bytes from which a weight that travels as it is goes up f
 class Home(Protocol):
     """A place in which weights of a unit lie."""
 
-    converts: bool  # weights on their way up, which need no wire copies
-
     def adopt(self, index: int, field: Field, data: Tensor) -> Tensor:
         """Take a weight's bytes, and return the tensor over them that becomes the parameter's data."""
 
@@ -70,7 +68,7 @@ class Weight:
     field: Field  # its place in the device buffer
     first: int = 0  # its data's first element in that storage, whose address `share_memory_()` changes
     wire: Tensor | None = None  # its wire copy (host_copy.py, Rule 5); None: it goes up from its home
-    buffer: Tensor | None = None  # bytes in which the wire copy is
+    buffer: Tensor | None = None  # bytes in which the wire copy is, unless it is in a file
     saved: SavedBytes | None = None  # made when autograd first saves a part of its bytes (host_copy.py, Rule 6)
     parted: bool = False  # whether its stand-in has memory of its own (stand_ins.py, Rule 7)
     saved_again: bool = False  # whether create_graph saved it past our hooks

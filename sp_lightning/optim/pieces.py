@@ -257,7 +257,7 @@ class Cutting:
 
     def lengths(self, numel: int, most: int | None = None) -> tuple[int, ...]:
         """Return the lengths of the pieces of a parameter with `numel` elements, for a buffer of at most `most`."""
-        piece = self.piece if most is None else min(self.piece, max(most - LINE, 1) // self.sharers)
+        piece = self.piece if most is None else min(self.piece, max((most - LINE) // self.sharers, 1))
         return piece_lengths(numel, self.threads, self.sharers, piece)
 
     def lengths_of(self, param: Tensor) -> tuple[int, ...] | None:

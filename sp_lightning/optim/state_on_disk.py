@@ -17,9 +17,10 @@
    from there. The ranges are allocated before anything is stepped. Which state a parameter has is found with a small
    one of its type. The order of ``optimizer.state`` is that of the parameters, as torch makes it.
 6. State that comes into being otherwise moves into the file when it is loaded, or before a step or after it.
-7. FP32 weights may lie in the file as well (homes.py, Rule 6). They are stepped in the buffer, and wire copies are
-   converted from there, or read once more where the step could not. Only NaNs are converted through the mapping, since
-   their bits depend on where a vector ends.
+7. Weights may lie in the file as well (homes.py, Rule 6). They are stepped in the buffer, and wire copies are
+   converted from there, or read once more where the step could not. Wire copies that are in the file too are converted
+   in the buffer, and go to the file with the rest. Only NaNs are converted through the mapping, since their bits depend
+   on where a vector ends.
 8. An error ends the step: some parameters were stepped, and the state of others may be that of neither step. Then the
    step is torn (torn_step.py), and a run goes on from its last checkpoint.
 """
@@ -84,6 +85,7 @@ from .state_in_memory import StateInMemory
 
 log = logging.getLogger(__name__)
 WEIGHT = ""  # the key of the parameter itself among what it has in the file
+WIRE = "\0wire"  # that of its wire copy
 NEW_PIECE = 1 << 17  # elements: malloc does not map state of so few by itself (malloc.py, Rule 3)
 
 
@@ -94,7 +96,7 @@ class Spilled:
     param: Tensor
     group: Group
     entry: State
-    views: dict[str, Tensor]  # the state in the file, and the parameter under WEIGHT if it is there
+    views: dict[str, Tensor]  # the state in the file, and the parameter and its wire copy if they are there
     places: dict[str, Extent]
     is_new: bool  # whether this step makes the state (Rule 5)
     fuses: bool
@@ -116,8 +118,8 @@ class Spilled:
         return sum(view.nbytes for key, view in self.views.items() if not (reads and self.makes(key)))
 
     def makes(self, key: str) -> bool:
-        """Whether this step makes the state under the key, so that none of it is read."""
-        return self.is_new and key != WEIGHT
+        """Whether this step makes what is under the key, so that none of it is read."""
+        return key == WIRE or (self.is_new and key != WEIGHT)
 
     def most(self, room: int) -> int:
         """Return how many elements certainly fit into a buffer's room."""
@@ -171,9 +173,16 @@ class ParameterPart:
         return self.shaped(self.of.grad[self.slice], self.of.param.grad)
 
     def state(self, buffer: Buffer) -> dict[str, Tensor]:
-        """Return the state that is in the buffer, and the parameter under WEIGHT if it is there."""
-        views = self.of.views
-        return {r.key: self.shaped(r.tensor(buffer, views[r.key].dtype), views[r.key]) for r in self.ranges}
+        """Return the state that is in the buffer."""
+        views, ranges = self.of.views, (r for r in self.ranges if r.key not in (WEIGHT, WIRE))
+        return {r.key: self.shaped(r.tensor(buffer, views[r.key].dtype), views[r.key]) for r in ranges}
+
+    def wire(self, buffer: Buffer, wire: Tensor) -> Tensor:
+        """Return the part of the wire copy, in the buffer if it goes to the file."""
+        for range_ in self.ranges:
+            if range_.key == WIRE:
+                return self.shaped(range_.tensor(buffer, wire.dtype), wire)
+        return self.shaped(flattened(wire)[self.slice], wire)
 
     def shaped(self, flat: Tensor, like: Tensor | None) -> Tensor:
         """View the part of a tensor as it is stepped."""
@@ -317,8 +326,14 @@ class StateOnDisk(StateInMemory):
     def moved(self, tensor: Tensor) -> tuple[Tensor, FileRange]:
         """Return a tensor of the file with the values of this one, and its range (Rule 7)."""
         with self._lock, torch.no_grad():
-            (made,) = self._file.tensors([tensor])
+            made, range_ = self.placed(tensor)
             self._copy(tensor if is_dense(tensor) else tensor.contiguous(), made)
+            return made, range_
+
+    def placed(self, like: Tensor) -> tuple[Tensor, FileRange]:
+        """Return a tensor of the file with this shape, type and strides, and its range."""
+        with self._lock:
+            (made,) = self._file.tensors([like])
             place = self._file.place_of(made)
             assert place is not None
             return made, FileRange(self._file, *place)
@@ -331,18 +346,28 @@ class StateOnDisk(StateInMemory):
         place = self._file.place_of(tensor)
         if place is None or wire is None or not same_order(tensor, wire):
             return False
-        flat, ring, has_nan = flattened(wire), self._ring, False
+        flat, ring, has_nan, to = flattened(wire), self._ring, False, self._file.place_of(wire)
+        most = ring.buffer_nbytes // tensor.itemsize // BLOCK * BLOCK or BLOCK  # elements: whole blocks of both
+        lengths = [min(most, len(flat) - first) for first in range(0, len(flat), most)]
         runs = (
-            BlockRun(place.offset + begin, 0, min(ring.buffer_nbytes, blocks(place.nbytes - begin)))
-            for begin in range(0, place.nbytes, ring.buffer_nbytes)
+            BlockRun(place.offset + number * most * tensor.itemsize, 0, blocks(length * tensor.itemsize))
+            for number, length in enumerate(lengths)
         )
         pieces = ring.portions((run.offset - place.offset, [run]) for run in runs)
         with self._lock, torch.no_grad(), contextlib.closing(pieces):
             for begin, buffer in pieces:
-                source = buffer.flat[: place.nbytes - begin].view(tensor.dtype)
-                flat[begin // tensor.itemsize :][: len(source)].copy_(source)
+                first = begin // tensor.itemsize
+                count = min(most, len(flat) - first)
+                source, written = buffer.flat[: count * tensor.itemsize].view(tensor.dtype), []
                 has_nan = has_nan or bool(source.isnan().any())
-                ring.write(buffer, [])
+                if to is None:
+                    flat[first : first + count].copy_(source)
+                else:
+                    narrow = source.to(wire.dtype).view(torch.uint8)
+                    buffer.flat[: narrow.nbytes].copy_(narrow)
+                    written = [BlockRun(to.offset + first * wire.itemsize, 0, blocks(narrow.nbytes))]
+                    self._counters.disk_written += narrow.nbytes
+                ring.write(buffer, written)
         return not has_nan
 
     def _can_move(self, parameter: Tensor, value: Any) -> bool:
@@ -440,15 +465,17 @@ class StateOnDisk(StateInMemory):
                 views = self._views(shadow, group, param, makes)
                 if views is None:
                     continue
+                conversion = conversions.get(param)
+                if conversion is not None and not same_order(param, conversion.wire):
+                    conversion = None
                 if self._file.place_of(param) is not None:
                     views = {WEIGHT: param.detach(), **views}
+                if conversion is not None and self._file.place_of(conversion.wire) is not None:
+                    views = {**views, WIRE: conversion.wire}
                 places = {key: self._file.place_of(view) for key, view in views.items()}
                 entry = shadow.state.get(param, {})
                 known = {key: place for key, place in places.items() if place is not None}
                 if known and len(known) == len(places):
-                    conversion = conversions.get(param)
-                    if conversion is not None and not same_order(param, conversion.wire):
-                        conversion = None
                     fused, is_new = fuses and bool(entry), not entry and not keeps_no_state(shadow, group)
                     one = Spilled(param, group, entry, views, known, is_new, fused, is_whole, conversion=conversion)
                     if is_whole and one.nbytes_in_buffer(0, param.numel()) > self._ring.nbytes:
@@ -597,8 +624,7 @@ def in_buffer(
             groups.append({**group, "params": []})
         groups[-1]["params"].append(piece)
         if one.conversion is not None:
-            wire = one.conversion.wire
-            conversions[piece] = Conversion(part.shaped(flattened(wire)[part.slice], wire))
+            conversions[piece] = Conversion(part.wire(buffer, one.conversion.wire))
             one.conversions.append(conversions[piece])
     step = shadow_of(shadow)
     step.param_groups, step.state = groups, state
@@ -623,7 +649,7 @@ def _convert(part: ParameterPart, buffer: Buffer) -> None:
     """
     if part.ranges[0].key == WEIGHT and part.of.conversion is not None:
         if part.of.is_new:
-            part.of.conversions.append(Conversion(flattened(part.of.conversion.wire)[part.slice]))
+            part.of.conversions.append(Conversion(part.wire(buffer, part.of.conversion.wire)))
         conversion, piece = part.of.conversions[-1], flattened(part.piece(buffer))
         if conversion.source is None and not piece.isnan().any():
             flattened(conversion.wire).copy_(piece)
@@ -652,8 +678,6 @@ def _make_state(shadow: Any, part: ParameterPart, buffer: Buffer) -> None:
     step.param_groups, step.state = [{**one.group, "params": pieces}], defaultdict(dict)
     type(shadow).step.__wrapped__(step)
     for key, made in part.state(buffer).items():
-        if key == WEIGHT:
-            continue
         for piece, target in zip(pieces, _pieces(part, made), strict=True):
             target.copy_(step.state[piece][key])
     if part.is_last:

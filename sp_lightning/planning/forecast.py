@@ -141,7 +141,7 @@ class Plan:
     headroom: int = 0  # bytes of host memory that are left to the system
     devices: int = 1  # of the machine, which share the host's memory
     nodes: int = 1  # such machines
-    on_disk: int = 0  # bytes of state, and of weights that train, on a disk: read and written once in a step
+    on_disk: int = 0  # bytes of state, of weights that train and of their wire copies on a disk: written in a step
     accumulating_s: float = 0.0  # seconds of a batch whose gradients are only added to those before it
     accumulate: int = 1  # batches in a step of the optimizer
     answer: int = 0  # tokens that are generated for each row: a step is one of them; 0 if the model is trained

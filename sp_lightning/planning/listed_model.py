@@ -158,8 +158,12 @@ class ListedModel(PlannedModel):
         width, whole = self._host_width(options), self._workload.parts
         trained = [part.parameters * width for part in whole]
         placed, names = self._placed(options), [part.name for part in whole]
-        costs = with_moved(costs, names, placed, trained, placed.masters, self._states)
-        return Requirements(costs, _sweep(costs), peak, sizes, weights_on_disk=sum(placed.masters.values()))
+        stepped = {**placed.travelling, **placed.masters}
+        wires = {index: whole[index].parameters * HALF_BYTES for index in placed.travelling if index in placed.masters}
+        travelling = {names[index] for index in placed.travelling}
+        costs = [replace(cost, disk_nbytes=cost.up_nbytes * (cost.name in travelling)) for cost in costs]
+        costs = with_moved(costs, names, placed, trained, stepped, wires, self._states)
+        return Requirements(costs, _sweep(costs), peak, sizes, weights_on_disk=sum(stepped.values()))
 
     @property
     def logits_nbytes(self) -> int:
@@ -173,6 +177,7 @@ class ListedModel(PlannedModel):
 
     def host(self, options: Options, needs: Requirements) -> HostBytes:
         units, placed = self._units(options), self._placed(options)
+        units = [replace(unit, wire=unit.wire * (i not in placed.travelling)) for i, unit in enumerate(units)]
         host = host_bytes(units, states=self._states, ring=placed.host.ring)
         return without_disk(host, placed, units, self._states)
 
@@ -195,14 +200,16 @@ class ListedModel(PlannedModel):
                 in_files=0,
                 state=STATES["AdamW"] * unit.trained,
                 masters=unit.weights if unit.wire else 0,
+                wires=unit.wire,
+                as_is=0 if unit.wire else unit.weights,
             )
             for unit in units
         ]
         read = 0 if options.master_weights else max(placement.masters for placement in placements)
         budget, spills = options.host_budget, options.disk is not None
-        return within(
-            placements, whole.total if budget is None else budget, whole, 0, spills, BUFFERS * min(PIECE, read)
-        )
+        budget = whole.total if budget is None else budget
+        rings = (BUFFERS * min(PIECE, nbytes) for nbytes in (read, max(unit.weights for unit in units)))
+        return within(placements, budget, whole, 0, spills, *rings)
 
     def states(self) -> float:
         return self._states

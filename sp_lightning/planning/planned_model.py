@@ -56,8 +56,8 @@ class Requirements:
 
     @property
     def on_disk(self) -> int:
-        """Bytes of state, and of weights that train, on a disk: read and written once in a step."""
-        return sum(cost.state_read_nbytes for cost in self.costs)
+        """Bytes of state, of weights that train and of their wire copies on a disk: written once in a step."""
+        return sum(cost.state_written_nbytes for cost in self.costs)
 
     @property
     def streamed(self) -> list[UnitNumbers]:
@@ -129,6 +129,7 @@ def with_moved(
     placed: Budgeted,
     trained: Sequence[int],
     stepped: Mapping[int, int],
+    wires: Mapping[int, int],
     states: float,
 ) -> list[UnitNumbers]:
     """Return the costs with the bytes that a step of each unit reads from the disk and writes there (Rule 3).
@@ -139,6 +140,7 @@ def with_moved(
         placed: What is where.
         trained: Bytes of each unit's weights that train.
         stepped: Bytes of those that are on the disk, by unit.
+        wires: Bytes of wire copies that are there, by unit: they are written only.
         states: State tensors per parameter.
     """
     moved = dict.fromkeys(names, 0)
@@ -146,8 +148,11 @@ def with_moved(
         moved[names[index]] += whole_states(states) * trained[index]
     for index, nbytes in stepped.items():
         moved[names[index]] += nbytes
-    of_each = ((cost, moved.get(cost.name, 0)) for cost in costs)
-    return [replace(cost, state_read_nbytes=nbytes, state_written_nbytes=nbytes) for cost, nbytes in of_each]
+    made = {names[index]: nbytes for index, nbytes in wires.items()}
+    of_each = ((cost, moved.get(cost.name, 0), made.get(cost.name, 0)) for cost in costs)
+    return [
+        replace(cost, state_read_nbytes=nbytes, state_written_nbytes=nbytes + more) for cost, nbytes, more in of_each
+    ]
 
 
 def whole_states(states: float) -> int:
@@ -158,7 +163,7 @@ def whole_states(states: float) -> int:
 def without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostBytes], states: float) -> HostBytes:
     """Return the host memory of a run less what is on the disk (Rule 3)."""
     state = whole_states(states) * sum(units[index].trained for index in placed.spilled)
-    weights = sum(placed.masters.values())
+    weights = sum(placed.masters.values()) + sum(placed.travelling.values())
     ring = 0 if state + weights or not placed.spilled else state_ring.BUFFERS * placed.buffer  # made when it is used
     return replace(host, weights=host.weights - weights, optimizer=host.optimizer - state, ring=host.ring - ring)
 

@@ -28,8 +28,8 @@ from ..compat.kernels import has_chunked_loss
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, storage_id
 from ..core.machine import Machine
 from ..core.simulation import SimulatedVisit
-from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, host_bytes
-from ..disk.placement import Budgeted, choose, may_move
+from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, aligned, host_bytes
+from ..disk.placement import Budgeted, choose, may_move, may_travel
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.partition import Unit, partition
 from ..options import Options, format_bytes
@@ -118,19 +118,27 @@ class TracedModel(PlannedModel):
         in_files, placed = self._placed(trace, options)
         filed = {index: sum(of_unit.values()) for index, of_unit in in_files.items()}
         moved = {index: self._may_move(trace, index, options) for index in placed.masters}
+        travelling = {index: self._travelling(trace, index, options) for index in placed.travelling}
         trained = [
             sum(p.nbytes for _, p in unit.params if p.requires_grad and p.dim()) if placed.on_disk else 0
             for unit in trace.units
         ]
-        stepped = {index: sum(p.nbytes for p in of_unit if p.requires_grad) for index, of_unit in moved.items()}
-        as_it_is = {index: sum(p.nbytes for p in of_unit if id(p) in trace.uncast) for index, of_unit in moved.items()}
+        there = {i: {*moved.get(i, ()), *travelling.get(i, ())} for i in (*moved, *travelling)}
+        stepped = {index: sum(p.nbytes for p in of_unit if p.requires_grad) for index, of_unit in there.items()}
+        wires = {index: sum(trace.narrow.get(id(p), 0) for p in of_unit) for index, of_unit in travelling.items()}
+        travels = {id(p) for of_unit in travelling.values() for p in of_unit} | trace.uncast
+        as_it_is = {
+            index: sum(trace.narrow.get(id(p), p.nbytes) for p in of_unit if id(p) in travels)
+            for index, of_unit in there.items()
+        }
         read = {unit.name: filed.get(unit.index, 0) + as_it_is.get(unit.index, 0) for unit in trace.units}
-        on_disk = sum(filed.values()) + sum(p.nbytes for of_unit in moved.values() for p in of_unit)
+        on_disk = sum(filed.values()) + sum(p.nbytes for of_unit in there.values() for p in of_unit)
 
         def of(part: StepTrace) -> Requirements:
             costs, works = _costs(part, options, machine)
             costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
-            costs = with_moved(costs, [unit.name for unit in trace.units], placed, trained, stepped, self.states())
+            names = [unit.name for unit in trace.units]
+            costs = with_moved(costs, names, placed, trained, stepped, wires, self.states())
             return Requirements(costs, works, trace.peak, trace.sizes, trace, weights_on_disk=on_disk)
 
         if trace.phases:
@@ -166,6 +174,12 @@ class TracedModel(PlannedModel):
         parameters = [parameter for _, parameter in trace.units[index].params]
         return may_move(parameters, self._half() if options.master_weights else None, trace.castable)
 
+    def _travelling(self, trace: StepTrace, index: int, options: Options) -> list[Tensor]:
+        """List a unit's weights of which what travels can be on disk."""
+        parameters = [parameter for _, parameter in trace.units[index].params]
+        moved = self._may_move(trace, index, options)
+        return may_travel(parameters, moved, options.master_weights and self._half() is not None)
+
     def _filed(self, unit: Unit) -> dict[int, int]:
         """Return the bytes of a unit's weights that can stay in files, by the ids of parameters."""
         names = self._names_in_files
@@ -191,6 +205,9 @@ class TracedModel(PlannedModel):
         for unit, wire, frozen_wire in zip(trace.units, trace.wire_nbytes, trace.frozen_wire_nbytes, strict=True):
             filed = in_files.get(unit.index, {})
             kept = UnitHostBytes.of([p for _, p in unit.params if id(p) not in filed])
+            if unit.index in placed.travelling:
+                there = (trace.narrow.get(id(p), 0) for p in self._travelling(trace, unit.index, options))
+                wire -= sum(map(aligned, there))
             units.append(replace(kept, wire=wire - bool(filed) * frozen_wire))
         if trace.passes:  # the last one has the longest cache
             waiting = self._at_once * sum(visit.stowed_nbytes for visit in trace.of_pass(2).visits)

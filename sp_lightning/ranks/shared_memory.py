@@ -114,7 +114,7 @@ class SharedSlab:
 class SharedHome:
     """The slab of a unit's weights: its face shows them to user code, and its truth goes up to the device."""
 
-    is_shared, converts = True, False
+    is_shared = True
 
     def __init__(self, slab: SharedSlab) -> None:
         self.slab = slab

@@ -20,7 +20,7 @@ from ..disk.direct_ring import Buffer
 from ..disk.scratch_file import ScratchFile
 from ..optim.device_step import StepsOnDevice
 from ..optim.pieces import Conversions, Cutting, Group, ShadowStep
-from ..optim.state_on_disk import WEIGHT, ParameterPart, Spilled, StateOnDisk, even_lengths, in_buffer
+from ..optim.state_on_disk import ParameterPart, Spilled, StateOnDisk, even_lengths, in_buffer
 
 
 class FromDiskToDevice(StateOnDisk):
@@ -64,11 +64,7 @@ class FromDiskToDevice(StateOnDisk):
 
     def _step_parts(self, shadow: Any, parts: Sequence[ParameterPart], buffer: Buffer, cutting: Cutting) -> None:
         step, conversions, pieces = in_buffer(shadow, parts, buffer)
-        made = {
-            piece: {key: tensor for key, tensor in part.state(buffer).items() if key != WEIGHT}
-            for piece, part in pieces.items()
-            if part.of.is_new
-        }
+        made = {piece: part.state(buffer) for piece, part in pieces.items() if part.of.is_new}
         self._steps.step_parts(step, conversions, made)
         for piece in made:
             one = pieces[piece].of

@@ -15,7 +15,7 @@ from ..compat.references import shares_storage, sharing_bytes
 from ..core.host import host_memory
 from ..core.machine import headroom
 from ..core.telemetry import Counters
-from ..disk.placement import Budgeted, choose, may_move
+from ..disk.placement import Budgeted, choose, may_move, may_travel
 from ..disk.scratch_file import ScratchFile, check_folder, check_room, make_room
 from ..disk.source_files import Found, check_available, find
 from ..disk.weight_files import WeightFiles, find_local
@@ -80,8 +80,11 @@ class WithinBudget(InMemory):
         self.placed, self.on_disk = placed, placed.on_disk
         self.in_files = {key: at for key, at in found.items() if key in stay}
         self.adopted = found.keys() - stay if placed.units or placed.spilled else ()
-        of_units = (may_move(self._params([index]), self._types[0], casts, shared) for index in placed.masters)
-        self._moved = {id(parameter) for of_unit in of_units for parameter in of_unit}
+        moved = {i: may_move(self._params([i]), self._types[0], casts, shared) for i in range(len(units))}
+        self._moved = {id(parameter) for index in placed.masters for parameter in moved[index]}
+        is_narrow = self._types[0] is not None
+        travelling = (may_travel(self._params([i]), moved[i], is_narrow, shared) for i in placed.travelling)
+        self._wired = {id(parameter) for of_unit in travelling for parameter in of_unit}
         if placed.units:
             log.info(
                 "superpipeline: %s of weights stay in their files, those of %d of %d units; with them %s of host "
@@ -97,7 +100,7 @@ class WithinBudget(InMemory):
         return [parameter for index in indices for _, parameter in self._units[index].params]
 
     def open(self) -> None:
-        self.files.open(self.in_files, self._moved)
+        self.files.open(self.in_files, self._moved | self._wired, self._wired)
         is_bounded = self.spills or self._budget  # not "0B": as little as can be had
         self.frozen = [p for p in self._module.parameters() if is_bounded and not p.requires_grad]
 
@@ -119,7 +122,7 @@ class WithinBudget(InMemory):
         total = format_bytes(placed.host.total, up=True)  # to be copied
         spilled, spill = "", ""
         if self.spills:
-            what = "optimizer state and FP32 weights" if placed.masters else "optimizer state"
+            what = "optimizer state and weights" if placed.masters or placed.travelling else "optimizer state"
             spilled = f" and {format_bytes(placed.on_disk)} of {what} on the disk"
         elif placed.host.optimizer:
             spill = "Give disk= a folder on a local SSD for the optimizer's state. "
@@ -141,7 +144,7 @@ class WithinBudget(InMemory):
 
 
 class WithDisk(WithinBudget):
-    """A disk beside those files, for optimizer state and then FP32 weights that the budget has no room for."""
+    """A disk beside those files, for optimizer state and then weights that the budget has no room for."""
 
     spills = True
 

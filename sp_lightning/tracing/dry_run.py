@@ -115,6 +115,7 @@ def dry_run(
                 frozen_wire_nbytes=tuple(sum(nbytes for nbytes, p in unit if not p.requires_grad) for unit in wires),
                 castable=frozenset(castable(module)),
                 uncast=frozenset(id(w.parameter) for store in stores for w in store.weights if w.wire is None),
+                narrow={id(w.parameter): w.field.nbytes for s in stores for w in s.weights if w.is_narrow},
                 visits=tuple(tracker.visits),
                 passes=tuple(tracker.passes),
                 models=tuple(number for number, _ in units),

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.schedule import Schedule
@@ -84,6 +84,7 @@ class StepTrace:
     frozen_wire_nbytes: tuple[int, ...]  # of those, the copies of frozen weights
     castable: frozenset[int]  # ids of weights that may come to travel in autocast's type
     uncast: frozenset[int]  # ids of weights that have no wire copies, later
+    narrow: Mapping[int, int]  # bytes of the wire copies of weights that travel in another type, by their ids
     visits: tuple[Visit, ...]
     models: tuple[int, ...]  # of each unit, the number of its model (Rule 6)
     passes: tuple[int, ...] = ()  # places of the first visits of an answer's passes (Rule 4)

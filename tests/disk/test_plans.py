@@ -112,7 +112,10 @@ def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp
         assert handle.storage.ring_nbytes <= expected.host.ring
     assert moved[-1] == moved[-2] == [expected.disk_nbytes + expected.on_disk, expected.on_disk]
     assert moved[-1] == [expected.disk_read_nbytes, expected.disk_written_nbytes]
-    assert (expected.on_disk > 0) == (kind != "SGD") and expected.host.optimizer == 0
+    state = {"AdamW": 2, "SGD": 0, "RMSprop": 1}[kind] * sum(p.nbytes for p in net.parameters() if p.requires_grad)
+    beside_files = sum(p.nbytes for layer in net if type(layer) is Adapted for p in layer.adapter.parameters())
+    weights = sum(p.nbytes for p in net.parameters() if p.requires_grad) - beside_files
+    assert (expected.on_disk, expected.host.optimizer, expected.host.weights) == (state + weights, 0, beside_files)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
@@ -130,9 +133,9 @@ def test_a_step_moves_the_master_weights_that_the_plan_says_to_the_byte(kind, de
             take_step(handle, optimizer)
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
-    assert moved[-1] == moved[-2] == [expected.on_disk] * 2
-    assert expected.on_disk == (3 if kind == "AdamW" else 1) * sum(p.nbytes for p in net.parameters())
-    assert expected.host.weights == 0 and expected.host.wire > 0
+    assert moved[-1] == moved[-2] == [expected.disk_read_nbytes, expected.disk_written_nbytes]
+    assert expected.on_disk == (3.5 if kind == "AdamW" else 1.5) * sum(p.nbytes for p in net.parameters())
+    assert expected.host.weights == expected.host.wire == 0
 
 
 class Mixed(nn.Module):
@@ -174,10 +177,9 @@ def test_under_autocast_a_step_moves_the_weights_that_the_plan_says_to_the_byte(
         wires = sum(unit.host_bytes().wire for unit in handle.engine.units)
     assert moved[-1] == moved[-2] == [expected.disk_read_nbytes, expected.disk_written_nbytes]
     assert expected.disk_written_nbytes == expected.on_disk > 0
-    assert (expected.disk_read_nbytes > expected.on_disk) == (expected.disk_nbytes > 0) == (wider == 4096)
     assert rings <= expected.host.ring and expected.host.weights <= slabs <= expected.host.weights + 512 * 20
-    joined = sum(p.nbytes for p in net.parameters() if p.nbytes < BY_ITSELF)  # unit_numbers.py, Rule 2
-    assert expected.host.wire <= wires <= expected.host.wire + joined + 512 * 60
+    joined = sum(p.nbytes for p in net.parameters() if p.nbytes < BY_ITSELF and not p.requires_grad)
+    assert expected.host.wire <= wires <= expected.host.wire + joined + 512 * 60  # unit_numbers.py, Rule 2
     averaged = plan(net, torch.ones(4, 64), copies=1, **planned, **options)
     assert size <= averaged.host.copies <= size + 512 * 60
 
@@ -190,11 +192,13 @@ def test_a_plan_puts_as_much_state_on_disk_as_a_run_does(tmp_path):
     for budget in range(least.total, whole, 10_000):
         options = {"host_budget": budget, "disk": str(tmp_path)}
         with sp_lightning.stream(net, "cpu", units=UNITS, wire_dtype="as-is", **options) as handle:
-            on_disk = [p for p in net.parameters() if id(p) in handle.storage.state.parameters]
-            spilled = sum(2 * p.nbytes for p in on_disk if p.requires_grad)
+            on_disk = [p for p in net.parameters() if id(p) in handle.storage.state.parameters and p.requires_grad]
+            travelling = [p for p in on_disk if id(p) in handle.storage._wired]
+            spilled = sum(2 * p.nbytes for p in on_disk), sum(p.nbytes for p in travelling)
         found = planned(net, **options)
-        assert found.on_disk == spilled and found.fits
+        assert found.on_disk == sum(spilled) and found.fits
         seen.add(spilled)
+    assert len({weights for _, weights in seen}) > 2
     assert len(seen) > 2 or whole <= least.total
 
 
@@ -207,46 +211,54 @@ def test_a_listed_model_needs_less_host_memory_with_a_disk():
     options = {"precision": "bf16-true", "master_weights": True, "machine": "rtx4090", "activations": "recompute"}
     plain = plan("llama3-8b", 32768, **options)
     found = plan("llama3-8b", 32768, host_budget="0B", disk="/", **options)
-    assert found.on_disk == 12 * plain.parameters and found.host.optimizer == found.host.weights == 0
+    assert found.on_disk == 14 * plain.parameters
+    assert found.host.optimizer == found.host.weights == found.host.wire == 0
     assert found.host.total == plain.host.total - found.on_disk + found.host.ring
     some = plan("llama3-8b", 32768, host_budget="96GiB", disk="/", **options)
     assert some.fits_host and 0 < some.on_disk < 8 * plain.parameters and some.host.weights == 4 * plain.parameters
     assert plan("llama3-8b", 32768, copies=1, host_budget="0B", disk="/", **options).host.copies == plain.host.weights
     mixed = plan("llama3-8b", 32768, host_budget="0B", disk="/", **{**options, "precision": "bf16-mixed", **NO_MASTERS})
-    assert 0.9 * found.on_disk < mixed.on_disk < found.on_disk and 0 < mixed.host.weights < 0.1 * plain.host.weights
+    assert 0.9 * found.on_disk < mixed.on_disk < found.on_disk and mixed.host.weights == mixed.host.wire == 0
     more = plan("llama3-8b", 32768, host_budget="64GiB", disk="/", **options)
     assert more.fits_host and 8 * plain.parameters < more.on_disk < found.on_disk and more.host.optimizer == 0
 
 
 MASTERS = {"precision": "bf16-true", "master_weights": True}  # which lie on the disk, too
-FLOORS = {  # seconds with both directions free and with one pipe; what is written in a step
-    ("llama3-8b", 8): (13, 22, "64.2 GB", 18_700),
-    ("llama3-8b", 12): (19, 33, "96.4 GB", 12_500),
-    ("llama3-70b", 8): (113, 194, "564 GB", 2_130),
-    ("llama3-70b", 12): (169, 290, "847 GB", 1_420),
+FLOORS = {  # bytes that a step reads and writes per parameter, what it writes, and steps to a drive's rating
+    ("llama3-8b", "masters"): (12, 14, "112 GB", 10_700),
+    ("llama3-8b", "as they are"): (12, 12, "96.4 GB", 12_500),
+    ("llama3-70b", "masters"): (12, 14, "988 GB", 1_210),
+    ("llama3-70b", "as they are"): (12, 12, "847 GB", 1_420),
 }
 
 
 @pytest.mark.parametrize(
-    "name, each",
-    [cell if cell == ("llama3-8b", 8) else pytest.param(*cell, marks=SLOW) for cell in FLOORS],
+    "name, travel",
+    [cell if cell == ("llama3-8b", "masters") else pytest.param(*cell, marks=SLOW) for cell in FLOORS],
 )
 @pytest.mark.seldom
-def test_a_plan_with_a_disk_takes_what_a_drive_takes(name, each):
-    """With few tokens, on a drive whose directions are free of each other, and on one with one pipe."""
-    free, shared, written, steps = FLOORS[name, each]
+def test_a_plan_with_a_disk_takes_what_a_drive_takes(name, travel):
+    """With few tokens, on a drive whose directions are free of each other, and on one with one pipe.
+
+    Weights that go up again for each visit are read beside what a step reads: twice, less what stays in the window.
+    """
+    read, written, amount, steps = FLOORS[name, travel]
     options = {"machine": "rtx4090", "host_budget": "0B", "disk": "/"}
-    options |= MASTERS if each == 12 else {"precision": "bf16-mixed", "wire_dtype": "as-is"}
-    for duplex, seconds in ((1, free), (0.5, shared)):
+    options |= MASTERS if travel == "masters" else {"precision": "bf16-mixed", "wire_dtype": "as-is"}
+    for duplex in (1, 0.5):
         found = plan(name, 2048, disk_speed=f"7GB,5GB,{duplex}", **options)
+        ways = (found.disk_read_nbytes / 7e9, found.disk_written_nbytes / 5e9)
+        seconds = max(ways) if duplex == 1 else sum(ways)
         assert found.binds == "disk" and found.floor_s <= found.step_s <= 1.2 * seconds
         assert 0.97 * seconds <= found.floor_s <= 1.05 * seconds
-        assert found.disk_read_nbytes == found.disk_written_nbytes == found.on_disk == each * found.parameters
-        assert f"writes {written} to the disk: {steps:,} steps to 1,200 TB" in found.wear
+        assert found.disk_written_nbytes == found.on_disk == written * found.parameters
+        visits = found.disk_read_nbytes - read * found.parameters
+        assert visits == found.disk_nbytes and 1.8 < visits / found.parameters / (2 if read < written else 4) < 2
+        assert f"writes {amount} to the disk: {steps:,} steps to 1,200 TB" in found.wear
         assert not any("assumed" in note for note in found.notes)
     assumed = plan(name, 2048, **options)
     assert any("assumed, not measured: 7 GB/s read, 5 written" in note for note in assumed.notes)
-    assert f"{found.disk_written_s:.3g}" == f"{each * found.parameters / 5e9:.3g}"
+    assert f"{found.disk_written_s:.3g}" == f"{written * found.parameters / 5e9:.3g}"
 
 
 EIGHT = {"machine": "rtx4090", "host_memory": "64GiB", "activations": "recompute", "loss": "chunked"}
@@ -356,4 +368,4 @@ def test_a_batch_that_is_accumulated_leaves_the_state_on_the_disk(tmp_path):
     expected = planned(model(), accumulate=4, **slow)
     reads = expected.disk_read_nbytes / 1e5
     assert expected.step_s > reads > 0
-    assert expected.accumulating_s < reads / 4
+    assert expected.accumulating_s < 1.1 * expected.disk_nbytes / 1e5 < reads / 2

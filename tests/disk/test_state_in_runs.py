@@ -259,8 +259,9 @@ def test_an_optimizer_that_steps_whole_parameters_finds_them_in_a_buffer(kind, m
                 (train_half if masters else train)(net, optimizer, device, 1)
             if where:
                 weights = [p.nbytes for p in net.parameters() if kind == "Adafactor" or p.dim() == 2]
+                visits = 3 * 2 * sum(p.nbytes for p in net.parameters())
                 state = [p.nbytes for p in net.parameters() if p.dim() == (2 if kind == "Muon" else 1)]
-                assert handle.stats()["disk_read"] == 2 * sum(state) + 3 * masters * sum(weights)
+                assert 0 < handle.stats()["disk_read"] - 2 * sum(state) - 3 * sum(weights) <= visits
                 assert resident(os.getcwd()) == 0 or (masters and kind == "Muon")  # whose other weights are not stepped
         found.append((net, optimizer))
     assert_same(*found)
@@ -389,11 +390,7 @@ def test_a_disk_that_is_full_in_the_first_step_steps_nothing(monkeypatch, device
 def test_a_budget_that_cannot_be_met_names_the_disk():
     with pytest.raises(HostMemoryError, match=r"cannot be met.*Give disk= a folder on a local SSD"):
         streamed(stack(), "cpu", disk=None, host_budget=1000)
-    with pytest.raises(HostMemoryError, match=r"and .*iB of optimizer state on the disk the run takes"):
-        streamed(stack(), "cpu", host_budget=1000, wire_dtype="as-is")
-    with pytest.raises(
-        HostMemoryError, match=r"and .*iB of optimizer state and FP32 weights on the disk the run takes"
-    ):
+    with pytest.raises(HostMemoryError, match=r"and .*iB of optimizer state and weights on the disk the run takes"):
         streamed(stack(), "cpu", host_budget=1000)
 
 
@@ -526,8 +523,8 @@ def test_a_disk_that_fails_in_a_fit_names_the_checkpoint_to_go_on_from(call, ove
         ],
     )
     module = models.ZooModule(case, optimizer="adamw")
-    match = r"had stepped \d+ of \d+ parameters.*go on from the last checkpoint, .*kept.*step=2\.ckpt"
-    with pytest.raises(DiskError, match=match):
+    failed = r"had stepped \d+ of \d+ parameters" if call == "pwritev" else "could not be read"  # on the way up, too
+    with pytest.raises(DiskError, match=failed + r".*go on from the last checkpoint, .*kept.*step=2\.ckpt"):
         trainer.fit(module, models.loader(case, 6))
     assert all(type(p) is nn.Parameter for p in module.parameters())
 
@@ -623,7 +620,7 @@ def train_half(net, optimizer, device, steps):
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop", "Adafactor"])
 @pytest.mark.few(1)
-def test_master_weights_on_disk_are_stepped_there_and_what_travels_comes_from_memory(kind, device, tmp_path):
+def test_master_weights_on_disk_are_stepped_there_and_so_is_what_travels(kind, device, tmp_path):
     nets = [stack(), stack()]
     optimizers = [getattr(torch.optim, kind)(net.parameters(), lr=0.01) for net in nets]
     with streamed(nets[0], device, master_weights=True) as handle:
@@ -639,7 +636,8 @@ def test_master_weights_on_disk_are_stepped_there_and_what_travels_comes_from_me
         moved = {"AdamW": 3, "SGD": 1, "RMSprop": 2, "Adafactor": 1}[kind] * weights
         if kind == "Adafactor":  # has state of a parameter's shape for vectors alone
             moved += sum(p.nbytes for p in nets[0].parameters() if p.dim() == 1)
-        assert [after[name] - before[name] for name in ("disk_read", "disk_written")] == [moved, moved]
+        read, written = (after[name] - before[name] for name in ("disk_read", "disk_written"))
+        assert written == moved + weights // 2 and 1.2 * weights // 2 <= read - moved <= 2 * weights // 2
         with torch.no_grad():  # user code writes weights
             nets[0][1][0].weight.mul_(0.5)
             nets[0][2][0].bias.data[3] = 1.0
