@@ -20,6 +20,8 @@ from torch.utils._contextlib import context_decorator as context_decorator
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
+from .tensors import is_dtensor, is_fully_sharded
+
 __all__ = ["HOOKS_AFTER_EVERY_STEP", "HOOKS_BEFORE_EVERY_STEP", "context_decorator", "tree_leaves", "tree_map_only"]
 
 # Attributes of modules and weights with hooks. Without them a hook that a forward registers would be there twice after
@@ -80,5 +82,15 @@ def run_first(optimizer: Optimizer, hook: torch.utils.hooks.RemovableHandle) -> 
 
 
 def convert_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Convert a module's parameters, buffers and other tensors, as ``module.to`` does, which takes no function."""
-    getattr(module, CONVERT)(function)
+    """Convert a module's parameters, buffers and other tensors, as ``module.to`` does, which takes no function.
+
+    A DTensor parameter stays as it is: torch would give it another local tensor, even one with the same bytes.
+    """
+    modules = [] if any(map(is_fully_sharded, module.modules())) else module.modules()  # which looks for its own
+    apart = [(child, name) for child in modules for name, one in child._parameters.items() if is_dtensor(one)]
+    left = [(child._parameters, name, child._parameters.pop(name)) for child, name in apart]
+    try:
+        getattr(module, CONVERT)(function)
+    finally:
+        for parameters, name, parameter in left:
+            parameters[name] = parameter

@@ -257,6 +257,12 @@ def is_dtensor(tensor: object) -> bool:
     return is_dtensor_class(type(tensor))
 
 
+def is_fully_sharded(module: object) -> bool:
+    """Whether `fully_shard` was applied to a module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, once a collective that makes it is done."""
     local: Any = vars(sys.modules[_DTENSORS].DTensor)["_local_tensor"].__get__(tensor)

@@ -6,8 +6,9 @@ import contextlib
 import errno
 import math
 import os
+import shutil
 import zipfile
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import IO, Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from ..compat.lightning import is_local, local_name
 from ..core.unit_numbers import state_nbytes
 from ..errors import SuperpipelineError
-from .names import LightningModule, ModelCheckpoint, TorchCheckpointIO
+from .names import LightningModule, ModelCheckpoint, ModelParallelStrategy, TorchCheckpointIO
 
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes
 _UNDER_WAY: dict[str, IO[bytes]] = {}  # files that are being written, by the paths that they will have
@@ -73,6 +74,53 @@ class MappedCheckpointIO(TorchCheckpointIO):
         # whose file is gone would kill the process.
         others = {key: value for key, value in checkpoint.items() if key not in self.copied_later}
         return {**checkpoint, **apply_to_collection(others, torch.Tensor, on_host)}
+
+
+class WholeFiles:
+    """Checkpoints of a run whose ranks have whole weights, as a strategy of Lightning's writes and reads them."""
+
+    in_shards = False
+
+    def state_of(self, source: Any, plain: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of the module, or of an optimizer, for a checkpoint."""
+        return plain(*source)
+
+    def save(self, checkpoint: dict[str, Any], path: Any, write: Callable[..., None], options: Any) -> None:
+        """Write a checkpoint."""
+        write(checkpoint, path, storage_options=options)
+
+    def load(self, path: Any, read: Callable[..., dict[str, Any]], weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint; Lightning loads what it has."""
+        return read(path, weights_only=weights_only)
+
+
+class ShardFiles(WholeFiles):
+    """Checkpoints of a run whose ranks have shards, as Lightning's ModelParallelStrategy writes and reads them.
+
+    That strategy's own functions do so, with the attributes that they find here. What is read is loaded at once: into
+    the shards of a module that is set up, of which each rank reads its own.
+    """
+
+    in_shards = True
+
+    def __init__(self, strategy: Any, in_folders: bool) -> None:
+        """Write a folder to which each rank adds its shards, or one file with whole weights."""
+        self._strategy, self._in_folders = strategy, in_folders
+
+    def state_of(self, source: Any, plain: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        kind = ModelParallelStrategy
+        return (kind.optimizer_state if source else kind.lightning_module_state_dict)(self._strategy, *source)
+
+    def save(self, checkpoint: dict[str, Any], path: Any, write: Callable[..., None], options: Any) -> None:
+        if self._in_folders and options is None:
+            ModelParallelStrategy.save_checkpoint(self._strategy, checkpoint, path)
+            return
+        if self._strategy.is_global_zero and os.path.isdir(path):
+            shutil.rmtree(path)
+        write(checkpoint, path, storage_options=options)
+
+    def load(self, path: Any, read: Callable[..., dict[str, Any]], weights_only: bool | None) -> dict[str, Any]:
+        return ModelParallelStrategy.load_checkpoint(self._strategy, path, weights_only)
 
 
 def checkpoints_to_come(folder: str, trainer: Any, module: LightningModule, whole: bool) -> int:

@@ -28,7 +28,13 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -51,6 +57,7 @@ __all__ = [
     "LightningModule",
     "Logger",
     "ModelCheckpoint",
+    "ModelParallelStrategy",
     "ParallelStrategy",
     "Precision",
     "RichProgressBar",

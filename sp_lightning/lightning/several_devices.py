@@ -8,6 +8,10 @@
 3. With several machines there are as many devices on each. A launcher starts the processes there; what differs is
    inside of sp_lightning/ranks.
 4. Collectives run on the process group's own tensors: where the backend knows only the host's, on host copies.
+5. With a second axis (`Axes`), as Lightning's ModelParallelStrategy has it, layers are cut along that one. Ranks that
+   have the same shards, along the data axis, are those that exchange gradients and have data of their own. All else,
+   such as meetings, logged means and checkpoints, is among all ranks. The mesh's groups need a backend for the host's
+   tensors too, as gradients are clipped and weights stepped there.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,16 +31,104 @@ from ..compat.lightning import (
     backend_for,
     init_process_group,
     is_interactive,
+    set_device_mesh,
     sync_if_distributed,
 )
+from ..compat.tensors import is_dtensor
 from ..errors import OptionError, PeerError, UnsupportedError
 from ..memory.device import check_supported
-from ..options import Options
-from ..ranks.board import ONE_RANK
+from ..options import Options, is_int
+from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, home, meet_launched, typed
 from ..ranks.shared_memory import check_possible
 from ..runtime.preflight import check_copies
+from ..wholes.sharded import registering_on_host
 from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, rank_zero_info
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"  # the axes of a mesh, by Lightning's names
+
+
+class OneAxis:
+    """Devices along one axis, that of the data: each rank has whole layers (Rule 5)."""
+
+    has_shards = False
+    group: Any = None  # of the ranks that have the same weights; None: of all
+
+    def check_size(self, world: int, local: int) -> None:
+        """Raise OptionError if ``world`` devices, ``local`` of them on each machine, do not fill the axes."""
+
+    def backend(self, backend: str, device: torch.device) -> str:
+        """Return the backend of the process group."""
+        return backend
+
+    def begin(self, module: Any, ranks: OneRank, device: torch.device, timeout: timedelta, keep: timedelta) -> OneRank:
+        """Give the module the mesh, and return the ranks that have the same weights."""
+        return ranks
+
+    def share(self, world: int, rank: int) -> dict[str, int]:
+        """Return the arguments of a sampler that draws this rank's share of the data."""
+        return {"num_replicas": world, "rank": rank}
+
+    def making(self) -> contextlib.AbstractContextManager[None]:
+        """Make a module's layers in this context."""
+        return contextlib.nullcontext()
+
+    def check_module(self, module: torch.nn.Module) -> None:
+        """Raise an error unless the module is cut as the axes say."""
+
+
+class Axes(OneAxis):
+    """Devices in a mesh, along whose second axis layers are cut: tensor parallelism (Rule 5)."""
+
+    has_shards = True
+
+    def __init__(self, data: int | Literal["auto"], tensor: int | Literal["auto"]) -> None:
+        for argument, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
+            if size != "auto" and not (is_int(size) and size >= 1):
+                raise OptionError(argument=argument, found=size, allowed="'auto' or an int >= 1")
+        self._sizes = data, tensor
+        self._mesh: Any = None
+
+    def check_size(self, world: int, local: int) -> None:
+        data, tensor = self._sizes
+        tensor = local if tensor == "auto" else tensor
+        data = world // tensor if data == "auto" else data
+        if data * tensor != world or world == 1:
+            raise OptionError(
+                argument="tensor_parallel_size",
+                found=f"{tensor} with data_parallel_size={data}",
+                allowed=f"such that their product is the number of devices, which is {world}, and more than one: each "
+                "has a process of its own",
+            )
+        self._sizes = data, tensor
+
+    def backend(self, backend: str, device: torch.device) -> str:
+        return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+
+    def begin(self, module: Any, ranks: OneRank, device: torch.device, timeout: timedelta, keep: timedelta) -> OneRank:
+        if self._mesh is None:
+            from torch.distributed.device_mesh import init_device_mesh  # other runs need nothing of it
+
+            self._mesh = init_device_mesh(device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))  # type: ignore[arg-type]
+        set_device_mesh(module, self._mesh)
+        self.group = self._mesh[DATA].get_group()
+        return ranks if self._sizes[1] == 1 else connect(self.group, device, timeout, None, keep)
+
+    def share(self, world: int, rank: int) -> dict[str, int]:
+        along = self._mesh[DATA]
+        return {"num_replicas": along.size(), "rank": along.get_local_rank()}
+
+    def making(self) -> contextlib.AbstractContextManager[None]:
+        return registering_on_host()
+
+    def check_module(self, module: torch.nn.Module) -> None:
+        if self._sizes[1] != 1 and not any(map(is_dtensor, module.parameters())):
+            raise OptionError(
+                argument="tensor_parallel_size",
+                found=self._sizes[1],
+                allowed="1 for a module none of whose parameters is a DTensor: apply parallelize_module(..., "
+                "self.device_mesh['tensor_parallel'], plan) in configure_model, or leave it out",
+            )
 
 
 class SeveralDevices:
@@ -55,6 +147,8 @@ class SeveralDevices:
     _launcher: Any
     model: Any
     ranks = ONE_RANK  # others in a run on several devices
+    data_ranks = ONE_RANK  # those that have the same weights as this one (Rule 5)
+    _axes: OneAxis = OneAxis()
 
     _syncs_gradients = True  # but in ``block_backward_sync``
     _syncs_buffers = True  # at the next forward
@@ -145,7 +239,7 @@ class SeveralDevices:
     @property
     def distributed_sampler_kwargs(self) -> Any:
         """The share of the data that this rank gets; None with one device."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank} if self.is_distributed else None
+        return self._axes.share(self.world_size, self.global_rank) if self.is_distributed else None
 
     def set_world_ranks(self) -> None:
         """Tell the environment the ranks, and take this rank's device."""
@@ -211,13 +305,22 @@ class SeveralDevices:
     def _set_up_ranks(self) -> None:
         """Connect the processes, as DDP does."""
         self.leave_ranks()
+        self._axes.check_size(self.world_size, self._num_processes)
         if self.is_distributed:
             self.set_world_ranks()
             self._init_process_group()
             self.ranks = connect(None, self._root_device, self._timeout, self._machines, self._keepalive)
+            at = self._root_device, self._timeout, self._keepalive
+            self.data_ranks = self._axes.begin(self._module_to_make, self.ranks, *at)
+
+    @property
+    def _module_to_make(self) -> Any:
+        """The module that may make its layers once the ranks are connected."""
+        return None
 
     def _init_process_group(self) -> None:
-        environment, backend = self.cluster_environment, backend_for(self._root_device)
+        device = self._root_device
+        environment, backend = self.cluster_environment, self._axes.backend(backend_for(device), device)
         if self._machines == 1 or torch.distributed.is_initialized():
             init_process_group(environment, backend, timeout=self._timeout)
             return
@@ -232,12 +335,14 @@ class SeveralDevices:
 
     def tell_peers(self, exception: BaseException) -> None:
         """Tell the other ranks, which would wait for this one, of an exception. Safe twice."""
-        self.ranks.fail(isinstance(exception, PeerError))
+        for ranks in (self.ranks, self.data_ranks):
+            ranks.fail(isinstance(exception, PeerError))
 
     def leave_ranks(self) -> None:
         """End this rank's part in a run. Safe twice."""
-        self.ranks.close()
-        self.ranks = ONE_RANK
+        for ranks in (self.ranks, self.data_ranks):
+            ranks.close()
+        self.ranks = self.data_ranks = ONE_RANK
 
     def _sync_batch_norms(self) -> None:
         """Have batch norms compute with the data of all ranks, by the Trainer's ``sync_batchnorm``."""
@@ -252,10 +357,10 @@ class SeveralDevices:
             self.model = self._layer_sync.revert(self.model)
 
     def broadcast_buffers(self, module: torch.nn.Module) -> None:
-        """Give all ranks the first one's buffers."""
-        if self.is_distributed:
-            with self.ranks.together("the buffers of the first one"):
-                broadcast_buffers(module, None, self._root_device)
+        """Give all ranks that have the same weights the first one's buffers."""
+        if self.data_ranks.world > 1:
+            with self.data_ranks.together("the buffers of the first one"):
+                broadcast_buffers(module, self._axes.group, self._root_device)
 
     @property
     def _home(self) -> torch.device:

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from ..compat.lightning import EmptyInit, average_device, move_optimizers, reset_seed, set_average_device, setup_model
 from ..compat.modules import convert_tensors
-from ..errors import TornStepError
+from ..errors import OptionError, TornStepError
 from ..memory.device import check_supported
 from ..memory.watched_parameters import is_watched
 from ..observe.progress import waiting
@@ -30,7 +30,7 @@ from ..runtime.handle import Handle, check_at_once
 from . import master_weights as masters
 from . import step_timing
 from .callback import SuperpipelineCallback
-from .checkpoint_io import MappedCheckpointIO, checkpoints_to_come, on_host, size_so_far
+from .checkpoint_io import MappedCheckpointIO, ShardFiles, WholeFiles, checkpoints_to_come, on_host, size_so_far
 from .names import (
     Accelerator,
     Checkpoint,
@@ -46,7 +46,7 @@ from .names import (
     update_properties,
 )
 from .predict_steps import PredictSteps
-from .several_devices import SeveralDevices
+from .several_devices import Axes, SeveralDevices
 
 HOST = torch.device("cpu")
 
@@ -103,6 +103,14 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             device by what the first batch needs, which runs alone; eight on the CPU. None: one after the other.
         timeout: With several devices, how long a rank waits for the others.
         keepalive: With several machines, how long nothing comes of one that counts as lost.
+        tensor_parallel_size: How many devices have a shard of each layer that the module cuts: its ``configure_model``
+            finds ``self.device_mesh`` as under Lightning's ModelParallelStrategy, and calls ``parallelize_module`` with
+            ``self.device_mesh["tensor_parallel"]`` (docs/several-devices.md). "auto": all of a machine. None: no mesh.
+        data_parallel_size: With ``tensor_parallel_size``, how many such groups of devices there are, each with data of
+            its own. "auto": as many as the devices make.
+        save_distributed_checkpoint: With ``tensor_parallel_size``: True: a checkpoint is a folder in which each rank
+            writes its shards. False: it is one file with whole weights, which are gathered on the first rank's host.
+            Either is that of Lightning's ModelParallelStrategy, and both are read.
         device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
         checkpoint_io: How checkpoints are written and read; the Trainer sets it.
@@ -110,6 +118,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     """
 
     strategy_name = "superpipeline"
+    _files: WholeFiles = WholeFiles()
 
     def __init__(
         self,
@@ -130,6 +139,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         predict_at_once: int | Literal["auto"] | None = None,
         timeout: timedelta = default_pg_timeout,
         keepalive: timedelta = KEEPALIVE,
+        tensor_parallel_size: int | Literal["auto"] | None = None,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = True,
         device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -137,6 +149,14 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     ) -> None:
         SingleDeviceStrategy.__init__(self, device or "cpu", accelerator, checkpoint_io, precision_plugin)
         self._timeout, self._keepalive = timeout, keepalive
+        self._save_distributed_checkpoint = save_distributed_checkpoint  # Lightning's functions read it by this name
+        if tensor_parallel_size is not None:
+            self._axes = Axes(data_parallel_size, tensor_parallel_size)
+            self._files = ShardFiles(self, save_distributed_checkpoint)
+        elif data_parallel_size != "auto":
+            raise OptionError(
+                argument="data_parallel_size", found=data_parallel_size, allowed="given with tensor_parallel_size"
+            )
         self.options = Options.parse(
             window=window,
             transfer=transfer,
@@ -263,6 +283,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         """Begin to stream the parameters; move buffers and metric states to the device."""
         assert self.lightning_module is not None
         self.handle = None  # before the next one is made: the previous one occupies as much host memory
+        self._axes.check_module(self.lightning_module)
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
                 convert_tensors(module, self._unless_streamed)
@@ -276,9 +297,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
                 compute_dtype,
                 only_inference=not fits,
                 trains=fits,
-                ranks=self.ranks,
+                ranks=self.data_ranks,
                 own_gradients=self.writes_gradients,
                 autocasts=str(self.precision_plugin.precision).endswith("mixed"),
+                shards=self._axes.has_shards,
             )
         self.handle.last_checkpoint = self._last_checkpoint
         self.broadcast_buffers(self.lightning_module)
@@ -335,6 +357,16 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         with EmptyInit(enabled=bool(empty_init)), keep_fp32 or self.precision_plugin.tensor_init_context():
             yield
 
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Have a module's ``configure_model`` cut its layers into shards on the host."""
+        with self._axes.making():
+            yield
+
+    @property
+    def _module_to_make(self) -> Any:
+        return self.lightning_module
+
     # ---- checkpoints
 
     @property
@@ -354,10 +386,35 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint without emptying the device's memory cache."""
         self._note_checkpoint(checkpoint_path)
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        found = self._files.load(checkpoint_path, self.checkpoint_io.load_checkpoint, weights_only)
+        if self._files.in_shards and self._streaming is not None:  # they are loaded
+            for optimizer in self.optimizers:
+                self._adopt(optimizer)
+            self._streaming.settle()
+        return found
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a checkpoint is read once the module is set up."""
+        return self._files.in_shards
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether Lightning loads the state of optimizers."""
+        return not self._files.in_shards
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state for a checkpoint."""
+        return self._files.state_of((), super().lightning_module_state_dict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state for a checkpoint."""
+        return self._files.state_of((optimizer,), super().optimizer_state)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights as the base class does, with a progress bar if it takes long."""
+        if self._files.in_shards:
+            return
         assert self.lightning_module is not None
         if self.options.uses_files:
             from ..disk.weight_files import unchanged
@@ -387,7 +444,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
         with waiting(what, sum(sizes), lambda: size_so_far(filepath), self._may_show, self._display):
-            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            self._files.save(checkpoint, filepath, super().save_checkpoint, storage_options)
         self._note_checkpoint(filepath)
 
     def _why_not_saved(self, with_optimizers: bool = True) -> str | None:
@@ -448,13 +505,18 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         """Load optimizer state and copy it on the host: the optimizer writes to it, and a mapped file may vanish."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
-            groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
             for parameter in list(optimizer.state):
                 optimizer.state[parameter] = apply_to_collection(optimizer.state[parameter], torch.Tensor, on_host)
-                if self._streaming is not None and id(parameter) in groups:
-                    self._streaming.state_loaded(optimizer, groups[id(parameter)], parameter)
+            self._adopt(optimizer)
         if self._streaming is not None:
             self._streaming.settle()
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Move an optimizer's state that was loaded to where it lies in this run."""
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in list(optimizer.state):
+            if self._streaming is not None and id(parameter) in groups:
+                self._streaming.state_loaded(optimizer, groups[id(parameter)], parameter)
 
     # ---- steps
 

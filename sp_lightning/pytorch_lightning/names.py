@@ -25,7 +25,13 @@ from pytorch_lightning.callbacks import (
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins import CheckpointIO, HalfPrecision, Precision
 from pytorch_lightning.plugins.io import TorchCheckpointIO
-from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+from pytorch_lightning.strategies import (
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_info
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..compat.tensors import store_beside
+from ..compat.tensors import is_dtensor, local_of, store_beside
 from ..errors import OptionError, PeerError
 from .board import ONE_RANK, OneRank, Ranks
 from .shared_memory import check_possible
@@ -241,7 +241,7 @@ def broadcast_buffers(module: nn.Module, group: Any, device: torch.device) -> No
     """Give all ranks the first one's buffers."""
     first = _first(group)
     for buffer in module.buffers():
-        with _for_backend(buffer, home(group, device)) as tensor:
+        with _for_backend(local_of(buffer) if is_dtensor(buffer) else buffer, home(group, device)) as tensor:
             dist.broadcast(tensor.view(-1).view(torch.uint8), first, group)  # gloo and NCCL know no int16
 
 

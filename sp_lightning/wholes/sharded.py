@@ -23,14 +23,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..compat.tensors import ShardForm, is_dtensor, laid_out, local_of, over_spec, spec_of, without_dispatch
+from ..compat.tensors import (
+    ShardForm,
+    is_dtensor,
+    is_fully_sharded,
+    laid_out,
+    local_of,
+    over_spec,
+    spec_of,
+    without_dispatch,
+)
 from ..errors import PartitionError, UnsupportedError
 from .whole import Whole, part_of
 
@@ -208,11 +219,34 @@ def check_supported(units: Iterable[Any], device: torch.device, in_a_group: bool
 
 def bring_to_host(module: nn.Module) -> None:
     """Move a module's shards to the host, where they are streamed from; the DTensors stay the same objects."""
-    for parameter in filter(is_dtensor, module.parameters()):
-        if parameter.device.type in ("cpu", "meta"):
-            continue
-        with torch.no_grad():
-            moved = nn.Parameter(over_spec(local_of(parameter).cpu(), spec_of(parameter)), parameter.requires_grad)
-            if parameter.grad is not None:
-                moved.grad = over_spec(local_of(parameter.grad).cpu(), spec_of(parameter.grad))
-        torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
+    for name, child in module.named_modules():
+        if is_fully_sharded(child):
+            raise PartitionError(
+                f"{name or type(child).__name__} is sharded by fully_shard, which gathers whole layers on the device "
+                "by itself: leave it out; the devices along the data axis have one host copy, and share gradients"
+            )
+    for parameter in module.parameters():
+        if (moved := _on_host(parameter)) is not None:
+            torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
+
+
+def _on_host(parameter: Any) -> nn.Parameter | None:
+    """Return a DTensor parameter over a host copy of its shard; None if it has none on a device."""
+    if not is_dtensor(parameter) or parameter.device.type in ("cpu", "meta"):
+        return None
+    with torch.no_grad():
+        moved = nn.Parameter(over_spec(local_of(parameter).cpu(), spec_of(parameter)), parameter.requires_grad)
+        if parameter.grad is not None:
+            moved.grad = over_spec(local_of(parameter.grad).cpu(), spec_of(parameter.grad))
+    return moved
+
+
+@contextlib.contextmanager
+def registering_on_host() -> Iterator[None]:
+    """Have shards that modules register in this context on the host: torch makes each on its mesh's device."""
+    put: Any = lambda _module, _name, parameter: _on_host(parameter)  # noqa: E731  # annotated to return nothing
+    hook = register_module_parameter_registration_hook(put)
+    try:
+        yield
+    finally:
+        hook.remove()

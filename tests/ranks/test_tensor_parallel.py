@@ -107,8 +107,8 @@ def test_ranks_with_different_shards_are_not_taken_for_equal_ones():
 
 
 @refusal(
-    "a DTensor in a Trainer, Fabric, `sp_lightning.hf` or a plan, with a group on several machines, "
-    '`disk=`, `host_budget=`, `optimizer_device="device"`, '
+    "a DTensor in a Trainer without `tensor_parallel_size`, in Fabric, `sp_lightning.hf` or a plan, with a group on "
+    'several machines, `disk=`, `host_budget=`, `optimizer_device="device"`, '
     "`master_weights` or `compile_units`, or over a mesh of another kind of device than the streaming one",
     PartitionError,
     "`sp_lightning.stream` without these, and a mesh of the device",

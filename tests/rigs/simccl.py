@@ -39,6 +39,12 @@ class HostGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
         options = options or dist.AllreduceOptions()
+        if options.reduceOp == dist.ReduceOp.AVG:  # which NCCL has, and gloo has not
+            options.reduceOp = dist.ReduceOp.SUM
+            self.allreduce(tensors, options)
+            for tensor in tensors:
+                tensor.copy_(tensor / self._size)
+            return done(tensors)
         return self._through_host(tensors, lambda host: self._host.allreduce([host], options))
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
