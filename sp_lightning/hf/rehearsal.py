@@ -148,8 +148,9 @@ class rehearsal:
         self._undo.close()
         if isinstance(error, RuntimeError) and "meta tensor" in str(error):
             raise UnsupportedError(
-                "the script saves weights or reads their values before it trains, and a plan of it has none: let it "
-                "save the model in a run of its own, and leave out what depends on a weight's value"
+                "the script saves weights or reads their values before it trains, or results that depend on them, and "
+                "a plan of it has none: let it save the model in a run of its own, and leave out what depends on "
+                "values, such as precompute_ref_log_probs"
             ) from error
         return isinstance(error, _Reached) or (isinstance(error, SystemExit) and not error.code)
 

@@ -41,7 +41,7 @@ from ..options import Options
 from ..runtime.engine import Engine
 from ..runtime.handle import Handle
 from .answers import Answers, answer, counted_by
-from .fake_tensors import FakeTensors
+from .fake_tensors import FakeTensors, without_values
 from .memory_tracker import MemoryTracker
 from .step_trace import BATCH, BUFFERS, GRADIENTS, OUTSIDE, WORKING, StepTrace, Visit
 
@@ -205,14 +205,14 @@ class _CountingDevice(Device):
 
     def slab(self, nbytes: int) -> Tensor:
         with self.tracker.on_host():
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return without_values(torch.empty(nbytes, dtype=torch.uint8))
 
     passing = slab
 
     def device_bytes(self, nbytes: int) -> Tensor:
         """Make a buffer that is not counted: the schedule decides which weights are on the device."""
         with self.tracker.on_host():
-            return super().device_bytes(nbytes)
+            return without_values(super().device_bytes(nbytes))
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         with self.tracker.casting():
@@ -221,7 +221,7 @@ class _CountingDevice(Device):
     def host_empty(self, like: Tensor) -> Tensor:
         """Allocate as a device does, but never memory that is mapped: tensors without data have none."""
         with self.tracker.on_host():
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            return without_values(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype))
 
     def claim(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         super().claim(storage, nbytes)

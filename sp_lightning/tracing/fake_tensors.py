@@ -404,6 +404,7 @@ class _Attributes(TorchFunctionMode):
         super().__init__()
         self._known_values = known_values
         self.takes_as_one: Callable[[], bool] = lambda: False
+        self.forget = known_values.forget
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SPECIAL or kwargs:
@@ -449,6 +450,13 @@ def unknown_numbers_are_one(where: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         attributes.takes_as_one = before
+
+
+def without_values(tensor: Tensor) -> Tensor:
+    """Return a tensor of which nothing is known from here on: memory that is allocated, and not written yet."""
+    if (attributes := getattr(_here, "attributes", None)) is not None:  # else tensors have data
+        attributes.forget(tensor)
+    return tensor
 
 
 @contextlib.contextmanager

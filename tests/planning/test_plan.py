@@ -355,6 +355,29 @@ def test_what_depends_on_data_runs_with_data_and_that_is_said():
     assert found.device_nbytes > 0
 
 
+class AskedForItsScale(nn.Module):
+    """A layer that computes what its only weight says."""
+
+    def __init__(self, see):
+        super().__init__()
+        self.scale, self.see = nn.Parameter(torch.full((1,), 3.0)), see
+
+    def forward(self, x):
+        self.see(self.scale.item())
+        return x * self.scale
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["made by a function", "given"])
+def test_a_forward_that_reads_a_weight_gets_its_value(made):
+    seen = []
+
+    def make():
+        return nn.Sequential(nn.Linear(256, 256), AskedForItsScale(seen.append), nn.Linear(256, 256))
+
+    planned(make if made else make(), units=("Linear", "AskedForItsScale"))
+    assert set(seen) == {3.0}
+
+
 def test_products_of_experts_are_counted():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
