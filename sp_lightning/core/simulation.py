@@ -25,8 +25,9 @@
 10. Where the device steps, a unit's weights, gradients and state go up in pieces and come down stepped. They have
    streams of their own, and move while the copies of units and of gradients, in their order, have to wait. State on
    the disk comes and goes beside that, but one piece has to be down before the next one goes up.
-11. With several machines each sends its sum of a unit's gradients to every other one, once they are down, in the order
-   in which they come; as many bytes come from each meanwhile. Backward ends when all have come (exchange.py, Rule 11).
+11. With several machines each sends every other one that one's share of its sum of a unit's gradients, once they are
+   down, and then the sum of all machines' of its own share; units follow in the order in which they come. As many bytes
+   come from each meanwhile. Backward ends when all have come (exchange.py, Rule 11).
 
 The measured time is that from the begin of a step's first forward to the begin of the next one's, after steps that are
 not counted.
@@ -346,8 +347,8 @@ def _apart(units: Sequence[UnitNumbers], window: int, machine: Machine, recomput
 
 
 def _network_s(unit: UnitNumbers, machine: Machine, nodes: int) -> float:
-    """Return the seconds in which a machine sends its sum of a unit's gradients to all others."""
-    return (nodes - 1) * unit.gradient_nbytes * unit.trained / machine.network_bytes_per_s
+    """Return the seconds in which a machine sends the others their shares of a unit's sums, and then its own share."""
+    return 2 * (nodes - 1) / nodes * unit.gradient_nbytes * unit.trained / machine.network_bytes_per_s
 
 
 def _chain(units: Sequence[UnitNumbers], machine: Machine, recompute: bool, nodes: int) -> float:

@@ -9,8 +9,9 @@
    values, averages and staging buffers of its own, and some units' gradients on their way. It has all gradients once
    more if it accumulates them, or writes to them: by clipping values, gradient scaling, or
    ``zero_grad(set_to_none=False)``.
-6. With several machines there are also the sums of the largest units that have come from each other one and were not
-   taken, and the packed one that is being sent (transport.py, Rule 4).
+6. With several machines there are also shares of the largest units' gradients: those that have come from each other one
+   and were not taken, those that are packed for each, and the sums of one unit, from each and for all (transport.py,
+   Rule 4).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..ranks.board import Ranks
 from ..ranks.connection import connect
+from ..ranks.transport import PARTS, same_for_all
 
 PART = 32 << 20  # bytes of a message
 FIRST = 2  # messages from whose rate the others are counted
@@ -51,15 +52,15 @@ def measure_network(group: Any, seconds: float) -> NetworkSpeed | None:
             ranks.meet("a measurement of the network")
             began = time.perf_counter()
             keys = [(0, number, at) for at in range(count)]
-            sent = [transport.send(key, part.clone) for key in keys]
+            sent = [transport.send(PARTS, key, same_for_all(part.clone)) for key in keys]
             for key, message in zip(keys, sent, strict=True):
                 ranks.wait_for_nodes(
                     lambda key=key, message=message: (  # type: ignore[misc]
-                        transport.missing(key) or ([] if message.is_packed else transport.peers)
+                        transport.missing(PARTS, key) or ([] if message.is_packed else list(transport.peers.values()))
                     ),
                     "messages that measure the network",
                 )
-                transport.take(key)
+                transport.take(PARTS, key)
             return time.perf_counter() - began
 
         counts: list[Any] = [None] * ranks.world

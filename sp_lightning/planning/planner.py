@@ -166,8 +166,8 @@ class _Planner:
         """Return the host memory of all ranks, from that of one (Rule 5)."""
         under_way = (AHEAD + 1) * max((cost.down_nbytes for cost in needs.costs), default=0)
         others = self.run.nodes_of_steps - 1
-        units = 1 + others * transport.AHEAD if others else 0
-        messages = units * max((cost.gradient_nbytes for cost in needs.costs), default=0)
+        shares = others * (transport.AHEAD + 2) + 1 if others else 0
+        messages = shares * max((cost.gradient_nbytes for cost in needs.costs), default=0) // self.run.nodes_of_steps
         cut = not optimizer or optimizer.lower() in CUT
         return host.of_ranks(self.run.devices, under_way, self.run.own_gradients, cut, messages)
 

@@ -33,9 +33,11 @@
    longer.
 10. Autograd comes to leaves on the thread that called backward, and brings gradients on that of the device.
 11. With several nodes each sums its own ranks' gradients of a unit, times ``1 / ranks of all nodes``, into the memory
-    where the mean will be; so its boxes are free, and Rule 8 is the node's own. An owner sends its part to its rail
-    (transport.py) and, when those of the other nodes are there, adds all in a second tree over nodes. A node sends all
-    its units before it waits for any. For 2^n ranks on each node the two trees are the one of Rule 2.
+    where the mean will be; so its boxes are free, and Rule 8 is the node's own. What an owner has of each parameter is
+    divided among the nodes of its rail (transport.py): it sends each node that node's *share* of its sum. When those of
+    the other nodes are there, it adds what it has of its own share in a second tree over nodes, and sends the sum to
+    all. A sum of another node comes after that one has this node's, so it is written over it at once. A node sends
+    shares of all its units before it waits for any. For 2^n ranks on each node the two trees are the one of Rule 2.
 12. What was sent cannot be taken back: after a backward that failed in between, nodes would add sums of different
     ones. So no backward follows one that failed once nodes had begun to sum.
 """
@@ -69,8 +71,8 @@ from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving
 from .board import AFTER_GRADIENTS, Board, Ranks
 from .shared_memory import PAGE, Box, SharedSlab, paged
-from .transport import Key, Message, Unpacked, packed
-from .user_edits import Alike, fingerprint, flat, in_order, listed, owned
+from .transport import PARTS, SUMS, Key, Message, Unpacked, packed, same_for_all
+from .user_edits import Alike, divided, fingerprint, flat, in_order, listed, owned
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 NONE, USED, AT = 0, 1, 2  # flags of what a rank posts of a parameter; the place and the type are above them
@@ -105,6 +107,16 @@ class _Sums:
         return _form(self.views[index]) != self._made[index]
 
 
+class _Crossing:
+    """A unit's sums on their way between nodes (Rule 11)."""
+
+    def __init__(self, flags: list[int], mine: dict[int, Tensor], peers: Iterable[int]) -> None:
+        self.flags, self.mine = flags, mine  # what this node posted, and its sums, by the parameter
+        self.shown: list[int] = []  # parameters that any rank of any node reached
+        self.sent: Message | None = None  # the sums of all nodes, of this one's shares
+        self.left = set(peers)  # nodes whose shares are missing
+
+
 class _Backward:
     """One backward whose gradients are exchanged, until the exchange is over."""
 
@@ -118,9 +130,7 @@ class _Backward:
         self.passed: defaultdict[HostCopy, set[int]] = defaultdict(set)  # of those to whose leaves autograd came
         self.whole: dict[HostCopy, None] = {}  # units that may be summed beside backward (Rule 6)
         self.shown: dict[HostCopy, list[int]] = {}  # units that were, with the parameters that any rank reached
-        # Sums of gradients that no rank of this node has reached: if none of another one has, the mean stays.
-        self.apart: defaultdict[HostCopy, dict[int, Tensor]] = defaultdict(dict)
-        self.begun: dict[HostCopy, Message] = {}  # units that this node has summed, and sends (Rule 11)
+        self.begun: dict[HostCopy, _Crossing] = {}  # units that this node has summed, and sends (Rule 11)
         self.lent: list[tuple[HostCopy, Tensor]] = []  # regions that owners have not summed
         self.single: dict[tuple[HostCopy, int], Tensor] = {}  # those of gradients that came otherwise (Rule 5)
         self.began_s = time.monotonic()  # when this rank began to compute the next unit's gradients (Rule 9)
@@ -610,16 +620,22 @@ class Exchange:
             sums.make_views()
 
     def _sum_unit(self, backward: _Backward, store: HostCopy) -> None:
-        """Sum what this rank owns of a unit's gradients; with several nodes, send the sum to the others (Rule 11)."""
-        apart = backward.apart[store]
+        """Sum what this rank owns of a unit's gradients; with several nodes, send each its share (Rule 11)."""
+        # Sums of gradients that no rank of this node has reached: if none of another one has, the mean stays.
+        apart: dict[int, Tensor] = {}
         shown, transport = self._sum(store, apart), self._ranks.transport
         if transport is None:
             backward.shown[store] = shown
             return
         flags = self._flags(store)
-        posted = (index for index, flag in enumerate(flags) if flag & AT)
-        parts = [apart[index] if index in apart else self._own_sum(store, index) for index in posted]
-        backward.begun[store] = transport.send(self._key(store), functools.partial(packed, flags, parts))
+        mine = {index: apart.get(index, self._own_sum(store, index)) for index, flag in enumerate(flags) if flag & AT}
+
+        def pack(nodes: Sequence[int]) -> dict[int, Tensor]:
+            shares = {node: [self._share_of(node, index, part) for index, part in mine.items()] for node in nodes}
+            return {node: packed(flags, parts) for node, parts in shares.items()}
+
+        transport.send(PARTS, self._key(store), pack)
+        backward.begun[store] = _Crossing(flags, mine, transport.peers)
 
     @staticmethod
     def _is_summed(backward: _Backward, store: HostCopy) -> bool:
@@ -638,54 +654,80 @@ class Exchange:
         field = store.host_layout.fields[index]
         return flat(self._sums[store].slab.truth, field, owned(field, self._ranks.rank, self._ranks.size))
 
-    def _missing(self, backward: _Backward, store: HostCopy) -> list[int]:
-        """List the ranks of other nodes whose sums of a unit have not come, or that keep this one's from being sent."""
-        transport, message = self._ranks.transport, backward.begun[store]
+    def _share_of(self, node: int, index: int, part: Tensor) -> Tensor:
+        """Return a node's share of what this rank has of a parameter (Rule 11); small ones go to each node in turn."""
+        count = len(self._ranks.place.hosts)
+        return part[divided(len(part), (node + index) % count, count)]
+
+    def _missing(self, store: HostCopy, crossing: _Crossing) -> list[int]:
+        """List the ranks of other nodes that keep a unit's mean from being there, and from being sent."""
+        transport = self._ranks.transport
         assert transport is not None
-        return transport.missing(self._key(store)) or ([] if message.is_packed else transport.peers)
+        missing = transport.missing(PARTS, self._key(store)) if crossing.sent is None else []
+        return missing or [transport.peers[node] for node in crossing.left] or list(transport.peers.values())
 
     def _add_nodes(self, backward: _Backward) -> None:
-        """Add the sums of all nodes, of units of which they have come (Rule 11)."""
-        for store in [store for store in backward.begun if store not in backward.shown]:
-            if not self._missing(backward, store):
-                backward.shown[store] = self._sum_of_nodes(store, backward.apart.pop(store))
+        """Go on with units on their way between nodes, as far as messages have come (Rule 11)."""
+        transport = self._ranks.transport
+        assert transport is not None
+        for store, crossing in backward.begun.items():
+            if store in backward.shown:
+                continue
+            if crossing.sent is None and not transport.missing(PARTS, self._key(store)):
+                self._sum_of_nodes(store, crossing)
+            for node, message in transport.take(SUMS, self._key(store)).items():
+                self._take_sums(store, node, message)
+                crossing.left.remove(node)
+            if crossing.sent is not None and crossing.sent.is_packed and not crossing.left:
+                backward.shown[store] = crossing.shown
 
     def _wait_for_nodes(self, backward: _Backward) -> None:
-        """Add the sums of all nodes, once this one has sent all of its own (Rule 11)."""
+        """Get the means of all units, once this node has sent all of its own sums (Rule 11)."""
         transport = self._ranks.transport
         if transport is None:
             return
 
         def missing() -> list[int]:
             self._add_nodes(backward)
-            left = next((store for store in backward.begun if store not in backward.shown), None)
-            return [] if left is None else self._missing(backward, left) or transport.peers
+            left = [store for store in backward.begun if store not in backward.shown]
+            return self._missing(left[0], backward.begun[left[0]]) if left else []
 
         transport.drains = True
         self._ranks.wait_for_nodes(missing, "gradients of other machines")
         transport.drains = False
 
-    def _sum_of_nodes(self, store: HostCopy, apart: dict[int, Tensor]) -> list[int]:
-        """Add the sums of all nodes as a tree over nodes; return the parameters that get them."""
+    def _sum_of_nodes(self, store: HostCopy, crossing: _Crossing) -> None:
+        """Add the sums of all nodes as a tree over nodes, of this one's shares, and send them to all."""
         transport, place = self._ranks.transport, self._ranks.place
         assert transport is not None
         count = len(store.params)
-        came = {node: Unpacked(message, count) for node, message in transport.take(self._key(store)).items()}
-        flags_of = {place.node: self._flags(store), **{node: of.flags for node, of in came.items()}}
-        shown = [index for index in range(count) if any(flags[index] & USED for flags in flags_of.values())]
+        came = {node: Unpacked(message, count) for node, message in transport.take(PARTS, self._key(store)).items()}
+        flags_of = [crossing.flags, *(of.flags for of in came.values())]
+        used = [functools.reduce(operator.or_, flags) & USED for flags in zip(*flags_of, strict=True)]
+        sums: list[Tensor] = []
         for index in range(count):
-            target = self._own_sum(store, index)
+            target = self._share_of(place.node, index, self._own_sum(store, index))
             there = {node: of.part(target) for node, of in came.items() if of.flags[index] & AT}
-            if flags_of[place.node][index] & AT:
-                there[place.node] = apart.get(index, target)
-            if index not in shown:
+            if index in crossing.mine:
+                there[place.node] = self._share_of(place.node, index, crossing.mine[index])
+            if not used[index]:
                 continue
+            sums.append(target)
             for start in range(0, len(target), PART):
                 part = slice(start, start + PART)
                 none = torch.zeros_like(target[part])
                 parts = [there[node][part] if node in there else none for node in range(len(place.hosts))]
                 target[part] = tree(parts)
-        return shown
+        crossing.mine = {}
+        crossing.shown = [index for index, flag in enumerate(used) if flag]
+        crossing.sent = transport.send(SUMS, self._key(store), same_for_all(functools.partial(packed, used, sums)))
+
+    def _take_sums(self, store: HostCopy, node: int, message: Tensor) -> None:
+        """Take over the sums of all nodes, of another one's shares (Rule 11)."""
+        came = Unpacked(message, len(store.params))
+        for index in (index for index, flag in enumerate(came.flags) if flag):
+            part = self._share_of(node, index, self._own_sum(store, index))
+            part.copy_(came.part(part))
 
     def _sum(self, store: HostCopy, apart: dict[int, Tensor]) -> list[int]:
         """Sum what this rank owns of a unit's gradients on this node (Rule 2); return the parameters that get them."""

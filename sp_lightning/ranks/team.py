@@ -30,6 +30,7 @@ from .clipping import Clipping
 from .exchange import Exchange
 from .sharded_step import Owners
 from .shared_memory import SharedHome
+from .transport import PARTS, same_for_all
 from .user_edits import Faces
 
 
@@ -216,10 +217,10 @@ def _give_weights(ranks: Ranks, homes: Iterable[SharedHome]) -> None:
         for index, home in enumerate(homes):
             key = channel, 0, index
             if ranks.place.node == 0:
-                transport.send(key, home.truth.detach)
+                transport.send(PARTS, key, same_for_all(home.truth.detach))
             else:
-                ranks.wait_for_nodes(functools.partial(transport.missing, key, [0]), "the first rank's weights")
-                home.truth.copy_(transport.take(key)[0])
+                ranks.wait_for_nodes(functools.partial(transport.missing, PARTS, key, [0]), "the first rank's weights")
+                home.truth.copy_(transport.take(PARTS, key)[0])
 
 
 def _described(unit: str, name: str, parameter: torch.Tensor) -> str:

@@ -5,15 +5,16 @@ node. Ranks have a local number, and one among all nodes', which errors say.
 
 1. Nothing but host tensors crosses the network, in gloo groups of the library's own: NCCL has no host tensors, and the
    user's group may be one of NCCL. A process group's members come node by node, as many on each.
-2. A message is a header, which says what it is, and its bytes. Messages from one rank to another come in their order,
-   and nothing else is agreed: each node sends its units in the order in which it has them, and finds those of the
-   others by their keys. So blocks that a node skips, and experts without tokens, need no flag here either.
+2. A message is a header, which says what it is, and its bytes. Nothing is agreed of their order: each node sends its
+   units in the order in which it has them, and finds those of the others by their keys. So blocks that a node skips,
+   and experts without tokens, need no flag here either.
 3. Nobody waits for the network here: a thread sends, and one for each peer receives. Whoever needs a message looks
    whether it is there, in a wait of the board, which ends with the news of ranks (board.py, Rule 2).
 4. The bytes of a message are packed when its turn comes to be sent; until then they stay where they are. A receiver
-   that has `AHEAD` messages which nobody has taken leaves the next ones to their sender, so that a node which is far
-   behind needs no memory for gradients of the others. Once a rank waits for messages, it receives all: a node
-   that is behind may be waited for, but it never waits itself before the end of its backward.
+   that has `AHEAD` *parts* of a peer which nobody has taken leaves the next ones to their sender, so that a node which
+   is far behind needs no memory for gradients of the others. Once a rank waits for messages, it receives all: a node
+   that is behind may be waited for, but it never waits itself before the end of its backward. *Sums* are of parts that
+   the receiver has sent, so it takes them at once, and they never wait behind parts: each have a tag, and threads.
 5. The nodes' first ranks also tell each other, a few times a second, what their boards say of ranks: all nodes name the
    same rank. They compare numbers when all ranks have to agree. These words never wait behind gradients.
 6. A connection that ends without a farewell is the end of a process, as far as its peer can tell. The loss of a machine
@@ -34,7 +35,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -44,14 +45,14 @@ from torch import Tensor
 from ..compat.tensors import gloo_device, gloo_group
 from ..errors import PeerError
 
-UNITS, WORDS = 0, 1  # tags: of messages that may be large, and of those that never wait behind these (Rule 5)
+PARTS, SUMS, WORDS = range(3)  # tags: what may be large, and what never waits behind that (Rules 4 and 5)
 PRETENDED = "SUPERPIPELINE_PRETENDED_NODE"  # in the environment: which part of this machine's ranks this one is of
-CLOSES = 2  # a tag that nothing is sent with
+CLOSES = 3  # a tag that nothing is sent with
 UNIT, WORD, PULSE, FAREWELL = range(4)  # kinds of messages
 HEADER = 8  # numbers of a header: the kind, the key's, and how many bytes follow
 KEY = 3  # numbers of a key
 ALIGNED = 16  # bytes at whose multiples tensors begin in a message
-AHEAD = 3  # messages of each peer that nobody has taken (Rule 4)
+AHEAD = 3  # parts of each peer that nobody has taken (Rule 4)
 PULSE_S = 0.2  # between two pulses (Rule 5)
 KEEPALIVE = timedelta(seconds=60)  # for which nothing came of a node that counts as lost (Rule 6)
 CONNECT_S = 120.0  # how long nodes that have just been heard of may take to connect
@@ -60,6 +61,7 @@ PAUSE_S = 1e-3
 FOREVER = timedelta(days=365)  # of one wait in gloo; those that must end are the board's
 
 Key = tuple[int, int, int]
+Pack = Callable[[Sequence[int]], Mapping[int, Tensor]]  # makes the bytes for each of these nodes
 
 
 class NodePlace(NamedTuple):
@@ -98,19 +100,22 @@ class Listener(Protocol):
 
 
 class Message:
-    """A message from one rank to its whole rail."""
+    """A message from one rank to its whole rail, of which each peer may get other bytes."""
 
-    def __init__(self, kind: int, key: Key, pack: Callable[[], Tensor]) -> None:
+    def __init__(self, kind: int, key: Key, pack: Pack) -> None:
         self.kind, self.key, self.pack = kind, key, pack
         self.is_packed = False  # whether its bytes may be overwritten where they were (Rule 4)
 
-    def tensors(self) -> list[Tensor]:
-        """Return the header and the bytes, if there are any."""
-        payload = self.pack()
+    def tensors(self, nodes: Sequence[int]) -> list[tuple[int, Tensor]]:
+        """Return for each of these nodes the header, and the bytes if there are any."""
+        payloads = self.pack(nodes)
         self.is_packed = True
+        found = [(node, self._header(payload)) for node, payload in payloads.items()]
+        return found + [(node, payload) for node, payload in payloads.items() if payload.numel()]
+
+    def _header(self, payload: Tensor) -> Tensor:
         header = [self.kind, *self.key, payload.numel()]
-        made = [torch.tensor(header + [0] * (HEADER - len(header)), dtype=torch.int64, device="cpu")]
-        return [*made, payload] if payload.numel() else made
+        return torch.tensor(header + [0] * (HEADER - len(header)), dtype=torch.int64, device="cpu")
 
 
 class Failures:
@@ -149,16 +154,18 @@ class NodeTransport:
         self._rank_of = {node: node * place.size + rank for node in peers}
         self.drains = False  # whether more than a few messages are taken from each peer (Rule 4)
         self._closed = False
-        self._inbox: dict[int, dict[Key, Tensor]] = {node: {} for node in peers}
+        self._inbox: dict[int, dict[int, dict[Key, Tensor]]] = {
+            tag: {node: {} for node in peers} for tag in (PARTS, SUMS)
+        }
         self._words: dict[int, dict[int, tuple[int, ...]]] = {node: {} for node in peers}
         self._heard_at = dict.fromkeys(peers, time.monotonic())
         self._farewells: dict[int, set[int]] = {node: set() for node in peers}  # their tags
-        self._tags = (UNITS, WORDS) if rank == 0 else (UNITS,)
+        self._tags = (PARTS, SUMS, WORDS) if rank == 0 else (PARTS, SUMS)
         self._pulsed_at = 0.0
         # What goes to nodes with higher numbers, to lower ones, and words (Rule 8).
         self._groups: list[Any] = [self._connect(rank, token, timeout, number) for number in range(2 + (rank == 0))]
         self._threads: list[threading.Thread] = []
-        self._units = self._sender(peers, UNITS)
+        self._units = {tag: self._sender(peers, tag) for tag in (PARTS, SUMS)}
         self._says = {node: self._sender([node], WORDS) for node in peers if rank == 0}  # none waits for another's
         for node in peers:
             for tag in self._tags:
@@ -179,31 +186,31 @@ class NodeTransport:
     # ---- units
 
     @property
-    def peers(self) -> list[int]:
-        """The ranks of other nodes on this one's rail."""
-        return list(self._rank_of.values())
+    def peers(self) -> dict[int, int]:
+        """The ranks of other nodes on this one's rail, by their nodes."""
+        return dict(self._rank_of)
 
-    def send(self, key: Key, pack: Callable[[], Tensor]) -> Message:
-        """Send bytes to the whole rail, made by this function when it is their turn."""
+    def send(self, tag: int, key: Key, pack: Pack) -> Message:
+        """Send bytes to the whole rail as parts or sums, made by this function when it is their turn."""
         message = Message(UNIT, key, pack)
-        self._units.put(message)
+        self._units[tag].put(message)
         return message
 
-    def missing(self, key: Key, nodes: Sequence[int] | None = None) -> list[int]:
-        """List the ranks, of all nodes or of these, whose message with this key has not come."""
-        wanted = self._inbox if nodes is None else nodes
-        return [self._rank_of[node] for node in wanted if key not in self._inbox[node]]
+    def missing(self, tag: int, key: Key, nodes: Sequence[int] | None = None) -> list[int]:
+        """List the ranks, of all nodes or of these, whose message with this tag and key has not come."""
+        inbox = self._inbox[tag]
+        return [self._rank_of[node] for node in (inbox if nodes is None else nodes) if key not in inbox[node]]
 
-    def take(self, key: Key) -> dict[int, Tensor]:
-        """Take the messages with this key from those that have come, by the node that sent each."""
-        return {node: there.pop(key) for node, there in self._inbox.items() if key in there}
+    def take(self, tag: int, key: Key) -> dict[int, Tensor]:
+        """Take the messages with this tag and key from those that have come, by the node that sent each."""
+        return {node: there.pop(key) for node, there in self._inbox[tag].items() if key in there}
 
     # ---- words
 
     def say(self, number: int, word: tuple[int, int]) -> None:
         """Tell the other nodes' first ranks a word, as that of this number."""
         for outbox in self._says.values():
-            outbox.put(Message(WORD, (number, *word), _nothing))
+            outbox.put(Message(WORD, (number, *word), same_for_all(_nothing)))
 
     def unsaid(self, number: int) -> list[int]:
         """List the first ranks of other nodes whose word of this number has not come."""
@@ -228,7 +235,7 @@ class NodeTransport:
         payload = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
         for outbox in self._says.values():
             if outbox.qsize() < AHEAD:  # a peer that does not read gets no more
-                outbox.put(Message(PULSE, (0, 0, 0), lambda: payload))
+                outbox.put(Message(PULSE, (0, 0, 0), same_for_all(lambda: payload)))
 
     # ---- threads
 
@@ -248,8 +255,8 @@ class NodeTransport:
         while kind != FAREWELL:
             message = outbox.get()
             kind = message.kind
-            tensors = message.tensors()
-            works = [(node, work) for tensor in tensors for node in nodes for work in self._post(node, tensor, tag)]
+            tensors = message.tensors(nodes)
+            works = [(node, work) for node, tensor in tensors for work in self._post(node, tensor, tag)]
             for node, work in works:
                 if not self._wait(node, work) and node in nodes:
                     nodes.remove(node)
@@ -288,8 +295,9 @@ class NodeTransport:
                     self._listener.left(self._rank_of[node], key[0])
                 return
             if kind == UNIT:
-                self._inbox[node][key[0], key[1], key[2]] = payload
-                while len(self._inbox[node]) >= AHEAD and not (self.drains or self._closed):
+                there = self._inbox[tag][node]
+                there[key[0], key[1], key[2]] = payload
+                while tag == PARTS and len(there) >= AHEAD and not (self.drains or self._closed):
                     time.sleep(PAUSE_S)  # the sender keeps the next ones (Rule 4)
             elif kind == WORD:
                 self._words[node][key[0]] = tuple(key[1:])
@@ -317,8 +325,8 @@ class NodeTransport:
             return
         self._pulse(numbers)
         self._closed = True
-        for outbox in (self._units, *self._says.values()):
-            outbox.put(Message(FAREWELL, (state, 0, 0), _nothing))
+        for outbox in (*self._units.values(), *self._says.values()):
+            outbox.put(Message(FAREWELL, (state, 0, 0), same_for_all(_nothing)))
         until = time.monotonic() + CLOSE_S
         self._join(until)
         if any(thread.is_alive() for thread in self._threads):
@@ -332,6 +340,11 @@ class NodeTransport:
     def _join(self, until: float) -> None:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+
+
+def same_for_all(pack: Callable[[], Tensor]) -> Pack:
+    """Pack the same bytes for each node."""
+    return lambda nodes: dict.fromkeys(nodes, pack())
 
 
 def packed(flags: Sequence[int], parts: Sequence[Tensor]) -> Tensor:

@@ -45,9 +45,13 @@ def owned(field: Field, rank: int, size: int) -> slice:
 
     Half precision is owned as a whole, by the first rank: ends of vectorized loops have other bits there.
     """
-    numel = field.nbytes // field.dtype.itemsize
-    share = math.ceil(math.ceil(numel / size) / LINE) * LINE if field.dtype.itemsize >= 4 else numel
-    return slice(min(rank * share, numel), min((rank + 1) * share, numel))
+    return divided(field.nbytes // field.dtype.itemsize, rank, size if field.dtype.itemsize >= 4 else 1)
+
+
+def divided(numel: int, number: int, count: int) -> slice:
+    """Return the part of this number when elements are divided into ``count``."""
+    share = math.ceil(math.ceil(numel / count) / LINE) * LINE
+    return slice(min(number * share, numel), min((number + 1) * share, numel))
 
 
 class Alike(NamedTuple):

@@ -693,7 +693,7 @@ def test_more_ranks_take_longer_and_train_more_in_a_second():
     assert speeds == sorted(speeds)
 
 
-# Several machines, each of which sends its sums to every other one
+# Several machines, each of which sends every other one its share of the sums, and then its own share
 
 
 NETWORKED = replace(UNIT_MACHINE, network_bytes_per_s=0.5)
@@ -716,8 +716,8 @@ def test_machines_send_their_sums_beside_backward_and_step_when_all_have_come():
     ]
 
 
-@pytest.mark.parametrize(("nodes", "network", "step_s"), [(1, 0, 9), (2, 4, 12), (3, 8, 16), (8, 28, 36)])
-def test_each_machine_sends_to_every_other_one(nodes, network, step_s):
+@pytest.mark.parametrize(("nodes", "network", "step_s"), [(1, 0, 9), (2, 4, 12), (4, 6, 14), (8, 7, 15)])
+def test_each_machine_sends_its_sums_twice_but_for_its_own_share(nodes, network, step_s):
     result = simulated([unit("a"), unit("b")], window=2, machine=NETWORKED, nodes=nodes)
     assert sum(span.seconds for span in result.timeline if span.lane == "network") == network
     assert result.floor.network + result.floor.first_network == network
@@ -729,7 +729,8 @@ def test_a_wait_for_the_network_is_its_own_stall():
     result = simulated([unit("a"), unit("b")], window=2, machine=NETWORKED, nodes=2)
     assert result.stall_s == {"up": 1, "down": 1, "optimizer": 2, "network": 2}
     assert result.floor.binds == "compute"
-    assert simulated([unit("a"), unit("b")], window=2, machine=NETWORKED, nodes=8).floor.binds == "network"
+    slow = replace(NETWORKED, network_bytes_per_s=0.2)
+    assert simulated([unit("a"), unit("b")], window=2, machine=slow, nodes=8).floor.binds == "network"
 
 
 def test_sums_are_of_the_hosts_type():
@@ -752,10 +753,10 @@ def test_a_step_of_several_machines_is_no_shorter_than_all_its_sums(nodes, sizes
     ]
     found = simulated(units, 2, NETWORKED, optimizer_overlap=False, steps_into_forward=into_forward, nodes=nodes)
     alone = simulated(units, 2, NETWORKED, optimizer_overlap=False, steps_into_forward=into_forward)
-    sums = 2 * (nodes - 1) * sum(one.down_nbytes for one in units)
-    assert found.floor.network + found.floor.first_network == sums
+    sums = 4 * (nodes - 1) / nodes * sum(one.down_nbytes for one in units)
+    assert found.floor.network + found.floor.first_network == pytest.approx(sums)
     assert found.step_s >= max(alone.step_s, sums) * (1 - 1e-9)
-    assert found.floor.bound >= sums
+    assert found.floor.bound >= sums * (1 - 1e-9)
 
 
 def benchmark():

@@ -82,6 +82,21 @@ def test_sums_that_are_slow_to_be_sent_are_sent_as_they_were():
     compare(processes.run(2, loops.train, None), found)
 
 
+@pytest.mark.parametrize("nodes", [3, *(pytest.param(count, marks=SLOW) for count in (2, 4))])
+def test_a_node_sends_all_but_its_share_of_four_bytes_for_each_parameter_twice(nodes):
+    for nbytes in processes.run(nodes, pretended_nodes.run, nodes, linked_nodes.message_nbytes_of_steps):
+        assert nbytes == pytest.approx(8 * (nodes - 1) / nodes, rel=0.02)
+
+
+@pytest.mark.seldom
+def test_the_next_backward_does_not_write_over_sums_that_are_slow_to_be_sent():
+    assert processes.run(2, pretended_nodes.run, 2, waiting.means_with_slow_sums) == [[True] * 3] * 2
+
+
+def test_sums_never_wait_behind_parts_that_a_node_does_not_take():
+    assert processes.run(2, pretended_nodes.run, 2, waiting.sums_beside_parts) == [(3, True)] * 2
+
+
 @pytest.mark.seldom
 def test_ranks_that_differ_are_seen_on_every_node_also_where_first_ranks_do_not():
     numbers = (1, 1, 1, 1), (1, 2, 1, 2), (1, 1, 2, 2), (1, 1, 1, 2), (3, 3, 3, 3)
@@ -169,8 +184,8 @@ def test_fabric_over_two_nodes_is_ddp_with_the_tree(loop, options):
 
 LIMIT_S = 5
 PHASES = [
-    *("connecting nodes", "forward", "backward", "between post and sum", "sum of nodes", "settle"),
-    *("agreement of nodes", "in the step", "end of the step", "data"),
+    *("connecting nodes", "forward", "backward", "between post and sum", "sum of nodes", "sums of other nodes"),
+    *("settle", "agreement of nodes", "in the step", "end of the step", "data"),
 ]
 FAILURES = [(phase, way, victim) for phase in PHASES for way in ("raise", "kill") for victim in (0, 2, 3)]
 NOBODY = [case for case in FAILURES if case[0] == "agreement of nodes" and case[2] == 3]  # first ranks alone agree
@@ -314,10 +329,14 @@ def test_two_networks_with_a_slow_link_give_the_bits_of_ddp(link, tmp_path):
 
 
 @SLOW
-def test_a_node_sends_four_bytes_for_each_parameter_and_step(link, tmp_path):
-    """As much as its gradients are, once."""
-    for nbytes in linked_nodes.results(linked_nodes.start(link, "nbytes_of_steps", tmp_path), tmp_path):
-        assert 4 <= nbytes < 4 * 1.02
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (4, 1)])
+def test_what_a_node_sends_over_a_slow_link_is_little_more(nodes, local, tmp_path):
+    if not linked_nodes.can_link():
+        pytest.skip("needs root, ip netns and tc")
+    with linked_nodes.linked("100mbit", nodes) as link:
+        found = linked_nodes.results(linked_nodes.start(link, "nbytes_of_steps", tmp_path, local), tmp_path)
+    for nbytes in found:
+        assert nbytes == pytest.approx(8 * (nodes - 1) / nodes, rel=0.02)
 
 
 @SLOW

@@ -115,6 +115,7 @@ STRIKES: dict[str, tuple[Any, str]] = {
     "settle": (user_edits.Faces, "settle"),
     "connecting nodes": (transport.NodeTransport, "_connect"),
     "sum of nodes": (exchange.Exchange, "_sum_of_nodes"),
+    "sums of other nodes": (exchange.Exchange, "_take_sums"),
     "agreement of nodes": (board.Ranks, "agree"),
     "in the step": (sharded_step.Owners, "_owned"),
     "loop of the step": (importlib.import_module("torch.optim.adam"), "adam"),
@@ -125,7 +126,8 @@ IN_MODULE = [
     *("setup", "configure_model", "data", "forward", "backward", "before the step", "after the step"),
     *("validation", "checkpoint", "teardown"),
 ]
-BETWEEN_NODES = ("connecting nodes", "sum of nodes", "agreement of nodes")  # the ranks of one machine never come there
+# The ranks of one machine never come there.
+BETWEEN_NODES = ("connecting nodes", "sum of nodes", "sums of other nodes", "agreement of nodes")
 PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in BETWEEN_NODES]
 ONCE = {
     "connecting",

@@ -1,4 +1,4 @@
-"""Two nodes, each in a network namespace of its own, with a link of a given speed between them: needs root.
+"""Nodes, each in a network namespace of its own, with a link of a given speed to a switch between them: needs root.
 
 Run as a program it is one rank, which does one of `WORKS` and leaves what it found in a file.
 """
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,13 @@ from torch import nn
 
 from sp_lightning.ranks import connection
 from sp_lightning.ranks.board import Ranks
+from sp_lightning.ranks.transport import PARTS, NodeTransport, same_for_all
 
 RIGS = pathlib.Path(__file__).parent
 MASTER = "10.77.0.1"
 WIDTH, LAYERS = 640, 4
 KEEPALIVE_S = 3.0
-PART_NBYTES, PARTS = 1 << 22, 12
+PART_NBYTES, COUNT = 1 << 22, 12
 
 
 def can_link() -> bool:
@@ -43,17 +45,21 @@ def _run(command: str, check: bool = True) -> int:
 
 
 class Link:
-    """The link between two namespaces."""
+    """Links from the nodes' namespaces to a switch, which has another one."""
 
-    def __init__(self, rate: str) -> None:
+    def __init__(self, rate: str, nodes: int) -> None:
         number = os.getpid()
-        self.spaces = [f"node{end}{number}" for end in "AB"]
-        self.ends = [f"n{end}{number}" for end in "AB"]
-        for space in self.spaces:
+        self.spaces = [f"node{node}n{number}" for node in range(nodes)]
+        self.ends = [f"n{node}n{number}" for node in range(nodes)]
+        self._switch = f"switch{number}"
+        for space in (self._switch, *self.spaces):
             _run(f"ip netns add {space}")
-        _run(f"ip link add {self.ends[0]} type veth peer name {self.ends[1]}")
+        _run(f"ip -n {self._switch} link add switch type bridge")
+        _run(f"ip -n {self._switch} link set switch up")
         for index, (space, end) in enumerate(zip(self.spaces, self.ends, strict=True)):
-            _run(f"ip link set {end} netns {space}")
+            _run(f"ip -n {self._switch} link add port{index} type veth peer name {end} netns {space}")
+            _run(f"ip -n {self._switch} link set port{index} master switch")
+            _run(f"ip -n {self._switch} link set port{index} up")
             _run(f"ip -n {space} addr add 10.77.0.{index + 1}/24 dev {end}")
             for device in ("lo", end):
                 _run(f"ip -n {space} link set {device} up")
@@ -61,18 +67,18 @@ class Link:
             _run(f"ip netns exec {space} tc qdisc add dev {end} root tbf rate {rate} burst 256kb latency 500ms")
 
     def go_down(self) -> None:
-        """End the link."""
+        """End the first node's link."""
         _run(f"ip -n {self.spaces[0]} link set {self.ends[0]} down")
 
     def close(self) -> None:
         """Remove the namespaces, and what is in them."""
-        for space in self.spaces:
+        for space in (self._switch, *self.spaces):
             _run(f"ip netns del {space}", check=False)
 
 
 @contextlib.contextmanager
-def linked(rate: str) -> Iterator[Link]:
-    link = Link(rate)
+def linked(rate: str, nodes: int = 2) -> Iterator[Link]:
+    link = Link(rate, nodes)
     try:
         yield link
     finally:
@@ -80,11 +86,11 @@ def linked(rate: str) -> Iterator[Link]:
 
 
 def start(link: Link, work: str, folder: pathlib.Path, local: int = 2) -> list[subprocess.Popen[str]]:
-    """Start the ranks of both nodes."""
-    ranks = []
-    for rank in range(2 * local):
+    """Start the ranks of all nodes."""
+    ranks, world = [], len(link.spaces) * local
+    for rank in range(world):
         node = rank // local
-        place = {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(2 * local), "RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        place = {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "RANK": str(rank), "OMP_NUM_THREADS": "1"}
         place |= {"MASTER_ADDR": MASTER, "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": link.ends[node]}
         place |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = ["ip", "netns", "exec", link.spaces[node], sys.executable, str(RIGS / "linked_nodes.py")]
@@ -125,7 +131,7 @@ def steps(count: int, more: Callable[[int], None], **options: Any) -> int:
     """Train a stack of layers; return how many parameters it has."""
     import sp_lightning
 
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, window=1, **options):
@@ -138,16 +144,32 @@ def steps(count: int, more: Callable[[int], None], **options: Any) -> int:
     return sum(p.numel() for p in net.parameters())
 
 
-def nbytes_of_steps() -> float:
+def nbytes_of_steps(sent: Callable[[], int] = sent_nbytes) -> float:
     """Return how many bytes this rank's node sends in a step, for each parameter."""
     counts: list[int] = []
 
     def count(_: int) -> None:
         dist.barrier()
-        counts.append(sent_nbytes())
+        counts.append(sent())
 
     numel = steps(4, count)
     return (counts[-1] - counts[0]) / (len(counts) - 1) / numel
+
+
+def message_nbytes_of_steps() -> float:
+    """Return how many bytes this rank packs for its rail in a step, for each parameter."""
+    packed, send = [0], NodeTransport.send
+
+    def counting(self: NodeTransport, tag: int, key: Any, pack: Any) -> Any:
+        def counted(nodes: Any) -> Any:
+            made = pack(nodes)
+            packed[0] += sum(payload.nbytes for payload in made.values())
+            return made
+
+        return send(self, tag, key, counted)
+
+    with mock.patch.object(NodeTransport, "send", counting):
+        return nbytes_of_steps(lambda: packed[0])
 
 
 def until_the_link_ends() -> tuple[str, float]:
@@ -172,16 +194,16 @@ def bytes_per_s() -> float:
     assert isinstance(ranks, Ranks) and ranks.transport is not None
     transport, part = ranks.transport, torch.zeros(PART_NBYTES, dtype=torch.uint8)
     transport.drains = True
-    keys = [(0, 0, number) for number in range(PARTS)]
+    keys = [(0, 0, number) for number in range(COUNT)]
     ranks.meet("the begin")
     began = time.monotonic()
     for key in keys:
-        transport.send(key, lambda: part)
-    ranks.wait_for_nodes(lambda: [rank for key in keys for rank in transport.missing(key)], "all parts")
+        transport.send(PARTS, key, same_for_all(lambda: part))
+    ranks.wait_for_nodes(lambda: [rank for key in keys for rank in transport.missing(PARTS, key)], "all parts")
     ended = time.monotonic()
     ranks.meet("the end")
     ranks.close()
-    return PARTS * PART_NBYTES / (ended - began)
+    return COUNT * PART_NBYTES / (ended - began)
 
 
 WORKS: dict[str, Callable[[], Any]] = {

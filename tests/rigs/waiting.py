@@ -134,6 +134,23 @@ def threads_after_leaving() -> int:
         return left
 
 
+def sums_beside_parts() -> tuple[int, bool]:
+    """Send more parts than the other nodes take, and then a sum; return how many parts came, and whether sums did."""
+    with connected() as ranks:
+        rail, tag, number = ranks.transport, transport.SUMS, transport.AHEAD + 2
+        assert rail is not None
+        for key in [(0, 0, at) for at in range(number)]:
+            rail.send(transport.PARTS, key, transport.same_for_all(lambda: torch.zeros(1 << 16, dtype=torch.uint8)))
+        rail.send(tag, key, transport.same_for_all(lambda: torch.zeros(1, dtype=torch.uint8)))
+        until = time.monotonic() + ALIVE_S / 3
+        while rail.missing(tag, key) and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.1)  # in which further parts could come
+        found = sum(not rail.missing(transport.PARTS, (0, 0, at)) for at in range(number)), not rail.missing(tag, key)
+        ranks.meet("the end")
+        return found
+
+
 def trained_with_slow_sends(**settings: Any) -> loops.Found:
     """Train where the first rank is slow to pack what it sends to other nodes."""
 
@@ -144,6 +161,31 @@ def trained_with_slow_sends(**settings: Any) -> loops.Found:
     slow = os.environ["LOCAL_RANK"] == "0"
     with mock.patch.object(exchange, "packed", slowly if slow else packed):
         return loops.train({"window": 2}, **settings)
+
+
+def means_with_slow_sums() -> list[bool]:
+    """Run backwards one after the other where the first rank is slow to send sums; return which means are right."""
+    torch.manual_seed(0)
+    net, rank = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), int(os.environ["LOCAL_RANK"])
+    plain, send = copy.deepcopy(net), transport.same_for_all
+
+    def slow(pack: Any) -> Any:
+        return lambda nodes: (time.sleep(0.1), send(pack)(nodes))[1]
+
+    def gradients(model: nn.Module, step: int, of: int) -> list[Tensor]:
+        model.zero_grad()
+        model(torch.full((2, 64), 1.0 + step + of / 4)).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    with (
+        mock.patch.object(exchange, "same_for_all", send if rank else slow),
+        sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1),
+    ):
+        found = [gradients(net, step, rank) for step in range(3)]
+    of_all = [[gradients(plain, step, of) for of in range(2)] for step in range(3)]
+    means = [[one / 2 + other / 2 for one, other in zip(*both, strict=True)] for both in of_all]
+    return [all(map(torch.equal, *pair)) for pair in zip(found, means, strict=True)]
 
 
 class SlowWords:
