@@ -39,7 +39,7 @@ TESTS = (
 )
 _OF_RANKS = (
     "waits deferred_steps nodes schedules stream_by_hand features_with_ddp refusals failures fabric_with_ddp "
-    "parity_with_ddp".split()
+    "parity_with_ddp tensor_parallel".split()
 )
 TESTS_OF_RANKS = tuple(f"tests/ranks/test_{name}.py" for name in _OF_RANKS)
 GUIDE = ROOT / "CONTRIBUTING.md"

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from ..compat.lightning import EmptyInit, average_device, move_optimizers, reset_seed, set_average_device, setup_model
 from ..compat.modules import convert_tensors
-from ..errors import OptionError, TornStepError
+from ..errors import OptionError, PeerError, TornStepError
 from ..memory.device import check_supported
 from ..memory.watched_parameters import is_watched
 from ..observe.progress import waiting
@@ -301,6 +301,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
                 own_gradients=self.writes_gradients,
                 autocasts=str(self.precision_plugin.precision).endswith("mixed"),
                 shards=self._axes.has_shards,
+                timeout=self._timeout,
             )
         self.handle.last_checkpoint = self._last_checkpoint
         self.broadcast_buffers(self.lightning_module)
@@ -565,6 +566,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which would wait for this one, and put checkpoint callbacks back."""
         self.tell_peers(exception)
+        if self._streaming is not None:
+            self._streaming.path.fail(isinstance(exception, PeerError))
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         trainer.callbacks += self._withheld

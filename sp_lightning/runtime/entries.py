@@ -39,12 +39,15 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd import weight_reads
+from ..autograd.backward_pass import in_backward
+from ..autograd.saved_tensors import tensors_in
 from ..autograd.stand_ins import HiddenInVisits, InPlaceOfForward, StreamedUnit
 from ..compat.dynamo import never_compiled, not_compiled_itself
 from ..compat.modules import CALL, CONVERT, context_decorator, tree_leaves, tree_map_only
 from ..compat.tensors import tracing_state
 from ..memory.device import Device
 from ..memory.watched_parameters import is_watched, quietly, true_dtype, true_grad, true_version
+from ..ranks.connection import SamePath
 from .engine import Engine
 
 
@@ -222,6 +225,31 @@ class UnitEntry(ModuleEntry):
         return (self.engine.record if torch.is_grad_enabled() else self.engine.visit)(
             self, self.forward, *args, **kwargs
         )
+
+
+class ShardedEntry(ModuleEntry):
+    """An entry in front of a module with shards, which the ranks that have the other shards enter together.
+
+    In backward they come together where it reaches an output of the module.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine, units: list[StreamedUnit], name: str, path: SamePath) -> None:
+        super().__init__(module, engine, units)
+        self.name, self.path = name, path
+
+    @not_compiled_itself  # Rule 4
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if in_backward() or tracing_state() is not None or all(unit.stand_ins.bound for unit in self.units):
+            return super().__call__(*args, **kwargs)
+        self.path.enter(self.name)
+        output = super().__call__(*args, **kwargs)
+        for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
+            node.register_prehook(lambda _: self.path.enter(f"the backward of {self.name}"))
+        return output
+
+
+class ShardedUnitEntry(ShardedEntry, UnitEntry):
+    """An entry in front of a unit with shards."""
 
 
 class StepBoundary(Protocol):

@@ -37,11 +37,11 @@ from ..optim.state_in_memory import StateInMemory
 from ..options import Options, is_int
 from ..ranks.alone import Alone
 from ..ranks.board import ONE_RANK, OneRank, Ranks
-from ..ranks.connection import broadcast_buffers, connect
+from ..ranks.connection import SamePath, broadcast_buffers, connect
 from ..ranks.shared_memory import drop_own_pages
 from ..ranks.transport import KEEPALIVE
 from ..storage.in_memory import InMemory
-from ..wholes.sharded import bring_to_host, check_supported
+from ..wholes.sharded import bring_to_host, check_supported, has_shards
 from . import preflight
 from .engine import Engine
 from .entries import (
@@ -53,6 +53,8 @@ from .entries import (
     ModuleEntry,
     NoFlatten,
     RootEntry,
+    ShardedEntry,
+    ShardedUnitEntry,
     StepEntry,
     SubmoduleEntry,
     UnitEntry,
@@ -96,6 +98,7 @@ class Handle:
         exchanges: bool = False,
         autocasts: bool = True,
         shards: bool = False,
+        timeout: timedelta = default_pg_timeout,
     ) -> None:
         options.check_devices(ranks.world)
         self.module = module
@@ -103,6 +106,8 @@ class Handle:
         self.options = options
         self._trains = trains  # training certainly follows
         self._shards = shards  # whether DTensors may be streamed
+        self._timeout = timeout  # for ranks that have shards of the same layers
+        self.path = SamePath((), self.device.torch_device, timeout)  # of a module without shards
         self._methods = methods  # of the module, besides forward: each is a step if it is called by itself
         self._only_inference = only_inference  # no training follows, so the window may fill the memory
         self._compute_dtype = compute_dtype  # on the device, of weights that are FP32 on the host; None: FP32
@@ -452,8 +457,10 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._by_hand and error is not None:
-            self.team.fail(error)
+        if error is not None:
+            self.path.fail(isinstance(error, PeerError))
+            if self._by_hand:
+                self.team.fail(error)
         self.close()
 
     # ---- details
@@ -462,7 +469,8 @@ class Handle:
         """Begin to stream, or begin again; ``units``: the module's, if they are known."""
         bring_to_host(self.module)
         units = partition(self.module, self.options.units) if units is None else units
-        check_supported(units, self.device.torch_device, self.team.size > 1, self._refused_with_shards())
+        device = self.device.torch_device
+        meshes = check_supported(units, device, self.team.size > 1, self._refused_with_shards())
         self.team.check_alike(units)
         self.storage.choose(units)
         self._check_memory(units)
@@ -476,7 +484,8 @@ class Handle:
         self._entries = []
         self._units = units
         try:
-            move_buffers(self.module, self.device.torch_device)
+            move_buffers(self.module, device)
+            self.path = SamePath(meshes, device, self._timeout)
             self._slots = slots(self.module)
             self.storage.open()
             self.engine = Engine(
@@ -558,6 +567,7 @@ class Handle:
             self._stop_streaming()
 
     def _stop_streaming(self) -> None:
+        self.path.close()
         try:
             try:
                 self.engine.reset()  # puts hidden entries back, so that they can be removed
@@ -571,6 +581,7 @@ class Handle:
 
     def _abandon(self) -> None:
         """Undo an attach that failed midway; there may be no engine to close."""
+        self.path.close()
         self._remove_entries()
         for parameter in (*self.module.parameters(), *(p for unit in self._units for _, p in unit.params)):
             unwatch(parameter)
@@ -599,7 +610,7 @@ class Handle:
         if is_compiled(self.module):  # then no weight travels in autocast's type
             self.engine.autocast_weights.stop()
         roots = {module: streamed for streamed in self.engine.units for _, module in streamed.unit.modules}
-        for module in self.module.modules():
+        for name, module in self.module.named_modules():
             own = list(dict.fromkeys(self.engine.unit_of(p) for p in module._parameters.values() if p is not None))
             owners = [streamed for streamed in own if streamed is not None]
             root = roots.get(module)
@@ -608,17 +619,24 @@ class Handle:
             if isinstance(module, nn.RNNBase):
                 yield NoFlatten(module)
             if root is not None:
-                entry = UnitEntry(module, self.engine, [root, *(owner for owner in owners if owner is not root)])
+                units = [root, *(owner for owner in owners if owner is not root)]
+                entry = self._entry(UnitEntry, ShardedUnitEntry, has_shards(module, True), module, units, name)
                 self.engine.autocast_weights.guard(entry, entry.units, hides_entry=False)
                 yield entry
             elif owners:
-                part = ModuleEntry(module, self.engine, owners)
+                part = self._entry(ModuleEntry, ShardedEntry, has_shards(module, False), module, owners, name)
                 if len(owners) == 1:
                     owners[0].stand_ins.hidden.append(part)
                     self.engine.autocast_weights.guard(part, owners, hides_entry=True)
                 yield part
             elif isinstance(module, nn.TransformerEncoder):
                 yield EncoderFastPathEntry(module)
+
+    def _entry(self, plain: Any, sharded: Any, is_sharded: bool, module: nn.Module, units: list[Any], name: str) -> Any:
+        """Make an entry that visits these units."""
+        if is_sharded:
+            return sharded(module, self.engine, units, name or type(module).__name__, self.path)
+        return plain(module, self.engine, units)
 
 
 def stream(
@@ -654,7 +672,7 @@ def stream(
     compute_dtype = torch.bfloat16 if parsed.master_weights else None
     try:
         beside = group if ranks.world > 1 else None
-        handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, group=beside, shards=True)
+        handle = Handle(module, device, parsed, compute_dtype, ranks=ranks, group=beside, shards=True, timeout=timeout)
     except BaseException as error:
         ranks.fail(isinstance(error, PeerError))
         ranks.close()

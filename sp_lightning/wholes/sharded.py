@@ -173,7 +173,7 @@ class Sharded(Whole):
         elif local is None:
             self._show(None)
         elif layout.shown is None or local_of(layout.shown) is not local:
-            self._show(over_spec(local, layout.spec))
+            self._show(over_spec(local, layout.spec or self.form.spec))  # none came from this rank, but others' mean
         return layout.shown
 
     def set_gradient(self, value: Tensor | None) -> None:
@@ -193,14 +193,21 @@ class Sharded(Whole):
         self.layout.shown = value
 
 
-def check_supported(units: Iterable[Any], device: torch.device, in_a_group: bool, refused: dict[str, bool]) -> None:
+def has_shards(module: nn.Module, with_parts: bool) -> bool:
+    """Whether any parameter of a module, or also of its parts, is a DTensor."""
+    return any(map(is_dtensor, module.parameters(recurse=with_parts)))
+
+
+def check_supported(units: Iterable[Any], device: torch.device, in_a_group: bool, refused: dict[str, bool]) -> set[Any]:
     """Raise if any of these units' parameters is a DTensor that is not streamed with these options.
+
+    Returns the meshes of those that are.
 
     ``refused``: by what is said of each, whether it is in force. ``in_a_group``: whether devices share gradients.
     """
     sharded = [whole for unit in units for whole in unit.wholes if isinstance(whole, Sharded)]
     if not sharded:
-        return
+        return set()
     for whole in sharded:
         whole.layout.as_parameter = in_a_group
     name, mesh = sharded[0].name, sharded[0].form.spec.mesh
@@ -215,6 +222,7 @@ def check_supported(units: Iterable[Any], device: torch.device, in_a_group: bool
             f"{name} is a DTensor over a mesh of {mesh.device_type!r}, and its module is streamed to {device}: make "
             "the mesh of that kind of device"
         )
+    return {whole.form.spec.mesh for whole in sharded}
 
 
 def bring_to_host(module: nn.Module) -> None:

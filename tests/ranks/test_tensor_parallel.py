@@ -41,6 +41,9 @@ def check(name, simulated, options, **settings):
         ("llama", KEEP, {"accumulate": 2}),
         ("llama", RECOMPUTE, {}),
         ("llama", OFFLOAD, {"kind": "several"}),
+        ("planned llama", {"window": 2}, {"accumulate": 2}),
+        ("planned llama", BOTH, {"kind": "several"}),
+        ("images vit", RECOMPUTE, {"accumulate": 2}),
         ("vit", KEEP, {"accumulate": 2}),
         ("vit", BOTH, {}),
     ],
@@ -60,6 +63,7 @@ def test_shards_train_as_under_plain_tensor_parallelism(name, options, settings)
         ("sharded loss", RECOMPUTE, {"clip": 0.1}),
         ("llama", {"window": 2}, {"accumulate": 2}),
         ("vit", OFFLOAD, {}),
+        ("planned llama", KEEP, {}),
     ],
 )
 def test_a_device_trains_shards_as_the_cpu_does_without_streaming(name, options, settings):
@@ -90,6 +94,8 @@ def test_a_run_goes_on_plainly_and_streamed(to_stream, kind):
         ("in blocks", False, RECOMPUTE, {"accumulate": 2}),
         ("in sequence", False, OFFLOAD, {"accumulate": 3}),
         ("llama", False, KEEP, {}),
+        ("skipping", False, {"window": 2}, {"accumulate": 2}),
+        ("in sequence", False, KEEP, {"clip": 0.1}),
         pytest.param("in sequence", True, KEEP, {}, marks=pytest.mark.simgpu),
     ],
 )
@@ -97,6 +103,27 @@ def test_two_by_two_ranks_are_ddp_over_the_same_shards(name, simulated, options,
     for rank, found in enumerate(processes.run(4, sharded.compare_on_a_grid, name, simulated, options, **settings)):
         assert not found["differ"], f"rank {rank}: {found['differ'][:8]} of {found['seen']}"
         assert found["shared"] and found["fetches"] > 0
+
+
+@refusal(
+    "ranks that have shards of one layer and enter it at different places, or not all of them",
+    UnsupportedError,
+    "decide by what all of these ranks have; ranks along the data axis may take different paths",
+)
+@pytest.mark.parametrize(
+    ("what", "here", "there"),
+    [
+        ("skips", "came to blocks.2, rank 1 blocks.3", "came to blocks.3, rank 0"),
+        ("no backward", "came to the backward of blocks.4", "came to blocks.1, rank 0 the backward of blocks.4"),
+        ("raises", "rank 1 failed; its own error says why", ""),
+        ("ends", "rank 1 has left the run", "ended"),
+    ],
+)
+def test_ranks_that_have_shards_of_one_layer_take_one_path(what, here, there):
+    first, second = processes.run(2, sharded.apart, what, timeout=60)
+    kind = "UnsupportedError: ranks that have shards of one layer took different paths: rank 0 "
+    assert first.startswith(kind if "came" in here else "PeerError: ") and here in first
+    assert there in second
 
 
 def test_ranks_with_different_shards_are_not_taken_for_equal_ones():

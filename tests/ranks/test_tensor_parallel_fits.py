@@ -40,7 +40,6 @@ SLOW = pytest.mark.slow
         pytest.param("tied", {"activations": "recompute+offload"}, {"optimizer": "foreach"}, marks=SLOW),
         pytest.param("llama", {"window": 3}, {"accumulate_grad_batches": 2}, marks=SLOW),
         pytest.param("vit", {}, {}, marks=SLOW),
-        pytest.param("in sequence", {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, marks=SLOW),
         pytest.param("in sequence", {}, {"averages": True}, marks=SLOW),
         pytest.param("in blocks", {}, {"precision": "bf16-mixed"}, marks=SLOW),
     ],

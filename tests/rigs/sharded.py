@@ -127,6 +127,60 @@ def llama(mesh: DeviceMesh) -> nn.Module:
     return Logits(model)
 
 
+def planned_llama(mesh: DeviceMesh) -> nn.Module:
+    """transformers' Llama, cut by its own `tp_plan`, which transformers applies as `from_pretrained` has it do."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    plans = importlib.import_module("transformers.distributed.tensor_parallel")
+    plans.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
+    assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return Logits(model)
+
+
+def images_vit(mesh: DeviceMesh) -> nn.Module:
+    """transformers' ViT with its attention and its layers cut by torch's styles."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.ViTConfig(
+        image_size=4,
+        patch_size=2,
+        num_channels=1,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_labels=8 * WORDS,
+        hidden_dropout_prob=0.0,
+    )
+    model = transformers.ViTForImageClassification(config)
+    columns = {"q_proj", "k_proj", "v_proj", "query", "key", "value", "fc1", "intermediate.dense"}
+    for layer in model.vit.layers if hasattr(model.vit, "layers") else model.vit.encoder.layer:
+        linear = [name for name, part in layer.named_modules() if isinstance(part, nn.Linear)]
+        cut = {name: ColwiseParallel() if name.endswith(tuple(columns)) else RowwiseParallel() for name in linear}
+        assert len(cut) == 6
+        parallelize_module(layer, mesh, cut)
+    return Images(model)
+
+
+class Images(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, words: Tensor) -> Tensor:
+        image = words.float().repeat(1, 2).view(-1, 1, 4, 4)
+        return self.model(image).logits.unflatten(-1, (8, -1))  # type: ignore[no-any-return]
+
+
 def vit(mesh: DeviceMesh) -> nn.Module:
     """torchvision's kind of transformer, from torch's own modules: an encoder over patches."""
     return Patches(mesh)
@@ -175,14 +229,34 @@ class Logits(nn.Module):
         return self.model(words).logits  # type: ignore[no-any-return]
 
 
+class Skipping(nn.Module):
+    """Leaves out a block on ranks of one replica, as a run with stochastic depth does."""
+
+    def __init__(self, blocks: nn.Module, left_out: int | None) -> None:
+        super().__init__()
+        self.blocks, self.left_out = blocks, left_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):  # type: ignore[arg-type]
+            x = x if index == self.left_out else block(x)
+        return x
+
+
+def skipping(mesh: DeviceMesh) -> nn.Module:
+    return Skipping(in_blocks(mesh), 2 if dist.get_rank() // mesh.size() == 1 else None)
+
+
 MAKERS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "in blocks": in_blocks,
     "in sequence": in_sequence,
+    "skipping": skipping,
     "tied": tied,
     "read outside": read_outside,
     "sharded loss": with_sharded_loss,
     "llama": llama,
     "vit": vit,
+    "planned llama": planned_llama,
+    "images vit": images_vit,
 }
 
 
@@ -419,12 +493,33 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def as_dtensors(model: nn.Module) -> list[Tensor]:
+    """List a model's parameters, and of those of `unwrapped` DTensors over them, with gradients over theirs."""
+    found: list[Tensor] = []
+    for module in model.modules():
+        lists: Any = getattr(module, "parametrizations", {})
+        makers, originals = [one[0] for one in lists.values()], [one.original for one in lists.values()]
+        for maker, one in zip(makers, originals, strict=True):
+            with torch.no_grad():
+                made = maker(one.detach()).requires_grad_(one.requires_grad)
+                made.grad = maker(one.grad)
+            found.append(made)
+    return found or list(model.parameters())
+
+
 def plainly_named(name: str) -> str:
     return name.replace("parametrizations.", "").replace(".original", "").replace("module.", "")
 
 
 def train_both_ways(
-    model: nn.Module, called: Any, replica: int, device: torch.device, steps: int, accumulate: int, no_sync: Any
+    model: nn.Module,
+    called: Any,
+    replica: int,
+    device: torch.device,
+    steps: int,
+    accumulate: int,
+    no_sync: Any,
+    clip: float | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Train with data of this replica's own, and yield this rank's part of everything."""
     draw = torch.Generator().manual_seed(replica)
@@ -436,6 +531,8 @@ def train_both_ways(
                 loss = F.cross_entropy(called(words).flatten(0, 1), words.flatten())
                 loss.backward()  # type: ignore[no-untyped-call]
             yield f"{step}.{batch} loss", loss.detach().cpu().clone()
+        if clip is not None:
+            yield from seen(f"{step} norm", nn.utils.clip_grad_norm_(as_dtensors(model), clip))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, parameter in trained.items():
             assert parameter.grad is not None
@@ -459,17 +556,19 @@ def grid(simulated: bool) -> tuple[DeviceMesh, DeviceMesh, torch.device]:
 
 
 def compare_on_a_grid(
-    name: str, simulated: bool, options: dict[str, Any], accumulate: int = 1, steps: int = 3
+    name: str, simulated: bool, options: dict[str, Any], accumulate: int = 1, steps: int = 3, clip: float | None = None
 ) -> dict[str, Any]:
     """Train on two by two ranks: under DDP over shards, and streamed with the group of the data axis."""
     theirs, ours, device = grid(simulated)
     replica = theirs["dp"].get_local_rank()
     plain = unwrapped(made(name, theirs["tp"]))
-    ddp = nn.parallel.DistributedDataParallel(plain, process_group=theirs["dp"].get_group())
-    expected = dict(train_both_ways(plain, ddp, replica, HOST, steps, accumulate, ddp.no_sync))
+    ddp = nn.parallel.DistributedDataParallel(
+        plain, process_group=theirs["dp"].get_group(), find_unused_parameters=name == "skipping"
+    )
+    expected = dict(train_both_ways(plain, ddp, replica, HOST, steps, accumulate, ddp.no_sync, clip))
     model = made(name, ours["tp"])
     with sp_lightning.stream(model, device, group=ours["dp"].get_group(), **({"window": 1} | options)) as handle:
-        found = dict(train_both_ways(model, model, replica, device, steps, accumulate, handle.no_sync))
+        found = dict(train_both_ways(model, model, replica, device, steps, accumulate, handle.no_sync, clip))
         shared = all(unit.store.slab.is_shared for unit in handle.engine.units)
         fetches = handle.stats()["fetches"]
     return {"differ": difference(expected, found), "seen": len(expected), "shared": shared, "fetches": fetches}
@@ -547,4 +646,30 @@ def misused(how: str) -> str:
                 model(words).sum().backward()
         except sp_lightning.errors.SuperpipelineError as error:
             return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+def apart(what: str) -> str:
+    """Return the error of this rank where one that has other shards of the same layers takes another path."""
+    mesh, _, device = begin(False)
+    model: Any = Skipping(in_blocks(mesh), None)
+    first = dist.get_rank() == 0
+    words = torch.arange(24).view(3, 8)
+    try:
+        with sp_lightning.stream(model, device, window=1):
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+            for step in range(3):
+                now = step == 1 and not first
+                if what == "raises" and now:
+                    raise ZeroDivisionError
+                model.left_out = 2 if what == "skips" and now else None
+                loss = model(words).sum()
+                if not (what == "no backward" and now):
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if what == "ends" and not first:
+                    return "ended"
+    except (sp_lightning.errors.SuperpipelineError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
     raise AssertionError("nothing was raised")
