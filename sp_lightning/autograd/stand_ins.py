@@ -6,7 +6,9 @@
 3. The node is made anew when ``requires_grad`` of a parameter changed; older graphs keep the older one.
 4. What model code writes to a stand-in goes down to the host at the end of the visit. The version counter shows a
    write; where ``.data`` was read, the bytes are compared with the host's, also later, while code may have kept what it
-   read and the unit is not stale. An in-place write that autograd recorded is an error, as for a plain leaf.
+   read and the unit is not stale. A unit of whose host bytes it is never known that they are the device's, because code
+   has others over them, is compared with what its bytes were. An in-place write that autograd recorded is an error, as
+   for a plain leaf.
 5. A stand-in that is referenced elsewhere keeps its unit resident (device_copy.py, Rule 5).
 6. The stand-in of a weight that travels in autocast's type is *hidden*: it is in no slot. A read of such a weight that
    autocast_weights.py does not foresee is given a full-precision copy (fp32_copies.py).
@@ -124,7 +126,8 @@ class StandIns:
         self.places: list[Tensor] = []  # over the device bytes of the weights: the same, but for shards
         self.shown: list[Tensor] = []  # the stand-ins of `hosts`
         self.data_exposed = [False]  # whether ``.data`` of any stand-in was read; each refers to this list
-        self._may_be_kept = False  # whether it was read before, and other code may still have what it got (Rule 4)
+        self.may_be_kept = False  # whether it was read before, and other code may still have what it got (Rule 4)
+        self._were: list[Tensor] = []  # the weights' device bytes, where it may and the host's may be written unseen
         self.uses = CastUses()
         self.full_precision = FullPrecisionCopies(store, receive)
         self._bound_slots = 0
@@ -263,7 +266,8 @@ class StandIns:
         self.outputs = self.shown = self.places = []
         self._attributes = []
         self._versions = []  # the unit may be fetched and evicted before its next visit
-        self._may_be_kept = False
+        self.may_be_kept = False
+        self._were = []
         self.data_exposed[0] = False
         self.full_precision.clear()
 
@@ -300,7 +304,7 @@ class StandIns:
         """
         old_copies = self.full_precision.old_copies
         changed = self.wholes and self.bound and self._changed_whole()
-        kept = self._may_be_kept and (self.bound or not self.store.stale())
+        kept = self.may_be_kept and (self.bound or bool(self._were) or not self.store.stale())
         exposed = self.data_exposed[0] or kept
         if not (exposed or replayed or old_copies or self.versions() != self._versions or changed):
             return
@@ -337,8 +341,14 @@ class StandIns:
             elif exposed:
                 self._write_back_if_differs(index)
         self._versions = versions
-        self._may_be_kept = (self.data_exposed[0] or self._may_be_kept) and self.has_views()
+        self.may_be_kept = (self.data_exposed[0] or self.may_be_kept) and self.has_views()
         self.data_exposed[0] = False
+        self.note_bytes()
+
+    def note_bytes(self) -> None:
+        """Note the device bytes, if code may have kept some and the host's may be written unseen (Rule 4)."""
+        unseen = self.may_be_kept and self.store.stale()
+        self._were = [self.store.on_device.view(index).clone() for index in range(len(self.outputs))] if unseen else []
 
     def overwritten(self, indices: Sequence[int]) -> None:
         """Raise the version counters of stand-ins whose bytes are new.
@@ -471,8 +481,17 @@ class StandIns:
 
     def _write_back_if_differs(self, index: int) -> None:
         now = self.store.on_device.view(index).cpu()
-        if not same_bytes(now, true_data(self.store.params[index]).to(now.dtype)):
-            self.store.write_back(index)
+        host = true_data(self.store.params[index]).to(now.dtype)
+        was = self._were[index].cpu() if self._were and not self.bound else host
+        if same_bytes(now, was):
+            return
+        if not same_bytes(host, was):
+            raise ExactnessError(
+                f"{self.store.names[index]} was written through data that model code kept of it in a forward, and "
+                "through another tensor over its bytes on the host, and it is not known in which order: write to the "
+                "weight itself"
+            )
+        self.store.write_back(index)
 
 
 class StreamedUnit:

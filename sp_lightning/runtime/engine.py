@@ -295,6 +295,8 @@ class Engine:
                         replayed = [index for store, index in self.recompute.written.restored if store is unit.store]
                     unit.stand_ins.collect_writes(replayed)
                     unit.stand_ins.unbind()
+                    if unit.stand_ins.may_be_kept:
+                        self.window.borrowed.add(unit)
                     self.counters.listener.left(self._open[-1].name if self._open else "", in_backward())
 
     def new_turn(self) -> Turn:
@@ -448,6 +450,8 @@ class Engine:
             return
         if self.phases.closed:
             raise _after_the_end(unit)
+        if self.window.borrowed:  # other units may share the bytes that code wrote
+            self.window.collect_from_borrowed()
         self.backward_pass.begin(self._backward_done)
         self.team.backward_begins()
         self.gradient_return.taken.clear()

@@ -250,3 +250,4 @@ class Window:
         unit.stand_ins.check_replaced(changes.replaced)
         unit.store.refill()
         unit.stand_ins.overwritten(changes.written)
+        unit.stand_ins.note_bytes()

@@ -42,7 +42,16 @@ KEPT = {  # what the layer does in which step
 MOMENTS = ["", "before forward", "before backward", "after backward", "by another layer", "read"]
 
 
-def trained(what, moment, device, streams, **options):
+SHARING = {  # of weights' bytes, before the first step
+    "none": lambda net: None,
+    "all in one vector": lambda net: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(net.parameters()), net.parameters()
+    ),
+    "with another layer": lambda net: setattr(net[1].weight, "data", net[2].weight.data),
+}
+
+
+def trained(what, moment, device, streams, sharing="none", **options):
     """Train; return losses, what was read of the kept data, and the weights."""
     torch.manual_seed(0)
     net, found = nn.Sequential(nn.Linear(8, 8), Keeper(), nn.Linear(8, 8), nn.Linear(8, 8)), []
@@ -58,6 +67,7 @@ def trained(what, moment, device, streams, **options):
     if streams:
         context = sp_lightning.stream(net.cpu(), device, units=["Keeper", "Linear"], **options)
     with context:
+        SHARING[sharing](net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         for step in range(5):
             keeper.does = KEPT[what].get(step, "")
@@ -96,6 +106,44 @@ def assert_equal(one, other):
 def test_data_that_a_layer_keeps_of_its_weight_is_the_weights(what, moment, window, device):
     streamed = trained(what, moment, device, True, window=window)
     assert_equal(trained(what, moment, device, False), streamed)
+
+
+@parity.product(
+    ("written in the next forward", "", "all in one vector", "simgpu"),
+    ("written in the next forward", "after backward", "with another layer", "cpu"),
+    what=list(KEPT),
+    moment=MOMENTS,
+    sharing=list(SHARING)[1:],
+    device=parity.DEVICES,
+)
+@pytest.mark.few(1)
+def test_data_that_a_layer_keeps_is_the_weights_where_other_tensors_lie_over_its_bytes(what, moment, sharing, device):
+    streamed = trained(what, moment, device, True, sharing, window=1)
+    assert_equal(trained(what, moment, device, False, sharing), streamed)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+@pytest.mark.parametrize("moment", ["before forward", "after backward"])
+@pytest.mark.few(1)
+def test_data_that_was_written_before_a_forward_is_not_what_that_forward_wrote(moment, activations, device):
+    """A layer that recomputes what it computed would begin with what the weight was before."""
+    streamed = trained("not written there", moment, device, True, window=1, activations=activations)
+    assert_equal(trained("not written there", moment, device, False), streamed)
+
+
+def test_data_that_is_written_in_two_places_is_an_error():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Keeper())
+    with sp_lightning.stream(net, "simgpu", units=["Keeper", "Linear"], window=1):
+        over = torch.ones(64)
+        net[1].weight.data = torch.from_numpy(over.numpy()).view(8, 8)
+        host = net[1].weight.data.view(-1)
+        net[1].does = "keep"
+        net(torch.ones(4, 8, device="simgpu"))
+        net[1].kept.mul_(0.5)
+        host.mul_(0.5)
+        with pytest.raises(sp_lightning.errors.ExactnessError, match=r"1\.weight was written through data that model"):
+            net(torch.ones(4, 8, device="simgpu"))
 
 
 # ---- written by a hook in backward, which autograd calls between two layers of one unit

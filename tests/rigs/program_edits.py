@@ -528,6 +528,79 @@ def backward_hook(scene: Scene, at: int) -> None:
     scene.block(at).register_full_backward_pre_hook(lambda _, grads: tuple(g * 0.7 for g in grads))
 
 
+# --- Inside of units: what their forward and backward do with data of weights
+
+
+def shrink(weight: nn.Parameter) -> None:
+    weight.data.mul_(0.99)
+
+
+def runs_in_layer(scene: Scene, at: int, do: Callable[[nn.Linear], None]) -> None:
+    """Have a layer do something whenever it trains, before its forward."""
+    scene.linear(at).register_forward_pre_hook(lambda layer, _: do(layer) if layer.training else None)
+
+
+def runs_in_backward(scene: Scene, at: int, do: Callable[[], None]) -> None:
+    """Have the backward of a layer's output do something, before it comes to the layer."""
+
+    def hook(_: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: do())
+
+    scene.linear(at).register_forward_hook(hook)
+
+
+for view_name in ("data", "data [0]", "data T", "data view", "detach"):
+
+    @edit(f"inside: layer that keeps {view_name}", OUTSIDE)
+    def keep_inside(scene: Scene, at: int, name: str = view_name) -> None:
+        _, _, view = name.partition(" ")
+
+        def keep(layer: nn.Linear) -> None:
+            data = layer.weight.detach() if name == "detach" else layer.weight.data
+            scene.kept["view"] = VIEWS[view](data) if view else data
+
+        runs_in_layer(scene, at, keep)
+
+
+@edit("inside: layer that sees its data", OUTSIDE)
+def see_inside(scene: Scene, at: int) -> None:
+    runs_in_layer(scene, at, lambda layer: scene.see_in(f"layer {at}", layer.weight.data))
+
+
+@edit("inside: layer that writes its data", OUTSIDE)
+def write_inside(scene: Scene, at: int) -> None:
+    runs_in_layer(scene, at, lambda layer: shrink(layer.weight))
+
+
+@edit("inside: layer that writes what was kept", OUTSIDE)
+def write_kept_inside(scene: Scene, at: int) -> None:
+    runs_in_layer(scene, at, lambda _: write_data_kept(scene))
+
+
+def write_data_kept(scene: Scene) -> None:
+    with torch.no_grad():
+        if "view" in scene.kept:
+            scene.kept["view"].mul_(0.99)
+
+
+@edit("inside: backward that writes data", OUTSIDE)
+def write_in_backward(scene: Scene, at: int) -> None:
+    weight = scene.weight(at // 3)
+    runs_in_backward(scene, at, lambda: shrink(weight))
+
+
+@edit("inside: backward that writes what was kept", OUTSIDE)
+def write_kept_in_backward(scene: Scene, at: int) -> None:
+    runs_in_backward(scene, at, lambda: write_data_kept(scene))
+
+
+@edit("inside: backward that sees data", OUTSIDE)
+def see_in_backward(scene: Scene, at: int) -> None:
+    weight = scene.weight(at // 3)
+    runs_in_backward(scene, at, lambda: scene.see_in(f"layer {at}", weight.data))
+
+
 # --- Gradients
 
 HAVE_GRADS = (*GRADS, "batch end")
@@ -751,4 +824,6 @@ FAULTS = {"fault", "fault in forward", "fault in backward"}
 STRUCTURE = {"new weights in the optimizer by a group", "drop block", "weight norm", "prune", "tie", "exchange blocks"}
 CALLS = {"evaluate a block", "autograd.grad of a block", "backward of a block"}  # by itself
 NEW = {"copy block", "load_state_dict, assign", "new weight", "new weight in the optimizer"}  # weights
-HOOKED = {name for name in EDITS if "hook" in name}
+HOOKED = {name for name in EDITS if "hook" in name or name.startswith("inside: backward")}
+INSIDE = {name for name in EDITS if name.startswith("inside: ")}
+AGAIN = {name for name in INSIDE if "keeps" not in name}  # does more where a forward runs again

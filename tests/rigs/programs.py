@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import forks
 import torch
 from lightning import seed_everything
-from program_edits import CALLS, EDITS, FAULTS, GRAPH, HOOKED, MOMENTS, NEW, STRUCTURE
+from program_edits import AGAIN, CALLS, EDITS, FAULTS, GRAPH, HOOKED, INSIDE, MOMENTS, NEW, STRUCTURE
 from program_entries import HOOKS, run
 from program_nets import KINDS, USES_TWICE
 from program_runs import OPTIMIZERS
@@ -231,14 +231,18 @@ def is_right(act: Act, program: Program, before: list[Act]) -> bool:
     calls_once = program.loss in ("plain", "of weights too") and "tied" not in program.kinds
     if act.edit == "forward hook that writes weights" and not calls_once:
         return False  # a second call in the graph would write what the first one saved
+    if act.edit in INSIDE and act.step > 0 and program.loss == "of two calls" and program.precision != "32-true":
+        return False  # may be an error: autocast's copies of a weight were all that earlier steps read
     if act.edit in HOOKED and program.steps_early and act.step > 0:
         return False  # may be an error if units were stepped before it came
     edits = {act.edit, *(other.edit for other in before)}
     if not NEW.isdisjoint(edits) and not CALLS.isdisjoint(edits):
         return False  # new weights are on the host until the net is called
-    if act.edit == "write to data while a graph is there" and program.loss == "of an input's gradient":
+    if (
+        act.edit == "write to data while a graph is there" or act.edit in AGAIN
+    ) and program.loss == "of an input's gradient":
         return False  # the graph of a backward that is itself differentiated keeps what the weight was
-    if act.moment in GRAPH and not act.edit.startswith(("see", "evaluate", "gradient")):
+    if act.edit in AGAIN or (act.moment in GRAPH and not act.edit.startswith(("see", "evaluate", "gradient"))):
         # A checkpoint's second run reads what a weight is by then.
         return "recompute" not in program.activations and "Checkpointed" not in program.kinds
     return True
