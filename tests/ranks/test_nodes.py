@@ -10,12 +10,14 @@ import pretended_nodes
 import processes
 import pytest
 import ranked_fabric
+import ranked_features
 import ranked_parity
 import ranked_runs
 import refused_runs
 import schedules
 import torch
 import waiting
+from families import FAMILIES
 
 import models
 import parity
@@ -150,6 +152,20 @@ def test_a_trainer_over_two_nodes_is_ddp_with_the_tree(row):
 )
 def test_a_trainer_over_two_nodes_is_ddp_with_the_tree_for_every_trait(case, row):
     check(case, COVER[row])
+
+
+@SLOW
+@pytest.mark.parametrize(("feature", "options"), [("ema", {"window": 1}), ("swa", {"window": 2})])
+def test_averages_of_weights_over_two_nodes_are_those_of_ddp(feature, options):
+    ranked_parity.check(ranked_features.run, feature, options, size=4, nodes=2)
+
+
+@SLOW
+@pytest.mark.parametrize("family", ["mixtral", "vit"])
+def test_families_over_two_nodes_are_ddp_with_the_tree(family):
+    for library in FAMILIES[family].case.tags:
+        pytest.importorskip(library)
+    ranked_parity.check(ranked_runs.fit, family, {"window": 2}, size=4, nodes=2, batches=2)
 
 
 def check_schedules(seeds, count=30, **options):
