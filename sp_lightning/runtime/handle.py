@@ -521,7 +521,8 @@ class Handle:
         """Return what DTensors are not streamed with, and whether it is so here."""
         options, ranks = self.options, self.team.ranks
         return {
-            "a Trainer without tensor_parallel_size=, Fabric, sp_lightning.hf or a plan": not self._shards,
+            "a Trainer without tensor_parallel_size=, Fabric, sp_lightning.hf or a plan "
+            "(plan the module before it is cut)": not self._shards,
             "a group on several machines": ranks.world > ranks.size,
             "disk= or host_budget=": options.uses_files,
             "optimizer_device='device'": options.optimizer_device == "device",

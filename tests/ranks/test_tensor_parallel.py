@@ -159,6 +159,11 @@ def test_a_trainer_names_the_dtensor():
     assert error.startswith("PartitionError: ") and "is a DTensor" in error and "a Trainer" in error
 
 
+def test_a_plan_says_to_plan_the_module_before_it_is_cut():
+    [error] = processes.run(1, sharded.refused_by_a_plan)
+    assert error.startswith("PartitionError: 1.up.weight is a DTensor") and "plan the module before it is cut" in error
+
+
 @pytest.mark.simgpu
 def test_a_mesh_of_another_device_is_named():
     for error in processes.run(2, sharded.refused_on_another_device):

@@ -611,6 +611,17 @@ def refused_by_a_trainer() -> str:
     raise AssertionError("it was streamed")
 
 
+def refused_by_a_plan() -> str:
+    """Return the error of a plan."""
+    mesh, _, _ = begin(False)
+    words = torch.zeros(3, 8, dtype=torch.long)
+    try:
+        sp_lightning.plan(made("in blocks", mesh), words, loss=lambda model, batch: model(batch).sum())
+    except sp_lightning.errors.SuperpipelineError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was planned")
+
+
 def refused_on_another_device() -> str:
     begin(True)
     model = made("in blocks", init_device_mesh("cpu", (dist.get_world_size(),)))
