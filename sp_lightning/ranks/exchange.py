@@ -669,10 +669,10 @@ class Exchange:
     def _add_nodes(self, backward: _Backward) -> None:
         """Go on with units on their way between nodes, as far as messages have come (Rule 11)."""
         transport = self._ranks.transport
-        assert transport is not None
         for store, crossing in backward.begun.items():
             if store in backward.shown:
                 continue
+            assert transport is not None  # else nothing is begun
             if crossing.sent is None and not transport.missing(PARTS, self._key(store)):
                 self._sum_of_nodes(store, crossing)
             for node, message in transport.take(SUMS, self._key(store)).items():
