@@ -127,7 +127,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave handles out of a copy, which stream the original's modules, and what the run consists of."""
-        left = "handles", "_copies", "ranks", "_launcher"
+        left = "handles", "_copies", "ranks", "data_ranks", "_launcher"
         return {key: value for key, value in vars(self).items() if key not in left}
 
     def __reduce__(self) -> tuple[Any, ...]:
