@@ -123,8 +123,6 @@ def test_training_with_its_state_on_disk_is_plain_training(cell):
     )
     if cell["optimizer"] == "adamw":
         assert found["disk_written"] > 0 and found["disk_read"] > 0
-        if not cell["precision"].endswith("mixed"):  # else the first pass reads weights
-            assert found["disk_written"] > found["disk_read"]
 
 
 @pytest.mark.parametrize(
