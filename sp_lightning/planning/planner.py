@@ -254,7 +254,7 @@ class _Planner:
         peak = needs.peak(window, transfer)
         # After backward its first units are left in the window, and nothing else of it.
         left = sum(cost.up_nbytes for cost in needs.streamed[:window])
-        gone = sum(peak.get(name, 0) for name in (WINDOW, KEPT, WORKING, OUTSIDE, GRADIENTS)) - left
+        gone = max(0, sum(peak.get(name, 0) for name in (WINDOW, KEPT, WORKING, OUTSIDE, GRADIENTS)) - left)
         return self._reserving({**peak, OF_STEPS: needs.steps_nbytes + max(0, needs.whole_nbytes - gone)})
 
     def stepping_there(self, needs: Requirements, options: Options) -> Requirements:
