@@ -229,7 +229,7 @@ def test_the_command_that_a_plan_offers_runs_what_was_planned(capsys):
     transformers.LlamaConfig(**tiny.sizes(words)).save_pretrained("mine")
     tiny.write_jsonl(pathlib.Path("my.jsonl"), tiny.chats(200))
     with pytest.raises(SystemExit):
-        cli.main("plan --model llama-8b --machine rtx4070 --host-memory 64GiB --batch 3 --seq 32".split())
+        cli.main("plan --model llama-8b --machine rtx4070 --host-memory 24GiB --batch 3 --seq 32".split())
     said = capsys.readouterr().out
     (offered,) = re.findall(r"adapters on a frozen bf16 base .*: python -m sp_lightning fit (.*)", said)
     run = fit_config.find(offered.replace("examples/", f"{EXAMPLES}/").replace("MODEL", "mine").split())
