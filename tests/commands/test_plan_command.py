@@ -409,6 +409,8 @@ def test_nonsense_is_refused_by_name(kind, llama, capsys):
         more = ["--samples", "9"] if name in ("epochs", "price") else []
         more += ["--inference"] if name in ("at_once", "guessed", "accepted") else []
         said = planned_as_json(capsys, *given, options_of_plan()[name], value, *more)
+        if kind == "listed without a shape" and "--inference" in more:
+            name = "answer"  # which such a model does not
         assert isinstance(said, str) and re.search(rf"plan: .*{name}\b", said), (name, said)
 
 
@@ -665,8 +667,8 @@ def test_a_disk_has_its_bytes_times_and_wear_in_the_plan(capsys, tmp_path, monke
     arguments = ["--model", "llama3-8b", "--host-budget", "0B", "--disk", tmp_path]
     run(*arguments, "--machine", "rtx4090", "--disk-speed", "7GB,5GB,1")
     out = " ".join(capsys.readouterr().out.split())
-    assert "reading 87.79 GiB from files 13.47 writing 87.79 GiB to files 18.85" in out  # of state and weights
-    assert "Wear: a step writes 94.3 GB to the disk: 12,700 steps to 1,200 TB, the rating of a consumer drive" in out
+    assert "reading 120.64 GiB from files 18.5 writing 103.72 GiB to files 22.27" in out  # also of what travels
+    assert "Wear: a step writes 111 GB to the disk: 10,800 steps to 1,200 TB, the rating of a consumer drive" in out
     monkeypatch.setattr(disk_speed, "LARGEST", 16 << 20)
     monkeypatch.setattr(command, "MEASURED_S", 0.1)
     with pytest.raises(SystemExit):
