@@ -47,8 +47,8 @@ from ..compat.modules import CALL, CONVERT, context_decorator, tree_leaves, tree
 from ..compat.tensors import tracing_state
 from ..memory.device import Device
 from ..memory.watched_parameters import is_watched, quietly, true_dtype, true_grad, true_version
-from ..ranks.connection import SamePath
 from .engine import Engine
+from .same_path import SamePath
 
 
 class ForwardEntry(InPlaceOfForward):

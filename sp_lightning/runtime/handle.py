@@ -37,7 +37,7 @@ from ..optim.state_in_memory import StateInMemory
 from ..options import Options, is_int
 from ..ranks.alone import Alone
 from ..ranks.board import ONE_RANK, OneRank, Ranks
-from ..ranks.connection import SamePath, broadcast_buffers, connect
+from ..ranks.connection import broadcast_buffers, connect
 from ..ranks.shared_memory import drop_own_pages
 from ..ranks.transport import KEEPALIVE
 from ..storage.in_memory import InMemory
@@ -63,6 +63,7 @@ from .entries import (
 from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
 from .recorder import Recorder
+from .same_path import SamePath
 
 BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
     r"(on|at|in) (the )?same device|expected device|two devices"
