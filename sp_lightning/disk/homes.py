@@ -53,10 +53,9 @@ class _Files:
     def ranges(self) -> list[tuple[int, int]]:
         return [(address, range_.nbytes) for address, range_ in self._here.values()]
 
-    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Sequence[Weight]:
+    def _have_weights(self, weights: Sequence[Weight], on_device: DeviceCopy) -> None:
         self._weights, self._on_device = weights, on_device
         self._jobs, self._slices = None, 0
-        return weights
 
     def _find_read(self, indices: Collection[int], stamp: Stamp) -> None:
         """Find what a fill reads: wire copies, and these weights without one as far as they lie where they did."""
@@ -123,8 +122,9 @@ class SourceFiles(_Files):
         self._here[index] = place.address, place
         return Layout.own_view(place.file.flat.untyped_storage(), replace(field, offset=place.offset))
 
-    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Sequence[Weight]:
-        return [weight for weight in super().lay_out(weights, on_device) if weight.home is not self]  # Rule 3
+    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Collection[int]:
+        self._have_weights(weights, on_device)
+        return [index for index, weight in enumerate(weights) if weight.home is self]  # Rule 3
 
     def refresh(self, stamp: Stamp) -> dict[int, Callable[[], Tensor]]:
         left: dict[int, Callable[[], Tensor]] = {}
@@ -184,14 +184,15 @@ class ScratchHome(_Files):
         self._here[index] = moved.data_ptr(), range_
         return moved
 
-    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Sequence[Weight]:
+    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Collection[int]:
+        self._have_weights(weights, on_device)
         self._wires = {}
         for index in self._wired:
             field = weights[index].field
             if weights[index].is_narrow:
                 like = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device="meta")
                 weights[index].wire, self._wires[index] = self._scratch.placed(like)
-        return [w for index, w in enumerate(super().lay_out(weights, on_device)) if index not in self._wired]
+        return self._wired
 
     def largest_piece(self) -> int:
         return min(PIECE, in_file(range_.nbytes for _, range_ in self._here.values()))

@@ -78,10 +78,10 @@ class FileHome(Home, Protocol):
 
     indices: Collection[int]  # of its weights, also of those that left it
 
-    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Sequence[Weight]:
+    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Collection[int]:
         """Have weights go up to this device copy, in other types than before.
 
-        Return those of which wire copies are in memory, if they need any.
+        Return the indices of those that need no wire copy in memory, whatever their types.
         """
 
     def refresh(self, stamp: Stamp) -> Mapping[int, Callable[[], Tensor]]:
@@ -189,10 +189,8 @@ class HostCopy:
             weight.parted = weight.saved_again = False
         self.narrow = frozenset(i for i, weight in enumerate(self.weights) if weight.is_narrow)
         self.cast_gradients: dict[int, torch.dtype] = {}  # of weights that are cast on the device only
-        in_memory: Sequence[Weight] = self.weights
-        for home in self.files:
-            in_memory = home.lay_out(self.weights, self.on_device)
-        lay_out_wire(in_memory, self.device)
+        from_files = {index for home in self.files for index in home.lay_out(self.weights, self.on_device)}
+        lay_out_wire([w for index, w in enumerate(self.weights) if index not in from_files], self.device)
         self._wire_stamp: Stamp | None = None
         self._runs: Sequence[Run] | None = None  # to be cut
         self.memory = object()  # counts the references of graphs (Rule 6)
