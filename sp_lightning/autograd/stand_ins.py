@@ -6,9 +6,9 @@
 3. The node is made anew when ``requires_grad`` of a parameter changed; older graphs keep the older one.
 4. What model code writes to a stand-in goes down to the host at the end of the visit. The version counter shows a
    write; where ``.data`` was read, the bytes are compared with the host's, also later, while code may have kept what it
-   read and the unit is not stale. A unit of whose host bytes it is never known that they are the device's, because code
-   has others over them, is compared with what its bytes were. An in-place write that autograd recorded is an error, as
-   for a plain leaf.
+   read and the unit is not stale. Where other tensors lie over the host's bytes, nobody knows whether these are still
+   what the device has: then the device's are compared with what they were. An in-place write that autograd recorded is
+   an error, as for a plain leaf.
 5. A stand-in that is referenced elsewhere keeps its unit resident (device_copy.py, Rule 5).
 6. The stand-in of a weight that travels in autocast's type is *hidden*: it is in no slot. A read of such a weight that
    autocast_weights.py does not foresee is given a full-precision copy (fp32_copies.py).

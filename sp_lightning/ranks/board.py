@@ -162,9 +162,7 @@ class Ranks(OneRank):
                 self.meet("a connection to other machines")  # of all ranks: until then news may come by the store alone
             except BaseException as error:
                 self.fail(because_of_another=isinstance(error, PeerError))
-                self._hear(
-                    failures.told(now=True)
-                )  # a rank that stopped, which may be all that is known, told it first
+                self._hear(failures.told(now=True))  # whoever stopped told why before it left
                 failures.tell(self._own())
                 news = self._news()
                 self.close()
