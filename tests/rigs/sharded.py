@@ -102,11 +102,10 @@ def read_outside(mesh: DeviceMesh) -> nn.Module:
     return Penalised(in_sequence(mesh))
 
 
-def llama(mesh: DeviceMesh) -> nn.Module:
-    """transformers' Llama with the plan of torch's tutorial, and a frozen weight."""
+def small_llama(words: int) -> Any:
     transformers = importlib.import_module("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=WORDS,
+        vocab_size=words,
         hidden_size=16,
         intermediate_size=48,
         num_hidden_layers=3,
@@ -115,7 +114,12 @@ def llama(mesh: DeviceMesh) -> nn.Module:
         attn_implementation="sdpa",
         use_cache=False,
     )
-    model = transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
+
+
+def llama(mesh: DeviceMesh) -> nn.Module:
+    """transformers' Llama with the plan of torch's tutorial, and a frozen weight."""
+    model = small_llama(WORDS)
     columns, rows = ColwiseParallel(), RowwiseParallel()
     plan = {f"self_attn.{name}_proj": columns for name in "qkv"} | {"self_attn.o_proj": rows}
     for layer in model.model.layers:
@@ -129,18 +133,7 @@ def llama(mesh: DeviceMesh) -> nn.Module:
 
 def planned_llama(mesh: DeviceMesh) -> nn.Module:
     """transformers' Llama, cut by its own `tp_plan`, which transformers applies as `from_pretrained` has it do."""
-    transformers = importlib.import_module("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = small_llama(32)
     plans = importlib.import_module("transformers.distributed.tensor_parallel")
     plans.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
     assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
