@@ -60,16 +60,17 @@ class Options:
         """Whether weights or state may be in files."""
         return self.host_budget is not None or self.disk is not None
 
-    def check_devices(self, count: int) -> None:
-        """Raise OptionError if an option is not built for this many devices."""
-        if count > 1 and self.optimizer_device == "device":
+    def check_devices(self, count: int, machines: int = 1) -> None:
+        """Raise OptionError if an option is not built for ``count`` devices on each of ``machines`` machines."""
+        if count * machines > 1 and self.optimizer_device == "device":
             allowed = "1 with optimizer_device='device', which is built for one device so far"
             raise OptionError(argument="devices", found=count, allowed=allowed)
-        if count == 1 or not self.uses_files:
-            return
-        given = f"host_budget='{format_bytes(self.host_budget or 0)}'" if self.disk is None else f"disk={self.disk!r}"
-        allowed = f"1 with {given}: weights and state in files are built for one device so far"
-        raise OptionError(argument="devices", found=count, allowed=allowed)
+        if count * machines > 1 and self.disk is not None:
+            allowed = f"1 with disk={self.disk!r}: state on a disk is built for one device so far"
+            raise OptionError(argument="devices", found=count * machines, allowed=allowed)
+        if machines > 1 and self.host_budget is not None:
+            allowed = "1 with host_budget, which is built for the devices of one machine so far"
+            raise OptionError(argument="num_nodes", found=machines, allowed=allowed)
 
     @classmethod
     def parse(cls, **given: Any) -> Options:

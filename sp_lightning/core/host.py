@@ -173,7 +173,7 @@ class Mapping(NamedTuple):
 def mappings() -> list[Mapping]:
     """List the private mappings of files in this process, as far as the system reports them.
 
-    Neighbours that continue each other are one.
+    Neighbours that continue each other are one. Memory with a file's descriptor, as ranks share it, is none.
     """
     found: list[Mapping] = []
     if not sys.platform.startswith("linux"):
@@ -181,7 +181,7 @@ def mappings() -> list[Mapping]:
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             addresses, mode, offset, device, inode, *path = line.rstrip("\n").split(None, 5)
-            if inode == "0" or not path or mode[0] != "r" or mode[3] != "p":
+            if inode == "0" or not path or path[0].startswith("/memfd:") or mode[0] != "r" or mode[3] != "p":
                 continue
             begin, end = (int(address, 16) for address in addresses.split("-"))
             this = Mapping(begin, end, int(offset, 16), (device, inode), path[0].replace("\\012", "\n"))

@@ -185,6 +185,25 @@ class HostBytes:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostSharing:
+    """The ranks of one machine, which share its host memory (Rule 5)."""
+
+    ranks: int = 1
+    own_gradients: bool = False  # whether each has gradients of its own
+    ahead: int = 0  # units whose gradients each may have on their way
+
+    def together(self, one: HostBytes, largest: int) -> HostBytes:
+        """Return what the ranks need together where ``one`` alone needs this.
+
+        ``largest``: the most bytes that gradients of a unit take.
+        """
+        return one.of_ranks(self.ranks, self.ahead * largest, self.own_gradients)
+
+
+ONE_PROCESS = HostSharing()
+
+
 def host_bytes(
     units: Iterable[UnitHostBytes], *, states: float = 0, activations: int = 0, ring: int = 0, training: bool = True
 ) -> HostBytes:

@@ -28,8 +28,9 @@ from torch import Tensor
 from ..core.telemetry import Counters
 from ..memory.device import Device
 from ..memory.device_copy import DeviceCopy
-from ..memory.layout import Field, Layout
+from ..memory.layout import Field, Layout, in_order
 from ..memory.staging import Around, Arrival, Copies
+from ..memory.watched_parameters import true_data
 from ..memory.weights import Stamp, Weight
 from .direct_file import DirectFile, FileRange
 from .direct_ring import GAP, PIECE, DirectRing, Job, Piece, Target, pieces
@@ -114,7 +115,7 @@ class SourceFiles(_Files):
     ) -> None:
         super().__init__(unit, counters, ring)
         self.indices: Collection[int] = places.keys()
-        self._places = dict(places)  # of weights that have not left
+        self._all, self._places = places, dict(places)  # the latter of weights that have not left
         self._files = list(dict.fromkeys(place.file for place in places.values()))
 
     def adopt(self, index: int, field: Field, data: Tensor) -> Tensor:
@@ -139,6 +140,16 @@ class SourceFiles(_Files):
         for index in self._places.keys() - stayed.keys() | {list(stayed)[number] for number in found}:
             place = self._places.pop(index)
             left[index] = functools.partial(place.file.bytes_of, place.offset, place.nbytes)
+
+    def changed(self) -> dict[int, Tensor]:
+        found = {}
+        for index, place in self._all.items():
+            data = true_data(self._weights[index].parameter)
+            if data.data_ptr() != place.address or written([(place.address, place.nbytes)]):
+                mine = in_order(data, self._weights[index].host).view(torch.uint8)
+                if not torch.equal(mine, place.file.bytes_of(place.offset, place.nbytes)):
+                    found[index] = mine
+        return found
 
     def convert(self, index: int, data: Tensor, converted: Tensor) -> bool:
         return False
@@ -200,6 +211,9 @@ class ScratchHome(_Files):
     def refresh(self, stamp: Stamp) -> dict[int, Callable[[], Tensor]]:
         self._find_read(self.indices, stamp)
         return {}
+
+    def changed(self) -> dict[int, Tensor]:
+        return {}  # what is written to a weight is what its file has
 
     def convert(self, index: int, data: Tensor, converted: Tensor) -> bool:
         return self._scratch.converted(data, converted)

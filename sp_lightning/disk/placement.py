@@ -18,17 +18,18 @@
    take on the host is not known before a run.
 7. Once anything stays in its file or goes to the disk, an eleventh of the budget, at most 512 MiB, is left free: for
    what no term counts, such as the libraries' own memory.
+8. Several ranks of a machine have one budget: of what they share once, and of wire copies and buffers, which each has.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, host_bytes
+from ..core.unit_numbers import ONE_PROCESS, STATES, HostBytes, HostSharing, UnitHostBytes, host_bytes
 from ..memory.partition import Unit
 from ..memory.weights import BY_ITSELF
 from . import state_ring
@@ -209,6 +210,7 @@ def choose(
     spills: bool = False,
     castable: Collection[int] = (),
     shared: Collection[int] = (),
+    sharing: HostSharing = ONE_PROCESS,
 ) -> Budgeted:
     """Choose the units of a model whose weights stay in files: in a run, and in a plan of it.
 
@@ -222,8 +224,14 @@ def choose(
         spills: The optimizer's state may be on disk.
         castable: The ids of weights that may come to travel in autocast's type.
         shared: The ids of weights that other code may refer to, and that stay in memory.
+        sharing: The ranks whose budget it is (Rule 8).
     """
     travels = functools.partial(_travels_as, compute_dtype, may_cast)
+
+    def of(parameters: Iterable[torch.Tensor]) -> UnitHostBytes:
+        found = UnitHostBytes.of(parameters, travels)
+        return replace(found, wire=sharing.ranks * found.wire)
+
     placements, largest_moved, largest_travel = [], 0, 0
     for unit in units:
         parameters = [parameter for _, parameter in unit.params]
@@ -235,22 +243,24 @@ def choose(
         largest_travel = max(largest_travel, in_file(p.nbytes for p in [*moved, *as_is]))
         placements.append(
             UnitPlacement(
-                whole=UnitHostBytes.of(parameters, travels),
-                kept=UnitHostBytes.of([parameter for parameter in parameters if id(parameter) not in filed], travels),
+                whole=of(parameters),
+                kept=of(parameter for parameter in parameters if id(parameter) not in filed),
                 in_files=sum(filed.get(id(parameter), 0) for parameter in parameters),
                 state=STATES["AdamW"] * UnitHostBytes.of(parameters).trained,
                 masters=UnitHostBytes.of(moved).weights,
-                wires=UnitHostBytes.of([p for p in moved if p.requires_grad], travels).wire,
+                wires=of(p for p in moved if p.requires_grad).wire,
                 as_is=UnitHostBytes.of(as_is).weights,
                 resident=unit.resident,
             )
         )
-    whole = host_bytes([placement.whole for placement in placements], states=STATES["AdamW"], training=trains)
+    units_whole = [UnitHostBytes.of((parameter for _, parameter in unit.params), travels) for unit in units]
+    whole = host_bytes(units_whole, states=STATES["AdamW"], training=trains)
+    whole = sharing.together(whole, max((unit.trained for unit in units_whole), default=0) if trains else 0)
     largest = max((placement.in_files for placement in placements), default=0)
     converts = compute_dtype is not None or may_cast  # in a buffer of its own
-    ring = (BUFFERS + converts) * min(PIECE, largest + 2 * BLOCK)
-    masters_ring = BUFFERS * min(PIECE, largest_moved)
-    travel_ring = BUFFERS * min(PIECE, largest_travel)
+    ring = sharing.ranks * (BUFFERS + converts) * min(PIECE, largest + 2 * BLOCK)
+    masters_ring = sharing.ranks * BUFFERS * min(PIECE, largest_moved)
+    travel_ring = sharing.ranks * BUFFERS * min(PIECE, largest_travel)
     return within(placements, budget, whole, ring, spills and trains, masters_ring, travel_ring)
 
 

@@ -46,6 +46,11 @@ class Found:
     offset: int
     nbytes: int
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Where it is, in terms that are the same in another process."""
+        return self.mapping.file, self.offset, self.nbytes
+
 
 @dataclass(frozen=True)
 class Place(FileRange):

@@ -213,7 +213,7 @@ class SeveralDevices:
                 found=str(self._root_device),
                 allowed="left out with several devices, which Lightning chooses",
             )
-        self.options.check_devices(self.world_size)
+        self.options.check_devices(self._num_processes, self._machines)
         if self.is_distributed:
             check_possible()
 

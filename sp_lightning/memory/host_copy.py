@@ -87,6 +87,9 @@ class FileHome(Home, Protocol):
     def refresh(self, stamp: Stamp) -> Mapping[int, Callable[[], Tensor]]:
         """Find the weights that left for good, and the functions that read the bytes which their files have."""
 
+    def changed(self) -> Mapping[int, Tensor]:
+        """Return the bytes of weights, by index, that are not those of their files."""
+
     def convert(self, index: int, data: Tensor, converted: Tensor) -> bool:
         """Convert a weight past the mapping of its file; return False, with nothing done, if that is not possible."""
 

@@ -37,6 +37,7 @@ class Layout:
 
     fields: tuple[Field, ...]
     nbytes: int
+    elsewhere: frozenset[int] = frozenset()  # indices of those that are not in it
 
     @classmethod
     def of(
@@ -51,14 +52,22 @@ class Layout:
             nbytes = tensor.numel() * tensor.element_size()
             fields.append(Field(name, tensor.dtype, tuple(tensor.shape), _stride_in_buffer(tensor), end, nbytes))
             end += 0 if index in without else aligned(nbytes, alignment)
-        return cls(tuple(fields), end)
+        return cls(tuple(fields), end, frozenset(index for index in range(len(fields)) if index in without))
 
     def indices_in(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
         """List the tensors of which any byte is in these ranges of the buffer, each a first byte and the one after."""
         return [
             index
             for index, field in enumerate(self.fields)
-            if any(start < field.offset + field.nbytes and field.offset < end for start, end in ranges)
+            if index not in self.elsewhere
+            and any(start < field.offset + field.nbytes and field.offset < end for start, end in ranges)
+        ]
+
+    def own_views(self, storage: torch.UntypedStorage) -> list[Tensor]:
+        """Make a tensor over each field's bytes (`own_view`), without elements for those that lie elsewhere."""
+        return [
+            self.own_view(storage, Field(f.name, f.dtype, (0,), (1,), 0, 0) if i in self.elsewhere else f)
+            for i, f in enumerate(self.fields)
         ]
 
     def reshaped(self, index: int, shape: torch.Size) -> Layout:
@@ -86,6 +95,13 @@ class Layout:
         part = storage[field.offset : field.offset + field.nbytes]
         note_view(part)
         return _tensor_over(part, field, 0)
+
+
+def in_order(tensor: Tensor, field: Field) -> Tensor:
+    """Return a tensor's elements, flat, in the order in which the parameter's lie in memory."""
+    if tensor.stride() != field.stride:
+        tensor = torch.empty_strided(field.shape, field.stride, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
 def as_few_runs(

@@ -41,7 +41,6 @@ from ..optim.device_step import device_nbytes, whole_nbytes
 from ..optim.pieces import ELEMENTWISE
 from ..options import Options
 from ..ranks import transport
-from ..ranks.exchange import AHEAD
 from ..runtime.preflight import finer_classes
 from ..tracing.answers import Answers
 from ..tracing.step_trace import GRADIENTS, KEPT, OUTSIDE, WINDOW, WORKING, StepTrace
@@ -98,7 +97,7 @@ def _source(module: Any, batch: Any, run: PlannedRun, target: str) -> PlannedMod
         module = found
     if not isinstance(module, Workload):
         does = run.answers or run.own_loss
-        return TracedModel(module, batch, run.precision, run.optimizer, target, does, run.predict_at_once)
+        return TracedModel(module, batch, run.precision, run.optimizer, target, does, run.predict_at_once, run.sharing)
     if run.own_loss is not None:
         allowed = "None for a workload, whose numbers are listed (give a module, or a function that makes one)"
         raise OptionError(argument="loss", found=run.own_loss, allowed=allowed)
@@ -164,7 +163,7 @@ class _Planner:
 
     def _of_ranks(self, host: HostBytes, needs: Requirements, optimizer: str) -> HostBytes:
         """Return the host memory of all ranks, from that of one (Rule 5)."""
-        under_way = (AHEAD + 1) * max((cost.down_nbytes for cost in needs.costs), default=0)
+        under_way = self.run.sharing.ahead * max((cost.down_nbytes for cost in needs.costs), default=0)
         others = self.run.nodes_of_steps - 1
         shares = others * (transport.AHEAD + 2) + 1 if others else 0
         messages = shares * max((cost.gradient_nbytes for cost in needs.costs), default=0) // self.run.nodes_of_steps
@@ -471,7 +470,7 @@ class _Planner:
         given = {"master_weights": False, **remedy.options} if remedy.half else remedy.options
         try:
             changed = replace(self.run, options=replace(self.options, **given)).within_host(self.host_available).options
-            changed.check_devices(self.run.devices)
+            changed.check_devices(self.run.devices, self.run.nodes)
         except OptionError:
             return None  # not with the others
         further = [{}, *(other.options for other in remedies.activations(changed.activations))]

@@ -9,10 +9,12 @@ import torch
 
 from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, with_link, with_network
 from ..core.remedies import STATE_NBYTES
+from ..core.unit_numbers import HostSharing
 from ..errors import OptionError
 from ..memory.device import find
 from ..optim.pieces import ELEMENTWISE, PER_PARAMETER
 from ..options import Options, is_int, parse_bytes
+from ..ranks.exchange import AHEAD
 from ..runtime.measure import measure
 from ..tracing.answers import Answers
 from ..tracing.dry_run import Runner
@@ -86,11 +88,11 @@ class PlannedRun:
         if self.predict_at_once > 1 and self.answers is None:
             allowed = "given together with answer"
             raise OptionError(argument="predict_at_once", found=self.predict_at_once, allowed=allowed)
-        if self.options.optimizer_device == "device" and self.answers is None:
-            self.options.check_devices(self.devices * self.nodes)
-            if isinstance(self.optimizer, str | type) and self.optimizer_name not in ON_DEVICE:
-                allowed = f"one of {', '.join(sorted(ON_DEVICE))} with optimizer_device='device'"
-                raise OptionError(argument="optimizer", found=self.optimizer_name, allowed=allowed)
+        self.options.check_devices(self.devices, self.nodes)
+        steps_there = self.options.optimizer_device == "device" and self.answers is None
+        if steps_there and isinstance(self.optimizer, str | type) and self.optimizer_name not in ON_DEVICE:
+            allowed = f"one of {', '.join(sorted(ON_DEVICE))} with optimizer_device='device'"
+            raise OptionError(argument="optimizer", found=self.optimizer_name, allowed=allowed)
         if self.accumulate > 1 or precision == "16-mixed":  # which scales the gradients
             object.__setattr__(self, "own_gradients", True)
 
@@ -98,6 +100,11 @@ class PlannedRun:
     def nodes_of_steps(self) -> int:
         """The machines that sum gradients: nothing crosses a network where nothing is trained."""
         return self.nodes if self.answers is None else 1
+
+    @property
+    def sharing(self) -> HostSharing:
+        """The ranks of a machine, which share its host memory."""
+        return HostSharing(ranks=self.devices, own_gradients=self.own_gradients, ahead=AHEAD + 1)
 
     @property
     def own_loss(self) -> Runner | None:

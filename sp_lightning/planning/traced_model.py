@@ -28,7 +28,16 @@ from ..compat.kernels import has_chunked_loss
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, storage_id
 from ..core.machine import Machine
 from ..core.simulation import SimulatedVisit
-from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, aligned, host_bytes
+from ..core.unit_numbers import (
+    ONE_PROCESS,
+    STATES,
+    HostBytes,
+    HostSharing,
+    UnitHostBytes,
+    UnitNumbers,
+    aligned,
+    host_bytes,
+)
 from ..disk.placement import Budgeted, choose, may_move, may_travel
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.partition import Unit, partition
@@ -66,6 +75,7 @@ class TracedModel(PlannedModel):
         target: str,
         loss: Runner | Answers | None,
         at_once: int = 1,
+        sharing: HostSharing = ONE_PROCESS,
     ) -> None:
         if batch is None:
             raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
@@ -76,6 +86,7 @@ class TracedModel(PlannedModel):
         self._target = target
         self._loss = loss
         self._at_once = at_once  # batches that are answered in lockstep
+        self._sharing = sharing
         self._lines: dict[Options, tuple[StepTrace, StepTrace] | None] = {}
         self._traces: dict[tuple[Options, int], StepTrace] = {}
         self._states: float | None = None
@@ -164,7 +175,8 @@ class TracedModel(PlannedModel):
         may_cast = self._precision.endswith("mixed") and options.may_cast and dtype is None
         spills, trains = options.disk is not None, self.answers is None
         budget, known = options.host_budget, trace.castable
-        placed = choose(trace.units, everything, budget, dtype, may_cast, trains=trains, spills=spills, castable=known)
+        kinds = dtype, may_cast, trains, spills
+        placed = choose(trace.units, everything, budget, *kinds, castable=known, sharing=self._sharing)
         if placed.units and self._names_in_files is None:
             self.notes.append("frozen weights are taken to be in local files as they are")
         return {index: filed[index] for index in placed.units}, placed
@@ -201,6 +213,7 @@ class TracedModel(PlannedModel):
         assert needs.trace is not None
         trace = needs.trace
         in_files, placed = self._placed(trace, options)
+        ring = placed.host.ring // self._sharing.ranks  # of each
         units = []
         for unit, wire, frozen_wire in zip(trace.units, trace.wire_nbytes, trace.frozen_wire_nbytes, strict=True):
             filed = in_files.get(unit.index, {})
@@ -211,9 +224,9 @@ class TracedModel(PlannedModel):
             units.append(replace(kept, wire=wire - bool(filed) * frozen_wire))
         if trace.passes:  # the last one has the longest cache
             waiting = self._at_once * sum(visit.stowed_nbytes for visit in trace.of_pass(2).visits)
-            return replace(host_bytes(units, ring=placed.host.ring), keys_and_values=waiting)
+            return replace(host_bytes(units, ring=ring), keys_and_values=waiting)
         stowed = sum(work.stowed_nbytes for work in needs.works)
-        host = host_bytes(units, states=self.states(), activations=stowed, ring=placed.host.ring)
+        host = host_bytes(units, states=self.states(), activations=stowed, ring=ring)
         return without_disk(host, placed, units, self.states())
 
     def states(self) -> float:
@@ -244,7 +257,8 @@ class TracedModel(PlannedModel):
     def _with(self, precision: str | None = None, loss: Runner | Answers | None = None) -> TracedModel:
         """Return the same model with another precision or another loss."""
         precision, loss = precision or self._precision, loss or self._loss
-        return TracedModel(self._module, self._batch, precision, self._optimizer, self._target, loss, self._at_once)
+        of_ours = self._at_once, self._sharing
+        return TracedModel(self._module, self._batch, precision, self._optimizer, self._target, loss, *of_ours)
 
     def _half(self) -> torch.dtype | None:
         return half_of(self._precision)

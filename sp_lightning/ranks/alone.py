@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compat.references import shares_storage
+from ..core.unit_numbers import ONE_PROCESS
 from ..gradients.way_down import GradientReturn
 from ..memory.access import Access
 from ..memory.device import Device
@@ -36,12 +37,18 @@ class Alone:
     steps_in_backward = True  # whether optimizers may step units beside backward
     gives_weights = True  # whether the host copy takes this process's weights, not another's
 
+    sharing = ONE_PROCESS  # of the host's memory
+
     def __init__(self, device: Device) -> None:
         self._device = device
         self.exchanges = False  # whether every backward that makes gradients exchanges them with other ranks
 
     def check_alike(self, units: Sequence[Unit]) -> None:
         """Raise UnsupportedError unless all ranks have the same parameters in the same units."""
+
+    def same_on_all(self, marks: Sequence[object]) -> Sequence[bool]:
+        """Return which of these, of which all ranks have as many, are the same on all."""
+        return [True] * len(marks)
 
     def find_sharing(self, parameters: Sequence[Tensor], again: bool) -> Callable[[Tensor], bool]:
         """Return what says of a parameter that is not moved yet whether it stays where another tensor shares its bytes.

@@ -65,14 +65,14 @@ from ..errors import ExactnessError, UnsupportedError
 from ..gradients.slab import GradientSlab
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy
-from ..memory.layout import Layout
+from ..memory.layout import in_order
 from ..memory.watched_parameters import set_true_grad, true_dtype, true_grad
 from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving
 from .board import AFTER_GRADIENTS, Board, Ranks
 from .shared_memory import PAGE, Box, SharedSlab, paged
 from .transport import PARTS, SUMS, Key, Message, Unpacked, packed, same_for_all
-from .user_edits import Alike, divided, fingerprint, flat, in_order, listed, owned
+from .user_edits import Alike, divided, fingerprint, flat, listed, owned
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 NONE, USED, AT = 0, 1, 2  # flags of what a rank posts of a parameter; the place and the type are above them
@@ -98,8 +98,7 @@ class _Sums:
 
     def make_views(self) -> None:
         """Make the tensors over the face."""
-        storage = self.slab.face.untyped_storage()
-        self.views = [Layout.own_view(storage, field) for field in self._store.host_layout.fields]
+        self.views = self._store.host_layout.own_views(self.slab.face.untyped_storage())
         self._made = list(map(_form, self.views))
 
     def is_altered(self, index: int) -> bool:

@@ -41,14 +41,14 @@ from torch.optim import Optimizer
 
 from ..errors import ExactnessError
 from ..memory.host_copy import HostCopy
-from ..memory.layout import Layout
+from ..memory.layout import Layout, in_order
 from ..memory.watched_parameters import true_data, true_grad
 from ..optim.pending_step import CannotDefer, Parts
 from ..optim.pieces import ELEMENTWISE, Group, State, takes_the_loop
 from .board import Board, Ranks
 from .clipping import Clipping
 from .shared_memory import SharedSlab, SlabRange
-from .user_edits import Alike, Faces, fingerprint, flat, in_order, listed, owned
+from .user_edits import Alike, Faces, fingerprint, flat, listed, owned
 
 StateSlabs = dict[tuple[HostCopy, str], SharedSlab]
 
@@ -234,9 +234,10 @@ class Owners:
                         )
 
     def _find_moved(self, optimizer: Optimizer) -> Alike:
-        """Find the parameters that user code gave other data, the same on all ranks."""
-        places = [self._places.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
-        names = [store.names[index] for store, index in filter(None, places) if not store.at_home(index)]
+        """Find the parameters that user code gave other data, the same on all ranks, but for those in files."""
+        places = filter(None, (self._places.get(id(p)) for group in optimizer.param_groups for p in group["params"]))
+        moved = ((store, i) for store, i in places if not store.at_home(i) and i not in store.host_layout.elsewhere)
+        names = [store.names[index] for store, index in moved]
         return Alike("gave other data to different parameters", f"gave it to {listed(names)}", repr(names).encode())
 
     def _find_edits(self, optimizer: Optimizer) -> Alike:

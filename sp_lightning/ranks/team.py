@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..compat.references import sharing_bytes
 from ..compat.tensors import graph_task
+from ..core.unit_numbers import HostSharing
 from ..errors import PeerError, UnsupportedError
 from ..gradients.way_down import GradientReturn
 from ..memory.access import Access
@@ -27,7 +28,7 @@ from ..optim.pieces import Group
 from .alone import Alone, Rest
 from .board import Board, Ranks
 from .clipping import Clipping
-from .exchange import Exchange
+from .exchange import AHEAD, Exchange
 from .sharded_step import Owners
 from .shared_memory import SharedHome
 from .transport import PARTS, same_for_all
@@ -40,8 +41,10 @@ class Team(Alone):
     ranks: Ranks
     steps_in_backward = False  # where other ranks read weights yet
 
-    def __init__(self, ranks: Ranks, device: Device) -> None:
+    def __init__(self, ranks: Ranks, device: Device, own_gradients: bool) -> None:
+        """``own_gradients``: whether each rank certainly has gradients of its own (unit_numbers.py, Rule 5)."""
         super().__init__(device)
+        self.sharing = HostSharing(ranks=ranks.size, own_gradients=own_gradients, ahead=AHEAD + 1)
         self.ranks = ranks
         self.rank, self.size = ranks.world_rank, ranks.world
         self.gives_weights = ranks.rank == 0
@@ -70,6 +73,12 @@ class Team(Alone):
             f"the ranks' models differ: {self.ranks.name()} has {len(lines)} parameters, and another one has more or "
             "less; make the same model on every rank"
         )
+
+    def same_on_all(self, marks: Sequence[object]) -> Sequence[bool]:
+        board = Board(self.ranks, 0)
+        if board.alike(_mark(repr(marks))):
+            return super().same_on_all(marks)
+        return [board.alike(_mark(repr(mark))) for mark in marks]
 
     def find_sharing(self, parameters: Sequence[Tensor], again: bool) -> Callable[[Tensor], bool]:
         self._made = []

@@ -12,7 +12,9 @@
 5. Before a step the ranks also compare what else has to be alike for it, since each steps a part: what user code wrote
    to gradients and to the state, and the options of the optimizer. One number of each rank is compared; once it
    differs, they find out by which of these.
-6. Nodes have equal copies of the weights, and each settles its own. So with several nodes all compare before that what
+6. A weight in a file (disk/homes.py) has no face: a rank has the file's bytes, or what it wrote. So what differs from
+   the file is compared, too, once a stamp says that somebody may have written.
+7. Nodes have equal copies of the weights, and each settles its own. So with several nodes all compare before that what
    they wrote as well, of which each node's ranks convince themselves as above.
 """
 
@@ -68,13 +70,6 @@ def flat(memory: torch.Tensor, field: Field, part: slice) -> torch.Tensor:
     return elements[part]
 
 
-def in_order(tensor: Tensor, field: Field) -> Tensor:
-    """Return a tensor's elements, flat, in the order in which the parameter's lie in memory."""
-    if tensor.stride() != field.stride:
-        tensor = torch.empty_strided(field.shape, field.stride, dtype=tensor.dtype, device="cpu").copy_(tensor)
-    return torch.as_strided(tensor, (tensor.numel(),), (1,))
-
-
 def fingerprint(flat: Tensor) -> int:
     """Return a number that is another one if any of these bytes is, or if two change places."""
     data = flat.view(torch.uint8)
@@ -101,11 +96,25 @@ class Faces:
     def __init__(self, ranks: Ranks, board: Board, homes: Mapping[HostCopy, SharedHome]) -> None:
         self._ranks, self._board, self._homes = ranks, board, homes
         self.slabs = {store: home.slab for store, home in homes.items()}
+        self._left: dict[str, bytes] = {}  # digests of weights that are not as their files have them, by name
 
     def written(self) -> dict[HostCopy, list[SlabRange]]:
         """Find what this rank wrote since it was settled last (Rule 4)."""
-        found = {store: self.slabs[store].changed() for store in self._homes if self._may_differ(store)}
+        found = {}
+        for store in self._homes:
+            if self._may_differ(store):
+                found[store] = self.slabs[store].changed()
+                self._look_at_files(store)
         return {store: pages for store, pages in found.items() if pages}
+
+    def _look_at_files(self, store: HostCopy) -> None:
+        """Note which weights of a unit are not as their files have them (Rule 6)."""
+        for home in store.files:
+            changed = home.changed()
+            for index in home.indices:
+                self._left.pop(store.names[index], None)
+                if index in changed:
+                    self._left[store.names[index]] = hashlib.sha256(changed[index].numpy().data).digest()
 
     def _may_differ(self, store: HostCopy) -> bool:
         """Whether user code may have written to the face since it was last equal to the truth (Rule 4)."""
@@ -118,7 +127,9 @@ class Faces:
         lists = repr([(index, written[store]) for index, store in enumerate(self._homes) if store in written])
         names = [name for store, pages in written.items() for name in _names(store, pages)]
         weights = Alike("wrote to different parameters", f"wrote {listed(names)}", lists.encode())
-        self._compare([weights, *self._bytes_between_nodes(written, names), *others])
+        wrote, digests = f"wrote {listed(list(self._left))}", repr(sorted(self._left.items())).encode()
+        in_files = Alike("wrote different values to weights that are in files", wrote, digests)
+        self._compare([weights, in_files, *self._bytes_between_nodes(written, names), *others])
         if not written:
             self.are_true()
             return
@@ -143,7 +154,7 @@ class Faces:
         self.are_true()
 
     def _bytes_between_nodes(self, written: Mapping[HostCopy, list[SlabRange]], names: Sequence[str]) -> list[Alike]:
-        """Describe the bytes that this rank wrote, where other nodes settle them by themselves (Rule 6)."""
+        """Describe the bytes that this rank wrote, where other nodes settle them by themselves (Rule 7)."""
         if self._ranks.transport is None:
             return []
         digest = hashlib.sha256()

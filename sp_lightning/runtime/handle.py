@@ -101,7 +101,7 @@ class Handle:
         shards: bool = False,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
-        options.check_devices(ranks.world)
+        options.check_devices(ranks.size, ranks.world // ranks.size)
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
         self.options = options
@@ -130,8 +130,7 @@ class Handle:
         if isinstance(ranks, Ranks):
             from ..ranks.team import Team  # on one device nothing needs it
 
-            self.team = Team(ranks, self.device)
-        self._own_gradients = own_gradients  # whether each certainly has gradients of its own (unit_numbers.py, Rule 5)
+            self.team = Team(ranks, self.device, own_gradients)
         self.group = group  # in a loop by hand
         self._by_hand = group is not None
         self.exchanges = exchanges or self._by_hand  # not in `no_sync`
@@ -473,7 +472,7 @@ class Handle:
         device = self.device.torch_device
         meshes = check_supported(units, device, self.team.size > 1, self._refused_with_shards())
         self.team.check_alike(units)
-        self.storage.choose(units)
+        self.storage.choose(units, self.team)
         self._check_memory(units)
         materialize(self.module, self.team.gives_weights)
         for name, parameter in self.module.named_parameters():
@@ -553,7 +552,7 @@ class Handle:
         sizes = preflight.sizes(units, dtypes, True)
         preflight.check_budget(self.options, sizes, self.device.is_host, means)
         if self._trains or self.team.size > 1:
-            preflight.check_host(units, dtypes, self.storage, self.team.ranks, self._trains, self._own_gradients)
+            preflight.check_host(units, dtypes, self.storage, self.team, self._trains)
 
     def _register_hosts(self) -> None:
         """Put host parameters where model code registered stand-ins, as by ``self.again = self.linear.weight``."""

@@ -30,7 +30,8 @@ from ..core.window_choice import first_window
 from ..errors import HostMemoryError, MemoryBudgetError
 from ..memory.partition import CONTAINERS, Unit
 from ..options import Options, format_both, format_bytes, format_seconds
-from ..ranks.board import ONE_RANK, Board, OneRank, Ranks
+from ..ranks.alone import Alone
+from ..ranks.board import Board, Ranks
 from ..storage.in_memory import InMemory
 
 WORTH_CHECKING = 2**28  # bytes; for less, free memory is not looked up
@@ -229,9 +230,8 @@ def check_host(
     units: Sequence[Unit],
     device_dtype: Callable[[torch.dtype], torch.dtype],
     storage: InMemory,
-    ranks: OneRank = ONE_RANK,
+    team: Alone,
     training: bool = True,
-    own_gradients: bool = False,
 ) -> None:
     """Warn if the host memory that training will allocate exceeds what is free, with what would fit (Rule 2).
 
@@ -239,9 +239,8 @@ def check_host(
         units: All units, the resident ones included.
         device_dtype: The type in which weights of a type travel.
         storage: Where weights and the optimizer's state will be.
-        ranks: All ranks of this machine, which come here together.
+        team: The ranks of this machine, which come here together.
         training: Whether there are gradients and an optimizer at all.
-        own_gradients: Whether each rank has gradients of its own (unit_numbers.py, Rule 5).
     """
     held = [[p for _, p in unit.params if id(p) not in storage.in_files] for unit in units]
     parameters = [p for unit in held for p in unit]
@@ -249,18 +248,15 @@ def check_host(
     whole = host_bytes(of_units, states=STATES["AdamW"], training=training)
     whole = replace(whole, optimizer=max(0, whole.optimizer - storage.on_disk))
     missing = UnitHostBytes.of([p for p in parameters if p.is_meta or id(p) in storage.adopted]).weights
-    if not isinstance(ranks, Ranks):
+    if not isinstance(team.ranks, Ranks):
         to_come = replace(whole, weights=missing)
         if to_come.total >= WORTH_CHECKING:
             free = host_memory().free
             if to_come.total > free:
                 log.warning("superpipeline: training will take %s", _short_of(parameters, whole, to_come, free, 1))
     elif whole.total >= WORTH_CHECKING:
-        from ..ranks.exchange import AHEAD  # on one device nothing needs it
-
-        under_way = (AHEAD + 1) * max(unit.trained for unit in of_units) if training else 0
-        whole = whole.of_ranks(ranks.size, under_way, own_gradients)
-        _check_ranks(parameters, whole, whole.weights - missing, ranks)
+        whole = team.sharing.together(whole, max(unit.trained for unit in of_units) if training else 0)
+        _check_ranks(parameters, whole, whole.weights - missing, team.ranks)
 
 
 def _check_ranks(parameters: Sequence[nn.Parameter], whole: HostBytes, here: int, ranks: Ranks) -> None:

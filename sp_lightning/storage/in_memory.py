@@ -7,12 +7,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from torch import nn
 
+from ..core.unit_numbers import HostSharing
 from ..memory.host_copy import FileHome
 from ..memory.partition import Unit
 from ..optim.state_in_memory import StateInMemory
+
+
+class Sharers(Protocol):
+    """The ranks of a machine, one or several, as far as they choose together (ranks/alone.py)."""
+
+    sharing: HostSharing
+
+    def same_on_all(self, marks: Sequence[object]) -> Sequence[bool]:
+        """Return which of these, of which all ranks have as many, are the same on all."""
 
 
 class InMemory:
@@ -31,8 +42,8 @@ class InMemory:
         """Bytes of the buffers through which files are read and written."""
         return self.state.ring_nbytes
 
-    def choose(self, units: Sequence[Unit]) -> None:
-        """Choose what of these units is to be in files, before anything is allocated."""
+    def choose(self, units: Sequence[Unit], ranks: Sharers) -> None:
+        """Choose what of these units is to be in files, the same on all ranks, before anything is allocated."""
 
     def open(self) -> None:
         """Open the files that were chosen."""

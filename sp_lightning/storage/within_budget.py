@@ -27,7 +27,7 @@ from ..memory.pinned import find_foreign
 from ..optim.state_in_memory import StateInMemory
 from ..optim.state_on_disk import StateOnDisk, left_nbytes
 from ..options import Options, format_bytes
-from .in_memory import InMemory
+from .in_memory import InMemory, Sharers
 
 log = logging.getLogger(__name__)
 
@@ -63,17 +63,22 @@ class WithinBudget(InMemory):
     def ring_nbytes(self) -> int:
         return super().ring_nbytes + self.files.ring_nbytes
 
-    def choose(self, units: Sequence[Unit]) -> None:
+    def choose(self, units: Sequence[Unit], ranks: Sharers) -> None:
         check_available(self._budget)
-        self._units = units
+        self._units, self._sharing = units, ranks.sharing
         parameters = self._params(range(len(units)))
         may_stay = [p for p in parameters if not (self._trains and p.requires_grad)]
         found = find_local(p for p in may_stay if not (self._device.is_host and shares_storage(p)))
+        places = [found[id(p)].place if id(p) in found else None for p in parameters]
+        same = ranks.same_on_all(places)  # the first rank's weights are all ranks' (host_copy.py, Rule 8)
+        everywhere = {id(parameter) for parameter, is_same in zip(parameters, same, strict=True) if is_same}
+        found = {key: at for key, at in found.items() if key in everywhere}
         filed = {key: at.nbytes for key, at in found.items()}
         casts = () if is_compiled(self._module) else castable(self._module)
         # Other code may refer to their bytes (placement.py, Rule 5).
         shared = sharing_bytes(parameters) | find_foreign(parameters) if self.spills and self._device.is_host else ()
-        placed = choose(units, filed, self._budget, *self._types, self._trains, self.spills, casts, shared)
+        kinds = *self._types, self._trains, self.spills
+        placed = choose(units, filed, self._budget, *kinds, casts, shared, self._sharing)
         if placed.host.total > self._budget > 0:
             raise HostMemoryError(self._not_met(placed, [p for p in parameters if id(p) not in found]))
         stay = set(map(id, self._params(placed.units)))
@@ -101,7 +106,8 @@ class WithinBudget(InMemory):
 
     def open(self) -> None:
         self.files.open(self.in_files, self._moved | self._wired, self._wired)
-        is_bounded = self.spills or self._budget  # not "0B": as little as can be had
+        # Not with "0B": as little as can be had. Ranks step in memory that they share.
+        is_bounded = self.spills or self._budget or self._sharing.ranks > 1
         self.frozen = [p for p in self._module.parameters() if is_bounded and not p.requires_grad]
 
     def homes(self, unit: Unit) -> Sequence[FileHome]:
@@ -111,7 +117,7 @@ class WithinBudget(InMemory):
         if self.state.is_on_disk or not any(parameter.requires_grad for parameter in self.frozen):
             return False
         self.frozen = [parameter for parameter in self.frozen if not parameter.requires_grad]
-        whole = choose(self._units, {}, self._budget, *self._types, self._trains).host
+        whole = choose(self._units, {}, self._budget, *self._types, self._trains, sharing=self._sharing).host
         return bool(self.in_files) or whole.total > self._budget
 
     def _not_met(self, placed: Budgeted, parameters: Sequence[nn.Parameter]) -> str:
@@ -152,14 +158,14 @@ class WithDisk(WithinBudget):
     def _folder(self) -> str:
         return str(self._options.disk)
 
-    def choose(self, units: Sequence[Unit]) -> None:
+    def choose(self, units: Sequence[Unit], ranks: Sharers) -> None:
         check_folder(self._folder)
         if self._options.host_budget is None and not self._units:  # once: what the run takes then is within it
             memory, parameters = host_memory(), [parameter for unit in units for _, parameter in unit.params]
             filed = find(parameters)
             here = sum(p.nbytes for p in parameters if not p.is_meta and id(p) not in filed)  # belongs to the run
             self._budget = max(1, memory.free + here - headroom(memory.total))
-        super().choose(units)
+        super().choose(units, ranks)
         if not self.state.is_on_disk and not make_room(self._folder, self.on_disk):
             spilled = self._params(self.placed.spilled)
             check_room(self._folder, self.on_disk - left_nbytes(self._folder, spilled))

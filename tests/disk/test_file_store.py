@@ -189,11 +189,11 @@ def test_a_budget_that_cannot_be_met_says_what_would_have_to_change(nets):
         pass  # what the error says is enough
 
 
-def test_several_devices_are_refused(nets):
-    with pytest.raises(OptionError, match=r"devices must be 1 with host_budget='0 B': .*, got 2"):
-        L.Trainer(strategy=sp_lightning.SuperpipelineStrategy(host_budget="0B"), accelerator="cpu", devices=2)
-    with pytest.raises(OptionError, match=r"devices must be 1 with host_budget='0 B': .*, got 2"):
-        Handle(nets[1], "cpu", Options(host_budget=0), ranks=SimpleNamespace(size=2, world=2))
+def test_several_machines_are_refused(nets):
+    with pytest.raises(OptionError, match=r"num_nodes must be 1 with host_budget.*, got 2"):
+        L.Trainer(strategy=sp_lightning.SuperpipelineStrategy(host_budget="0B"), accelerator="cpu", num_nodes=2)
+    with pytest.raises(OptionError, match=r"num_nodes must be 1 with host_budget.*, got 2"):
+        Handle(nets[1], "cpu", Options(host_budget=0), ranks=SimpleNamespace(size=1, world=2))
 
 
 def test_another_system_is_refused(nets, monkeypatch):

@@ -888,11 +888,11 @@ def test_by_name_on_the_accelerator_that_the_trainer_chose():
 
 
 @pytest.mark.parametrize("several", [{"devices": 2}, {"num_nodes": 2}])
-def test_a_device_of_the_users_and_weights_in_files_are_refused_with_several_devices(several):
+def test_a_device_of_the_users_and_state_on_a_disk_are_refused_with_several_devices(several):
     with pytest.raises(OptionError, match="device must be left out with several devices"):
         trainer_with(sp_lightning.SuperpipelineStrategy(device="cpu"), **several)
-    with pytest.raises(OptionError, match=r"devices must be 1 with host_budget=.*, got 2"):
-        trainer_with(sp_lightning.SuperpipelineStrategy(host_budget="1GB"), **several)
+    with pytest.raises(OptionError, match=r"devices must be 1 with disk=.*, got 2"):
+        trainer_with(sp_lightning.SuperpipelineStrategy(disk="/"), **several)
 
 
 def test_mps_is_refused_and_told_what_to_use():

@@ -6,6 +6,7 @@ for both, `frozen` and `filed`, makes the same net with its weights in memory an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -89,6 +90,23 @@ def filed(case: models.Case, dtype: torch.dtype | None = None) -> models.Case:
     def make() -> nn.Module:
         net = freeze(case.make().to(dtype))
         put(net)
+        return net
+
+    return made_by(case, make)
+
+
+def filed_together(case: models.Case, folder: str, dtype: torch.dtype | None = None) -> models.Case:
+    """The frozen weights of all processes that make this net lie in the same file."""
+
+    def make() -> nn.Module:
+        net = freeze(case.make().to(dtype))
+        [own] = put(net, tempfile.mkdtemp(dir=folder), files=1)
+        path = os.path.join(folder, "weights")
+        with contextlib.suppress(FileExistsError):  # another one was the first
+            os.link(own, path)
+        found = [p for p in net.parameters() if not p.requires_grad and p.numel() and is_dense(p.data)]
+        for parameter, mapped in zip(found, mapped_views(path, [p.data for p in found]), strict=True):
+            parameter.data = mapped
         return net
 
     return made_by(case, make)

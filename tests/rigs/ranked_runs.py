@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import families
+import in_files
 import lightning as L
 import pretended_nodes
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
@@ -47,6 +49,15 @@ def fit(name: str, options: dict[str, Any] | None, optimizer: str = "adamw", **s
     """Record a run of a case on this rank: under DDP, or with these options under the strategy."""
     case = families.FAMILIES[name].case if name in families.FAMILIES else models.case(name)
     return record(functools.partial(RankedModule, case, optimizer), case, options, **settings)
+
+
+def fit_in_files(
+    name: str, options: dict[str, Any] | None, folder: str, precision: str = "32-true", **settings: Any
+) -> parity.Record:
+    """Record a run whose frozen weights are in a file of all ranks, in their own type, or under DDP in memory."""
+    dtype, case = {"bf16-true": torch.bfloat16}.get(precision), models.case(name)
+    case = in_files.frozen(case, dtype) if options is None else in_files.filed_together(case, folder, dtype)
+    return record(functools.partial(RankedModule, case), case, options, precision=precision, **settings)
 
 
 def record(
@@ -177,3 +188,71 @@ def simulated(accelerator: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         fake_cudart.install(patch)
         yield
+
+
+def edit_in_files(where: str, options: dict[str, Any] | None, folder: str) -> parity.Record:
+    """Record a run in which user code writes to a frozen weight: on all ranks, or only on the last one.
+
+    "for a while": that one puts the earlier values back.
+    """
+    case = models.case("mlp")
+    case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
+    writes = where == "everywhere" or int(os.environ["LOCAL_RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+
+    class Edits(RankedModule):
+        def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+            if writes and batch_index in (1, 3):
+                frozen = next(p for p in self.net.parameters() if not p.requires_grad)
+                kept = frozen.data[0].clone()
+                frozen.data[0].add_(batch_index)  # where no version shows it
+                if where == "for a while":
+                    frozen.data[0].copy_(kept)
+
+    return record(functools.partial(Edits, case), case, options, batches=6)
+
+
+def begin_unlike(options: dict[str, Any] | None, folder: str) -> parity.Record:
+    """Record a run that the last rank begins with another file, of other weights: those of the first rank count."""
+    rank = int(os.environ["LOCAL_RANK"])
+    case = models.case("mlp")
+
+    def make() -> torch.nn.Module:
+        net = in_files.freeze(case.make())
+        if rank:
+            for parameter in net.parameters():
+                parameter.data.add_(rank)
+        if options is not None:
+            in_files.put(net, tempfile.mkdtemp(dir=folder))
+        return net
+
+    return record(functools.partial(RankedModule, in_files.made_by(case, make)), case, options)
+
+
+def thaw_in_files(options: dict[str, Any] | None, folder: str) -> parity.Record:
+    """Record a run in which frozen weights come to train: with these options from files, else streamed from memory.
+
+    DDP averages no gradients of weights that were frozen when it began.
+    """
+    case = models.case("mlp")
+    case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
+    options = {"window": 1} if options is None else options
+
+    class Thaws(RankedModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+        def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+            if batch_index == 2:
+                self.net.requires_grad_(True)
+
+    return record(functools.partial(Thaws, case), case, options, batches=5)
+
+
+def host_memory_in_files(options: dict[str, Any], folder: str) -> dict[str, int]:
+    """Return the bytes of host memory of all ranks that stream a net whose frozen weights are in a file."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    net = in_files.filed_together(models.case("mlp"), folder).make()
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, **options) as handle:
+        placed = handle.storage.placed
+        terms = "weights", "gradients", "optimizer"
+        return {"in files": placed.in_files, **{name: getattr(placed.host, name) for name in terms}}

@@ -16,13 +16,16 @@ from sp_lightning.core.host import HostMemory
 from sp_lightning.core.machine import Machine
 from sp_lightning.core.unit_numbers import UnitNumbers
 from sp_lightning.errors import MemoryBudgetError
+from sp_lightning.memory.device import Device
 from sp_lightning.memory.partition import partition
 from sp_lightning.options import Options
+from sp_lightning.ranks.alone import Alone
 from sp_lightning.runtime import preflight
 from sp_lightning.runtime.preflight import Means, check_budget, check_device, finer_classes, least_s
 from sp_lightning.storage.in_memory import InMemory
 
 MIB, GIB = 2**20, 2**30
+HOST = Device(torch.device("cpu"))
 EIGHT = [UnitNumbers(f"block {index}", 100 * MIB, 100 * MIB, parameters=25 * MIB) for index in range(8)]
 HEAD = UnitNumbers("head", 500 * MIB, 500 * MIB, parameters=125 * MIB)
 ROOT = UnitNumbers("(root)", 50 * MIB, 50 * MIB, resident=True)
@@ -146,7 +149,7 @@ def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
     monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, 3 * GIB, "machine", 4 * GIB))
     large = nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))  # 2 GiB
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        preflight.check_host(partition(large), float32, InMemory())
+        preflight.check_host(partition(large), float32, InMemory(), Alone(HOST))
     assert (
         "training will take 8.00 GiB more host memory (weights 2.00 GiB, wire copies 0 B, gradients "
         "2.00 GiB, optimizer 4.00 GiB if it is AdamW), but 3.00 GiB are free: the system may end the process. "
@@ -162,20 +165,20 @@ def test_what_a_filled_host_has_room_for_is_offered(free, offered, monkeypatch, 
     monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(16 * GIB, free_nbytes, "machine", 16 * GIB))
     large = nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))  # 2 GiB
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        preflight.check_host(partition(large), float32, InMemory())
+        preflight.check_host(partition(large), float32, InMemory(), Alone(HOST))
     assert f"would still take: {offered}" in caplog.text
 
 
 def test_a_host_with_room_is_not_warned(monkeypatch, caplog):
     monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(64 * GIB, 32 * GIB, "machine", 64 * GIB))
     large = nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))
-    preflight.check_host(partition(large), float32, InMemory())
+    preflight.check_host(partition(large), float32, InMemory(), Alone(HOST))
     assert not caplog.records
 
 
 def test_a_small_model_asks_nothing(monkeypatch):
     monkeypatch.setattr(preflight, "host_memory", lambda: pytest.fail("asked"))
-    preflight.check_host(partition(models.case("mlp").make()), float32, InMemory())
+    preflight.check_host(partition(models.case("mlp").make()), float32, InMemory(), Alone(HOST))
 
 
 def test_processes_that_will_make_more_copies_than_there_is_room_for(monkeypatch, caplog):
