@@ -74,6 +74,7 @@ PARTS = {
     "ranks-schedules": Part(("tests/ranks/test_schedules.py",), RANKS),
     "ranks-recipes": Part(("tests/ranks/test_recipes_with_ddp.py",), ("examples/", "sp_lightning/ranks/")),
     "nodes": Part(("tests/ranks/test_nodes.py",), RANKS),
+    "ray": Part(("tests/ranks/test_ray.py",), ("sp_lightning/ray/", *RANKS)),
     "ranks-failures": Part(("tests/ranks/test_failures.py",), RANKS),
     "ranks": Part(("tests/ranks",), (*RANKS, "sp_lightning/memory/")),
     "disk-state": Part(

@@ -38,6 +38,7 @@ from ..memory.watched_parameters import is_watched
 from ..options import Options
 from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
+from ..ranks.transport import KEEPALIVE
 from ..runtime.handle import Handle, close_all, close_dropped
 from .patched import function, names_of_accelerate, replace
 from .ranked_model import RankedModel
@@ -56,6 +57,7 @@ class streaming:
         report: Whether the first process says at the end what each model that trained took its time for.
         log_metrics: Whether the log of transformers' Trainer gets the figures of ``SuperpipelineCallback``.
         timeout: With several processes, how long each waits for the others.
+        keepalive: With several machines, how long nothing comes of one that counts as lost.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ``activations``, ... With
             ``master_weights`` FP32 weights are bfloat16 on the device.
     """
@@ -65,13 +67,14 @@ class streaming:
         report: bool = False,
         log_metrics: bool = False,
         timeout: timedelta = default_pg_timeout,
+        keepalive: timedelta = KEEPALIVE,
         **options: Any,
     ) -> None:
         self.options = Options.parse(**options)
         self.handles: list[Handle] = []  # of the models that are streamed, in the order in which they began
         self.ranks = ONE_RANK  # others once several processes share a model
         self._shared: weakref.WeakSet[Handle] = weakref.WeakSet()  # those of one copy on all ranks
-        self._timeout = timeout
+        self._timeout, self._keepalive = timeout, keepalive
         self._reports = Reports()
         self._says, self._log_metrics = report, log_metrics
         self._marks: weakref.WeakKeyDictionary[Handle, RunsOn] = weakref.WeakKeyDictionary()
@@ -138,7 +141,7 @@ class streaming:
         if handle is not None and handle in self._shared:
             return
         if self.ranks is ONE_RANK:
-            self.ranks = connect(None, device, self._timeout)
+            self.ranks = connect(None, device, self._timeout, None, self._keepalive)
             leave_at_exit(self, self.ranks)
         self._shared.add(self._begin(module, device, self.ranks))
         if self.ranks.world > 1:

@@ -164,7 +164,7 @@ class SeveralDevices:
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         if devices:
-            self._take_devices(devices)
+            devices = self._take_devices(devices)
         self._parallel_devices = devices
         if devices and self._device_given and self._root_device.type != devices[0].type:
             raise OptionError(
@@ -199,11 +199,18 @@ class SeveralDevices:
     @property
     def is_distributed(self) -> bool:
         """Whether each device has a process of its own."""
-        return self._num_processes * self._machines > 1
+        return bool(self.world_size > 1)
 
-    def _take_devices(self, devices: list[torch.device]) -> None:
+    @property
+    def _machines_expected(self) -> int | None:
+        """The number of machines on which the ranks have to be; None: any."""
+        return self._machines
+
+    def _take_devices(self, devices: list[torch.device]) -> list[torch.device]:
+        """Return those of the devices that Lightning found on which the processes of this machine compute."""
         self._num_processes = len(devices)
         self._check_devices()
+        return devices
 
     def _check_devices(self) -> None:
         """Raise an error if the options, or this system, do not allow several devices; Lightning says how many."""
@@ -309,7 +316,7 @@ class SeveralDevices:
         if self.is_distributed:
             self.set_world_ranks()
             self._init_process_group()
-            self.ranks = connect(None, self._root_device, self._timeout, self._machines, self._keepalive)
+            self.ranks = connect(None, self._root_device, self._timeout, self._machines_expected, self._keepalive)
             at = self._root_device, self._timeout, self._keepalive
             self.data_ranks = self._axes.begin(self._module_to_make, self.ranks, *at)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pathlib
 import subprocess
 import sys
-import textwrap
 
+import pretended_nodes
 import processes
 import pytest
 import ranked_hf
@@ -50,19 +52,39 @@ def combinations():
 @pytest.mark.parametrize("run, on", list(combinations()))
 @pytest.mark.seldom
 def test_two_ranks_are_ddp(run, on, tmp_path):
+    check_ranks(run, on, tmp_path, functools.partial(processes.run, 2))
+
+
+def check_ranks(run, on, folder, start):
+    """Compare a run of two ranks, started by this function, with DDP's."""
     if run.startswith(TRL):
         pytest.importorskip("trl", reason="these runs are TRL's trainers")
         pytest.importorskip("datasets", reason="TRL trains on data sets of datasets")
     name, settings = RUNS[run]
     options = {"window": 2, "activations": "recompute"} if run == "Trainer and the best" else {"window": 1}
     try:
-        expected = processes.run(2, ranked_hf.record, name, None, folder=str(tmp_path), **settings)
+        expected = processes.run(2, ranked_hf.record, name, None, folder=str(folder), **settings)
     except processes.RankFailed as error:
         if "tagged with cpu:0" in str(error):
             pytest.skip("this transformers cannot resume several ranks of the CPU")
         raise
-    found = processes.run(2, ranked_hf.record, name, options, accelerator=on, folder=str(tmp_path), **settings)
+    found = start(ranked_hf.record, name, options, accelerator=on, folder=str(folder), **settings)
     for theirs, ours in zip(expected, found, strict=True):
+        parity.compare(theirs, ours)
+
+
+@pytest.mark.seldom
+@pytest.mark.parametrize("run, on", list(combinations()))
+def test_two_machines_are_ddp(run, on, tmp_path):
+    check_ranks(run, on, tmp_path, functools.partial(processes.run, 2, pretended_nodes.run, 2))
+
+
+@pytest.mark.seldom
+@pytest.mark.parametrize("run", ["plainly", "accumulating"])
+def test_two_machines_of_two_ranks_are_ddp_with_the_tree(run, tmp_path):
+    expected = processes.run(4, ranked_hf.record, run, None, folder=str(tmp_path))
+    started = functools.partial(processes.run, 4, pretended_nodes.run, 2, ranked_hf.record)
+    for theirs, ours in zip(expected, started(run, {"window": 1}, folder=str(tmp_path)), strict=True):
         parity.compare(theirs, ours)
 
 
@@ -100,30 +122,7 @@ def test_a_rank_that_fails_is_named():
 
 # ---- scripts
 
-SCRIPT = """
-    import sys
-    import time
-
-    import torch
-    import accelerate
-    from safetensors.torch import save_file
-    from torch import nn
-
-    run = accelerate.Accelerator(cpu=True)
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    model, optimizer = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False))
-    assert isinstance(model, nn.parallel.DistributedDataParallel) and run.num_processes == 2
-    for step in range(3):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + run.process_index))
-        run.backward(model(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    print(type(model).__name__)
-    if run.is_main_process:
-        time.sleep(6)  # the other one has ended
-        save_file({name: value.clone() for name, value in model.module.state_dict().items()}, sys.argv[1])
-"""
+SCRIPT = pathlib.Path(__file__).parents[1] / "rigs" / "accelerate_script.py"
 
 
 def start(launcher, script, out, streams):
@@ -146,10 +145,8 @@ def test_launch_under_a_launcher_of_processes_runs_the_script_as_it_is(launcher,
     """A rank that ends before the others does not end them."""
     from safetensors.torch import load_file
 
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    assert "DistributedDataParallel" in start(launcher, str(script), tmp_path / "stock", False)
-    assert "RankedModel" in start(launcher, str(script), tmp_path / "streamed", True)
+    assert "DistributedDataParallel" in start(launcher, str(SCRIPT), tmp_path / "stock", False)
+    assert "RankedModel" in start(launcher, str(SCRIPT), tmp_path / "streamed", True)
     stock, streamed = load_file(tmp_path / "stock"), load_file(tmp_path / "streamed")
     assert stock.keys() == streamed.keys()
     assert not [name for name in stock if parity.difference(stock[name], streamed[name])]

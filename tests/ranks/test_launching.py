@@ -12,6 +12,7 @@ import sys
 import lightning as L
 import processes
 import pytest
+import safetensors.torch
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -105,6 +106,18 @@ def test_a_script_that_torchrun_restarts_on_two_nodes_is_one_that_never_stopped(
         expected = [f"began {rank} at {step}" for rank in range(4) for step in ([0] if killed < 0 else [0, 4])]
         assert began == expected
     parity.compare(ended["whole"], ended["killed"])
+
+
+@pytest.mark.slow
+def test_a_loop_with_accelerate_that_torchrun_launches_on_two_nodes_runs_as_under_ddp(tmp_path):
+    pytest.importorskip("accelerate", reason="the script is one of accelerate")
+    script = RIGS / "accelerate_script.py"
+    launched = ["-m", "sp_lightning", "launch", "--window", "1", "--", script]
+    assert "DistributedDataParallel" in agents([script], tmp_path / "stock")
+    assert "RankedModel" in agents(launched, tmp_path / "streamed")
+    stock, streamed = (safetensors.torch.load_file(tmp_path / name) for name in ("stock", "streamed"))
+    assert stock.keys() == streamed.keys()
+    assert not [name for name in stock if parity.difference(stock[name], streamed[name])]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import parity
+import sp_lightning
 
 SIMULATED = "simgpu:0"
 
@@ -118,6 +119,13 @@ def accelerator(find_unused: bool = True, **settings: Any) -> Any:
     return Accelerator(cpu=True, kwargs_handlers=[ddp], **settings)
 
 
+def summed_as_tree(model: nn.Module) -> nn.Module:
+    """Have DDP add the gradients of more than two ranks in the order in which ours are added."""
+    if type(model) is nn.parallel.DistributedDataParallel and dist.get_world_size() > 2:
+        model.register_comm_hook(None, sp_lightning.tree_hook)
+    return model
+
+
 def ends(*modules: nn.Module) -> list[Any]:
     return [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
 
@@ -129,6 +137,7 @@ def plainly(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
     net = Net()
     net.blocks[0][1].running_mean.add_(run.process_index)
     model, optimizer, loader = run.prepare(net, adamw(net), batches())
+    summed_as_tree(model)
     assert isinstance(model, nn.parallel.DistributedDataParallel) and run.unwrap_model(model) is net is model.module
     yield "modules", [name for name, _ in model.named_modules()]
     yield "beginning", ends(model)
@@ -166,6 +175,7 @@ def accumulating(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
     torch.manual_seed(1)
     net = Net()
     model, optimizer, loader = run.prepare(net, adamw(net), batches())
+    summed_as_tree(model)
     for step, x in enumerate(loader):
         with run.accumulate(model):
             loss = model(x).square().mean()
