@@ -24,11 +24,12 @@ bits are the same as long as the operator is all that ever sees the weight. So:
 5. *Guarded.* The same dictionary stays in later passes. Any other read is noticed before the weight is used: it is
    given a full-precision copy (fp32_copies.py), and from the next pass on the weight travels as it is, for good. A
    second use of those that count is exact (gradient_nodes.py, Rule 4), and has the same consequence.
-6. *Cast on the device.* The weight that travels as it is is cast on the device before its module's forward, as
-   autocast would cast it, and its gradient comes down in autocast's type. Saved by autograd, such casts would take half
-   a copy of all weights: they are dropped after the forward and made again in backward from the resident unit. A plain
-   run saves them, so they have to keep their values when the weight changes in the meantime: the host has a copy for
-   that case. Other code is given the weight as it is: autograd saves its cast, and sums the gradients.
+6. *Cast on the device.* A weight that does not travel in autocast's type is cast on the device before its module's
+   forward, as autocast would cast it, and its gradient comes down in autocast's type. Saved by autograd, such casts
+   would take half a copy of all weights: they are dropped after the forward and made again in backward from the
+   resident unit. A plain run saves them, so they have to keep their values when the weight changes in the meantime: the
+   host has a copy for that case. Other code is given the weight as it is: autograd saves its cast, and sums the
+   gradients.
 """
 
 from __future__ import annotations

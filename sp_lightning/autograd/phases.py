@@ -11,7 +11,8 @@
 4. An optimizer's step that raised does not report its end. It ends with the phase below it, or with a later step of
    the same optimizer. An optimizer's closure runs in the phase below the optimizer's step.
 5. Reads of weights are watched (weight_reads.py) in all phases but OPTIMIZER, and there while a step is deferred. A
-   read in model code finds the weight on the device, as in a plain run, with the type that it has there.
+   function that model code gives a weight finds it on the device, as in a plain run, with the type that it has there;
+   ``p.data`` is the host's in any phase.
 6. Where user code or an optimizer's goes on after code of the library's or the model's, no fill may read host bytes any
    more: a scope, a backward or a closure ends, or an optimizer's step begins (access.py, Rule 3).
 """

@@ -128,7 +128,7 @@ class FileFill(StagedCopy):
         super().wait(stream)
 
     def reads(self) -> Iterator[tuple[list[Target], Buffer, Future[None]]]:
-        """Yield the reads in their order, as they begin; what an earlier call did not come to is yielded again."""
+        """Yield the reads in their order, as they begin; a later call goes on where an earlier one stopped."""
         while not self._all_came:
             read = self._reads.get()
             if read is None:

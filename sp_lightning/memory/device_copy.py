@@ -8,8 +8,8 @@
 3. The copy knows nothing of the host. A fill is given where the bytes are, as data, the way on which they go up, and
    their stamp. The copy has this stamp once they are on their way; until then it is stale.
 4. A fill that failed leaves the device's bytes stale, whatever they were: the next visit fills them again. The error is
-   raised in whoever waits for the bytes; an eviction, which needs none, does not raise it. A wait that was only
-   interrupted is no failure: the next one takes it up again.
+   raised in whoever waits for the bytes; an eviction or another fill, which need none, do not raise it. A wait that was
+   only interrupted is no failure: the next one takes it up again.
 5. A buffer whose bytes are still referred to (by a saved tensor, a weight kept on ``ctx``, in a cache, as an attribute)
    is in use, and is not freed: reading a freed buffer would end the process.
 """

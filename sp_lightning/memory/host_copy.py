@@ -4,11 +4,11 @@
    Eviction from the device is a free, never a copy.
 2. Each weight lies in a *home*: usually the unit's slab, over a slice of which the parameter's data is a tensor of its
    own; or a file (disk/homes.py). One without a home stays in memory of its own (Rule 7) and goes up by itself, and so
-   does one that was given other data. Who left a file does not come back while the unit is streamed.
+   does one that was given other data. A weight that left a file does not come back while the unit is streamed.
 3. The device copy (device_copy.py) is filled from the host bytes, which are given to it as data: runs of buffers, and
    weights that go up by themselves. The host bytes may not be written while a fill reads them: each fill is entered in
-   the ledger (access.py), where writers wait for it. One who shares the bytes (Rule 4) would not: such a fill has read
-   them before other code runs.
+   the ledger (access.py), where writers wait for it. Code that shares the bytes (Rule 4) does not wait there: such a
+   fill has read them before other code runs.
 4. The host bytes have one stamp: their epoch, and the versions and addresses of the parameters. The device's bytes and
    the wire copies each have the stamp of the host bytes that they were made from, read before these were. A copy is
    stale once its stamp is not the host's. Who writes where no version shows it moves the epoch by ``wrote``: an
@@ -386,7 +386,7 @@ class HostCopy:
         return step is not None and step.is_stepping(self)
 
     def wait_step(self) -> None:
-        """Wait for a deferred optimizer's step of this unit, which writes the host bytes."""
+        """Wait for a deferred step of this unit, which writes the host bytes; none in backward is waited for."""
         if (step := self.owner.access.steps.get(self)) is not None:
             step.wait(self)
 

@@ -1,7 +1,7 @@
-"""The two faces of a streamed parameter: the host parameter in the user's model, and its stand-in on the device.
+"""The two forms of a streamed parameter: the host parameter in the user's model, and its stand-in on the device.
 
 1. A host parameter stays the user's own ``nn.Parameter`` object. Only its class changes while it is managed, to a
-   subclass that notices what torch's version counters cannot: reads of ``p.data``, which may write the bytes later.
+   subclass that notices what torch's version counters cannot: reads of ``p.data``, through which code may write later.
 2. Inside a running step, and in the model's ``generate``, ``p.device``, ``p.dtype`` and their relatives have the values
    of the stand-in, as in a plain run. So tensors that model code makes with the weights' device and type are right. The
    bytes stay on the host.

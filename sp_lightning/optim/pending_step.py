@@ -25,10 +25,11 @@
    order; taking it away waits in the first one.
 7. What a deferred step reads belongs to it alone: the gradients, which are reached only by ``.grad``, the optimizer's
    attributes as they were, and copies of its groups' options: schedulers and scalers write to the originals.
-8. A unit's fill waits for that unit's deferred step, and for the conversion of its wire copies (host_copy.py, Rule 5).
-   Everything else waits for the whole step. A wait clears its marks only after the waiting: if it is interrupted, the
-   next wait takes it up again. An error of the thread is raised once, in the first wait that finds it; then nothing
-   more is stepped, and the step is torn (torn_step.py). Time spent waiting counts as a stall.
+8. A unit's fill waits for that unit's deferred step, and for the conversion of its wire copies (host_copy.py, Rule 5),
+   and so does a read of one of its weights. Gradients, state and the next step wait for the whole step. The thread
+   itself waits for no step, no fill and no read that is watched. A wait clears its marks only after the waiting: if it
+   is interrupted, the next wait takes it up again. An error of the thread is raised once, in the first wait that finds
+   it; then nothing more is stepped, and the step is torn (torn_step.py). Time spent waiting counts as a stall.
 9. Where the CPU computes with several threads, nothing is stepped beside other work: threads of both sides would wait
    for each other on cores that one side can fill alone.
 10. Where several ranks step a part of each parameter, a unit's step is done once all have stepped theirs. `Parts` says
@@ -294,7 +295,7 @@ class PendingStep:
         return None
 
     def finish(self) -> None:
-        """Wait for all that is pending, or leave to the step what the thread did not reach in backward (Rule 3)."""
+        """Wait for all that is pending, or leave to the optimizer's code what the thread did not reach (Rule 3)."""
         if self not in self._access.gradients or HostThread.is_current():
             return
         with self._waiting, self._stall(self._jobs, self._deferred.values()), quietly():

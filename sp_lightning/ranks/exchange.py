@@ -11,7 +11,7 @@
    parameter since the last exchange, its ``.grad`` is left alone, with what user code wrote to it. A tensor that was
    ``.grad`` before and that user code refers to shows the mean as well, as where it is accumulated in place.
 4. A ``.grad`` of an earlier exchange that is no longer ``.grad`` keeps its bytes for user code that still refers to it:
-   before the rank posts the unit, it takes pages of its own for the whole face, and later ones get a new face.
+   before a rank posts the unit, the face gets pages of its own, and the unit's later gradients a new face.
 5. What autograd accumulates by itself (for hooks, and past a unit's node) is posted from ``.grad`` at the end. It
    accumulates a parameter's gradient after the unit's came, and gets that as well, to be one summand as in a plain run.
 6. Owners sum on a thread of their own beside backward, unit by unit: those that all ranks have posted, and of which
@@ -22,8 +22,8 @@
 7. A reentrant backward may bring a unit's gradients several times: each is added to what was posted before.
 8. Gradients exist once, but for those on their way: at most those of `AHEAD` units in each rank's box. A rank that is
    further ahead posts what has arrived, and then waits until owners have summed more. It waits only for ranks that go
-   on: none that waits here itself, or whose backward has ended, so no order of units can hang the ranks. Only units
-   that are not whole before the end of backward lie in boxes beyond that. Where several models are streamed, one
+   on: none that waits here itself, or whose backward has ended, so no order of units can hang the ranks. Beyond that
+   number boxes hold only units that are not whole before the end of backward. Where several models are streamed, one
    backward may exchange for all of them, and a rank would not see that another one waits for a unit of another model:
    there no rank waits.
 9. A rank in its backward may wait for this one where nothing on the board says so: in a collective of the user's, as

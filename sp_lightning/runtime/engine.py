@@ -11,7 +11,7 @@
    a saved tensor, whatever led to it. Code that recomputes enters units as forward does, or reads their weights outside
    of visits (weight_reads.py).
 4. User code may read and write weights once a scope has ended: what model code wrote to them goes down before that.
-5. After an exception, everything of the library is removed from the module's slots, wherever the exception came. The
+5. After an exception, wherever it came, the stand-ins leave the module's slots; the entries stay in front of it. The
    host weights are the truth: of the library, only write-backs write to them, beside the user's optimizer.
 """
 
