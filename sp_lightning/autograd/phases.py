@@ -15,6 +15,8 @@
    ``p.data`` is the host's in any phase.
 6. Where user code or an optimizer's goes on after code of the library's or the model's, no fill may read host bytes any
    more: a scope, a backward or a closure ends, or an optimizer's step begins (access.py, Rule 3).
+7. User code for one model may be model code of another: a loss that is computed in a student's step, from a teacher's
+   weights. Then ``p.device`` is the device, as in a plain run.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,6 +53,7 @@ class Phase(enum.Enum):
 
 USER_CODE = (Phase.BETWEEN_STEPS, Phase.BEFORE_BACKWARD)
 MODEL_CODE = (Phase.STEP, Phase.GENERATE, Phase.BACKWARD)
+_started: weakref.WeakSet[Phases] = weakref.WeakSet()  # of the models that are streamed
 
 
 class Phases:
@@ -105,7 +109,11 @@ class Phases:
 
     def apparent_device(self) -> torch.device | None:
         """Return what ``parameter.device`` reports, or None for the true one."""
-        return self._device.torch_device if self.serving else None
+        device = self._device.torch_device
+        is_shown = self.serving or (
+            self.between_steps and any(one.serving and one._device.torch_device == device for one in _started)  # Rule 7
+        )
+        return device if is_shown else None
 
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return what ``parameter.dtype`` reports for a parameter of this type."""
@@ -128,12 +136,14 @@ class Phases:
         """Begin to stream."""
         assert self.closed
         self._stack = [Phase.BETWEEN_STEPS]
+        _started.add(self)
         weight_reads.enable()
 
     def close(self) -> None:
         """End streaming, in whatever phase (Rule 2)."""
         if not self.closed:
             self._stack = [Phase.CLOSED]
+            _started.discard(self)
             weight_reads.disable()
 
     def begin_step(self) -> None:

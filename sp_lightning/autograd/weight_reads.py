@@ -214,7 +214,7 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # torch's compiler knows
     wanted = any(owner_of(host).phases.serving for host in hosts) or _are_combined_on_device(
         applied, hosts, args, kwargs
     )
-    return _call_with_stand_ins(applied, args, kwargs, hosts) if wanted else applied(*args, **kwargs)
+    return _not_compiled(applied, args, kwargs, hosts) if wanted else applied(*args, **kwargs)
 
 
 @functools.cache
@@ -225,13 +225,14 @@ def _with_stand_ins(wrap: Any) -> Any:
         hosts = _hosts(args)
         if not hosts or owner_of(hosts[0]).phases.optimizing:
             return wrap(*args, **kwargs)
-        return wrapped_stand_ins(args, kwargs, hosts)
-
-    @never_compiled
-    def wrapped_stand_ins(args: Any, kwargs: Any, hosts: list[Any]) -> Any:
-        return _call_with_stand_ins(wrap, args, kwargs, hosts)
+        return _not_compiled(wrap, args, kwargs, hosts)
 
     return wrapped
+
+
+@never_compiled
+def _not_compiled(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
+    return _call_with_stand_ins(func, args, kwargs, hosts)
 
 
 def holds_parameters(args: Any, kwargs: Any) -> bool:

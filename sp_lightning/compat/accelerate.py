@@ -64,6 +64,19 @@ def trainer_log() -> Patch:
     return patch
 
 
+# hf/context.py, likewise, of the classes of models that stream. Code would take a teacher, or a loss, to the host with
+# them, where ``model.device`` says that their weights are.
+def shown_devices(module: nn.Module) -> list[Patch]:
+    """Return the patches of the properties by which the classes of a model's parts say where it is."""
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    return [_shown_device(kind) for kind in kinds if isinstance(vars(kind).get("device"), property)]
+
+
+@functools.cache
+def _shown_device(kind: type) -> Patch:
+    return Patch(kind, "device")
+
+
 # hf/rehearsal.py, likewise. Trainers would train, and need a device for mixed precision; models would be read.
 @functools.cache
 def of_trainers() -> dict[Patch, str]:

@@ -3,9 +3,9 @@
 1. A model is streamed from the moment when stock code would move it to the device: by ``Accelerator.prepare`` or, on an
    accelerator, by ``module.to`` or ``module.cuda``. Public methods are patched meanwhile (compat/accelerate.py).
 2. Every model streams: student, reference, reward model, text encoder. Each has a handle of its own. A module of which
-   one submodule has all parameters is moved as ever: a layer, a metric.
+   one submodule has all parameters is moved as ever, a layer, a metric, and comes back to the host if it is prepared.
 3. A model that is streamed ignores ``.to(device)``: its place is ours until the context ends. A conversion of type
-   happens.
+   happens. ``model.device`` is where it runs, which other code moves to.
 4. accelerate keeps its part, autocast, compilation and its list of models, but moves and wraps nothing.
 5. A call of the model is a step whatever its ``forward`` is by then, and moves its arguments (runtime/entries.py,
    Rules 8 and 9).
@@ -23,8 +23,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,8 +35,9 @@ import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
+from ..compat.dynamo import never_compiled
 from ..errors import PeerError, UnsupportedError
-from ..memory.watched_parameters import is_watched
+from ..memory.watched_parameters import is_watched, owner_of
 from ..options import Options
 from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
@@ -78,6 +81,7 @@ class streaming:
         self._reports = Reports()
         self._says, self._log_metrics = report, log_metrics
         self._marks: weakref.WeakKeyDictionary[Handle, RunsOn] = weakref.WeakKeyDictionary()
+        self._moved: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # as ever (Rule 2)
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> streaming:
@@ -152,6 +156,9 @@ class streaming:
         return next((one for one in self.handles if any(part is module for part in one.module.modules())), None)
 
     def _begin(self, module: nn.Module, device: torch.device, ranks: OneRank = ONE_RANK) -> Handle:
+        for part in self._moved.intersection(module.modules()):
+            self._moved.remove(part)
+            self._names.MODULE_TO.original(part, "cpu")
         self._check(module)
         close_dropped(self.handles)  # Rule 7
         parts = set(module.modules())
@@ -164,6 +171,9 @@ class streaming:
         handle.steps.by_hand = True
         self.handles.append(handle)
         self._marks[handle] = self._names.mark(module, device)
+        for patch in self._names.shown_devices(module):
+            if not patch.users and not handle.device.is_host:
+                replace(self._undo, patch, property(never_compiled(functools.partial(_device_of, patch.original.fget))))
         if (self._says or self._log_metrics) and _trains(module):
             self._reports.begin(handle)
         return handle
@@ -224,6 +234,7 @@ class streaming:
             return to(module, *args, **kwargs)  # type: ignore[no-any-return]
         is_streamed = any(is_watched(parameter) for parameter in module.parameters())
         if not is_streamed and (device.type == "cpu" or not _is_model(module)):
+            self._moved.add(module)
             return to(module, *args, **kwargs)  # type: ignore[no-any-return]
         if dtype is not None:
             to(module, dtype)
@@ -267,6 +278,12 @@ class streaming:
 def enable(**options: Any) -> streaming:
     """Stream all models from here on, as ``streaming`` does in its context, until ``close()`` of what is returned."""
     return streaming(**options).__enter__()
+
+
+def _device_of(original: Callable[[nn.Module], Any], module: nn.Module) -> Any:
+    """Return where a model runs, if it is streamed, or else what it says itself (Rule 3)."""
+    first = next(module.parameters(), None)
+    return original(module) if first is None or not is_watched(first) else owner_of(first).device.torch_device
 
 
 def _is_model(module: nn.Module) -> bool:

@@ -304,6 +304,8 @@ class rehearsal:
             if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
                 batch, prepare = self._made_later(trainer, batch)
                 notes.append("how long answers are: all are taken to be as long as they may be")
+            if given.eval_strategy != "no" and given.per_device_eval_batch_size > given.per_device_train_batch_size:
+                notes.append(f"evaluation, whose batches have {given.per_device_eval_batch_size} rows")
             self.found = FirstStep(
                 models=models,
                 batch=self._sized(apply_to_collection(dict(batch), Tensor, lambda tensor: tensor.cpu())),

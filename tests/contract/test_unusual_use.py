@@ -1590,6 +1590,33 @@ def test_weights_that_are_handed_to_a_function_between_steps(device, handed):
     check(blocks, training(lambda net, x: functions[handed](net, net.run(net.stem(x))).square().sum()), device)
 
 
+@pytest.mark.parametrize("handed", ["a function, twice", "a fused loss"])
+@pytest.mark.few(1)
+def test_weights_that_are_handed_to_a_function_in_compiled_code(handed):
+    """Where a graph has ended and the next one begins."""
+
+    class Net(models.Stack):
+        def run(self, x):
+            x = super().run(x)
+            torch._dynamo.graph_break()
+            return HANDED[handed](self, x).sum() + x
+
+    def run(net, device):
+        yield from training()(torch.compile(net, backend="eager"), device)
+
+    torch.compiler.reset()
+    check(lambda: Net(models.Block() for _ in range(3)), run, torch.device("cpu"))
+
+
+def test_a_weight_is_on_the_device_in_the_step_of_another_model(device):
+    """As a loss finds that is computed in a student's step, and takes weights of a teacher."""
+    student, teacher, found = blocks(), blocks(), []
+    student.blocks[1].register_forward_pre_hook(lambda *_: found.append(teacher.head.weight.device))
+    with sp_lightning.stream(student, device, window=1), sp_lightning.stream(teacher, device, window=1):
+        student(next(inputs(device)))
+        assert found == [device] and teacher.head.weight.device.type == student.head.weight.device.type == "cpu"
+
+
 class Labelled(torch.Tensor):
     """Whose class takes part in torch's functions, and makes their results."""
 

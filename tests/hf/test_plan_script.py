@@ -35,7 +35,8 @@ TRAINER = """
     arguments |= {"report_to": [], "bf16": "--bf16" in others, "fp16": "--fp16" in others}
     arguments |= {"optim": "sgd" if "--sgd" in others else "adamw_torch", "save_strategy": "no"}
     arguments |= {"gradient_checkpointing": "--checkpointing" in others, "disable_tqdm": True}
-    trainer = Trainer(model, TrainingArguments("out", **arguments), train_dataset=rows)
+    arguments |= {"eval_strategy": "epoch"} if "--evaluating" in others else {}
+    trainer = Trainer(model, TrainingArguments("out", **arguments), train_dataset=rows, eval_dataset=rows)
     trainer.train()
     open("trained", "w")
 """
@@ -186,9 +187,10 @@ def same(found, other):
 
 
 @pytest.mark.seldom
-def test_a_trainers_first_step_is_planned_from_the_config_alone():
+def test_a_trainers_first_step_is_planned_from_the_config_alone(capsys):
     """There are no weights in the folder, nothing is trained, and the steps are those of three epochs."""
-    found = planned("--", "trainer.py", "--bf16")
+    found = planned("--", "trainer.py", "--bf16", "--evaluating")
+    assert "Not measured: evaluation, whose batches have 8 rows" in capsys.readouterr().out
     same(found, expected(precision="bf16-mixed", accumulate=2))
     assert found["model"] == "LlamaForCausalLM" and found["run"]["steps"] == 15
     assert not pathlib.Path("trained").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import pytest
@@ -12,20 +13,31 @@ st = pytest.importorskip("sentence_transformers", reason="these runs are its tra
 datasets = pytest.importorskip("datasets", reason="it trains on data sets of datasets")
 
 
-def train(folder):
-    torch.manual_seed(1)
-    transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=TOKENS)).save_pretrained(folder / "base")
-    tokenizer().save_pretrained(folder / "base")
+LOSSES = {
+    "negatives": lambda losses, model, guide: losses.MultipleNegativesRankingLoss(model),
+    "cached": lambda losses, model, guide: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
+    "guided": lambda losses, model, guide: losses.GISTEmbedLoss(model, guide),  # which goes to where the model is
+}
+
+
+def make(folder, device):
+    transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=TOKENS)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     modules = importlib.import_module("sentence_transformers.models")
-    words = modules.Transformer(str(folder / "base"), max_seq_length=16)
-    model = st.SentenceTransformer(modules=[words, modules.Pooling(SIZES["hidden_size"])], device=_device())
+    words = modules.Transformer(str(folder), max_seq_length=16)
+    return st.SentenceTransformer(modules=[words, modules.Pooling(SIZES["hidden_size"])], device=device)
+
+
+def train(folder, loss):
+    torch.manual_seed(1)
+    model, guide = make(folder / "base", _device()), make(folder / "guide", "cpu")
     rows = [{"anchor": f"w{row} w{row + 1}", "positive": f"w{row} w{row + 2}"} for row in range(16)]
     defaults = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "logging_steps": 1, "save_strategy": "no"}
     trainer = st.SentenceTransformerTrainer(
         model=model,
         args=st.SentenceTransformerTrainingArguments(str(folder / "out"), **defaults, report_to=[], disable_tqdm=True),
         train_dataset=datasets.Dataset.from_list(rows),
-        loss=importlib.import_module("sentence_transformers.losses").MultipleNegativesRankingLoss(model),
+        loss=LOSSES[loss](importlib.import_module("sentence_transformers.losses"), model, guide),
         callbacks=[counting := Fetches()],
     )
     trainer.train()
@@ -44,6 +56,8 @@ def _device():
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("simgpu", marks=[pytest.mark.simgpu, pytest.mark.slow])], indirect=True
 )
-def test_its_trainer_leaves_the_bits_of_the_stock_run(device, tmp_path):
-    found = compare(train, tmp_path)
-    assert "SentenceTransformer" in found["handles"] and found["fetches"][-1] > found["fetches"][0]
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.few(1)
+def test_its_trainer_leaves_the_bits_of_the_stock_run(device, loss, tmp_path):
+    found = compare(functools.partial(train, loss=loss), tmp_path)
+    assert found["handles"] and found["fetches"][-1] > found["fetches"][0]

@@ -35,6 +35,10 @@ def streams(module):
 THEIRS = ("accelerate", "transformers.trainer", "trl", "torch.nn", "torch.optim", "torch.cuda", "torch.distributed")
 
 
+def is_property(value):
+    return isinstance(value, property)
+
+
 def attributes():
     """All that their modules have, and the classes there: what was imported, without importing more."""
     found = {}
@@ -44,7 +48,7 @@ def attributes():
                 if isinstance(value, (type, types.FunctionType)):
                     found[name, at] = value
                 if isinstance(value, type):
-                    found |= {(value, own): it for own, it in vars(value).items() if callable(it)}
+                    found |= {(value, own): it for own, it in vars(value).items() if callable(it) or is_property(it)}
     return found
 
 
@@ -166,6 +170,59 @@ def test_a_layer_is_moved_as_ever(device):
     with sp_lightning.hf.streaming(window=1) as stream:
         layers = nn.Linear(2, 2).to(device), nn.Sequential(nn.ReLU(), nn.LayerNorm(2)).to(device), nn.ReLU().to(device)
         assert stream.handles == [] and layers[0].weight.device == layers[1][1].weight.device == device
+
+
+@ON_DEVICE
+@pytest.mark.parametrize("move", ["to", "cuda"])
+def test_a_layer_that_was_moved_streams_once_it_is_prepared(device, move, monkeypatch):
+    """A model of one layer is moved by loops and by the Trainer, a layer of a model by whoever placed it."""
+    x = next(inputs(device))
+    net, whole = nn.Linear(12, 5), blocks()
+    expected = copy.deepcopy(net).to(device)(x), copy.deepcopy(whole).to(device)(x)
+    with sp_lightning.hf.streaming(window=1) as stream:
+        for part in (net, whole.blocks[1].up):
+            part.to(device) if move == "to" else part.cuda(device)
+        accelerator = accelerate.Accelerator()
+        assert accelerator.prepare(net) is net and accelerator.prepare(whole) is whole and len(stream.handles) == 2
+        assert streams(net) and streams(whole) and whole.blocks[1].up.weight.device.type == "cpu"
+        assert torch.equal(net(x), expected[0]) and torch.equal(whole(x), expected[1])
+    assert_plain(net)
+
+
+class Placed(nn.Sequential):
+    """Says where it is, as models of transformers, diffusers and sentence-transformers do."""
+
+    @property
+    def device(self):
+        return next(p.device for p in self.parameters())
+
+
+class Distilled(nn.Module):
+    def __init__(self, student, teacher):
+        super().__init__()
+        self.student, self.teacher = student, teacher
+
+    def forward(self, x):
+        return self.student(x) - self.teacher(x)
+
+
+@ON_DEVICE
+def test_models_that_go_to_where_another_one_is_stream_as_well(device):
+    def make():
+        return Placed(nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 5))
+
+    x, says = next(inputs(device)), vars(Placed)["device"]
+    with sp_lightning.hf.streaming(window=1) as stream:
+        student, teacher, others = make(), make(), make()
+        assert student.device.type == "cpu"
+        student.to(device)
+        assert student.device == device and others.device.type == student[0].weight.device.type == "cpu"
+        teacher.to(student.device)
+        assert streams(teacher) and len(stream.handles) == 2
+        loss = Distilled(student, others).to(student.device)
+        assert streams(loss) and loss(x).device == others.device == device
+    assert student.device == teacher.device == others.device == torch.device("cpu")
+    assert vars(Placed)["device"] is says
 
 
 def test_moves_on_the_host_stream_nothing():

@@ -28,15 +28,20 @@ RUNS = {
     | {"gradient_accumulation_steps": 2},
     "SFT of adapters": {"kind": "SFT", "adapters": True},
     "SFT in bf16": {"kind": "SFT", "bf16": True},
+    "SFT, compiled": {"kind": "SFT", "torch_compile": True, "torch_compile_backend": "eager"},
     "DPO with a reference": {"kind": "DPO", "reference": True},
     "DPO of adapters": {"kind": "DPO", "adapters": True},
     "DPO, precomputed": {"kind": "DPO", "reference": True, "precompute_ref_log_probs": True},
     "Reward": {"kind": "Reward"},
+    "KTO with a reference": {"kind": "KTO", "reference": True},
+    "RLOO with a reference": {"kind": "RLOO", "beta": 0.1, **EACH_OTHER},
+    "Distillation": {"kind": "Distillation", "max_completion_length": 4},
     "GRPO": {"kind": "GRPO", **EACH_OTHER},
     "GRPO with a reference": {"kind": "GRPO", "beta": 0.1, **EACH_OTHER},
     "GRPO with a reference and a judge": {"kind": "GRPO", "beta": 0.1, "judged": True, **EACH_OTHER},
     "GRPO of adapters with a reference": {"kind": "GRPO", "beta": 0.1, "adapters": True, **EACH_OTHER},
 }
+ON_CPU = ("SFT, compiled",)  # the compiler has no simulated device
 DAILY = ("SFT", "DPO with a reference", "GRPO")
 
 
@@ -49,6 +54,7 @@ COMBINATIONS = [
     pytest.param(run, device, marks=marks(run, device), id=f"{run}-{device}")
     for run in RUNS
     for device in ("simgpu", "cpu")
+    if device == "cpu" or run not in ON_CPU
 ]
 
 
@@ -59,7 +65,7 @@ def test_trl_leaves_the_bits_of_the_stock_run(run, device, tmp_path):
     assert found["handles"]
     if run.startswith(("SFT", "DPO with", "Reward")):
         assert sum(found["held_steps"]) == len(found["fetches"]) - 1, found["why"]  # the first one makes the state
-    if run in ("DPO with a reference", "GRPO with a reference"):
+    if run in ("DPO with a reference", "KTO with a reference", "GRPO with a reference", "Distillation"):
         assert len(found["handles"]) == 2
     if run == "GRPO with a reference and a judge":
         assert sorted(found["handles"]) == ["LlamaForCausalLM"] * 2 + ["LlamaForSequenceClassification"]

@@ -13,6 +13,9 @@ pytest.importorskip("trl", reason="these runs are TRL's trainers")
 datasets = pytest.importorskip("datasets", reason="TRL trains on data sets of datasets")
 
 
+ANSWERING = ("GRPO", "RLOO", "Distillation")  # trainers that generate what they train on
+
+
 def data(kind):
     generator = torch.Generator().manual_seed(0)
 
@@ -23,9 +26,14 @@ def data(kind):
         "SFT": lambda: {"text": some(8)},
         "DPO": lambda: {"prompt": some(4), "chosen": " " + some(4), "rejected": " " + some(4)},
         "Reward": lambda: {"prompt": some(4), "chosen": " " + some(4), "rejected": " " + some(4)},
-        "GRPO": lambda: {"prompt": some(4)},
+        "KTO": lambda: {
+            "prompt": some(4),
+            "completion": " " + some(4),
+            "label": bool(torch.rand((), generator=generator) > 0.5),
+        },
+        **dict.fromkeys(ANSWERING, lambda: {"prompt": some(4)}),
     }
-    return datasets.Dataset.from_list([makes[kind]() for _ in range(8 if kind == "GRPO" else 12)])
+    return datasets.Dataset.from_list([makes[kind]() for _ in range(8 if kind in ANSWERING else 12)])
 
 
 def distinct(completions, **_):
@@ -45,7 +53,9 @@ def train(folder, kind, adapters=False, reference=False, judged=False, **setting
         given["model"] = type(given["model"]).from_pretrained(folder / "base", dtype=torch.float32)
     if adapters:
         given["peft_config"] = pytest.importorskip("peft").LoraConfig(r=4, target_modules="all-linear")
-    if kind == "GRPO":
+    if kind == "Distillation":
+        given["teacher_model"] = llama(num_hidden_layers=2)
+    if kind in ("GRPO", "RLOO"):
         given["reward_funcs"] = judge() if judged else distinct
         given["reward_processing_classes"] = tokenizer() if judged else None
     defaults = {"num_train_epochs": 1, "logging_steps": 1, "report_to": [], "save_strategy": "no", "seed": 3}
