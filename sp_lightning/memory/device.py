@@ -178,7 +178,9 @@ class Device:
         found = torch.device(device) if not isinstance(device, int) else torch.device(_accelerator_type(), device)
         check_supported(found)
         self.is_host = found.type == "cpu"
-        if not self.is_host and found.index is None:
+        if self.is_host:
+            found = torch.device("cpu")  # without a number, as tensors there show it
+        elif found.index is None:
             found = torch.device(found.type, torch.accelerator.current_device_index())  # type: ignore[unreachable]
         self.torch_device = found
         self.up: Any = _IdleStream() if self.is_host else torch.Stream(device=found)

@@ -1617,6 +1617,14 @@ def test_a_weight_is_on_the_device_in_the_step_of_another_model(device):
         assert found == [device] and teacher.head.weight.device.type == student.head.weight.device.type == "cpu"
 
 
+def test_a_weight_on_a_numbered_cpu_shows_no_number_in_a_step():
+    net, found = blocks(), []
+    net.blocks[1].register_forward_pre_hook(lambda block, _: found.append(block.up.weight.device))
+    with sp_lightning.stream(net, "cpu:0", window=1):
+        net(next(inputs(torch.device("cpu"))))
+    assert found == [torch.device("cpu")] == [torch.zeros(1, device="cpu:0").device]
+
+
 class Labelled(torch.Tensor):
     """Whose class takes part in torch's functions, and makes their results."""
 

@@ -35,11 +35,13 @@ RUNS = {
     "SFT": ("trl", {"kind": "SFT"}),
     "SFT of adapters": ("trl", {"kind": "SFT", "adapters": True}),
     "DPO with a reference": ("trl", {"kind": "DPO", "reference": True}),
+    "KTO with a reference": ("trl", {"kind": "KTO", "reference": True}),
+    "Distillation": ("trl", {"kind": "Distillation", "max_completion_length": 4}),
     "GRPO with a reference": ("trl", {"kind": "GRPO", "beta": 0.1, **EACH_OTHER}),
 }
 DAILY = ("plainly", "cpu"), ("Trainer and the best", "simgpu")
-TRL = ("SFT", "DPO", "GRPO")
-SAMPLES = ("GRPO with a reference",)  # from the device's generator, and the reference's is the CPU's
+TRL = ("SFT", "DPO", "KTO", "Distillation", "GRPO")
+SAMPLES = ("Distillation", "GRPO with a reference")  # from the device's generator, and the reference's is the CPU's
 
 
 def combinations():
