@@ -111,8 +111,12 @@ tensor_hooks: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
 HOOKS_AFTER_ACCUMULATION = "_post_accumulate_grad_hooks"  # an attribute that tensors have once there are any
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
 
+
 # Without it all gradients would pile up on the device until backward ends (autograd/gradient_nodes.py, Rule 2).
-set_sequence_number: Callable[[Any, int], None] = torch._C._FunctionBase._set_sequence_nr  # type: ignore[attr-defined]
+def set_sequence_number(node: Any, number: int) -> None:
+    """Set the number of a node, by which autograd chooses among those that are ready: the highest first."""
+    node._set_sequence_nr(number)
+
 
 # Without these nothing that autograd saves could leave the device, or come back for backward.
 _hooks: Any = torch._C._autograd
@@ -252,6 +256,11 @@ def is_dtensor_class(kind: type) -> bool:
     return module is not None and issubclass(kind, module.DTensor)
 
 
+def has_dtensors() -> bool:
+    """Whether there may be DTensors in this process."""
+    return _DTENSORS in sys.modules
+
+
 def is_dtensor(tensor: object) -> bool:
     """Whether a tensor is a DTensor, managed or not."""
     return is_dtensor_class(type(tensor))
@@ -289,6 +298,71 @@ def written_by(operator: Any, args: Any, kwargs: Any) -> list[Any]:
     arguments = schema_of(operator).arguments
     given = [*zip(arguments, args, strict=False), *((one, kwargs.get(one.name)) for one in arguments[len(args) :])]
     return [value for one, value in given if one.is_write]
+
+
+# Without these a plan of a module with shards would talk to other ranks, or could not tell what they would be sent.
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operator has tensors cross between ranks, or waits for such tensors."""
+    return func.namespace in _COLLECTIVES
+
+
+@functools.cache
+def _is_sent(func: Any) -> bool:
+    return is_collective(func) and not func._opname.startswith(("wait", "barrier", "monitored"))
+
+
+def without_sending(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a collective over tensors without data: nothing crosses."""
+    if func._opname == "wait_tensor":
+        return args[0]
+    if func.namespace != "c10d":
+        return func(*args, **kwargs)
+    from torch._C._distributed_c10d import FakeWork  # not in a torch without distributed
+
+    done = FakeWork().boxed()
+    return (args[0], done) if len(schema_of(func).returns) == 2 else done
+
+
+def sent_by(func: Any, args: Any, out: Any) -> float:
+    """Return the bytes that each rank sends in a collective, as it does in a ring; 0 for other operators."""
+    if not _is_sent(func):
+        return 0.0
+    group: Any = next((value for value in reversed(args) if isinstance(value, str | torch.ScriptObject)), None)
+    if group is None:
+        return 0.0
+    nbytes = max(sum(_nbytes_in(value) for value in args), _nbytes_in(out))  # of the whole
+    ranks: int = _group_of(group).size()
+    twice: bool = func._opname.startswith(("all_reduce", "allreduce"))
+    return (1 + twice) * (ranks - 1) / ranks * nbytes
+
+
+def _nbytes_in(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_nbytes_in, value)) if isinstance(value, list | tuple) else 0
+
+
+def _group_of(group: Any) -> Any:
+    from torch.distributed import distributed_c10d  # not in each torch
+
+    private: Any = distributed_c10d
+    return private._resolve_process_group(group) if isinstance(group, str) else private.ProcessGroup.unbox(group)
+
+
+@contextlib.contextmanager
+def without_ranks(size: int) -> Iterator[None]:
+    """Have torch.distributed take this process for the first one of as many, of which there is no other."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which no other run needs
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class ShardForm(NamedTuple):

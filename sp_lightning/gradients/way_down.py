@@ -6,7 +6,9 @@
 2. A gradient is *returned* to autograd, after its arrival on the host, where autograd has more to do with it: for hooks
    on the parameter, and for ``autograd.grad``. Under ``create_graph`` the way down is part of the graph. It is an
    ordinary operator as well for gradients that have tangents or are batched. A gradient that this backward does not
-   need is dropped.
+   need is dropped. Leaves on the host run on another thread than the device's nodes: of those that wait there, autograd
+   takes any that has the highest number. So each gets a lower one than the last, and hooks run in the order of arrival,
+   however fast either thread is: ranks whose hooks have collectives run them in one order.
 3. A packed buffer is freed when the next unit's gradients are ready, after the caller's stream has waited for its copy:
    at most one exists, beside the gradients that autograd collects for the next unit.
 4. A gradient in autocast's type comes down in that type and becomes FP32 on the host: the same value.
@@ -17,6 +19,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,8 +28,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..autograd.gradient_nodes import Gradients
-from ..compat.tensors import forward_level, is_batched_gradient, will_execute
+from ..autograd.gradient_nodes import LEAF_PRIORITY, Gradients
+from ..compat.tensors import forward_level, is_batched_gradient, set_sequence_number, will_execute
 from ..core.telemetry import Counters
 from ..core.unit_numbers import ALIGNMENT
 from ..memory.device import Device
@@ -157,6 +160,7 @@ class GradientReturn:
         self._accumulating = False
         self._lock = threading.RLock()
         self._last: GradientTransfer | None = None  # its device buffer is not freed yet
+        self._numbers = itertools.count(LEAF_PRIORITY - 1, -1)
         self.taken: set[int] = set()  # ids of parameters whose gradients were taken in this backward (Rule 1)
         self.marks = GradientVersions()
 
@@ -184,6 +188,7 @@ class GradientReturn:
                 taken[index] = grad
             elif disposition is Disposition.RETURN:
                 returned[index] = grad
+                set_sequence_number(leaf, next(self._numbers))
         if taken:
             self._take(store, taken, step)
         return self._arrived(store, returned)

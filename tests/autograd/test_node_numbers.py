@@ -1,9 +1,11 @@
 """What autograd counts on each thread, by which it orders graphs of gradients: as much as in a plain run."""
 
 import contextlib
+import time
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import models
@@ -51,3 +53,23 @@ def test_a_step_records_as_many_operations_on_each_thread_as_a_plain_one(name, m
     case = models.ZOO[name]
     options = {"window": 1, "units": case.units, "activations": activations}
     assert recorded(case, device, options, mixed) == recorded(case, device, None, mixed)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_run_in_the_order_of_arrival_however_long_one_takes(kind):
+    model, called = nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))) for _ in range(2))), []
+
+    def noting(name):
+        def hook(_):
+            time.sleep(0.05 if not called else 0)  # meanwhile the others arrive
+            called.append(name)
+
+        return hook
+
+    with sp_lightning.stream(model, "simgpu", window=1, units=["Sequential"]):
+        for name, parameter in model.named_parameters():
+            getattr(parameter, kind)(noting(name))
+        model(torch.randn(2, 4).to("simgpu")).sum().backward()
+    names = [name for name, _ in model.named_parameters()]
+    assert called == [*names[8:], *names[:8]]  # of the last unit, then of the first

@@ -1,6 +1,7 @@
 """A process group for tensors of the simulated device: each collective copies them to the host, where gloo runs it.
 
-Work ends before a collective returns, so that the race checker sees an ordinary copy down and up.
+Work ends before a collective returns, so that the race checker sees an ordinary copy down and up. Tensors of the host
+have a gloo of their own, as beside NCCL: collectives of either kind come in one order, and in none with the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ class HostGroup(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self._size = size
-        self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout)
+        self._gloos = {
+            kind: dist.ProcessGroupGloo(dist.PrefixStore(kind, store), rank, size, timeout)
+            for kind in ("cpu", "simgpu")
+        }
 
     def getBackendName(self) -> str:
         return "simccl"
@@ -29,6 +33,9 @@ class HostGroup(dist.ProcessGroup):
 
     def getGroupName(self) -> str:
         return self._name
+
+    def _for(self, tensor: torch.Tensor) -> Any:
+        return self._gloos[tensor.device.type]
 
     def _through_host(self, tensors: list[torch.Tensor], run: Callable[[torch.Tensor], Any]) -> Any:
         for tensor in tensors:
@@ -45,29 +52,29 @@ class HostGroup(dist.ProcessGroup):
             for tensor in tensors:
                 tensor.copy_(tensor / self._size)
             return done(tensors)
-        return self._through_host(tensors, lambda host: self._host.allreduce([host], options))
+        return self._through_host(tensors, lambda host: self._for(tensors[0]).allreduce([host], options))
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        return self._through_host(tensors, lambda host: self._host.broadcast([host], options))
+        return self._through_host(tensors, lambda host: self._for(tensors[0]).broadcast([host], options))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Any:
         for output, tensor in zip(outputs, inputs, strict=True):
             hosts = [torch.empty(part.shape, dtype=part.dtype) for part in output]
-            self._host.allgather([hosts], [tensor.cpu()], options or dist.AllgatherOptions()).wait()
+            self._for(tensor).allgather([hosts], [tensor.cpu()], options or dist.AllgatherOptions()).wait()
             for part, host in zip(output, hosts, strict=True):
                 part.copy_(host)
         return done(outputs)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any) -> Any:
         hosts = [[part.cpu() for part in parts] for parts in inputs]
-        return self._through_host(outputs, lambda host: self._host.scatter([host], hosts, options))
+        return self._through_host(outputs, lambda host: self._for(outputs[0]).scatter([host], hosts, options))
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
     ) -> Any:
         for output, tensor in zip(outputs, inputs, strict=True):
             hosts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self._size)]
-            self._host.allgather([hosts], [tensor.cpu()]).wait()
+            self._for(tensor).allgather([hosts], [tensor.cpu()]).wait()
             output.copy_(torch.cat([host.reshape(-1) for host in hosts]).view(output.shape))
         return done(outputs)
 
@@ -76,7 +83,7 @@ class HostGroup(dist.ProcessGroup):
     ) -> Any:
         for output, tensor in zip(outputs, inputs, strict=True):
             host = torch.empty(output.shape, dtype=output.dtype)
-            self._host._reduce_scatter_base(host, tensor.cpu(), options).wait()
+            self._for(tensor)._reduce_scatter_base(host, tensor.cpu(), options).wait()
             output.copy_(host)
         return done(outputs)
 
@@ -84,7 +91,7 @@ class HostGroup(dist.ProcessGroup):
         self, output: torch.Tensor, tensor: torch.Tensor, theirs: list[int], ours: list[int], options: Any = None
     ) -> Any:
         host = torch.empty(output.shape, dtype=output.dtype)
-        self._host.alltoall_base(host, tensor.cpu(), theirs, ours, dist.AllToAllOptions()).wait()
+        self._for(tensor).alltoall_base(host, tensor.cpu(), theirs, ours, dist.AllToAllOptions()).wait()
         output.copy_(host)
         return done([output])
 
@@ -94,7 +101,7 @@ class HostGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         torch.accelerator.synchronize()
-        self._host.barrier().wait()
+        self._gloos["cpu"].barrier().wait()
         return done([])
 
 
