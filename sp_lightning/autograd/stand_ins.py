@@ -209,7 +209,7 @@ class StandIns:
         local = list(grads)
         for index, sharded in self.sharded.items():
             if (grad := local[index]) is not None:
-                local[index] = sharded.receive(grad)
+                local[index] = sharded.receive(grad, self.store.device.copied_to_host)
         return tuple(local)
 
     def whole_of(self, parameter: Tensor) -> Any:

@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network", help="with --nodes: the line between them such as 100Gb, or bytes per second that doctor measured"
     )
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, help="devices among which the model cuts its layers (docs/planning.md)"
+    )
+    parser.add_argument(
+        "--mesh-link", help="with --tensor-parallel-size: the link between them, as --link (default: that to the host)"
+    )
     parser.add_argument("--device-memory", help="device bytes, such as 24GiB (default: the machine's)")
     parser.add_argument("--host-memory", help="host bytes, such as 64GiB (default: the machine's)")
     parser.add_argument("--host-headroom", help="host bytes for the system (default: a tenth, from 4 to 32 GiB)")
@@ -165,6 +171,8 @@ def _plan_of(args: argparse.Namespace, run: Run) -> Plan:
             devices=run.devices,
             nodes=run.nodes,
             network=args.network,
+            tensor_parallel_size=args.tensor_parallel_size,
+            mesh_link=args.mesh_link,
             own_gradients=run.own_gradients,
             accumulate=run.accumulate,
             loss=None if run.answer is not None and args.loss is None else loss,  # that of the model's kind
@@ -330,7 +338,13 @@ def _speed_of(args: argparse.Namespace, run: Run, plan: Plan) -> dict[str, float
     """Compute the speed and, for a number of samples, the length and the cost of the whole run."""
     from ..planning.forecast import speed_of
 
-    rows = (plan.rows if plan.counted == "rows" else args.batch or 1) * run.accumulate * run.devices * run.nodes
+    rows = (
+        (plan.rows if plan.counted == "rows" else args.batch or 1)
+        * run.accumulate
+        * plan.devices
+        // plan.shards
+        * run.nodes
+    )
     steps = run.steps if args.samples is None else -(-args.samples // rows) * (args.epochs or 1)
     speed = speed_of(plan, rows, run.spec.tokens, steps)
     if steps is not None and args.price is not None:

@@ -64,11 +64,6 @@ def set_average_device(callback: Any, device: Any) -> None:
     callback._device = device
 
 
-def set_device_mesh(module: Any, mesh: Any) -> None:
-    """Give a module the mesh that its `configure_model` reads."""
-    module._device_mesh = mesh
-
-
 def is_interactive() -> bool:
     """Whether this is a notebook or a prompt."""
     return bool(_imports._IS_INTERACTIVE)

@@ -94,3 +94,9 @@ def convert_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.
     finally:
         for parameters, name, parameter in left:
             parameters[name] = parameter
+
+
+# Without it no module could cut its layers in `configure_model`.
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """Give a module the mesh that its `configure_model` reads."""
+    module._device_mesh = mesh

@@ -131,6 +131,15 @@ RUN_BACKWARD = Patch(torch.autograd, "_engine_run_backward")
 DETERMINISM_CHECKS = Patch(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns")
 
 
+# tracing/fake_tensors.py, during a dry run of a module with shards. torch finds out the shapes of DTensors by tensors
+# without data that are its own, which ours would mix with: an error.
+@functools.cache
+def shapes_of_dtensors() -> Patch:
+    """Make the patch: its module is slow to import."""
+    propagation = importlib.import_module("torch.distributed.tensor._sharding_prop")
+    return Patch(propagation.ShardingPropagator, "_propagate_tensor_meta_non_cached")
+
+
 # tracing/fake_kernels.py, during a dry run. torch's loss in chunks would have the buffers that it has on the CPU.
 @functools.cache
 def chunked_loss() -> Patch:

@@ -330,11 +330,11 @@ def sent_by(func: Any, args: Any, out: Any) -> float:
     """Return the bytes that each rank sends in a collective, as it does in a ring; 0 for other operators."""
     if not _is_sent(func):
         return 0.0
-    group: Any = next((value for value in reversed(args) if isinstance(value, str | torch.ScriptObject)), None)
-    if group is None:
+    among: Any = next((value for value in reversed(args) if isinstance(value, str | torch.ScriptObject)), None)
+    if among is None:
         return 0.0
     nbytes = max(sum(_nbytes_in(value) for value in args), _nbytes_in(out))  # of the whole
-    ranks: int = _group_of(group).size()
+    ranks: int = _group_of(among).size()
     twice: bool = func._opname.startswith(("all_reduce", "allreduce"))
     return (1 + twice) * (ranks - 1) / ranks * nbytes
 

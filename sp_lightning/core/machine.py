@@ -72,10 +72,18 @@ class Machine:
     disk_duplex: float = DISK_DUPLEX  # as `duplex`
     device_bytes_per_s: float = math.inf  # of its memory, read and written; inf: not known
     network_bytes_per_s: float = math.inf  # to other machines, while as many come from them; inf: not known
+    mesh_bytes_per_s: float = (
+        math.inf
+    )  # from each device to those with other shards, while as many come; inf: not known
 
-    def compute_s(self, flops: float, moved_nbytes: float) -> float:
-        """Return the seconds in which the device does these operations, and reads and writes these bytes."""
-        return max(flops / self.flops_per_s, moved_nbytes / self.device_bytes_per_s)
+    def compute_s(self, flops: float, moved_nbytes: float, mesh_nbytes: float = 0.0) -> float:
+        """Return the seconds in which the device does these operations, and reads and writes these bytes.
+
+        It waits while ``mesh_nbytes`` go to devices that have other shards of its layers.
+        """
+        return (
+            max(flops / self.flops_per_s, moved_nbytes / self.device_bytes_per_s) + mesh_nbytes / self.mesh_bytes_per_s
+        )
 
     def disk_s(self, read_nbytes: int, written_nbytes: int) -> float:
         """Return the seconds in which the disk can read and write these bytes, at best at once."""
@@ -139,7 +147,14 @@ def with_network(machine: Machine, network: str, devices: int) -> Machine:
     return replace(machine, network_bytes_per_s=rate)
 
 
-def link_bytes_per_s(link: str | float) -> float:
+def with_mesh(machine: Machine, mesh_link: str | float | None) -> Machine:
+    """Return the machine with another link between devices that have shards of one layer; None: that to the host."""
+    to_host = min(machine.up_bytes_per_s, machine.down_bytes_per_s)
+    rate = to_host if mesh_link is None else link_bytes_per_s(mesh_link, "mesh_link")
+    return replace(machine, mesh_bytes_per_s=rate)
+
+
+def link_bytes_per_s(link: str | float, argument: str = "link") -> float:
     """Parse a link into the bytes per second that page-locked copies reach in one direction."""
     allowed = 'a PCIe generation and its lanes such as "gen4x8", or bytes per second such as "12GB"'
     if isinstance(link, str):
@@ -147,11 +162,11 @@ def link_bytes_per_s(link: str | float) -> float:
         if match is not None and int(match[2]) in (1, 2, 4, 8, 16):
             return GENERATIONS[int(match[1])] * int(match[2]) / LANES
         try:
-            link = parse_bytes(link.strip().removesuffix("/s"), "link")
+            link = parse_bytes(link.strip().removesuffix("/s"), argument)
         except OptionError:
-            raise OptionError(argument="link", found=link, allowed=allowed) from None
+            raise OptionError(argument=argument, found=link, allowed=allowed) from None
     if isinstance(link, bool) or not isinstance(link, int | float) or link <= 0:
-        raise OptionError(argument="link", found=link, allowed=allowed)
+        raise OptionError(argument=argument, found=link, allowed=allowed)
     return float(link)
 
 

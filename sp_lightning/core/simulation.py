@@ -28,12 +28,14 @@
 11. With several machines each sends every other one that one's share of its sum of a unit's gradients, once they are
    down, and then the sum of all machines' of its own share; units follow in the order in which they come. As many bytes
    come from each meanwhile. Backward ends when all have come (exchange.py, Rule 11).
+12. Where layers are cut into shards (tensor parallelism), their collectives are part of compute, which waits for them:
+   each rank sends as many bytes as in a ring, at the speed of the link between these devices.
 
 The measured time is that from the begin of a step's first forward to the begin of the next one's, after steps that are
 not counted.
 
 Not modelled: launches, the competition of the optimizer and the link for host memory with one device, and of the
-network with both, memory that the device allocator wastes.
+network with both, that of collectives with the copies to and from the host, memory that the device allocator wastes.
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ class SimulatedVisit:
     fetched_nbytes: int = 0  # of activations that come back before this visit
     nbytes: int = 0  # on the device beside weights
     moved_nbytes: float = 0.0  # of the device's memory, read and written
+    mesh_nbytes: float = 0.0  # sent to devices with other shards (Rule 12)
 
 
 @dataclass(frozen=True)
@@ -444,7 +447,7 @@ class _Host:
         if work.fetched_nbytes:
             seconds = work.fetched_nbytes / self._machine.up_bytes_per_s
             back = self._issue("up", work.unit, seconds, [self._computing])  # whose memory it takes
-        task = self._compute(work.unit, self._machine.compute_s(work.flops, work.moved_nbytes), back)
+        task = self._compute(work.unit, self._machine.compute_s(work.flops, work.moved_nbytes, work.mesh_nbytes), back)
         self.peak = max(self.peak, self._resident_nbytes + self._schedule.resident_nbytes + work.nbytes)
         self._stow(work)
         for sent in work.sends:

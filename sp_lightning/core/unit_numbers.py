@@ -60,6 +60,8 @@ class UnitNumbers:
     step_up_nbytes: int = 0  # weights, gradients and state that go up for a step on the device; 0: the host steps
     step_down_nbytes: int = 0  # and come down stepped
     largest: int = 0  # elements of the largest weight that the optimizer steps
+    forward_mesh: float = 0.0  # bytes that forward sends to devices with other shards of the unit
+    backward_mesh: float = 0.0
 
     @property
     def trained(self) -> bool:
@@ -77,11 +79,11 @@ class UnitNumbers:
 
     def forward_s(self, machine: Machine) -> float:
         """Return the seconds in which the device computes forward."""
-        return machine.compute_s(self.forward_flops, self.forward_moved)
+        return machine.compute_s(self.forward_flops, self.forward_moved, self.forward_mesh)
 
     def backward_s(self, machine: Machine) -> float:
         """Return the seconds in which the device computes backward."""
-        return machine.compute_s(self.backward_flops, self.backward_moved)
+        return machine.compute_s(self.backward_flops, self.backward_moved, self.backward_mesh)
 
     def step_in_memory_s(self, machine: Machine) -> float:
         """Return the seconds in which host or device computes the optimizer's step, if its state is in memory."""
@@ -155,6 +157,10 @@ class HostBytes:
     def total(self) -> int:
         """The sum of all terms."""
         return sum(getattr(self, field.name) for field in fields(self))
+
+    def times(self, count: int) -> HostBytes:
+        """Return what as many such runs need, which share nothing: those of devices with other shards."""
+        return HostBytes(**{field.name: count * getattr(self, field.name) for field in fields(self)})
 
     def of_ranks(
         self, ranks: int, under_way: int, own_gradients: bool = False, shared_state: bool = True, messages: int = 0

@@ -173,6 +173,7 @@ class Device:
     """A compute device with a stream for copies up, one for copies down, and the caller's stream for compute."""
 
     function_modes = dispatch_modes = 0  # torch's modes that make this device, if it is not a real one
+    is_real = True  # whether it is of the kind that it says, and other ranks have such a device too
 
     def __init__(self, device: torch.device | str | int, host_memory: HostMemory = "auto") -> None:
         found = torch.device(device) if not isinstance(device, int) else torch.device(_accelerator_type(), device)
@@ -269,6 +270,10 @@ class Device:
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast a weight on the device."""
         return weight.to(dtype)
+
+    def copied_to_host(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor in host memory; wait for its bytes."""
+        return tensor.to("cpu", copy=True)
 
     def host_empty(self, like: Tensor) -> Tensor:
         """Allocate a tensor in host memory with the type, the shape and the strides of ``like``.

@@ -50,6 +50,8 @@ def plan(
     accepted: float = 1.0,
     nodes: int = 1,
     network: str | None = None,
+    tensor_parallel_size: int | None = None,
+    mesh_link: str | float | None = None,
     host_nbytes: int | str | None = None,
     **options: Any,
 ) -> Plan:
@@ -100,6 +102,12 @@ def plan(
         disk_speed: Bytes per second that the machine's disk reads and writes, such as "7GB,5GB"; by default those of a
             drive on four lanes of PCIe 4. A third number, from 0.5 to 1, is the share of that which each direction
             keeps while both run.
+        tensor_parallel_size: Devices among which layers are cut, for a module that is cut while it is made: a
+            function that takes a mesh, or a LightningModule whose ``configure_model`` reads ``self.device_mesh``. The
+            mesh is one of this process alone. A module whose parameters are DTensors needs no size. ``devices`` are
+            then all devices, along both axes.
+        mesh_link: With shards: the link between their devices as ``link``, or bytes per second that each was measured
+            to send, such as "40GB" (doctor under torchrun); by default that to the host.
         host_nbytes: The former name of ``host_memory``.
         **options: Options of ``SuperpipelineStrategy``.
     """
@@ -129,6 +137,7 @@ def plan(
         calls=calls_of(at_once, guessed, accepted),
         predict_at_once=predict_at_once,
         nodes=nodes,
+        tensor_parallel_size=tensor_parallel_size,
     )
     check_network(run.nodes_of_steps, network)
     on = PlannedMachine.of(
@@ -143,5 +152,6 @@ def plan(
         disk_speed=disk_speed,
         network=network,
         devices=devices,
+        mesh_link=mesh_link,
     )
     return make_plan(module, batch, run, on, name)

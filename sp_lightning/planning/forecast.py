@@ -150,6 +150,8 @@ class Plan:
     lockstep: tuple[LockstepPlan, ...] = ()  # of several such batches, with each place of the cache
     before_s: float = 0.0  # seconds of a batch in which answers are generated and scored, before its step
     before_floor_s: float = 0.0  # lower bound of them
+    shards: int = 1  # devices among which layers are cut: each such group has one batch
+    mesh_nbytes: int = 0  # bytes that each device sends to those with other shards in a step
 
     @property
     def device_nbytes(self) -> int:
@@ -396,7 +398,7 @@ def speed_of(
         tokens: Tokens in a row, if it is text.
         steps: Steps of the optimizer, or batches of prompts.
     """
-    count = plan.rows * plan.accumulate * plan.devices * plan.nodes if rows is None else rows
+    count = plan.rows * plan.accumulate * plan.devices // plan.shards * plan.nodes if rows is None else rows
     times = plan.with_memory
     step_s = times.answer_s(plan.answer) if plan.answer else plan.accumulate * times.batch_s(plan.accumulate)
     if rows is None and plan.counted == "tokens":
@@ -475,14 +477,17 @@ def _heading(plan: Plan) -> str:
     fits = "fits" if plan.fits else "DOES NOT FIT"
     several = f"{plan.devices} x " if plan.devices > 1 else ""
     each = " each" if plan.devices * plan.nodes > 1 else ""
+    of_each = (f" for each {plan.shards} devices" if plan.devices > plan.shards else "") if plan.shards > 1 else each
     machines = f"{plan.nodes} machines with {several or '1 x '}" if plan.nodes > 1 else several
     answers = f"answers of {plan.answer} tokens"
+    cut = f", layers cut among {plan.shards}" if plan.shards > 1 else ""
     doing = answers if plan.answer else f"activations {plan.options.activations!r}"
     weights = f" with weights in {plan.weights_dtype}" if plan.weights_dtype else ""
     return (
-        f"{plan.model}: {_count(plan.parameters)} parameters, batch of {plan.rows} {plan.counted}{each}, "
+        f"{plan.model}: {_count(plan.parameters)} parameters, batch of {plan.rows} {plan.counted}{of_each}, "
         f"{plan.precision}{weights}, {doing}\n"
-        f"on {machines}{plan.machine.name}: window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
+        f"on {machines}{plan.machine.name}{cut}: "
+        f"window {plan.window} of {len(plan.units)} units, transfer {plan.transfer}: "
         f"{format_bytes(plan.device_nbytes)} of {format_bytes(plan.available)} on {'each' if each else 'the'} device, "
         f"{format_bytes(plan.host.total)} of {plan.host_memory()} on {'each' if plan.nodes > 1 else 'the'} host: {fits}"
     )
@@ -540,6 +545,9 @@ def _time_table(plan: Plan) -> Any:
         sent = plan.network_nbytes / plan.machine.network_bytes_per_s
         table.add_row(f"sending {format_bytes(plan.network_nbytes)} to other machines", time(sent))
     table.add_row("compute", time(plan.simulation.compute_s))
+    if plan.mesh_nbytes:
+        sent = plan.mesh_nbytes / plan.machine.mesh_bytes_per_s
+        table.add_row(f"of that, sending {format_bytes(plan.mesh_nbytes)} to devices with other shards", time(sent))
     for lane, seconds in plan.simulation.stall_s.items():
         table.add_row(f"waiting: {lane}", time(seconds))
     batch = "not known" if plan.largest_batch is None else str(plan.largest_batch)

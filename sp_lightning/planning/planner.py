@@ -11,7 +11,10 @@
 5. With several devices a batch, a window and bytes on the device are one rank's; the host's bytes are those of all
    ranks together (unit_numbers.py, Rule 5), and they share its bandwidth (simulation.py, Rule 8). The optimizer does
    not step beside backward there.
-6. With several machines all figures but speeds are those of one of them, and each has these devices. They sum gradients
+6. Where layers are cut into shards (tensor parallelism), a batch, a window and bytes on the device are one rank's, too;
+   the host's are those of all ranks: groups with different shards share nothing. An optimizer that has shards steps
+   after backward, on every rank all that it has, and keeps state of its own there (sharded.py, Rule 4).
+7. With several machines all figures but speeds are those of one of them, and each has these devices. They sum gradients
    once in a step, over a network of the speed that was given (simulation.py, Rule 11).
 """
 
@@ -49,7 +52,7 @@ from .listed_model import ListedModel
 from .planned_calls import plan_calls
 from .planned_model import PlannedModel, Requirements, states_of
 from .settings import ON_DEVICE, PlannedMachine, PlannedRun
-from .traced_model import TracedModel
+from .traced_model import TracedModel, mesh_of
 from .workloads import WORKLOADS, Workload, listed
 
 RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the share of the rest that an allocator wastes
@@ -72,11 +75,13 @@ CUT = frozenset(kind.__name__.lower() for kind in ELEMENTWISE)  # optimizers of 
 def make_plan(module: Any, batch: Any, run: PlannedRun, machine: PlannedMachine, name: str | None) -> Plan:
     """Make the plan of a run of this module or workload, or of the workload of this name, on this machine."""
     run = run.within_host(machine.profile.host_nbytes - machine.headroom_nbytes)
-    source = _source(module, batch, run, machine.target)
-    source.name = name or source.name
-    if run.loss == "chunked":
-        source = _in_chunks(source, run.options, machine.profile)
-    with _no_collections():
+    with contextlib.ExitStack() as stack:
+        mesh = stack.enter_context(mesh_of(run.tensor_parallel_size)) if run.tensor_parallel_size else None
+        source = _source(module, batch, run, machine.target, mesh)
+        source.name = name or source.name
+        if run.loss == "chunked":
+            source = _in_chunks(source, run.options, machine.profile)
+        stack.enter_context(_no_collections())
         planner = _Planner(source, run, machine)
         found = planner.plan()
         moves = any(cost.disk_nbytes or cost.state_read_nbytes for cost in planner.needs.costs)
@@ -88,7 +93,7 @@ def make_plan(module: Any, batch: Any, run: PlannedRun, machine: PlannedMachine,
         return replace(found, notes=(*found.notes, f"{assumed} (disk_speed; doctor --disk measures)"))
 
 
-def _source(module: Any, batch: Any, run: PlannedRun, target: str) -> PlannedModel:
+def _source(module: Any, batch: Any, run: PlannedRun, target: str, mesh: Any) -> PlannedModel:
     """Return the model to plan for: a workload, by its name too, or a module."""
     if isinstance(module, str):
         found = listed(module)
@@ -97,7 +102,11 @@ def _source(module: Any, batch: Any, run: PlannedRun, target: str) -> PlannedMod
         module = found
     if not isinstance(module, Workload):
         does = run.answers or run.own_loss
-        return TracedModel(module, batch, run.precision, run.optimizer, target, does, run.predict_at_once, run.sharing)
+        how = run.precision, run.optimizer, target, does, run.predict_at_once, run.sharing, mesh
+        return TracedModel(module, batch, *how)
+    if mesh is not None:
+        allowed = "left out for a workload, whose layers are listed whole (give a module, or a function that makes one)"
+        raise OptionError(argument="tensor_parallel_size", found=run.tensor_parallel_size, allowed=allowed)
     if run.own_loss is not None:
         allowed = "None for a workload, whose numbers are listed (give a module, or a function that makes one)"
         raise OptionError(argument="loss", found=run.own_loss, allowed=allowed)
@@ -146,6 +155,11 @@ class _Planner:
         self.profile = machine.profile
         self.needs = source.needs(self.options, self.profile)
         self.optimizer = run.optimizer_name or source.optimizer
+        trace = self.needs.trace
+        self.shards = run.shards_among(1 if trace is None else trace.shards)  # Rule 6
+        machine.check_mesh(self.shards)
+        self.ranks = max(run.devices, self.shards)
+        self.trains_shards = trace is not None and trace.trains_shards
         self.machine = self._stepping(source.states(), self.optimizer)
         self.available = self.profile.device_nbytes
         self.headroom = machine.headroom_nbytes
@@ -167,14 +181,17 @@ class _Planner:
         others = self.run.nodes_of_steps - 1
         shares = others * (transport.AHEAD + 2) + 1 if others else 0
         messages = shares * max((cost.gradient_nbytes for cost in needs.costs), default=0) // self.run.nodes_of_steps
-        cut = not optimizer or optimizer.lower() in CUT
-        return host.of_ranks(self.run.devices, under_way, self.run.own_gradients, cut, messages)
+        cut = (not optimizer or optimizer.lower() in CUT) and not self.trains_shards
+        replicas = self.ranks // self.shards
+        return host.of_ranks(replicas, under_way, self.run.own_gradients, cut, messages).times(self.shards)
 
     def _stepping(self, states: float, optimizer: str) -> Machine:
         """Return the machine with the bytes that an optimizer with this state reads and writes per parameter."""
         words = PACE.get(optimizer, 1) * (3 + 2 * states)
-        scaled = self.profile.optimizer_bytes_per_parameter * words / ADAMW_WORDS
-        return replace(self.profile, optimizer_bytes_per_parameter=scaled)
+        at_once = self.ranks if self.trains_shards else self.shards  # ranks that step by themselves, beside each other
+        scaled = at_once * self.profile.optimizer_bytes_per_parameter * words / ADAMW_WORDS
+        cast = at_once * self.profile.cast_bytes_per_parameter
+        return replace(self.profile, optimizer_bytes_per_parameter=scaled, cast_bytes_per_parameter=cast)
 
     def plan(self) -> Plan:
         chosen, paced = self.tried.sizes()
@@ -206,7 +223,7 @@ class _Planner:
             notes=tuple(dict.fromkeys(self.source.notes)),
             flops=sum(cost.forward_flops + cost.backward_flops for cost in self.needs.costs),
             headroom=self.headroom,
-            devices=self.run.devices,
+            devices=self.ranks,
             nodes=self.run.nodes,
             accumulating_s=self.tried.accumulating_s(chosen),
             accumulate=self.run.accumulate,
@@ -217,6 +234,8 @@ class _Planner:
             lockstep=tuple(self._lockstep()),
             before_s=self.tried.before_s(chosen),
             before_floor_s=self.tried.before_floor_s(chosen.window),
+            shards=self.shards,
+            mesh_nbytes=int(sum(cost.forward_mesh + cost.backward_mesh for cost in self.needs.costs)),
         )
 
     def _lockstep(self) -> Iterator[LockstepPlan]:
@@ -281,17 +300,17 @@ class _Planner:
             needs.costs,
             Schedule([cost.up_nbytes for cost in needs.costs], *sizes),
             machine,
-            optimizer_overlap=overlap and self.run.devices * self.run.nodes == 1,
-            steps_into_forward=overlap,
+            optimizer_overlap=overlap and self.ranks * self.run.nodes == 1,
+            steps_into_forward=overlap and not self.trains_shards,
             works=needs.works,
-            ranks=self.run.devices,
+            ranks=self.ranks,
             nodes=self.run.nodes_of_steps if sums else 1,
         )
 
     def floor_s(self, needs: Requirements, window: int, machine: Machine, sums: bool = True) -> float:
         """Return the lower bound of the time of a step with these needs."""
         nodes = self.run.nodes_of_steps if sums else 1
-        return floor(needs.costs, window, machine, False, self.run.devices, nodes).seconds
+        return floor(needs.costs, window, machine, False, self.ranks, nodes).seconds
 
     @property
     def accumulating(self) -> Machine:
@@ -374,7 +393,7 @@ class _Planner:
 
     def _other_steps(self) -> Iterator[Change]:
         """Yield the other place where the optimizer can step, if the run is faster with it."""
-        if self.source.answers is not None or self.run.devices * self.run.nodes > 1 or self.target == "cpu":
+        if self.source.answers is not None or self.ranks * self.run.nodes > 1 or self.target == "cpu":
             return
         place = "host" if self.options.optimizer_device == "device" else "device"
         remedy = remedies.OPTIMIZER_DEVICE[place]
@@ -470,7 +489,7 @@ class _Planner:
         given = {"master_weights": False, **remedy.options} if remedy.half else remedy.options
         try:
             changed = replace(self.run, options=replace(self.options, **given)).within_host(self.host_available).options
-            changed.check_devices(self.run.devices, self.run.nodes)
+            changed.check_devices(self.ranks, self.run.nodes)
         except OptionError:
             return None  # not with the others
         further = [{}, *(other.options for other in remedies.activations(changed.activations))]

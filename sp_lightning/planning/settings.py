@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, with_link, with_network
+from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, with_link, with_mesh, with_network
 from ..core.remedies import STATE_NBYTES
 from ..core.unit_numbers import HostSharing
 from ..errors import OptionError
@@ -22,6 +22,10 @@ from ..tracing.dry_run import Runner
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
 ON_DEVICE = frozenset(kind.__name__ for kind in ELEMENTWISE | PER_PARAMETER)  # optimizers that can step there
+NOT_CUT = (
+    "left out for a module none of whose parameters is a DTensor: have a function that takes the mesh call "
+    "parallelize_module(..., mesh, plan), or configure_model with self.device_mesh['tensor_parallel']"
+)
 OF_TRAINING = (
     *("loss", "optimizer", "copies", "trained_copies"),
     *("activations", "optimizer_overlap", "fused_optimizer", "optimizer_device", "master_weights"),
@@ -63,6 +67,7 @@ class PlannedRun:
     calls: PlannedCalls | None = None  # in lockstep, of such batches
     predict_at_once: int = 1  # batches that are answered in lockstep; one has all figures of a plan
     nodes: int = 1  # machines, each with these devices
+    tensor_parallel_size: int | None = None  # devices among which layers are cut; None: as the module was cut
 
     def __post_init__(self) -> None:
         precision = SHORT_PRECISIONS.get(self.precision, self.precision)
@@ -79,8 +84,11 @@ class PlannedRun:
             ("accumulate", 1),
             ("predict_at_once", 1),
             ("nodes", 1),
+            ("tensor_parallel_size", 2),
         ):
             value = getattr(self, name)
+            if value is None and name == "tensor_parallel_size":
+                continue
             if not is_int(value) or value < least:
                 raise OptionError(argument=name, found=value, allowed=f"an int >= {least}")
         if self.calls is not None and self.answers is None:
@@ -95,6 +103,19 @@ class PlannedRun:
             raise OptionError(argument="optimizer", found=self.optimizer_name, allowed=allowed)
         if self.accumulate > 1 or precision == "16-mixed":  # which scales the gradients
             object.__setattr__(self, "own_gradients", True)
+
+    def shards_among(self, found: int) -> int:
+        """Return among how many devices layers are cut, as was found; raise OptionError if it was to be otherwise."""
+        if self.tensor_parallel_size not in (None, found):
+            allowed = f"{found}, among which the module's layers are cut" if found > 1 else NOT_CUT
+            raise OptionError(argument="tensor_parallel_size", found=self.tensor_parallel_size, allowed=allowed)
+        if self.devices > 1 and self.devices % found:
+            allowed = f"a multiple of {found}, among which the module's layers are cut, or left out"
+            raise OptionError(argument="devices", found=self.devices, allowed=allowed)
+        if self.nodes > 1 < found:
+            allowed = "1 for a module with DTensors, which is not streamed on several machines"
+            raise OptionError(argument="nodes", found=self.nodes, allowed=allowed)
+        return found
 
     @property
     def nodes_of_steps(self) -> int:
@@ -134,6 +155,7 @@ class PlannedMachine:
     target: str  # the device type whose kernels count
     headroom_nbytes: int  # of host memory, left to the system
     is_disk_assumed: bool  # the disk's speed was not given
+    mesh_link: str | float | None = None  # as given
 
     @classmethod
     def of(
@@ -150,6 +172,7 @@ class PlannedMachine:
         disk_speed: str | None,
         network: str | None = None,
         devices: int = 1,
+        mesh_link: str | float | None = None,
     ) -> PlannedMachine:
         """Return the machine with this profile, changed by what is given; the arguments are those of `plan`."""
         profile, target = _profile(machine, device, precision)
@@ -165,8 +188,21 @@ class PlannedMachine:
             profile = with_disk(profile, disk_speed)
         if network is not None:
             profile = with_network(profile, network, devices)
+        profile = with_mesh(profile, mesh_link)
         left = headroom(profile.host_nbytes) if host_headroom is None else _nbytes(host_headroom, "host_headroom", 0)
-        return cls(profile=profile, target=target, headroom_nbytes=left, is_disk_assumed=disk_speed is None)
+        return cls(
+            profile=profile,
+            target=target,
+            headroom_nbytes=left,
+            is_disk_assumed=disk_speed is None,
+            mesh_link=mesh_link,
+        )
+
+    def check_mesh(self, shards: int) -> None:
+        """Raise OptionError if a link between devices with shards was given and there are none."""
+        if self.mesh_link is not None and shards == 1:
+            allowed = "left out for a module whose layers are not cut"
+            raise OptionError(argument="mesh_link", found=self.mesh_link, allowed=allowed)
 
 
 def answers_of(tokens: int | None, cache: str | None, given: dict[str, Any]) -> Answers | None:

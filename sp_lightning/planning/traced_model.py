@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 
 from ..autograd.saved_tensors import tensors_in
 from ..compat.kernels import has_chunked_loss
-from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, storage_id
+from ..compat.modules import set_device_mesh
+from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dtensor, storage_id, without_ranks
 from ..core.machine import Machine
 from ..core.simulation import SimulatedVisit
 from ..core.unit_numbers import (
@@ -46,6 +48,7 @@ from ..tracing.answers import Answers, generating
 from ..tracing.dry_run import RealTensors, Runner, dry_run
 from ..tracing.fake_tensors import FakeTensors, Unknown
 from ..tracing.step_trace import StepTrace
+from ..wholes.sharded import has_shards, refuse
 from .planned_calls import kept_by_a_call, of_calls
 from .planned_model import (
     PlannedModel,
@@ -59,8 +62,23 @@ from .planned_model import (
     without_disk,
 )
 
+DATA, TENSOR = "data_parallel", "tensor_parallel"  # the axes of a mesh, by Lightning's names
 PACKAGE = pathlib.Path(__file__).parents[1]
+NO_WORK = 0.0, 0.0, 0.0
 LARGEST_REAL = 2**30  # bytes of weights of a model that may run on the CPU with data (Rule 1)
+
+
+@contextlib.contextmanager
+def mesh_of(shards: int) -> Iterator[Any]:
+    """Make a mesh of as many devices with shards of one layer, of which this process is the first, and alone."""
+    from torch.distributed.device_mesh import init_device_mesh  # other plans need nothing of it
+
+    if torch.distributed.is_initialized():
+        allowed = "left out in a process of a group, whose modules are cut: plan one of them"
+        raise OptionError(argument="tensor_parallel_size", found=shards, allowed=allowed)
+    import_module("torch.distributed.tensor.parallel")
+    with without_ranks(shards):
+        yield init_device_mesh("cpu", (1, shards), mesh_dim_names=(DATA, TENSOR))
 
 
 class TracedModel(PlannedModel):
@@ -76,6 +94,7 @@ class TracedModel(PlannedModel):
         loss: Runner | Answers | None,
         at_once: int = 1,
         sharing: HostSharing = ONE_PROCESS,
+        mesh: Any = None,
     ) -> None:
         if batch is None:
             raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
@@ -87,6 +106,7 @@ class TracedModel(PlannedModel):
         self._loss = loss
         self._at_once = at_once  # batches that are answered in lockstep
         self._sharing = sharing
+        self._mesh = mesh  # among whose devices the module cuts its layers while it is made
         self._lines: dict[Options, tuple[StepTrace, StepTrace] | None] = {}
         self._traces: dict[tuple[Options, int], StepTrace] = {}
         self._states: float | None = None
@@ -257,8 +277,8 @@ class TracedModel(PlannedModel):
     def _with(self, precision: str | None = None, loss: Runner | Answers | None = None) -> TracedModel:
         """Return the same model with another precision or another loss."""
         precision, loss = precision or self._precision, loss or self._loss
-        of_ours = self._at_once, self._sharing
-        return TracedModel(self._module, self._batch, precision, self._optimizer, self._target, loss, *of_ours)
+        how = self._optimizer, self._target, loss, self._at_once, self._sharing, self._mesh
+        return TracedModel(self._module, self._batch, precision, *how)
 
     def _half(self) -> torch.dtype | None:
         return half_of(self._precision)
@@ -330,6 +350,7 @@ class TracedModel(PlannedModel):
                 "them from: plan its config (plan --model), or leave out what depends on them"
             )
         self._made_class = type(module)
+        self._check_shards(module, options)
         self._nbytes = sum(parameter.nbytes for parameter in module.parameters())
         if not self._nbytes:
             raise OptionError(argument="module", found=type(module).__name__, allowed="a module with parameters")
@@ -351,7 +372,22 @@ class TracedModel(PlannedModel):
         compute_dtype = half if options.master_weights else None
         run = self.answers or self._runner(module)
         with self._seeing_logits(module) if run is _forward else contextlib.nullcontext():
-            return dry_run(module, adopted, run, options, tensors, compute_dtype)
+            trace = dry_run(module, adopted, run, options, tensors, compute_dtype)
+        for whole in (whole for unit in trace.units for whole in unit.wholes):
+            whole.follow()  # a shard tells whether it trains, as in a run
+        return trace
+
+    def _check_shards(self, module: nn.Module, options: Options) -> None:
+        """Raise if a module has DTensors that a run would refuse with these options."""
+        name = next((name for name, parameter in module.named_parameters() if is_dtensor(parameter)), None)
+        if name is None:
+            return
+        refuse(name, {"disk= or host_budget=": options.uses_files, "compile_units=True": options.compile_units})
+        if self._real:
+            raise UnsupportedError(
+                f"{self.name} depends on values that it computes ({self._why}), and it has DTensors, whose values "
+                "depend on other ranks: pass loss=, a function of module and batch without those values"
+            )
 
     @contextlib.contextmanager
     def _seeing_logits(self, module: nn.Module) -> Iterator[None]:
@@ -389,7 +425,7 @@ class TracedModel(PlannedModel):
         if not isinstance(self._module, nn.Module):
             tensors.building = True
             try:
-                made = self._module()
+                made = self._cut(self._module)
             except SuperpipelineError:
                 raise
             except Exception as error:
@@ -399,7 +435,19 @@ class TracedModel(PlannedModel):
             if not isinstance(made, nn.Module):
                 raise OptionError(argument="module", found=made, allowed="a module, or a function that makes one")
             return made
-        return _copied(self._module, tensors)
+        module: nn.Module = self._cut(lambda: _copied(self._module, tensors))
+        return module
+
+    def _cut(self, make: Callable[..., Any]) -> Any:
+        """Make a module; give it, or the function that makes it, the mesh among whose devices it cuts its layers."""
+        if self._mesh is None:
+            return make()
+        takes = [one for one in inspect.signature(make).parameters.values() if one.default is one.empty]
+        made = make(self._mesh[TENSOR]) if takes else make()
+        if hasattr(made, "configure_model"):
+            set_device_mesh(made, self._mesh)
+            made.configure_model()
+        return made
 
     def _runner(self, module: nn.Module) -> Runner:
         if self._loss is not None:
@@ -435,16 +483,17 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
     order += [unit.index for unit in trace.units if unit.index not in order]
     place = {index: position for position, index in enumerate(order)}
     ratio = machine.flops_per_s / (machine.fp32_flops_per_s or machine.flops_per_s)
-    forward: dict[int, tuple[float, float]] = {}  # FLOPs, and bytes of the device's memory
-    backward: dict[int, tuple[float, float]] = {}
+    # FLOPs, bytes of the device's memory, and bytes that go to devices with other shards
+    forward: dict[int, tuple[float, float, float]] = {}
+    backward: dict[int, tuple[float, float, float]] = {}
     works: list[SimulatedVisit] = []
     first = order[0]
     for visit in trace.visits:
         index = first if visit.unit is None else visit.unit
         flops = visit.flops + ratio * visit.fp32_flops
         of_units = backward if visit.backward else forward
-        before = of_units.get(index, (0.0, 0.0))
-        of_units[index] = before[0] + flops, before[1] + visit.moved_nbytes
+        before = of_units.get(index, NO_WORK)
+        of_units[index] = before[0] + flops, before[1] + visit.moved_nbytes, before[2] + visit.mesh_nbytes
         if visit.unit is None and not flops and not visit.sends:
             continue
         works.append(
@@ -457,15 +506,18 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
                 visit.fetched_nbytes,
                 visit.nbytes,
                 visit.moved_nbytes,
+                visit.mesh_nbytes,
             )
         )
     costs = [
         replace(
             trace.wire[index],
-            forward_flops=forward.get(index, (0.0, 0.0))[0],
-            backward_flops=backward.get(index, (0.0, 0.0))[0],
-            forward_moved=forward.get(index, (0.0, 0.0))[1],
-            backward_moved=backward.get(index, (0.0, 0.0))[1],
+            forward_flops=forward.get(index, NO_WORK)[0],
+            backward_flops=backward.get(index, NO_WORK)[0],
+            forward_moved=forward.get(index, NO_WORK)[1],
+            backward_moved=backward.get(index, NO_WORK)[1],
+            forward_mesh=forward.get(index, NO_WORK)[2],
+            backward_mesh=backward.get(index, NO_WORK)[2],
         )
         for index in order
     ]
@@ -497,13 +549,22 @@ def _convert(module: nn.Module, dtype: torch.dtype, only_buffers: bool) -> None:
             if buffer is not None and buffer.is_floating_point():
                 child._buffers[name] = buffer.to(dtype)
     for parameter in module.parameters():
-        if parameter.is_floating_point() and not consists_of_tensors(parameter):
+        if is_dtensor(parameter):
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))  # type: ignore[no-untyped-call]
+        elif parameter.is_floating_point() and not consists_of_tensors(parameter):
             parameter.data = parameter.data.to(torch.float32 if only_buffers else dtype)
 
 
 def _copied(module: nn.Module, tensors: FakeTensors | RealTensors) -> nn.Module:
     """Copy a module to tensors of this kind; the module itself is not changed."""
     memo: dict[int, Any] = {}
+    replaced = [child for child in module.modules() if inspect.isfunction(vars(child).get("forward"))]
+    if replaced and has_shards(module, True):
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot be copied: transformers' tp_plan replaced the forward of "
+            f"{len(replaced)} modules by functions that lead to the modules themselves; pass a function without "
+            "arguments that makes it"
+        )
     for parameter in module.parameters():
         with torch.no_grad():
             if consists_of_tensors(parameter):

@@ -470,7 +470,8 @@ class Handle:
         bring_to_host(self.module)
         units = partition(self.module, self.options.units) if units is None else units
         device = self.device.torch_device
-        meshes = check_supported(units, device, self.team.size > 1, self._refused_with_shards())
+        kind = device if self.device.is_real else None
+        meshes = check_supported(units, kind, self.team.size > 1, self._refused_with_shards())
         self.team.check_alike(units)
         self.storage.choose(units, self.team)
         self._check_memory(units)
@@ -521,8 +522,7 @@ class Handle:
         """Return what DTensors are not streamed with, and whether it is so here."""
         options, ranks = self.options, self.team.ranks
         return {
-            "a Trainer without tensor_parallel_size=, Fabric, sp_lightning.hf or a plan "
-            "(plan the module before it is cut)": not self._shards,
+            "a Trainer without tensor_parallel_size=, Fabric or sp_lightning.hf": not self._shards,
             "a group on several machines": ranks.world > ranks.size,
             "disk= or host_budget=": options.uses_files,
             "optimizer_device='device'": options.optimizer_device == "device",

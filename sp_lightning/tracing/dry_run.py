@@ -40,6 +40,7 @@ from ..optim.pending_step import PendingStep
 from ..options import Options
 from ..runtime.engine import Engine
 from ..runtime.handle import Handle
+from ..wholes.sharded import shards_of
 from .answers import Answers, answer, counted_by
 from .fake_tensors import FakeTensors, without_values
 from .memory_tracker import MemoryTracker
@@ -88,7 +89,9 @@ def dry_run(
             for model in models:
                 device = _CountingDevice(tracker)
                 with tracker.on_host():
-                    handle = stack.enter_context(Handle(model, device, _with_all_units(options), compute_dtype))
+                    handle = stack.enter_context(
+                        Handle(model, device, _with_all_units(options), compute_dtype, shards=True)
+                    )
                 handles.append(handle)
                 handle.engine.window.halves = False  # Rule 2
                 handle.engine.gradient_return = _CountedGradients(device, handle.engine.counters)
@@ -120,6 +123,7 @@ def dry_run(
                 passes=tuple(tracker.passes),
                 models=tuple(number for number, _ in units),
                 phases=tuple(tracker.phases),
+                shards=shards_of(module),
             )
     finally:
         tensors.observe = None
@@ -193,6 +197,8 @@ class RealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _CountingDevice(Device):
     """A device without memory of its own: packed gradients are counted as they are allocated, host buffers never."""
 
+    is_real = False
+
     def __init__(self, tracker: MemoryTracker) -> None:
         super().__init__("cpu")
         self.function_modes = function_mode_count()
@@ -217,6 +223,10 @@ class _CountingDevice(Device):
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         with self.tracker.casting():
             return super().cast(weight, dtype)
+
+    def copied_to_host(self, tensor: Tensor) -> Tensor:
+        with self.tracker.on_host():
+            return super().copied_to_host(tensor)
 
     def host_empty(self, like: Tensor) -> Tensor:
         """Allocate as a device does, but never memory that is mapped: tensors without data have none."""

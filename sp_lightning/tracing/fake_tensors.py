@@ -6,7 +6,9 @@
    computed on the CPU, so that ``.item()``, ``nonzero()`` and a mask as an index have an answer. Values are known by
    storage, so views and writes in place need nothing more. What has no answer raises `Unknown`.
 3. Kernels and casts are the target device's (fake_kernels.py).
-4. What is done to a tensor that consists of others (a quantised weight) is its class's code: what that does is seen.
+4. What is done to a tensor that consists of others (a quantised weight, a DTensor) is its class's code: what that does
+   is seen.
+5. Nothing crosses between ranks. What a collective would bring is unknown, also where what it is given is known.
 """
 
 from __future__ import annotations
@@ -24,16 +26,19 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat.kernels import body_of
 from ..compat.modules import tree_map_only
-from ..compat.patches import DETERMINISM_CHECKS, RUN_BACKWARD
+from ..compat.patches import DETERMINISM_CHECKS, RUN_BACKWARD, shapes_of_dtensors
 from ..compat.tensors import (
     FLATTEN,
     TorchDispatchMode,
     dispatch_key,
+    has_dtensors,
+    is_collective,
     operator_of,
     schema_of,
     storage_id,
     without_dispatch_modes,
     without_function_modes,
+    without_sending,
 )
 from ..errors import SuperpipelineError
 from . import fake_kernels
@@ -74,6 +79,8 @@ class FakeTensors:
         enter(fake_kernels.kernels_of(self.target, self._autocast))
         enter(_also_in_backward(enter(_Attributes(self._known_values))))
         enter(_Operators(self._known_values, self))
+        if has_dtensors():
+            enter(_shapes_of_dtensors())
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -169,6 +176,7 @@ class _Traits(NamedTuple):
     is_like: bool  # does not depend on values of its tensors
     takes_indices: bool
     floats: int  # elements of the largest float result whose values are worth computing
+    crosses: bool  # between ranks (Rule 5)
 
     @classmethod
     def of(cls, func: Any) -> _Traits:
@@ -188,6 +196,7 @@ class _Traits(NamedTuple):
             is_like=operator in _LIKE,
             takes_indices=func in _INDICES,
             floats=KNOWN_CONSTANTS if operator in _ALIKE else KNOWN_FLOATS,
+            crosses=is_collective(func),
         )
 
 
@@ -232,6 +241,10 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor if tensor.is_meta else self._known_values.adopt(tensor)
 
     def _run(self, func: Any, traits: _Traits, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        if traits.crosses:
+            for tensor in tensors:
+                self._known_values.forget(tensor)
+            return without_sending(func, args, kwargs)
         if traits.body is not None:
             with self:  # its own operators are seen
                 return traits.body(*args, **kwargs)
@@ -386,6 +399,22 @@ def _unknown(func: Any, error: Exception) -> Exception:
     return Unknown(f"{name} has no result without data: {str(error).splitlines()[0]}")
 
 
+@contextlib.contextmanager
+def _shapes_of_dtensors() -> Iterator[None]:
+    """Have torch find out the shapes of DTensors outside of our modes."""
+    patch = shapes_of_dtensors()
+
+    def propagate(*args: Any, **kwargs: Any) -> Any:
+        with without_function_modes(), without_dispatch_modes():
+            return patch.original(*args, **kwargs)
+
+    patch.install(propagate)
+    try:
+        yield
+    finally:
+        patch.remove()
+
+
 # ---- attributes that Python reads (Rule 1)
 
 _GET_DEVICE, _GET_META, _GET_CPU = (getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cpu"))
@@ -430,7 +459,7 @@ class _Attributes(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _read(self, tensor: Tensor) -> Tensor:
-        values = self._known_values.of(tensor)
+        values = self._known_values.of(tensor) if _GET_META(tensor) else tensor  # one from outside has its data
         if values is None and self.takes_as_one():
             return torch.ones(tensor.shape, dtype=tensor.dtype)
         if values is None:

@@ -3,8 +3,9 @@
 1. Each storage that appears is counted until it is freed, rounded up as the device's allocator rounds.
 2. A storage has the term of the moment in which it appears (step_trace.py, Rule 2), unless it turns out to be a
    gradient, or keys or values. Casts of weights, which only a run's first step makes, are counted apart as well.
-3. Operators count with the current visit: their FLOPs as torch counts them, by precision. What only some versions of
-   torch count is counted here, as matrix products: attention with fewer key heads than query heads, and experts.
+3. Operators count with the current visit: their FLOPs as torch counts them, by precision, and what collectives send.
+   What only some versions of torch count is counted here, as matrix products: attention with fewer key heads than query
+   heads, and experts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ..compat.tensors import operator_of, storage_id
+from ..compat.tensors import operator_of, sent_by, storage_id
 from ..core.unit_numbers import aligned
 from .fake_tensors import tensors_of
 from .step_trace import KEPT, OUTSIDE, WORKING, StepPhase, Visit
@@ -70,6 +71,7 @@ class MemoryTracker:
         """Count an operator that ran: its work and the storages it made."""
         for tensor in tensors_of((out,)):
             self.add(tensor)
+        self.visits[-1].mesh_nbytes += sent_by(func, args, out)
         if (flops := _flops_of(func)) is not None:
             visit = self.visits[-1]
             self._count(visit, flops(args, kwargs, out), args)

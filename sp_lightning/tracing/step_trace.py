@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from ..core.schedule import Schedule
 from ..core.unit_numbers import UnitNumbers
 from ..memory.partition import Unit
+from ..wholes.whole import part_of
 
 # What bytes are for (Rule 2).
 BATCH = "batch"
@@ -55,6 +56,7 @@ class Visit:
     flops: float = 0.0  # in half precision
     fp32_flops: float = 0.0  # in all other types
     moved_nbytes: float = 0.0  # of the device's memory, that operators with FLOPs read and write
+    mesh_nbytes: float = 0.0  # sent by collectives to devices with other shards
     sends: list[int] = field(default_factory=list)  # units whose gradients start their way down
     stowed_nbytes: int = 0  # activations offloaded to the host
     fetched_nbytes: int = 0  # activations fetched back
@@ -89,6 +91,7 @@ class StepTrace:
     models: tuple[int, ...]  # of each unit, the number of its model (Rule 6)
     passes: tuple[int, ...] = ()  # places of the first visits of an answer's passes (Rule 4)
     phases: tuple[StepPhase, ...] = ()  # of a step that begins with answers (Rule 5)
+    shards: int = 1  # devices among which layers are cut
 
     def of_pass(self, number: int) -> StepTrace:
         """Return the trace of one pass of an answer (Rule 4)."""
@@ -120,6 +123,7 @@ class StepTrace:
                 flops=line(one.flops, two.flops),
                 fp32_flops=line(one.fp32_flops, two.fp32_flops),
                 moved_nbytes=line(one.moved_nbytes, two.moved_nbytes),
+                mesh_nbytes=line(one.mesh_nbytes, two.mesh_nbytes),
                 stowed_nbytes=int(line(one.stowed_nbytes, two.stowed_nbytes)),
                 fetched_nbytes=int(line(one.fetched_nbytes, two.fetched_nbytes)),
                 nbytes=max(totals),
@@ -147,8 +151,15 @@ class StepTrace:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the whole model."""
-        return sum(unit.numel for unit in self.units)
+        """Number of parameters of the whole model, with those that other ranks have shards of."""
+        shards = [whole for unit in self.units for whole in unit.wholes if whole.is_shard]
+        elsewhere = sum(whole.parameter.numel() - part_of(whole).numel() for whole in shards)
+        return sum(unit.numel for unit in self.units) + elsewhere
+
+    @property
+    def trains_shards(self) -> bool:
+        """Whether any of the parameters that train is a DTensor."""
+        return any(whole.is_shard and whole.parameter.requires_grad for unit in self.units for whole in unit.wholes)
 
     @property
     def order(self) -> list[int]:

@@ -24,7 +24,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -116,8 +116,11 @@ class Sharded(Whole):
 
     # ---- gradients (Rules 2 and 3)
 
-    def receive(self, grad: Tensor) -> Tensor | None:
-        """Return this rank's part of a gradient that arrived in backward, on the device; None if it is apart."""
+    def receive(self, grad: Tensor, to_host: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return this rank's part of a gradient that arrived in backward, on the device; None if it is apart.
+
+        ``to_host`` copies one that is.
+        """
         layout = self.layout
         if torch.is_grad_enabled():
             raise UnsupportedError(
@@ -136,12 +139,12 @@ class Sharded(Whole):
         local = local_of(grad)
         if local.shape == part_of(self).shape:
             return local
-        self._add_apart(local)
+        self._add_apart(to_host(local))
         return None
 
-    def _add_apart(self, local: Tensor) -> None:
-        """Bring a gradient down and add it (Rule 3)."""
-        layout, host = self.layout, local.to("cpu", copy=True)
+    def _add_apart(self, host: Tensor) -> None:
+        """Add a gradient that was brought down (Rule 3)."""
+        layout = self.layout
         with without_dispatch():
             found = _grad.__get__(self.parameter)
         if found is not layout.shown:
@@ -193,15 +196,34 @@ class Sharded(Whole):
         self.layout.shown = value
 
 
+def refuse(name: str, refused: dict[str, bool]) -> None:
+    """Raise PartitionError for a DTensor of this name, if any of what DTensors are not streamed with is in force."""
+    found = [what for what, is_so in refused.items() if is_so]
+    if found:
+        raise PartitionError(
+            f"{name} is a DTensor, and those are not streamed with {', '.join(found)}: leave that out, or use plain "
+            "parameters"
+        )
+
+
 def has_shards(module: nn.Module, with_parts: bool) -> bool:
     """Whether any parameter of a module, or also of its parts, is a DTensor."""
     return any(map(is_dtensor, module.parameters(recurse=with_parts)))
 
 
-def check_supported(units: Iterable[Any], device: torch.device, in_a_group: bool, refused: dict[str, bool]) -> set[Any]:
+def shards_of(module: nn.Module) -> int:
+    """Return among how many devices a module's layers are cut, at most."""
+    return max(
+        (spec_of(parameter).mesh.size() for parameter in module.parameters() if is_dtensor(parameter)), default=1
+    )
+
+
+def check_supported(
+    units: Iterable[Any], device: torch.device | None, in_a_group: bool, refused: dict[str, bool]
+) -> set[Any]:
     """Raise if any of these units' parameters is a DTensor that is not streamed with these options.
 
-    Returns the meshes of those that are.
+    Returns the meshes of those that are, along which the ranks meet: none on a device that is a dry run's (None).
 
     ``refused``: by what is said of each, whether it is in force. ``in_a_group``: whether devices share gradients.
     """
@@ -211,12 +233,9 @@ def check_supported(units: Iterable[Any], device: torch.device, in_a_group: bool
     for whole in sharded:
         whole.layout.as_parameter = in_a_group
     name, mesh = sharded[0].name, sharded[0].form.spec.mesh
-    found = [what for what, is_so in refused.items() if is_so]
-    if found:
-        raise PartitionError(
-            f"{name} is a DTensor, and those are not streamed with {', '.join(found)}: leave that out, or use plain "
-            "parameters"
-        )
+    refuse(name, refused)
+    if device is None:
+        return set()
     if mesh.device_type != device.type:
         raise PartitionError(
             f"{name} is a DTensor over a mesh of {mesh.device_type!r}, and its module is streamed to {device}: make "

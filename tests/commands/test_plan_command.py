@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from sp_lightning import cli
 from sp_lightning.commands import model_spec, plan_plot
@@ -237,6 +238,8 @@ VALUES = {
     "devices": ["2"],
     "nodes": ["2", "--network", "1GB"],
     "network": ["10Gb", "--nodes", "2"],
+    "tensor_parallel_size": ["2"],
+    "mesh_link": ["gen4x8"],
     "samples": ["1000"],
     "epochs": ["2", "--samples", "1000"],
     "price": ["0.5", "--samples", "1000"],
@@ -273,6 +276,7 @@ REFUSED = {
     ("listed without a shape", "activations"),
     ("torchvision", "seq"),
     *((kind, name) for kind in KINDS if kind not in ("shape", "config") for name in ANSWERING),
+    *((kind, name) for kind in KINDS for name in ("tensor_parallel_size", "mesh_link")),  # none of them is cut
 }
 NONSENSE = {
     "batch": "0",
@@ -298,6 +302,8 @@ NONSENSE = {
     "devices": "0",
     "nodes": "0",
     "network": "Foo",
+    "tensor_parallel_size": "1",
+    "mesh_link": "Foo",
     "samples": "0",
     "epochs": "0",
     "price": "-1",
@@ -631,6 +637,39 @@ def test_several_machines_have_a_host_each_and_send_all_but_their_share_twice(ca
     )
     said = said_of(capsys, "--devices", 2, "--nodes", 2, "--network", "1MB")
     assert "on 2 machines with 2 x rtx4090" in said and "to other machines" in said and "waiting: network" in said
+
+
+def cut(mesh):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 512)) for _ in range(3)))
+    for block in model:
+        parallelize_module(block, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return model
+
+
+def wide_batch(rows, length):
+    return torch.zeros(rows, 512)
+
+
+def test_layers_are_cut_among_devices(capsys):
+    given = ["--model", "test_plan_command:cut", "--data", "test_plan_command:wide_batch", "--batch", 64]
+    given += ["--machine", "rtx4090"]
+    given += ["--precision", "32-true", "--window", 1]
+
+    def planned(*more):
+        run(*given, "--json", *more)
+        return json.loads(capsys.readouterr().out)
+
+    two, four = (planned("--tensor-parallel-size", 2, "--devices", devices) for devices in (2, 4))
+    assert two["shards"] == 2 and two["parameters"] == 3 * (2 * 512 * 2048 + 2048 + 512)
+    assert two["mesh_nbytes"] == (2 * 3 - 1) * 64 * 512 * 4  # a sum in forward, and one in backward but for the inputs
+    assert two["host"]["weights"] == pytest.approx(4 * two["parameters"], rel=0.01)
+    assert four["host"]["weights"] > two["host"]["weights"] and four["run"]["rows_per_s"] > two["run"]["rows_per_s"]
+    slow = planned("--tensor-parallel-size", 2, "--mesh-link", "10MB")
+    assert slow["step_s"] - two["step_s"] == pytest.approx(two["mesh_nbytes"] / 10e6, rel=0.2)
+    run(*given, "--tensor-parallel-size", 2, "--devices", 4)
+    said = capsys.readouterr().out
+    assert "batch of 64 rows for each 2 devices" in said and "on 4 x rtx4090, layers cut among 2" in said
+    assert "to devices with other shards" in said
 
 
 def test_one_machine_alone_has_no_network(capsys):

@@ -52,6 +52,36 @@ def test_shards_train_as_under_plain_tensor_parallelism(name, options, settings)
     check(name, False, options, **settings)
 
 
+DEVICE = pytest.mark.simgpu
+
+
+@pytest.mark.parametrize(
+    ("name", "simulated", "options"),
+    [
+        ("llama from a checkpoint", False, RECOMPUTE),
+        ("mixtral from a checkpoint", False, BOTH),
+        pytest.param("llama from a checkpoint", True, OFFLOAD, marks=DEVICE),
+        pytest.param("qwen3 from a checkpoint", True, KEEP, marks=DEVICE),  # whose norms have a collective in a hook
+    ],
+)
+def test_a_checkpoint_that_transformers_cuts_trains_as_without_streaming(name, simulated, options):
+    check(name, simulated, options, accumulate=2)
+
+
+def test_a_plan_of_a_model_that_transformers_cut_takes_a_function():
+    for error in processes.run(2, sharded.refused_by_a_plan, "planned llama", {}):
+        assert error.startswith("UnsupportedError: Logits cannot be copied: ") and "pass a function" in error
+
+
+def test_a_plan_refuses_what_a_run_with_shards_does():
+    for error in processes.run(2, sharded.refused_by_a_plan, "in blocks", {"host_budget": "1GiB"}):
+        assert error.startswith("PartitionError: 1.up.weight is a DTensor") and "disk= or host_budget=" in error
+    for error in processes.run(2, sharded.refused_by_a_plan, "in blocks", {"devices": 3}):
+        assert error.startswith("OptionError: devices must be a multiple of 2, among which the module's layers are cut")
+    for error in processes.run(2, sharded.refused_by_a_plan, "in blocks", {"tensor_parallel_size": 2}):
+        assert error.startswith("OptionError: tensor_parallel_size must be left out in a process of a group")
+
+
 @pytest.mark.simgpu
 @pytest.mark.parametrize(
     ("name", "options", "settings"),
@@ -134,7 +164,7 @@ def test_ranks_with_different_shards_are_not_taken_for_equal_ones():
 
 
 @refusal(
-    "a DTensor in a Trainer without `tensor_parallel_size`, in Fabric, `sp_lightning.hf` or a plan, with a group on "
+    "a DTensor in a Trainer without `tensor_parallel_size`, in Fabric or `sp_lightning.hf`, with a group on "
     'several machines, `disk=`, `host_budget=`, `optimizer_device="device"`, '
     "`master_weights` or `compile_units`, or over a mesh of another kind of device than the streaming one",
     PartitionError,
@@ -159,9 +189,25 @@ def test_a_trainer_names_the_dtensor():
     assert error.startswith("PartitionError: ") and "is a DTensor" in error and "a Trainer" in error
 
 
-def test_a_plan_says_to_plan_the_module_before_it_is_cut():
-    [error] = processes.run(1, sharded.refused_by_a_plan)
-    assert error.startswith("PartitionError: 1.up.weight is a DTensor") and "plan the module before it is cut" in error
+@pytest.mark.simgpu
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("in blocks", {"window": 1}),
+        ("in sequence", {"window": 2}),
+        ("in sequence", {"window": 1, "activations": "recompute"}),
+        ("tied", {"window": 1, "activations": "offload"}),
+        ("sharded loss", {"window": 1}),
+        ("llama", {"window": 3}),
+        ("vit", {"window": 1}),
+        ("vit", {"window": 1, "activations": "recompute"}),
+    ],
+)
+def test_a_rank_plans_the_bytes_of_a_run_alone(name, options):
+    first, second = processes.run(2, sharded.planned, name, options)
+    assert first["peak"] == pytest.approx(first["planned"], rel=0.05)
+    assert first["host"] == pytest.approx(first["planned host"], rel=0.05)
+    assert first["sent"] == second["sent"] == first["planned sent"] > 0
 
 
 @pytest.mark.simgpu

@@ -9,8 +9,10 @@ import processes
 import pytest
 import sharded
 import sharded_fits
+import torch
 from refusals import refusal
 
+import sp_lightning
 from sp_lightning.errors import OptionError, PartitionError
 
 
@@ -125,3 +127,23 @@ def test_a_module_without_shards_is_refused():
 def test_a_module_under_fully_shard_is_refused():
     for error in processes.run(2, sharded_fits.refused, "fully sharded"):
         assert error.startswith("PartitionError: net is sharded by fully_shard")
+
+
+def test_a_plan_gives_configure_model_a_mesh_of_one_process():
+    words = torch.zeros(3, 8, dtype=torch.long)
+
+    def planned(kind, **options):
+        def loss(module, words):
+            return module.loss(words)
+
+        return sp_lightning.plan(kind("in sequence"), words, loss=loss, machine="rtx3060", window=1, **options)
+
+    cut = planned(sharded_fits.Cut, tensor_parallel_size=2)
+    whole = sp_lightning.plan(sharded.stack, words, machine="rtx3060", window=1)
+    assert cut.parameters == whole.parameters and cut.shards == cut.devices == 2
+    assert cut.device_terms["window"] < whole.device_terms["window"] and cut.mesh_nbytes
+    with pytest.raises(
+        OptionError, match="tensor_parallel_size must be left out for a module none of whose parameters"
+    ):
+        planned(sharded_fits.Whole, tensor_parallel_size=2)
+    assert not torch.distributed.is_initialized()

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import io
 import os
+import shutil
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -28,6 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
 import parity
@@ -36,6 +42,7 @@ from sp_lightning.core.unit_numbers import aligned
 
 HOST = torch.device("cpu")
 WORDS = 31  # an odd number: two ranks have shards of different sizes
+width = 16  # of all models
 
 
 class Block(nn.Module):
@@ -48,7 +55,9 @@ class Block(nn.Module):
 
 
 def stack() -> nn.Module:
-    return nn.Sequential(nn.Embedding(WORDS, 16), *(Block(16) for _ in range(4)), nn.Linear(16, WORDS, bias=False))
+    return nn.Sequential(
+        nn.Embedding(WORDS, width), *(Block(width) for _ in range(4)), nn.Linear(width, WORDS, bias=False)
+    )
 
 
 def in_blocks(mesh: DeviceMesh) -> nn.Module:
@@ -106,8 +115,8 @@ def small_llama(words: int) -> Any:
     transformers = importlib.import_module("transformers")
     config = transformers.LlamaConfig(
         vocab_size=words,
-        hidden_size=16,
-        intermediate_size=48,
+        hidden_size=width,
+        intermediate_size=3 * width,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -136,6 +145,41 @@ def planned_llama(mesh: DeviceMesh) -> nn.Module:
     model = small_llama(32)
     plans = importlib.import_module("transformers.distributed.tensor_parallel")
     plans.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
+    assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return Logits(model)
+
+
+def from_checkpoint(kind: str, mesh: DeviceMesh) -> nn.Module:
+    """A model of transformers that `from_pretrained` cuts by its own `tp_plan`, on the mesh that it makes."""
+    transformers = importlib.import_module("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    if kind == "Mixtral":
+        config.num_local_experts = 4
+    architecture = getattr(transformers, f"{kind}ForCausalLM")
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders, 0)
+    if dist.get_rank() == 0:
+        architecture(config).save_pretrained(folders[0])
+    dist.barrier()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # newer versions have another argument
+        if mesh.device_type == "cpu":  # they take the accelerator that there is
+            stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda: HOST))
+        model = architecture.from_pretrained(folders[0], tp_plan="auto").train()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folders[0]))
     assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return Logits(model)
 
@@ -182,10 +226,10 @@ def vit(mesh: DeviceMesh) -> nn.Module:
 class Patches(nn.Module):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.cut = nn.Conv2d(1, 16, 2, 2)
-        self.place = nn.Parameter(torch.randn(1, 4, 16))
-        self.blocks = nn.ModuleList(Attending(16) for _ in range(3))
-        self.head = nn.Linear(16, WORDS)
+        self.cut = nn.Conv2d(1, width, 2, 2)
+        self.place = nn.Parameter(torch.randn(1, 4, width))
+        self.blocks = nn.ModuleList(Attending(width) for _ in range(3))
+        self.head = nn.Linear(width, WORDS)
         columns = ColwiseParallel()
         plan: dict[str, Any] = dict.fromkeys(("q", "k", "v", "mlp.up"), columns)
         for block in self.blocks:
@@ -250,6 +294,10 @@ MAKERS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "vit": vit,
     "planned llama": planned_llama,
     "images vit": images_vit,
+    **{
+        f"{kind} from a checkpoint".lower(): functools.partial(from_checkpoint, kind)
+        for kind in ("Llama", "Qwen3", "Mixtral")
+    },
 }
 
 
@@ -378,7 +426,9 @@ def begin(simulated: bool) -> tuple[DeviceMesh, DeviceMesh, torch.device]:
     return mesh, init_device_mesh("simgpu", (dist.get_world_size(),)), torch.device("simgpu:0")
 
 
-def made(name: str, mesh: DeviceMesh) -> nn.Module:
+def made(name: str, mesh: DeviceMesh, wide: int = 16) -> nn.Module:
+    global width
+    width = wide
     torch.manual_seed(0)
     return MAKERS[name](mesh)
 
@@ -604,15 +654,91 @@ def refused_by_a_trainer() -> str:
     raise AssertionError("it was streamed")
 
 
-def refused_by_a_plan() -> str:
+def loss_of(name: str) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Return the function that a plan takes for a model's loss."""
+
+    def loss(model: nn.Module, words: Tensor) -> Tensor:
+        if name != "sharded loss":
+            return F.cross_entropy(model(words).flatten(0, 1), words.flatten())
+        with loss_parallel():  # backward belongs in it, too
+            found = F.cross_entropy(model(words).flatten(0, 1), words.flatten())
+            found.backward()  # type: ignore[no-untyped-call]
+        return found.detach()
+
+    return loss
+
+
+def refused_by_a_plan(name: str, options: dict[str, Any]) -> str:
     """Return the error of a plan."""
     mesh, _, _ = begin(False)
     words = torch.zeros(3, 8, dtype=torch.long)
     try:
-        sp_lightning.plan(made("in blocks", mesh), words, loss=lambda model, batch: model(batch).sum())
+        sp_lightning.plan(made(name, mesh), words, loss=loss_of(name), machine="rtx3060", **options)
     except sp_lightning.errors.SuperpipelineError as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("it was planned")
+
+
+def planned(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Plan a model on the first rank alone, and train it on all; return the bytes of both, and what was sent."""
+    _, mesh, device = begin(True)
+    model, found = made(name, mesh, 128), {}  # tensors are larger than what they are rounded by
+    words = torch.zeros(3, 8, dtype=torch.long)
+    if dist.get_rank() == 0:
+        plan = sp_lightning.plan(
+            model, words, loss=loss_of(name), machine="rtx3060", device="simgpu", optimizer="AdamW", **options
+        )
+        assert plan.shards == 2 and plan.host.total % 2 == 0
+        found = {"planned": plan.device_nbytes, "planned host": plan.host.total // 2, "planned sent": plan.mesh_nbytes}
+    with sp_lightning.stream(model, device, **options) as handle, sent() as counted:
+        stepped_by = optimizers(model, "loop")
+        dict(train(model, stepped_by, device, 1, 1, None, name == "sharded loss"))
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(2):
+            counted.clear()
+            words = words.to(device)
+            loss = loss_of(name)(model, words)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            found["sent"] = sum(counted)
+            given = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            gradients = sum(aligned(local(grad).nbytes) for grad in given)
+            for optimizer in stepped_by:
+                optimizer.step()
+                optimizer.zero_grad()
+        handle.finish_step()
+        states = (value for optimizer in stepped_by for state in optimizer.state.values() for value in state.values())
+        found["host"] = sum(aligned(local(value).nbytes) for value in states if value.dim()) + gradients
+        found["host"] += handle.engine.saved.offload.host_nbytes
+        found["host"] += sum(unit.store.slab.truth.numel() for unit in handle.engine.units)
+        found["peak"] = torch.accelerator.max_memory_allocated()
+    return found
+
+
+@contextlib.contextmanager
+def sent() -> Iterator[list[float]]:
+    """Note the bytes that this rank sends in collectives of two ranks, by a ring."""
+    found: list[float] = []
+    with Sends(found):
+        yield found
+
+
+class Sends(TorchDispatchMode):
+    def __init__(self, found: list[float]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out, name = func(*args, **(kwargs or {})), str(func)
+        whole = (
+            {"all_reduce": 2 * args[0].nbytes, "reduce_scatter": args[0].nbytes} if "_c10d_functional" in name else {}
+        )
+        if "all_gather" in name:
+            whole["all_gather"] = out.nbytes
+        self.found += [nbytes / 2 for part, nbytes in whole.items() if part in name]
+        return out
 
 
 def refused_on_another_device() -> str:
