@@ -12,8 +12,11 @@ from ..options import format_bytes
 from . import STDOUT, add_json, make_room, write_json
 
 if TYPE_CHECKING:
+    import torch
+
     from ..observe.disk_speed import DiskSpeed
     from ..observe.doctor import Report
+    from ..observe.mesh_speed import MeshSpeed
     from ..observe.network_speed import NetworkSpeed
 
 
@@ -54,21 +57,34 @@ def _of_machines(args: argparse.Namespace) -> list[Report]:
     import torch.distributed as dist
 
     from ..observe.doctor import Report, doctor, of_facts
+    from ..observe.mesh_speed import measure_mesh
     from ..observe.network_speed import measure_network
 
-    dist.init_process_group("gloo")
+    device = _device_of(args.device)
+    theirs = "" if device.type == "cpu" else f",{device.type}:{dist.get_default_backend_for_device(device.type)}"
+    dist.init_process_group(f"cpu:gloo{theirs}")
     try:
         first = int(os.environ["LOCAL_RANK"]) == 0
         mine = doctor(args.device, args.folder, args.quick, args.disk).to_dict() if first else None
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
-        network = measure_network(None, NETWORK_QUICK_S if args.quick else NETWORK_THOROUGH_S)
+        seconds = NETWORK_QUICK_S if args.quick else NETWORK_THOROUGH_S
+        network, mesh = measure_network(None, seconds), measure_mesh(device, seconds)
         if dist.get_rank():
             return []
         reports = [Report.from_dict(one) for one in gathered if one is not None]
-        return [of_facts(replace(reports[0].facts, network=network)), *reports[1:]]
+        return [of_facts(replace(reports[0].facts, network=network, mesh=mesh)), *reports[1:]]
     finally:
         dist.destroy_process_group()
+
+
+def _device_of(given: str | None) -> torch.device:
+    """Return this process's device, of the kind that was given, or of the machine's accelerator."""
+    import torch
+
+    here = torch.accelerator.current_accelerator(check_available=True)
+    kind = given.split(":")[0] if given else "cpu" if here is None else here.type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ["LOCAL_RANK"]))
 
 
 def _print(report: Report, others: Sequence[Report] = ()) -> None:
@@ -129,6 +145,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("disk", _disk(report)),
         *([("disk for weights and state", _disk_for_state(facts.disk))] if facts.disk is not None else []),
         *([("network", _network(facts.network))] if facts.network is not None else []),
+        *([("devices' link", _mesh(facts.mesh))] if facts.mesh is not None else []),
         ("versions", ", ".join(f"{name} {found or 'not installed'}" for name, found in facts.versions.items())),
     ]
 
@@ -149,6 +166,13 @@ def _network(network: NetworkSpeed) -> str:
     return (
         f"GB/s that each machine sends while as much comes: {each}; plan --nodes {nodes} --devices {network.devices} "
         f"--network {network.bytes_per_s / 1e9:.2g}GB"
+    )
+
+
+def _mesh(mesh: MeshSpeed) -> str:
+    return (
+        f"{mesh.bytes_per_s / 1e9:.2f} GB/s that each of {mesh.devices} sends in a sum, while as much comes; plan "
+        f"--tensor-parallel-size {mesh.devices} --mesh-link {mesh.bytes_per_s / 1e9:.2g}GB"
     )
 
 

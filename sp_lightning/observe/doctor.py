@@ -28,6 +28,7 @@ from ..optim.native import DIFFERENT
 from ..options import check_writable, format_bytes
 from ..runtime.measure import QUICK, THOROUGH, measure, measure_optimizer, measure_ways_up, why_not_compiled
 from .disk_speed import DiskSpeed, check_folder, measure_disk
+from .mesh_speed import MeshSpeed
 from .network_speed import NetworkSpeed
 
 GB = 1e9
@@ -95,6 +96,7 @@ class Facts:
     ways_up_share: float = 1.0  # of its own speed, that each had
     disk: DiskSpeed | None = None  # for weights and state; None if it was not asked for
     network: NetworkSpeed | None = None  # to other machines; None if there are none
+    mesh: MeshSpeed | None = None  # between devices; None if it was not measured
 
     @property
     def on_host(self) -> bool:
@@ -153,9 +155,10 @@ class Report:
         facts = dict(values["facts"])
         disk = None if facts["disk"] is None else DiskSpeed(**facts["disk"])
         of = facts.get("network")
+        mesh = None if facts.get("mesh") is None else MeshSpeed(**facts["mesh"])
         network = None if of is None else NetworkSpeed(**{name: _as_tuple(value) for name, value in of.items()})
         return cls(
-            Facts(**{**facts, "machine": Machine(**facts["machine"]), "disk": disk, "network": network}),
+            Facts(**{**facts, "machine": Machine(**facts["machine"]), "disk": disk, "network": network, "mesh": mesh}),
             tuple(Finding(**finding) for finding in values["findings"]),
             Capacity(**values["capacity"]),
         )

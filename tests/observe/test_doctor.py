@@ -22,6 +22,7 @@ from sp_lightning.memory.device import available
 from sp_lightning.observe import disk_speed
 from sp_lightning.observe.disk_speed import CHUNK, DiskSpeed, measure_disk
 from sp_lightning.observe.doctor import Facts, Report, capacity, doctor, findings, of_facts
+from sp_lightning.observe.mesh_speed import MeshSpeed
 from sp_lightning.observe.network_speed import NetworkSpeed
 
 GIB = 2**30
@@ -112,6 +113,14 @@ def test_a_network_is_in_the_report_with_what_to_plan_with():
         "GB/s that each machine sends while as much comes: gpu1 3.10, gpu2 2.94; plan --nodes 2 --devices 8 "
         "--network 2.9GB"
     )
+
+
+def test_the_link_between_devices_is_in_the_report_with_what_to_plan_with():
+    found = of_facts(facts(mesh=MeshSpeed(devices=4, bytes_per_s=21.4 * GB)))
+    assert dict(rows(found))["devices' link"] == (
+        "21.40 GB/s that each of 4 sends in a sum, while as much comes; plan --tensor-parallel-size 4 --mesh-link 21GB"
+    )
+    assert Report.from_dict(json.loads(json.dumps(found.to_dict()))).facts == found.facts
 
 
 def test_a_healthy_machine_has_none():

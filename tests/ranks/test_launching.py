@@ -129,6 +129,8 @@ def test_the_doctor_examines_all_machines_and_the_network_between_them(tmp_path)
     network, machines = found["facts"]["network"], found["machines"]
     assert network["devices"] == 2 and len(network["hosts"]) == len(network["sent_bytes_per_s"]) == len(machines) == 2
     assert min(network["sent_bytes_per_s"]) > 1e6
+    assert found["facts"]["mesh"]["devices"] == 2 and found["facts"]["mesh"]["bytes_per_s"] > 1e6
+    assert "plan --tensor-parallel-size 2 --mesh-link" in said
     assert Report.from_dict(found).facts.network.bytes_per_s == min(network["sent_bytes_per_s"])
     assert said.count("This machine trains up to") == 1  # one report, with a line for each other machine
     assert said.count("of host memory free at") == 1 and "plan --nodes 2 --devices 2 --network" in said
