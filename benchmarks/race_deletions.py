@@ -75,6 +75,7 @@ TESTS_OF_CALLS = ("tests/runtime/test_lockstep.py", "tests/runtime/test_lockstep
 # Waits for reads and writes of files: all waits in these files, each with the tests that run without one of them.
 _IN_FILES = ("tests/disk/test_waits_for_files.py", "tests/disk/test_file_store.py")
 _ON_DISK = ("tests/disk/test_waits_for_files.py", "tests/optim/test_portions.py", "tests/disk/test_state_in_runs.py")
+_GRADIENTS = ("tests/disk/test_waits_for_files.py", "tests/disk/test_gradients_on_disk.py")
 _CHECKPOINTS = (
     "tests/disk/test_waits_for_files.py",
     "tests/disk/test_checkpoint_file.py",
@@ -89,6 +90,7 @@ FOR_FILES = {
     "disk/source_files.py": ("tests/disk/test_source_files.py", *_CHECKPOINTS),
     "disk/state_ring.py": _ON_DISK,
     "disk/weight_files.py": _IN_FILES,
+    "gradients/slab_on_disk.py": _GRADIENTS,
     "lightning/checkpoint_io.py": _CHECKPOINTS,
     "optim/state_on_disk.py": _ON_DISK,
 }
@@ -96,7 +98,7 @@ FOR_FILES = {
 OF_FILES = {"drain", "recover", "_end_write", "check", "shutdown", "close", "closing", "flush", "fsync", "_sync"}
 OF_FILES |= {"_sync_folder", "increment_version", "keep_from_forks", "madvise", "set_stream", "_leave_files"}
 OF_FILES |= {"_allocate", "keep_order"}
-LOCKS = {"_lock"}
+LOCKS = {"_lock", "landing"}
 NOT_SLOW = "not slow or seldom"  # the tests that are slow for their products alone
 LONGEST_S = 900
 LONGEST_TEST_S = 120

@@ -62,6 +62,7 @@ class UnitNumbers:
     largest: int = 0  # elements of the largest weight that the optimizer steps
     forward_mesh: float = 0.0  # bytes that forward sends to devices with other shards of the unit
     backward_mesh: float = 0.0
+    gradients_on_disk: int = 0  # bytes, of those that the step reads and that are written before it
 
     @property
     def trained(self) -> bool:

@@ -146,7 +146,7 @@ class DirectRing:
         self._threads = ThreadPoolExecutor(READERS, "superpipeline-read")
         self._order = ThreadPoolExecutor(1, "superpipeline-disk")
         self._sender = ThreadPoolExecutor(1, "superpipeline-disk-up")
-        self._buffers = [_buffer(device, nbytes) for _ in range(BUFFERS)]
+        self._buffers = [aligned_buffer(device, nbytes) for _ in range(BUFFERS)]
         self._free: queue.SimpleQueue[tuple[Buffer, Any]] = queue.SimpleQueue()  # each with what has to happen first
         for buffer in self._buffers:
             self._free.put((buffer, None))
@@ -275,7 +275,7 @@ class DirectRing:
         if source.data_ptr() % given.itemsize:
             source = source.clone()
         if self._converted is None:
-            self._converted = _buffer(self._device, self._buffers[0].flat.nbytes)
+            self._converted = aligned_buffer(self._device, self._buffers[0].flat.nbytes)
         converted = self._converted.flat[: source.nbytes // given.itemsize * wanted.itemsize]
         converted.view(wanted).copy_(source.view(given))
         return converted
@@ -293,7 +293,7 @@ def _queue(copies: list[tuple[Tensor, Tensor]]) -> bool:
     return found
 
 
-def _buffer(device: Device, nbytes: int) -> Buffer:
+def aligned_buffer(device: Device, nbytes: int) -> Buffer:
     """Allocate a buffer (Rule 6)."""
     nbytes = blocks(nbytes)
     whole = device.staging(nbytes + BLOCK)

@@ -11,6 +11,7 @@
    type of their own (master weights) all, else those that may come to travel in autocast's type. The latter are read
    from there, through buffers as in Rule 6, until they do, and if they never do. Where the CPU computes, weights to
    whose bytes other code may refer stay in memory, where it finds what each step writes (host_copy.py, Rule 7).
+   Then go gradients, unit by unit: they arrive in two buffers of the largest unit's (slab_on_disk.py).
    Last goes what travels of weights that train, their copies in half precision or they themselves: each visit reads
    these bytes again.
 6. The terms are those of unit_numbers.py, with the state of AdamW for what trains, wire copies for all weights that
@@ -33,10 +34,12 @@ from ..core.unit_numbers import ONE_PROCESS, STATES, HostBytes, HostSharing, Uni
 from ..memory.partition import Unit
 from ..memory.weights import BY_ITSELF
 from . import state_ring
-from .direct_file import BLOCK
-from .direct_ring import BUFFERS, PIECE
+from .direct_file import BLOCK, blocks
+from .direct_ring import BUFFERS, PIECE, READERS
 from .scratch_file import in_file
 
+GRADIENT_BUFFERS = 2  # each with room for the gradients of any unit
+GRADIENT_PIECE = 16 << 20  # bytes of gradients that a thread writes, or reads and adds to, at a time
 SPARE_PART, MOST_SPARE = 11, 512 << 20  # Rule 7
 
 
@@ -50,6 +53,7 @@ class UnitPlacement:
     state: int = 0  # bytes of the optimizer's state that can be on disk
     masters: int = 0  # bytes of FP32 weights that can be on disk, since their wire copies travel
     wires: int = 0  # bytes of these wire copies, which can be on disk too
+    slab: int = 0  # bytes of its gradients' slab in a file
     as_is: int = 0  # bytes of weights that can be on disk and travel as they are
     resident: bool = False
 
@@ -96,6 +100,8 @@ class Budgeted:
     in_files: int  # bytes of weights
     spilled: list[int] = field(default_factory=list)  # units whose state is on disk
     masters: dict[int, int] = field(default_factory=dict)  # bytes of FP32 weights on disk, by unit
+    gradients: dict[int, int] = field(default_factory=dict)  # bytes in the file of units whose gradients are there
+    gradient_buffer: int = 0  # bytes of a buffer in which gradients arrive
     # Bytes of weights on disk that travel as they are, by unit of which what travels is there.
     travelling: dict[int, int] = field(default_factory=dict)
     on_disk: int = 0  # bytes of that state, of those weights and of what travels
@@ -149,6 +155,14 @@ def within(
         direct += bool(masters) * more
     weights = sum(masters.values())
     host = replace(host, weights=host.weights - weights, ring=host.ring - bool(chosen) * ring + direct)
+    gradients: list[int] = []
+    gradient_buffer = max(units[index].slab for index in spilled)
+    through = gradient_ring(gradient_buffer)
+    saved = {index: units[index].whole.trained for index in spilled}
+    if host.total > budget and (budget <= 0 or sum(saved.values()) > through):
+        gradients = evenly(saved, host.total + through - budget)
+        host = replace(host, gradients=host.gradients - sum(saved[index] for index in gradients))
+        host = replace(host, ring=host.ring + through)
     travelling: dict[int, int] = {}
     if host.total > budget:
         more = max(0, travel_ring - direct)
@@ -163,10 +177,22 @@ def within(
         in_files=in_files,
         spilled=spilled,
         masters=masters,
+        gradients={index: units[index].slab for index in gradients},
+        gradient_buffer=gradient_buffer,
         travelling=travelling,
-        on_disk=state + weights + wire + as_is,
+        on_disk=state + weights + sum(saved[index] for index in gradients) + wire + as_is,
         buffer=buffer,
     )
+
+
+def in_slab(nbytes: Iterable[int]) -> int:
+    """Return the most bytes of a file that gradients of these sizes take (slab.py, Rule 2)."""
+    return max(BLOCK, sum(2 * blocks(-(-one // 2)) for one in nbytes))
+
+
+def gradient_ring(buffer: int) -> int:
+    """Return the bytes of all buffers of gradients."""
+    return GRADIENT_BUFFERS * buffer + READERS * min(GRADIENT_PIECE, buffer)
 
 
 def may_move(
@@ -250,6 +276,7 @@ def choose(
                 masters=UnitHostBytes.of(moved).weights,
                 wires=of(p for p in moved if p.requires_grad).wire,
                 as_is=UnitHostBytes.of(as_is).weights,
+                slab=in_slab(p.nbytes for p in parameters if p.requires_grad),
                 resident=unit.resident,
             )
         )

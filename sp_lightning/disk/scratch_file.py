@@ -95,11 +95,15 @@ class ScratchFile(DirectFile):
         address = flat.data_ptr()
         for field in layout.fields:
             self._places[address + field.offset] = Extent(begin + field.offset, field.nbytes)
-        before_unmapping.append(
-            functools.partial(self._free, address, nbytes, [address + field.offset for field in layout.fields])
-        )
+        before_unmapping.append(functools.partial(self._free, address, nbytes))
         with torch.inference_mode(False):
             return [layout.own_view(flat.untyped_storage(), field) for field in layout.fields]
+
+    def divide(self, whole: Tensor, parts: Iterable[Tensor]) -> None:
+        """Find these parts of a tensor from now on, instead of the whole; each has whole blocks of its own."""
+        begin, place = whole.data_ptr(), self._places.pop(whole.data_ptr())
+        for part in parts:
+            self._places[part.data_ptr()] = Extent(place.offset + part.data_ptr() - begin, part.nbytes)
 
     def place_of(self, tensor: Tensor) -> Extent | None:
         """Return the range of a tensor that fills one; None if it is no such tensor of this file."""
@@ -134,9 +138,9 @@ class ScratchFile(DirectFile):
                 raise no_room(self.folder, nbytes) from error
             raise self._failed(begin, number, True) from error
 
-    def _free(self, address: int, nbytes: int, of_tensors: list[int]) -> None:
+    def _free(self, address: int, nbytes: int) -> None:
         """Forget a segment, which is about to be unmapped, and give its space back (Rule 4)."""
-        for one in of_tensors:
+        for one in [one for one in list(self._places) if address <= one < address + nbytes]:
             self._places.pop(one, None)
         libc().madvise(address, nbytes, mmap.MADV_REMOVE)  # the file may be closed, and other segments of it live on
 

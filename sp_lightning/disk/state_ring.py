@@ -57,6 +57,13 @@ def as_few_runs(runs: Iterable[BlockRun]) -> list[BlockRun]:
     return joined
 
 
+def cut(runs: Iterable[BlockRun], most: int) -> Iterator[BlockRun]:
+    """Cut runs into pieces of at most this many bytes, so that several threads move them."""
+    for offset, at, nbytes in runs:
+        for begin in range(0, nbytes, most):
+            yield BlockRun(offset + begin, at + begin, min(most, nbytes - begin))
+
+
 class StateRing:
     """The buffers, and the threads that read and write them."""
 
@@ -158,22 +165,15 @@ class StateRing:
         """Lend all buffers as one, with what is read into it, and write it in the end. Nothing else is under way."""
         under_way: list[Future[None]] = []
         try:
-            under_way += self.read(self._whole, list(self._cut(read)))
+            under_way += self.read(self._whole, list(cut(read, self.buffer_nbytes)))
             self.wait(under_way)
             yield self._whole
-            write = self._file.write
-            under_way += [self._begin(self._writers, "disk out", write, self._whole, run) for run in self._cut(written)]
+            write, runs = self._file.write, cut(written, self.buffer_nbytes)
+            under_way += [self._begin(self._writers, "disk out", write, self._whole, run) for run in runs]
             self.wait(under_way)
         except BaseException:
             self.recover(under_way)
             raise
-
-    def _cut(self, runs: Iterable[BlockRun]) -> Iterator[BlockRun]:
-        """Cut runs so that several threads move them."""
-        most = self.buffer_nbytes
-        for offset, at, nbytes in runs:
-            for begin in range(0, nbytes, most):
-                yield BlockRun(offset + begin, at + begin, min(most, nbytes - begin))
 
     def recover(self, reads: Iterable[Future[None]] = ()) -> None:
         """Wait for all that is under way, whatever comes of it, and have all buffers free (Rule 3)."""

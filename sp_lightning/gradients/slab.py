@@ -28,8 +28,9 @@ from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, as_few_runs
 from ..memory.staging import Copies
-from ..memory.watched_parameters import true_grad
+from ..memory.watched_parameters import set_true_grad, true_dtype, true_grad
 from ..memory.weights import layout_with
+from ..optim import native
 
 _dtype, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
 SMALL = 1 << 15  # elements that are widened by way of a copy, and whose operators threads do not share
@@ -44,6 +45,7 @@ class GradientSlot:
     offset: int
     wide_view: Tensor | None = None  # into which the gradient is widened (Rule 2)
     wide_offset: int = 0  # where that is in the same buffer
+    lands_in: Tensor | None = None  # the tensor over a file into whose bytes it goes from there (slab_on_disk.py)
 
 
 class PackedGradients:
@@ -87,6 +89,9 @@ def _parts_of_one_type(types: list[torch.dtype]) -> Iterator[slice]:
 class GradientSlab:
     """Host slab with a slot for each gradient of a unit (Rule 1); frozen weights have none."""
 
+    alignment = ALIGNMENT
+    transfer: Callable[..., Any] | None = None  # makes what gradients come down in, if it is no `GradientTransfer`
+
     def __init__(self, store: HostCopy, device: Device, allocate: Callable[[int], Tensor] | None = None) -> None:
         self._made_for = store.autocast, dict(store.cast_gradients)
         fields = store.on_device.layout.fields
@@ -95,9 +100,9 @@ class GradientSlab:
         self._device = device
         self.narrow = store.narrow | store.cast_gradients.keys()
         trained = [index for index, parameter in enumerate(store.params) if parameter.requires_grad]
-        narrow = sum(aligned(self._fields[index].nbytes) for index in trained if index in self.narrow)
-        wide = sum(aligned(store.host_layout.fields[i].nbytes) for i in trained if i not in self.narrow)
-        self.nbytes = max(2 * narrow + wide, ALIGNMENT)
+        narrow = sum(self._rounded(self._fields[index].nbytes) for index in trained if index in self.narrow)
+        wide = sum(self._rounded(store.host_layout.fields[i].nbytes) for i in trained if i not in self.narrow)
+        self.nbytes = max(2 * narrow + wide, self.alignment)
         self._slots = dict(self._lay_out(store, (allocate or device.slab)(self.nbytes), trained, narrow))
         self._widened = {index for index, slot in self._slots.items() if slot.wide_view is not None}
         self._tensors = [slot.tensor for slot in self._slots.values()]
@@ -122,10 +127,13 @@ class GradientSlab:
                     index,
                     GradientSlot(Layout.own_view(storage, replace(travelling, offset=at)), flat, at, wide, 2 * first),
                 )
-                first += aligned(travelling.nbytes)
+                first += self._rounded(travelling.nbytes)
             else:
                 yield index, GradientSlot(Layout.own_view(storage, replace(field, offset=then)), flat, then)
-                then += aligned(field.nbytes)
+                then += self._rounded(field.nbytes)
+
+    def _rounded(self, nbytes: int) -> int:
+        return aligned(nbytes, self.alignment)
 
     def fits(self, store: HostCopy) -> bool:
         """Whether the unit's gradients still come down in the types that the slab was made for."""
@@ -146,19 +154,28 @@ class GradientSlab:
         known = self._packed.get(key)
         if known is not None and traces == self._untouched:
             return known
-        same = [
-            now == before
-            for now, before in zip(zip(*traces, strict=True), zip(*self._untouched, strict=True), strict=True)
-        ]
-        free = {index for index, is_free in zip(self._slots, same, strict=False) if is_free}
-        if not all(same[len(self._slots) :]):  # widening would write over bytes that code refers to
-            free -= self._widened
+        free = self._free(traces)
         found = [self._slot_for(index, grad, free) for index, grad in zip(indices, grads, strict=True)]
         if any(slot is not self._slots.get(index) for index, slot in zip(indices, found, strict=True)):
             return found, PackedGradients(self._device, found)
         if known is None:
             known = self._packed[key] = found, PackedGradients(self._device, found)
         return known
+
+    def _free(self, traces: tuple[list[Any], ...]) -> set[int]:
+        """Find the slots that no other code refers to, by what was read of all."""
+        same = self._same(traces)
+        free = {index for index, is_free in zip(self._slots, same, strict=False) if is_free}
+        if not all(same[len(self._slots) :]):  # widening would write over bytes that code refers to
+            free -= self._widened
+        return free
+
+    def _same(self, traces: tuple[list[Any], ...]) -> list[bool]:
+        """Say of each tensor whether these traces are those that it had when the slab was made."""
+        return [
+            now == before
+            for now, before in zip(zip(*traces, strict=True), zip(*self._untouched, strict=True), strict=True)
+        ]
 
     def _traces(self) -> tuple[list[Any], ...]:
         """Read what changes when code refers to a slot's tensor or alters it: ``p.grad.data = ...``, ``grad.t_()``."""
@@ -250,3 +267,22 @@ def widened(grad: Tensor, wide_view: Tensor) -> Tensor:
         wide_view[part] = grad[part]
         done = part.stop
     return wide_view
+
+
+def widen(slots: Iterable[GradientSlot]) -> None:
+    """Widen gradients, in the order in which they lie, into their FP32 views (Rule 2)."""
+    for narrow, wide in runs_to_widen(slots):
+        if not native.LIBRARY.widen(narrow, wide):  # else in one parallel region
+            widened(narrow, wide)
+
+
+def accumulate(parameter: Tensor, before: Tensor | None, grad: Tensor) -> None:
+    """Add a gradient to ``.grad``, which is ``before``, or set it, as autograd does for a leaf."""
+    if grad.dtype is not (dtype := true_dtype(parameter)):
+        grad = grad.to(dtype)
+    if before is None:
+        set_true_grad(parameter, grad)
+    elif before.requires_grad or before.layout is not torch.strided:
+        set_true_grad(parameter, before + grad)
+    else:
+        before += grad

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from ..autograd.gradient_nodes import LEAF_PRIORITY, Gradients
 from ..compat.tensors import forward_level, is_batched_gradient, set_sequence_number, will_execute
 from ..core.telemetry import Counters
 from ..core.unit_numbers import ALIGNMENT
+from ..errors import DiskError
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout
@@ -42,12 +43,10 @@ from ..memory.watched_parameters import (
     keep_from_hooks,
     quietly,
     set_true_grad,
-    true_dtype,
     true_grad,
 )
-from ..optim import native
 from ..optim.pending_step import Arriving, PendingStep
-from .slab import GradientSlab, GradientSlot, PackedGradients, is_own, runs_to_widen, widened
+from .slab import GradientSlab, GradientSlot, PackedGradients, accumulate, is_own, widen
 
 Mark = tuple[list[int], list[int]]
 
@@ -62,19 +61,19 @@ class GradientVersions:
     def note_packed(self, parameters: list[Tensor]) -> None:
         """Record that the gradients of these parameters are on their way down together."""
         if id(parameters[0]) not in self._marks:
-            self._marks[id(parameters[0])] = parameters, _mark(map(true_grad, parameters))
+            self._marks[id(parameters[0])] = parameters, mark_of(map(true_grad, parameters))
 
     def note_accumulated(self, parameters: list[Tensor], before: Mark) -> None:
         """Record that the gradients were accumulated; ``before`` is the mark of each ``.grad`` until then."""
         known, mark = self._marks[id(parameters[0])]
         if len(known) != len(parameters) or mark != before:
             self._changed.append(parameters[0])
-        self._marks[id(parameters[0])] = parameters, _mark(map(true_grad, parameters))
+        self._marks[id(parameters[0])] = parameters, mark_of(map(true_grad, parameters))
 
     def changed(self) -> list[Tensor]:
         """List the first parameter of each packed group in which other code changed a gradient."""
         marks = self._marks.values()
-        return self._changed + [known[0] for known, mark in marks if _mark(map(true_grad, known)) != mark]
+        return self._changed + [known[0] for known, mark in marks if mark_of(map(true_grad, known)) != mark]
 
     def clear(self) -> None:
         """Forget all gradients: another backward begins."""
@@ -82,7 +81,7 @@ class GradientVersions:
         self._changed.clear()
 
 
-def _mark(grads: Iterable[Tensor | None]) -> Mark:
+def mark_of(grads: Iterable[Tensor | None]) -> Mark:
     """Make a mark that changes when one of these gradients is written or replaced, and that refers to no tensor.
 
     A reference would count as user code's (slab.py, Rule 1).
@@ -98,7 +97,7 @@ class GradientTransfer:
     packing: PackedGradients  # freed early, its memory would be reused while the copy reads it
     parameters: list[Tensor]
     slots: list[GradientSlot]  # where each arrives and is widened
-    in_use: list[tuple[Tensor, Tensor | None]]  # their tensors: references, so that nothing else uses these meanwhile
+    in_use: list[tuple[Tensor | None, ...]]  # their tensors: references, so that nothing else uses these meanwhile
     marks: GradientVersions
     stream: Any  # the packed buffer was made on it, and its memory is reused there
     done: Arrival
@@ -111,20 +110,21 @@ class GradientTransfer:
         """Wait until the gradients are on the host."""
         self.done.synchronize()
 
+    def cancel(self) -> None:
+        """Have the gradients not land: their backward failed, or the step that waited for them was given up."""
+
     def land(self) -> list[Tensor]:
         """Wait for the gradients, accumulate them into ``.grad``, and return their parameters."""
         self.wait()
         before = list(map(true_grad, self.parameters))
-        mark = _mark(before)
+        mark = mark_of(before)
         widening: list[tuple[Tensor, Tensor, GradientSlot]] = []
         for parameter, so_far, slot in zip(self.parameters, before, self.slots, strict=True):
             if slot.wide_view is None or so_far is not None:
-                _accumulate(parameter, so_far, slot.tensor)  # now: widening may write over it
+                accumulate(parameter, so_far, slot.tensor)  # now: widening may write over it
             else:
                 widening.append((parameter, slot.wide_view, slot))
-        for narrow, wide in runs_to_widen(slot for *_, slot in widening):
-            if not native.LIBRARY.widen(narrow, wide):  # else in one parallel region
-                widened(narrow, wide)
+        widen(slot for *_, slot in widening)
         for parameter, wide, _ in widening:
             set_true_grad(parameter, wide)
         self.marks.note_accumulated(self.parameters, mark)
@@ -151,8 +151,11 @@ class GradientExchange(Protocol):
 class GradientReturn:
     """The way of all units' gradients to the host."""
 
-    def __init__(self, device: Device, counters: Counters) -> None:
+    def __init__(
+        self, device: Device, counters: Counters, slab_of: Callable[[HostCopy, Device], GradientSlab] = GradientSlab
+    ) -> None:
         self.device = device
+        self._slab_of = slab_of
         self.counters = counters
         self.exchange: GradientExchange | None = None  # of several ranks
         self._slabs: dict[HostCopy, GradientSlab] = {}
@@ -204,6 +207,9 @@ class GradientReturn:
                 for transfer in under_way:
                     with self.counters.stall("gradients"):
                         transfer.land()
+            except BaseException:
+                _cancel(under_way)
+                raise
             finally:
                 self._accumulating = False
 
@@ -215,7 +221,8 @@ class GradientReturn:
     def drop(self) -> None:
         """Discard the gradients under way: their backward failed."""
         self.let_go()
-        self._under_way = []
+        under_way, self._under_way = self._under_way, []
+        _cancel(under_way)
 
     def is_own(self, store: HostCopy, index: int) -> bool:
         """Return whether only the parameter, and the gradient slab it may lie in, refer to a gradient."""
@@ -229,16 +236,20 @@ class GradientReturn:
         exchange = self.exchange if self.exchange is not None and self.exchange.active else None
         slab = self._slabs.get(store) if exchange is None else exchange.slab_for(store)
         if slab is None or not slab.fits(store):
-            slab = self._slabs[store] = GradientSlab(store, self.device)
+            slab = self._slabs[store] = self._slab_of(store, self.device)
         indices = list(taken)
         if slab.narrow:
             indices.sort(key=lambda index: index not in slab.narrow)  # slab.py, Rule 2
         grads = [taken[index] for index in indices]
-        places, packing = slab.slots_for(indices, grads)
-        transfer = self._send(store, grads, packing)
+        try:
+            places, packing = slab.slots_for(indices, grads)
+        except DiskError:
+            self.drop()
+            raise
+        transfer = self._send(store, grads, packing, slab.transfer or GradientTransfer)
         transfer.parameters = [store.params[index] for index in indices]
         transfer.slots = places
-        transfer.in_use = [(place.tensor, place.wide_view) for place in places]
+        transfer.in_use = [(place.tensor, place.wide_view, place.lands_in) for place in places]
         self.marks.note_packed(transfer.parameters)
         self.taken.update(map(id, transfer.parameters))
         if self.exchange is not None:
@@ -251,7 +262,13 @@ class GradientReturn:
         else:
             self._under_way.append(transfer)
 
-    def _send(self, store: HostCopy, grads: list[Tensor], packing: PackedGradients) -> GradientTransfer:
+    def _send(
+        self,
+        store: HostCopy,
+        grads: list[Tensor],
+        packing: PackedGradients,
+        make: Callable[..., GradientTransfer] = GradientTransfer,
+    ) -> GradientTransfer:
         """Pack gradients and start their copy to the host."""
         packing.pack(grads)
         down, compute = self.device.down, self.device.compute
@@ -259,8 +276,8 @@ class GradientReturn:
         under_way = self.counters.listener.work("down", store.unit.name, "gradients", packing.nbytes)
         done = self.device.send_down(packing.copies, under_way)
         self.counters.bytes_down += packing.nbytes
-        self._last = GradientTransfer(packing, [], [], [], self.marks, compute, done)
-        return self._last
+        self._last = transfer = make(packing, [], [], [], self.marks, compute, done)
+        return transfer
 
     def let_go(self) -> None:
         """Free the last packed buffer, in stream order after its copy (Rule 3)."""
@@ -305,6 +322,11 @@ class GradientReturn:
         return tuple(g if g is None else g.to("cpu", field.dtype) for g, field in zip(grads, fields, strict=True))
 
 
+def _cancel(transfers: Iterable[GradientTransfer]) -> None:
+    for transfer in transfers:
+        transfer.cancel()
+
+
 class Disposition(enum.Enum):
     """The outcomes for a gradient (Rules 1 and 2)."""
 
@@ -324,15 +346,3 @@ def _disposition(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
         return Disposition.RETURN
     unguarded = type(parameter) is not HostParameter  # reads of its ``.grad`` cannot be made to wait
     return Disposition.RETURN if unguarded or grad.layout is not torch.strided else Disposition.TAKE
-
-
-def _accumulate(parameter: Tensor, before: Tensor | None, grad: Tensor) -> None:
-    """Add a gradient to ``.grad``, which is ``before``, or set it, as autograd does for a leaf."""
-    if grad.dtype is not (dtype := true_dtype(parameter)):
-        grad = grad.to(dtype)
-    if before is None:
-        set_true_grad(parameter, grad)
-    elif before.requires_grad or before.layout is not torch.strided:
-        set_true_grad(parameter, before + grad)
-    else:
-        before += grad

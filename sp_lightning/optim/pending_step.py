@@ -105,6 +105,9 @@ class Arriving(Protocol):
     def land(self) -> Sequence[Tensor]:
         """Wait for the gradients, accumulate them, and return their parameters."""
 
+    def cancel(self) -> None:
+        """Have the gradients not land."""
+
 
 class SteppedPiece(Protocol):
     """A tensor that is stepped in place of a parameter."""
@@ -200,6 +203,11 @@ class _Unit:
         if self.gradients is not None:
             gradients, self.gradients = self.gradients, None
             self.left = list(gradients.land())
+
+    def cancel(self) -> None:
+        """Have the unit's gradients not land: nobody steps it."""
+        if self.gradients is not None:
+            self.gradients.cancel()
 
     def next_part(self) -> list[Any]:
         """Take out the parameters to be stepped next."""
@@ -357,6 +365,7 @@ class PendingStep:
         if self._deferred:
             self._access.deferred = None
         self._left((*self._deferred, *self.submitted))
+        _cancel(self._queue)
         self._queue, self._deferred = [], {}
         self.params = self.stepped = set()
 
@@ -408,8 +417,12 @@ class PendingStep:
         with self._lock:
             self._leaving = True
             left, self._queue = self._queue, []
-        for unit in left:
-            unit.land()
+        try:
+            for unit in left:
+                unit.land()
+        except BaseException:
+            _cancel(left)
+            raise
         with self._lock:  # units submitted meanwhile need their jobs
             self._jobs = [job for job in self._jobs if self._queue or not job.cancel()]
 
@@ -573,6 +586,11 @@ class PendingStep:
                 set_true_data(store.params[index], placeholder)
             self._deferred[store] = unit
             self._enqueue(unit)
+
+
+def _cancel(units: Iterable[_Unit]) -> None:
+    for unit in units:
+        unit.cancel()
 
 
 def data_of(parameter: Tensor) -> Tensor:

@@ -86,6 +86,8 @@ from .state_in_memory import StateInMemory
 log = logging.getLogger(__name__)
 WEIGHT = ""  # the key of the parameter itself among what it has in the file
 WIRE = "\0wire"  # that of its wire copy
+GRADIENT = "\0gradient"  # that of its gradient
+BESIDE_STATE = (WEIGHT, WIRE, GRADIENT)
 NEW_PIECE = 1 << 17  # elements: malloc does not map state of so few by itself (malloc.py, Rule 3)
 
 
@@ -96,7 +98,7 @@ class Spilled:
     param: Tensor
     group: Group
     entry: State
-    views: dict[str, Tensor]  # the state in the file, and the parameter and its wire copy if they are there
+    views: dict[str, Tensor]  # what is in the file: state, and the parameter, its wire copy and its gradient
     places: dict[str, Extent]
     is_new: bool  # whether this step makes the state (Rule 5)
     fuses: bool
@@ -115,11 +117,17 @@ class Spilled:
 
     def nbytes(self, reads: bool = False) -> int:
         """Count the bytes that a step writes, or reads."""
-        return sum(view.nbytes for key, view in self.views.items() if not (reads and self.makes(key)))
+        leaves_out = self.makes if reads else GRADIENT.__eq__
+        return sum(view.nbytes for key, view in self.views.items() if not leaves_out(key))
 
     def makes(self, key: str) -> bool:
         """Whether this step makes what is under the key, so that none of it is read."""
-        return key == WIRE or (self.is_new and key != WEIGHT)
+        return key == WIRE or (self.is_new and key not in BESIDE_STATE)
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """The tensors over the file that the step changes."""
+        return [view for key, view in self.views.items() if key != GRADIENT]
 
     def most(self, room: int) -> int:
         """Return how many elements certainly fit into a buffer's room."""
@@ -154,6 +162,7 @@ class ParameterPart:
     lengths: tuple[int, ...]
     is_last: bool
     ranges: list[StateRange]
+    read_grad: Tensor | None = None  # the gradient, if it was read from the file
 
     @property
     def slice(self) -> slice:
@@ -167,14 +176,17 @@ class ParameterPart:
                 return self.shaped(range_.tensor(buffer, self.of.flat.dtype), self.of.param)
         return self.shaped(self.of.flat[self.slice], self.of.param)
 
-    @property
-    def grad(self) -> Tensor:
-        """The gradient of the part."""
+    def grad(self, buffer: Buffer) -> Tensor:
+        """Return the gradient of the part, in the buffer if it came from the file."""
+        for range_ in self.ranges:
+            if range_.key == GRADIENT:
+                self.read_grad = range_.tensor(buffer, self.of.grad.dtype).data  # with a version of its own
+                return self.shaped(self.read_grad, self.of.param.grad)
         return self.shaped(self.of.grad[self.slice], self.of.param.grad)
 
     def state(self, buffer: Buffer) -> dict[str, Tensor]:
         """Return the state that is in the buffer."""
-        views, ranges = self.of.views, (r for r in self.ranges if r.key not in (WEIGHT, WIRE))
+        views, ranges = self.of.views, (r for r in self.ranges if r.key not in BESIDE_STATE)
         return {r.key: self.shaped(r.tensor(buffer, views[r.key].dtype), views[r.key]) for r in ranges}
 
     def wire(self, buffer: Buffer, wire: Tensor) -> Tensor:
@@ -194,8 +206,13 @@ class ParameterPart:
         return (range_.run for range_ in self.ranges if not self.of.makes(range_.key))
 
     def written(self) -> Iterator[BlockRun]:
-        """Yield what goes back: a last block that the next part shares does not (Rule 3)."""
-        for _, run, head, nbytes in self.ranges:
+        """Yield what goes back: a last block that the next part shares does not (Rule 3).
+
+        A gradient does if the optimizer changed it, as fused kernels do that unscale it.
+        """
+        for key, run, head, nbytes in self.ranges:
+            if key == GRADIENT and (self.read_grad is None or not self.read_grad._version):
+                continue
             yield run if self.is_last else run._replace(nbytes=(head + nbytes) // BLOCK * BLOCK)
 
 
@@ -203,6 +220,8 @@ class StateOnDisk(StateInMemory):
     """The state of optimizers in one scratch file, and their steps."""
 
     is_on_disk = True
+    _reads_gradients = True  # into the buffer
+    gradients_to_come: Callable[[], int] = int  # bytes that will be in the file and are not
     _allocate: Callable[[int], Tensor] | None = None  # memory for buffers, other than plain memory
 
     def __init__(self, file: ScratchFile, buffer_nbytes: int, counters: Counters, fuses: bool) -> None:
@@ -233,8 +252,8 @@ class StateOnDisk(StateInMemory):
 
     @property
     def to_come(self) -> int:  # type: ignore[override]
-        """The bytes of state that known optimizers will make, as far as they have none on the disk yet."""
-        folder, total = self._file.folder, 0
+        """The bytes of state that known optimizers will make, and of gradients, that are not on the disk yet."""
+        folder, total = self._file.folder, self.gradients_to_come()
         for optimizer in list(self._file.optimizers):
             made = state_nbytes(optimizer, self.parameters, shaped=True) or 0  # Rule 1
             total += max(0, made - moving_nbytes(folder, _state(optimizer, self.parameters), self._file))
@@ -431,7 +450,7 @@ class StateOnDisk(StateInMemory):
             self._run(shadow, spilled)
         except BaseException as error:
             begun = [one for one in spilled if one.is_begun]  # of which the file may have other bytes by now
-            torch.autograd.graph.increment_version([view for one in begun for view in one.views.values()])
+            torch.autograd.graph.increment_version([view for one in begun for view in one.changed])
             called_with = getattr(shadow, "called_with", None)  # else the optimizer thread counts what it stepped
             if called_with is None:
                 raise
@@ -472,6 +491,8 @@ class StateOnDisk(StateInMemory):
                     views = {WEIGHT: param.detach(), **views}
                 if conversion is not None and self._file.place_of(conversion.wire) is not None:
                     views = {**views, WIRE: conversion.wire}
+                if self._reads_gradients and self._file.place_of(param.grad) is not None:
+                    views = {**views, GRADIENT: param.grad}
                 places = {key: self._file.place_of(view) for key, view in views.items()}
                 entry = shadow.state.get(param, {})
                 known = {key: place for key, place in places.items() if place is not None}
@@ -550,7 +571,7 @@ class StateOnDisk(StateInMemory):
             self._counters.disk_read += one.nbytes(reads=True)
             if one.is_new:
                 shadow.state[one.param].update(one.entry)
-            torch.autograd.graph.increment_version(list(one.views.values()))
+            torch.autograd.graph.increment_version(one.changed)
             if one.conversion is not None and one.conversions and all(part.source for part in one.conversions):
                 one.conversion.done(one.param)
 
@@ -614,7 +635,7 @@ def in_buffer(
     for part in parts:
         one = part.of
         piece = part.piece(buffer)
-        piece.grad = part.grad
+        piece.grad = part.grad(buffer)
         entry = part.state(buffer)
         scalars = one.entry if part.is_last else one.before
         state[piece] = {key: entry[key] if key in entry else _scalar(scalars[key], part) for key in one.entry}
@@ -672,7 +693,7 @@ def _make_state(shadow: Any, part: ParameterPart, buffer: Buffer) -> None:
     """Step a part whose state torch makes, and copy that into a buffer (Rule 5)."""
     one = part.of
     pieces = _pieces(part, part.piece(buffer))
-    for piece, grad in zip(pieces, _pieces(part, part.grad), strict=True):
+    for piece, grad in zip(pieces, _pieces(part, part.grad(buffer)), strict=True):
         piece.grad = grad
     step = shadow_of(shadow)
     step.param_groups, step.state = [{**one.group, "params": pieces}], defaultdict(dict)

@@ -141,7 +141,7 @@ class Plan:
     headroom: int = 0  # bytes of host memory that are left to the system
     devices: int = 1  # of the machine, which share the host's memory
     nodes: int = 1  # such machines
-    on_disk: int = 0  # bytes of state, of weights that train and of their wire copies on a disk: written in a step
+    on_disk: int = 0  # bytes on a disk, of what trains: written in a step (`Requirements.on_disk`)
     accumulating_s: float = 0.0  # seconds of a batch whose gradients are only added to those before it
     accumulate: int = 1  # batches in a step of the optimizer
     answer: int = 0  # tokens that are generated for each row: a step is one of them; 0 if the model is trained
@@ -152,6 +152,7 @@ class Plan:
     before_floor_s: float = 0.0  # lower bound of them
     shards: int = 1  # devices among which layers are cut: each such group has one batch
     mesh_nbytes: int = 0  # bytes that each device sends to those with other shards in a step
+    gradients_on_disk: int = 0  # bytes of `on_disk` that are written also where gradients are only added to
 
     @property
     def device_nbytes(self) -> int:
@@ -192,7 +193,7 @@ class Plan:
     @property
     def wear(self) -> str:
         """How many steps the rating of a drive allows, in a sentence; empty if nothing is written."""
-        return wear_of(self.disk_written_nbytes)
+        return wear_of(self.disk_written_nbytes + (self.accumulate - 1) * self.gradients_on_disk)
 
     @property
     def chosen(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from ..core.machine import Machine
 from ..core.simulation import SimulatedVisit
 from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, host_bytes
 from ..disk.direct_ring import BUFFERS, PIECE
-from ..disk.placement import Budgeted, UnitPlacement, within
+from ..disk.placement import Budgeted, UnitPlacement, in_slab, within
 from ..errors import OptionError
 from ..options import Options
 from ..tracing.step_trace import GRADIENTS, KEPT, ROOT, WINDOW, WORKING
@@ -162,7 +162,7 @@ class ListedModel(PlannedModel):
         wires = {index: whole[index].parameters * HALF_BYTES for index in placed.travelling if index in placed.masters}
         travelling = {names[index] for index in placed.travelling}
         costs = [replace(cost, disk_nbytes=cost.up_nbytes * (cost.name in travelling)) for cost in costs]
-        costs = with_moved(costs, names, placed, trained, stepped, wires, self._states)
+        costs = with_moved(costs, names, placed, trained, stepped, wires, placed.gradients, self._states)
         return Requirements(costs, _sweep(costs), peak, sizes, weights_on_disk=sum(stepped.values()))
 
     @property
@@ -201,6 +201,7 @@ class ListedModel(PlannedModel):
                 state=STATES["AdamW"] * unit.trained,
                 masters=unit.weights if unit.wire else 0,
                 wires=unit.wire,
+                slab=in_slab([unit.trained]),
                 as_is=0 if unit.wire else unit.weights,
             )
             for unit in units

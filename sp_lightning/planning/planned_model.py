@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,8 +56,13 @@ class Requirements:
 
     @property
     def on_disk(self) -> int:
-        """Bytes of state, of weights that train and of their wire copies on a disk: written once in a step."""
+        """Bytes of state, of weights that train, their wire copies and gradients on a disk: written once in a step."""
         return sum(cost.state_written_nbytes for cost in self.costs)
+
+    @property
+    def gradients_on_disk(self) -> int:
+        """Bytes of gradients on a disk: read and written also where they are only added to."""
+        return sum(cost.gradients_on_disk for cost in self.costs)
 
     @property
     def streamed(self) -> list[UnitNumbers]:
@@ -130,6 +135,7 @@ def with_moved(
     trained: Sequence[int],
     stepped: Mapping[int, int],
     wires: Mapping[int, int],
+    gradients: Iterable[int],
     states: float,
 ) -> list[UnitNumbers]:
     """Return the costs with the bytes that a step of each unit reads from the disk and writes there (Rule 3).
@@ -141,6 +147,7 @@ def with_moved(
         trained: Bytes of each unit's weights that train.
         stepped: Bytes of those that are on the disk, by unit.
         wires: Bytes of wire copies that are there, by unit: they are written only.
+        gradients: The units whose gradients are there: they are written when they arrive, and read by the step.
         states: State tensors per parameter.
     """
     moved = dict.fromkeys(names, 0)
@@ -149,9 +156,16 @@ def with_moved(
     for index, nbytes in stepped.items():
         moved[names[index]] += nbytes
     made = {names[index]: nbytes for index, nbytes in wires.items()}
-    of_each = ((cost, moved.get(cost.name, 0), made.get(cost.name, 0)) for cost in costs)
+    came = {names[index]: trained[index] for index in gradients}
+    of_each = ((c, moved.get(c.name, 0), made.get(c.name, 0), came.get(c.name, 0)) for c in costs)
     return [
-        replace(cost, state_read_nbytes=nbytes, state_written_nbytes=nbytes + more) for cost, nbytes, more in of_each
+        replace(
+            cost,
+            state_read_nbytes=nbytes + gradient,
+            state_written_nbytes=nbytes + wire + gradient,
+            gradients_on_disk=gradient,
+        )
+        for cost, nbytes, wire, gradient in of_each
     ]
 
 
@@ -164,8 +178,16 @@ def without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostByte
     """Return the host memory of a run less what is on the disk (Rule 3)."""
     state = whole_states(states) * sum(units[index].trained for index in placed.spilled)
     weights = sum(placed.masters.values()) + sum(placed.travelling.values())
-    ring = 0 if state + weights or not placed.spilled else state_ring.BUFFERS * placed.buffer  # made when it is used
-    return replace(host, weights=host.weights - weights, optimizer=host.optimizer - state, ring=host.ring - ring)
+    gradients = sum(units[index].trained for index in placed.gradients)
+    is_used = state + weights + gradients or not placed.spilled  # else the ring is not made
+    ring = 0 if is_used else state_ring.BUFFERS * placed.buffer
+    return replace(
+        host,
+        weights=host.weights - weights,
+        gradients=host.gradients - gradients,
+        optimizer=host.optimizer - state,
+        ring=host.ring - ring,
+    )
 
 
 def states_of(optimizer: Any, module: nn.Module | None, dtype: torch.dtype = torch.float32) -> float:

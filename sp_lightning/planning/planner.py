@@ -173,7 +173,8 @@ class _Planner:
     def _host_of_one(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         host = source.host(options, needs)
         weights = host.weights + needs.weights_on_disk  # a copy is in memory
-        return replace(host, copies=self.run.copies * weights + self.run.trained_copies * host.gradients)
+        trained = host.gradients + needs.gradients_on_disk
+        return replace(host, copies=self.run.copies * weights + self.run.trained_copies * trained)
 
     def _of_ranks(self, host: HostBytes, needs: Requirements, optimizer: str) -> HostBytes:
         """Return the host memory of all ranks, from that of one (Rule 5)."""
@@ -231,6 +232,7 @@ class _Planner:
             reading_s=self._reading_s(reading, chosen),
             with_memory=RunTimes(*self.tried.times(paced), self._reading_s(reading, paced)),
             on_disk=self.needs.on_disk,
+            gradients_on_disk=self.needs.gradients_on_disk,
             lockstep=tuple(self._lockstep()),
             before_s=self.tried.before_s(chosen),
             before_floor_s=self.tried.before_floor_s(chosen.window),
@@ -280,7 +282,8 @@ class _Planner:
         if options.optimizer_device == "host" or self.source.answers is not None:
             return needs
         elements = sum(cost.parameters for cost in needs.costs)
-        width = self.source.host(options, needs).gradients / max(1, elements)  # bytes of an element
+        gradients = self.source.host(options, needs).gradients + needs.gradients_on_disk
+        width = gradients / max(1, elements)  # bytes of an element
         costs = stepped_on_device(needs.costs, self.source.states(), width)
         largest = int(width * max(cost.largest for cost in costs))
         moved = sum(cost.step_up_nbytes for cost in costs)
@@ -643,13 +646,14 @@ class _Sizes:
     @functools.cached_property
     def _adding(self) -> Requirements:
         """The needs of a batch whose gradients are only added to those before it, by the host: no state moves."""
-        none: dict[str, Any] = {
-            "state_read_nbytes": 0,
-            "state_written_nbytes": 0,
-            "step_up_nbytes": 0,
-            "step_down_nbytes": 0,
-        }
-        return replace(self.needs, costs=[replace(cost, **none) for cost in self.needs.costs])
+
+        def adding(cost: UnitNumbers) -> UnitNumbers:
+            moved = cost.gradients_on_disk
+            return replace(
+                cost, state_read_nbytes=moved, state_written_nbytes=moved, step_up_nbytes=0, step_down_nbytes=0
+            )
+
+        return replace(self.needs, costs=list(map(adding, self.needs.costs)))
 
     def accumulating_s(self, sizes: Pair) -> float:
         """Return the time of a batch whose gradients are only added to those before it."""

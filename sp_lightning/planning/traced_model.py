@@ -169,7 +169,7 @@ class TracedModel(PlannedModel):
             costs, works = _costs(part, options, machine)
             costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
             names = [unit.name for unit in trace.units]
-            costs = with_moved(costs, names, placed, trained, stepped, wires, self.states())
+            costs = with_moved(costs, names, placed, trained, stepped, wires, placed.gradients, self.states())
             return Requirements(costs, works, trace.peak, trace.sizes, trace, weights_on_disk=on_disk)
 
         if trace.phases:
@@ -527,6 +527,7 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
 def _untrained(needs: Requirements) -> Requirements:
     """Return the needs of a pass that trains nothing."""
     none: dict[str, Any] = {"down_nbytes": 0, "parameters": 0, "state_read_nbytes": 0, "state_written_nbytes": 0}
+    none["gradients_on_disk"] = 0
     return replace(needs, costs=[replace(cost, **none) for cost in needs.costs])
 
 

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -46,13 +46,14 @@ from ..errors import UnsupportedError
 from ..gradients.way_down import GradientReturn
 from ..memory.access import Access
 from ..memory.device import Device
-from ..memory.host_copy import FileHome, HostCopy
+from ..memory.host_copy import HostCopy
 from ..memory.partition import Slot, Unit
 from ..memory.watched_parameters import name_of, quietly, true_device
 from ..memory.weights import device_dtype
 from ..optim.step_owner import StepOwner
 from ..options import Options
 from ..ranks.alone import Alone
+from ..storage.in_memory import InMemory
 from .window import Window
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Engine:
         options: Options,
         counters: Counters,
         compute_dtype: torch.dtype | None,  # on it, of weights that are FP32 on the host; None: FP32
-        homes: Callable[[Unit], Sequence[FileHome]],  # the files that weights of a unit lie in
+        storage: InMemory,  # of weights and gradients
         again: bool = False,
     ) -> None:
         self.team = team
@@ -90,11 +91,11 @@ class Engine:
         self.device = device
         self.options = options
         self.counters = counters
-        self.gradient_return = GradientReturn(device, self.counters)
+        self.gradient_return = GradientReturn(device, self.counters, storage.gradients_of)
         self.units: list[StreamedUnit] = []
         with quietly():  # other modules may be streamed already, and have reads of weights watched
             for unit in units:
-                store = HostCopy(unit, device, counters, self, dtypes, team.slab, homes(unit))
+                store = HostCopy(unit, device, counters, self, dtypes, team.slab, storage.homes(unit))
                 self.units.append(StreamedUnit(unit, store, self.gradients_ready, slots))
             stores = [unit.store for unit in self.units]
             team.begin(stores, self.access, self.gradient_return, options.optimizer_overlap)

@@ -497,7 +497,7 @@ class Handle:
                 self.options,
                 self._counters,
                 self._compute_dtype,
-                self.storage.homes,
+                self.storage,
                 again=again,
             )
             self.engine.window.only_inference = self._only_inference

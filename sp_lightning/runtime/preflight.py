@@ -246,7 +246,10 @@ def check_host(
     parameters = [p for unit in held for p in unit]
     of_units = [UnitHostBytes.of(unit, device_dtype) for unit in held]
     whole = host_bytes(of_units, states=STATES["AdamW"], training=training)
-    whole = replace(whole, optimizer=max(0, whole.optimizer - storage.on_disk))
+    there = storage.on_disk  # of the first of these terms first
+    for name in ("optimizer", "weights", "gradients", "wire"):
+        term = getattr(whole, name)
+        whole, there = replace(whole, **{name: max(0, term - there)}), max(0, there - term)
     missing = UnitHostBytes.of([p for p in parameters if p.is_meta or id(p) in storage.adopted]).weights
     if not isinstance(team.ranks, Ranks):
         to_come = replace(whole, weights=missing)

@@ -26,6 +26,8 @@ from ..optim.state_on_disk import ParameterPart, Spilled, StateOnDisk, even_leng
 class FromDiskToDevice(StateOnDisk):
     """The state of optimizers in one scratch file, and their steps on the device."""
 
+    _reads_gradients = False  # code on the device may change them where no version shows it
+
     def __init__(self, file: ScratchFile, buffer_nbytes: int, counters: Counters, steps: StepsOnDevice) -> None:
         super().__init__(file, buffer_nbytes, counters, fuses=False)
         self._steps = steps

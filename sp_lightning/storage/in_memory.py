@@ -12,7 +12,9 @@ from typing import Protocol
 from torch import nn
 
 from ..core.unit_numbers import HostSharing
-from ..memory.host_copy import FileHome
+from ..gradients.slab import GradientSlab
+from ..memory.device import Device
+from ..memory.host_copy import FileHome, HostCopy
 from ..memory.partition import Unit
 from ..optim.state_in_memory import StateInMemory
 
@@ -51,6 +53,10 @@ class InMemory:
     def homes(self, unit: Unit) -> Sequence[FileHome]:
         """Return the files in which weights of a unit lie, none or one."""
         return ()
+
+    def gradients_of(self, store: HostCopy, device: Device) -> GradientSlab:
+        """Make the memory in which a unit's gradients arrive."""
+        return GradientSlab(store, device)
 
     def is_outgrown(self) -> bool:
         """Return whether parameters came to train for which the memory does not suffice."""

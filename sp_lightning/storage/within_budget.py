@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,10 @@ from ..disk.scratch_file import ScratchFile, check_folder, check_room, make_room
 from ..disk.source_files import Found, check_available, find
 from ..disk.weight_files import WeightFiles, find_local
 from ..errors import HostMemoryError
+from ..gradients.slab import GradientSlab
+from ..gradients.slab_on_disk import GradientRing, SlabOnDisk
 from ..memory.device import Device
-from ..memory.host_copy import FileHome
+from ..memory.host_copy import FileHome, HostCopy
 from ..memory.partition import Unit
 from ..memory.pinned import find_foreign
 from ..optim.state_in_memory import StateInMemory
@@ -153,6 +156,11 @@ class WithDisk(WithinBudget):
     """A disk beside those files, for optimizer state and then weights that the budget has no room for."""
 
     spills = True
+    _gradients: GradientRing | None = None  # through which they go to the disk
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._made: set[int] = set()  # units whose gradients are there
 
     @property
     def _folder(self) -> str:
@@ -175,10 +183,30 @@ class WithDisk(WithinBudget):
         if placed.spilled and not self.state.is_on_disk:
             file = ScratchFile(self._folder)
             self.state = self.files.scratch = self._on_disk(file, placed.buffer)
+            self._gradients = GradientRing(file, self._device, self._counters, placed.gradient_buffer)
+            self.state.gradients_to_come = self._gradients_to_come
         if placed.spilled:  # also those that may come to train: no state of theirs was counted
             frozen = (p for p in self._params(range(len(self._units))) if not p.requires_grad)
             self.state.parameters = set(map(id, [*frozen, *self._params(placed.spilled)]))
         super().open()
+
+    @property
+    def ring_nbytes(self) -> int:
+        return super().ring_nbytes + (0 if self._gradients is None else self._gradients.nbytes)
+
+    def gradients_of(self, store: HostCopy, device: Device) -> GradientSlab:
+        if self._gradients is None or store.unit.index not in self.placed.gradients:
+            return super().gradients_of(store, device)
+        self._made.add(store.unit.index)
+        return SlabOnDisk(store, device, self._gradients)
+
+    def _gradients_to_come(self) -> int:
+        return sum(nbytes for index, nbytes in self.placed.gradients.items() if index not in self._made)
+
+    def close(self) -> None:
+        if self._gradients is not None:
+            self._gradients.close()
+        super().close()
 
     def _on_disk(self, file: ScratchFile, buffer_nbytes: int) -> StateOnDisk:
         if self._options.optimizer_device == "host" or self._device.is_host:

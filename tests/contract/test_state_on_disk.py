@@ -1,7 +1,7 @@
 """Training whose optimizer state is on disk is plain training, bit for bit (``disk=``, ``host_budget="0B"``).
 
-Each cell trains, validates and predicts plainly and then streaming, with the state of all parameters, and FP32 weights
-that travel as wire copies, in the scratch file and buffers that are smaller than the nets.
+Each cell trains, validates and predicts plainly and then streaming, with the state of all parameters, their gradients
+and the weights that train in the scratch file, and buffers that are smaller than the nets.
 """
 
 import functools
@@ -28,8 +28,8 @@ PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "bf16-true, masters", "16-mi
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
-    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
 
 
 def check(case, accelerator, precision="32-true", optimizer="adamw", accumulate=1, clip=None, **options):

@@ -15,8 +15,8 @@ from sp_lightning.disk import state_ring
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
-    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
 
 
 def groups(module):

@@ -26,8 +26,8 @@ allocate = os.posix_fallocate
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
-    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
 
 
 def stack():

@@ -131,7 +131,8 @@ def test_a_recorded_step_has_the_state_that_was_read_and_written(device, tmp_pat
             handle.finish_step()  # in this step's record
         handle.stop_recording()
         after = handle.stats()
-    for lane, name, phases in (("disk in", "disk_read", {"state", "weights"}), ("disk out", "disk_written", {"state"})):
+    ways = ("disk in", "disk_read", {"state", "weights"}), ("disk out", "disk_written", {"state", "gradients"})
+    for lane, name, phases in ways:
         moved, found = after[name] - before[name], [step.nbytes(lane) for step in recorder.trained()]
         assert moved <= max(found) <= moved + 4 * 2 * 40 * 4096 and found[-2] == found[-3]
         spans = [span for step in recorder.trained() for span in step.of(lane)]

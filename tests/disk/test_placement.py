@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sp_lightning.core.unit_numbers import UnitHostBytes, host_bytes
 from sp_lightning.disk import state_ring
-from sp_lightning.disk.placement import UnitPlacement, may_move, stay_in_files, within
+from sp_lightning.disk.placement import UnitPlacement, gradient_ring, may_move, stay_in_files, within
 
 pytestmark = pytest.mark.quick
 
@@ -102,7 +102,8 @@ def test_state_goes_to_the_disk_before_master_weights_and_only_as_far_as_the_bud
     monkeypatch.setattr(state_ring, "BUFFER", 1)
     monkeypatch.setattr(state_ring, "SMALLEST", 1)
     whole = UnitHostBytes(weights=4000, wire=2000, trained=4000)
-    units = [UnitPlacement(whole=whole, kept=whole, in_files=0, state=8000, masters=4000) for _ in range(10)]
+    on_disk = {"in_files": 0, "state": 8000, "masters": 4000, "slab": 40_000}  # two such buffers are no gain
+    units = [UnitPlacement(whole=whole, kept=whole, **on_disk) for _ in range(10)]
     full = host_bytes([whole] * 10, states=2)
     ring = state_ring.BUFFERS * state_ring.buffer_nbytes(80_000)
     for missing in range(21_000, 140_000, 7000):
@@ -115,3 +116,29 @@ def test_state_goes_to_the_disk_before_master_weights_and_only_as_far_as_the_bud
         read = within(units, budget, full, 0, True, 3000)  # through buffers of their own
         assert len(read.masters) == (0 if missing <= 80_000 else min(10, -(-(missing + 3000 - 80_000) // 4000)))
         assert read.host.ring == found.host.ring + 3000 * bool(read.masters)
+
+
+@pytest.mark.parametrize("masters", [0, 4000])
+def test_then_gradients_go_and_then_what_travels(masters, monkeypatch):
+    monkeypatch.setattr(state_ring, "BUFFER", 1)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1)
+    whole = UnitHostBytes(weights=4000, wire=masters // 2, trained=4000)
+    on_disk = {"state": 8000, "masters": masters, "wires": masters // 2, "as_is": 4000 - masters, "slab": 1000}
+    units = [UnitPlacement(whole=whole, kept=whole, in_files=0, **on_disk) for _ in range(10)]
+    full, ring = host_bytes([whole] * 10, states=2), state_ring.BUFFERS
+    first, buffers, travel = 80_000 + 10 * masters, gradient_ring(1000), masters // 2 or 4000
+    seen = set()
+    for missing in range(first + 1000, first + 40_000 + 10 * travel - buffers - 700, 700):
+        budget = -(-(full.total + ring - missing) * 11 // 10)
+        found = within(units, budget, full, 0, True, 0, 700)
+        assert len(found.spilled) == 10 and len(found.masters) == (10 if masters else 0)
+        gradients = min(10, -(-(missing - first + buffers) // 4000))
+        assert len(found.gradients) == gradients
+        left = missing - first + buffers - 40_000
+        assert len(found.travelling) == (min(10, -(-(left + 700) // travel)) if left > 0 else 0)
+        assert found.host.gradients == 40_000 - 4000 * gradients
+        assert found.host.total == full.total + found.host.ring - found.on_disk
+        seen.add((gradients == 10, len(found.travelling)))
+    assert len(seen) > 5
+    alone = within(units[:1], 1, host_bytes([whole], states=2), 0, True, 0, 700)
+    assert not alone.gradients and list(within(units[:1], 0, host_bytes([whole], states=2), 0, True).gradients) == [0]

@@ -115,7 +115,9 @@ def test_a_step_moves_the_state_that_the_plan_says_to_the_byte(kind, device, tmp
     state = {"AdamW": 2, "SGD": 0, "RMSprop": 1}[kind] * sum(p.nbytes for p in net.parameters() if p.requires_grad)
     beside_files = sum(p.nbytes for layer in net if type(layer) is Adapted for p in layer.adapter.parameters())
     weights = sum(p.nbytes for p in net.parameters() if p.requires_grad) - beside_files
-    assert (expected.on_disk, expected.host.optimizer, expected.host.weights) == (state + weights, 0, beside_files)
+    gradients = weights + beside_files
+    assert expected.on_disk == state + weights + gradients
+    assert (expected.host.optimizer, expected.host.gradients, expected.host.weights) == (0, 0, beside_files)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
@@ -134,8 +136,8 @@ def test_a_step_moves_the_master_weights_that_the_plan_says_to_the_byte(kind, de
             after = handle.stats()
             moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
     assert moved[-1] == moved[-2] == [expected.disk_read_nbytes, expected.disk_written_nbytes]
-    assert expected.on_disk == (3.5 if kind == "AdamW" else 1.5) * sum(p.nbytes for p in net.parameters())
-    assert expected.host.weights == expected.host.wire == 0
+    assert expected.on_disk == (4.5 if kind == "AdamW" else 2.5) * sum(p.nbytes for p in net.parameters())
+    assert expected.host.weights == expected.host.gradients == expected.host.wire == 0
 
 
 class Mixed(nn.Module):
@@ -194,11 +196,12 @@ def test_a_plan_puts_as_much_state_on_disk_as_a_run_does(tmp_path):
         with sp_lightning.stream(net, "cpu", units=UNITS, wire_dtype="as-is", **options) as handle:
             on_disk = [p for p in net.parameters() if id(p) in handle.storage.state.parameters and p.requires_grad]
             travelling = [p for p in on_disk if id(p) in handle.storage._wired]
-            spilled = sum(2 * p.nbytes for p in on_disk), sum(p.nbytes for p in travelling)
+            of_units = [p for i in handle.storage.placed.gradients for _, p in handle.units[i].params]
+            spilled = sum(2 * p.nbytes for p in on_disk), *(sum(p.nbytes for p in ps) for ps in (of_units, travelling))
         found = planned(net, **options)
         assert found.on_disk == sum(spilled) and found.fits
         seen.add(spilled)
-    assert len({weights for _, weights in seen}) > 2
+    assert all(len(set(each)) > 2 for each in zip(*seen, strict=True))
     assert len(seen) > 2 or whole <= least.total
 
 
@@ -211,8 +214,8 @@ def test_a_listed_model_needs_less_host_memory_with_a_disk():
     options = {"precision": "bf16-true", "master_weights": True, "machine": "rtx4090", "activations": "recompute"}
     plain = plan("llama3-8b", 32768, **options)
     found = plan("llama3-8b", 32768, host_budget="0B", disk="/", **options)
-    assert found.on_disk == 14 * plain.parameters
-    assert found.host.optimizer == found.host.weights == found.host.wire == 0
+    assert found.on_disk == 18 * plain.parameters
+    assert found.host.total == found.host.ring
     assert found.host.total == plain.host.total - found.on_disk + found.host.ring
     some = plan("llama3-8b", 32768, host_budget="96GiB", disk="/", **options)
     assert some.fits_host and 0 < some.on_disk < 8 * plain.parameters and some.host.weights == 4 * plain.parameters
@@ -225,10 +228,10 @@ def test_a_listed_model_needs_less_host_memory_with_a_disk():
 
 MASTERS = {"precision": "bf16-true", "master_weights": True}  # which lie on the disk, too
 FLOORS = {  # bytes that a step reads and writes per parameter, what it writes, and steps to a drive's rating
-    ("llama3-8b", "masters"): (12, 14, "112 GB", 10_700),
-    ("llama3-8b", "as they are"): (12, 12, "96.4 GB", 12_500),
-    ("llama3-70b", "masters"): (12, 14, "988 GB", 1_210),
-    ("llama3-70b", "as they are"): (12, 12, "847 GB", 1_420),
+    ("llama3-8b", "masters"): (16, 18, "145 GB", 8_300),
+    ("llama3-8b", "as they are"): (16, 16, "128 GB", 9_340),
+    ("llama3-70b", "masters"): (16, 18, "1.27 TB", 945),
+    ("llama3-70b", "as they are"): (16, 16, "1.13 TB", 1_060),
 }
 
 
@@ -368,4 +371,5 @@ def test_a_batch_that_is_accumulated_leaves_the_state_on_the_disk(tmp_path):
     expected = planned(model(), accumulate=4, **slow)
     reads = expected.disk_read_nbytes / 1e5
     assert expected.step_s > reads > 0
-    assert expected.accumulating_s < 1.1 * expected.disk_nbytes / 1e5 < reads / 2
+    moved = expected.disk_nbytes + 2 * expected.gradients_on_disk  # weights that travel, and what is added to
+    assert expected.accumulating_s < 1.1 * moved / 1e5 < 0.6 * expected.step_s

@@ -16,14 +16,15 @@ import parity
 import sp_lightning
 from sp_lightning.core.unit_numbers import aligned
 from sp_lightning.disk import scratch_file, state_ring
+from sp_lightning.disk.placement import in_slab
 from sp_lightning.errors import DiskError
 from sp_lightning.lightning import checkpoint_io
 
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
-    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
 
 
 def trainer_of(folder, callbacks=(), **options):
@@ -57,7 +58,8 @@ KEEPS = L.pytorch.callbacks.ModelCheckpoint
 SAVES = functools.partial(KEEPS, every_n_train_steps=1)
 NBYTES = [p.nbytes for p in models.ZooModule(models.case("mlp"), optimizer="adamw").parameters()]
 WEIGHTS, STATE = sum(NBYTES), 2 * sum(map(aligned, NBYTES))
-ON_DISK = STATE + sum(map(aligned, NBYTES))  # with the weights, which are there before the optimizer makes state
+SLABS = in_slab(NBYTES)  # of gradients
+ON_DISK = STATE + 2 * sum(map(aligned, NBYTES))  # with weights and gradients
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ ON_DISK = STATE + sum(map(aligned, NBYTES))  # with the weights, which are there
 @pytest.mark.few(1)
 def test_the_next_checkpoint_and_the_one_that_it_replaces_have_room(options, checkpoints, tmp_path, monkeypatch):
     options = {**options, "callbacks": [make(tmp_path) for make in options.get("callbacks", ())]}
-    needed = max(STATE + checkpoints, ON_DISK)
+    needed = max(STATE + SLABS + checkpoints, ON_DISK)
     for free in (needed, needed - 1):
         with monkeypatch.context() as full:
             full.setattr(scratch_file, "free_nbytes", lambda folder, free=free: free)
@@ -108,7 +110,7 @@ def test_a_run_that_goes_on_replaces_what_is_there_but_for_the_checkpoint_that_i
     saving = L.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=last)
     fit(tmp_path, callbacks=[saving])
     resumed = saving.last_model_path if last else saving.best_model_path
-    needed = STATE + to_come * (WEIGHTS + STATE)
+    needed = STATE + SLABS + to_come * (WEIGHTS + STATE)
     for free in (needed, needed - 1):
         monkeypatch.setattr(scratch_file, "free_nbytes", lambda folder, free=free: free)
         with contextlib.nullcontext() if free == needed else pytest.raises(DiskError):
@@ -118,13 +120,13 @@ def test_a_run_that_goes_on_replaces_what_is_there_but_for_the_checkpoint_that_i
 
 def test_what_another_run_left_is_not_replaced(tmp_path, monkeypatch):
     fit(tmp_path)
-    monkeypatch.setattr(scratch_file, "free_nbytes", lambda folder: STATE + WEIGHTS + STATE)
+    monkeypatch.setattr(scratch_file, "free_nbytes", lambda folder: STATE + SLABS + WEIGHTS + STATE)
     with pytest.raises(DiskError):
         fit(tmp_path)
 
 
 def test_checkpoints_on_another_disk_need_no_room_on_this_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(scratch_file, "free_nbytes", lambda folder: ON_DISK)
+    monkeypatch.setattr(scratch_file, "free_nbytes", lambda folder: max(STATE + SLABS, ON_DISK))
     with monkeypatch.context() as other:
         other.setattr(checkpoint_io, "_disk_of", lambda path: path)
         fit(tmp_path)
@@ -138,7 +140,7 @@ def test_weights_that_a_checkpoint_may_leave_out_need_no_room(tmp_path, monkeypa
         module = kind(models.case("mlp"), optimizer="adamw")
         module.frozen = torch.nn.Parameter(torch.zeros(WEIGHTS), requires_grad=False)
         made.append(module)
-    monkeypatch.setattr(scratch_file, "free_nbytes", lambda folder: STATE + 2 * (WEIGHTS + STATE))
+    monkeypatch.setattr(scratch_file, "free_nbytes", lambda folder: STATE + SLABS + 2 * (WEIGHTS + STATE))
     with pytest.raises(DiskError):
         fit(tmp_path, made[0])
     fit(tmp_path, made[1])
@@ -182,7 +184,7 @@ class Planned(models.ZooModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-ROUNDED = 3 * sum(-(-nbytes // 4096) * 4096 for nbytes in NBYTES)
+ROUNDED = 3 * sum(-(-nbytes // 4096) * 4096 for nbytes in NBYTES) + SLABS
 LARGEST = 3 * max(-(-nbytes // 4096) * 4096 for nbytes in NBYTES)
 
 
@@ -190,7 +192,7 @@ LARGEST = 3 * max(-(-nbytes // 4096) * 4096 for nbytes in NBYTES)
 @pytest.mark.few(1)
 def test_a_second_fit_asks_only_for_what_is_to_come(keeps, tmp_path, quota):
     nets = []
-    for room in (ROUNDED + LARGEST, 1 << 30):
+    for room in (ROUNDED + LARGEST + SLABS, 1 << 30):  # the last gradients are left to the user
         quota(room)
         torch.manual_seed(0)
         module = Planned(models.case("mlp"), optimizer="adamw")
@@ -235,7 +237,7 @@ def test_a_second_handle_asks_only_for_what_is_to_come(master_weights, quota):
 
     wires, wire_dtype = (4 * (8192 + 4096), "auto") if master_weights else (0, "as-is")
     net, optimizer = make()
-    quota(3 * 4 * (16384 + 4096) + 3 * 16384 + wires)
+    quota(3 * 4 * (16384 + 4096) + 3 * 16384 + wires + 4 * (16384 + 8192))
     for _ in range(2):  # the state moves
         train(net, optimizer)
     optimizer = torch.optim.AdamW(net.parameters())
@@ -272,13 +274,13 @@ def test_fabric_asks_for_room_for_all_optimizers_that_were_set_up(together, quot
         options = {"host_budget": "0B", "disk": os.getcwd(), "wire_dtype": "as-is"}
         return L.Fabric(accelerator="cpu", strategy=sp_lightning.SuperpipelineFabricStrategy(**options))
 
-    weights = 2 * 4 * (16384 + 4096)
-    quota((263 << 10) + weights)
+    weights, gradients = 2 * 4 * (16384 + 4096), 2 * 4 * (16384 + 8192)
+    quota((455 << 10) + weights)
     refused = fabric()
-    with pytest.raises(DiskError, match=r"Optimizer state needs 264.00 KiB there, and 263.*nothing was stepped"):
+    with pytest.raises(DiskError, match=r"Optimizer state needs 456.00 KiB there, and 455.*nothing was stepped"):
         set_up(refused)  # each by itself has room
     refused.strategy.teardown()
-    quota(3 * weights)
+    quota(3 * weights + gradients)
     roomy = fabric()
     for net, optimizer in set_up(roomy):
         net(torch.ones(3, 64)).sum().backward()
@@ -296,7 +298,7 @@ def test_more_state_than_adamw_has_is_an_error_before_the_run(with_fabric, tmp_p
 
     module, checkpoints = Module(models.case("mlp"), optimizer="adamw"), {"enable_checkpointing": False}
     options = {"host_budget": "0B", "disk": os.getcwd()}
-    for room, has_room in ((STATE * 7 // 4, False), (2 * ROUNDED, True)):
+    for room, has_room in ((ON_DISK, False), (2 * ROUNDED, True)):
         quota(room)
         with contextlib.nullcontext() if has_room else pytest.raises(DiskError, match="Optimizer state needs"):
             if with_fabric:
@@ -315,7 +317,7 @@ def test_what_is_to_come_is_what_is_not_there_yet(kind, state):
     with sp_lightning.stream(net, "cpu", disk=os.getcwd(), host_budget="0B", wire_dtype="as-is") as handle:
         disk = handle.steps.state
         disk.check_room([optimizer])
-        assert disk.to_come == 4 * state
+        assert disk.to_come == 4 * (state + 16384 + 8192)
         net(torch.ones(3, 64)).sum().backward()
         optimizer.step()
         assert disk.to_come == 0

@@ -36,8 +36,8 @@ from sp_lightning.runtime.handle import Handle
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
-    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
 
 
 def stack(width=65, count=4):
@@ -156,7 +156,9 @@ def test_loaded_state_moves_to_the_disk_and_what_user_code_still_refers_to_does_
         assert os.fstat(handle.storage.state._file._fd).st_blocks * 512 <= used + extents
 
 
-def test_state_comes_into_being_in_the_order_of_the_parameters(tmp_path):
+def test_state_comes_into_being_in_the_order_of_the_parameters(monkeypatch):
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
     net = stack(200)
     net[1].requires_grad_(False)
     optimizer = torch.optim.AdamW(
@@ -261,7 +263,7 @@ def test_an_optimizer_that_steps_whole_parameters_finds_them_in_a_buffer(kind, m
                 weights = [p.nbytes for p in net.parameters() if kind == "Adafactor" or p.dim() == 2]
                 visits = 3 * 2 * sum(p.nbytes for p in net.parameters())
                 state = [p.nbytes for p in net.parameters() if p.dim() == (2 if kind == "Muon" else 1)]
-                assert 0 < handle.stats()["disk_read"] - 2 * sum(state) - 3 * sum(weights) <= visits
+                assert 0 < handle.stats()["disk_read"] - 2 * sum(state) - 2 * 3 * sum(weights) <= visits
                 assert resident(os.getcwd()) == 0 or (masters and kind == "Muon")  # whose other weights are not stepped
         found.append((net, optimizer))
     assert_same(*found)
@@ -637,7 +639,8 @@ def test_master_weights_on_disk_are_stepped_there_and_so_is_what_travels(kind, d
         if kind == "Adafactor":  # has state of a parameter's shape for vectors alone
             moved += sum(p.nbytes for p in nets[0].parameters() if p.dim() == 1)
         read, written = (after[name] - before[name] for name in ("disk_read", "disk_written"))
-        assert written == moved + weights // 2 and 1.2 * weights // 2 <= read - moved <= 2 * weights // 2
+        assert written == moved + weights // 2 + weights  # wire copies and gradients
+        assert 1.2 * weights // 2 <= read - moved - weights <= 2 * weights // 2
         with torch.no_grad():  # user code writes weights
             nets[0][1][0].weight.mul_(0.5)
             nets[0][2][0].bias.data[3] = 1.0

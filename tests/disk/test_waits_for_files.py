@@ -25,6 +25,10 @@ from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.disk.source_files import BLOCK, Place, SourceFile
 from sp_lightning.disk.state_ring import BUFFERS, SMALLEST, BlockRun, StateRing
 from sp_lightning.errors import DiskError, OptionError, SourceFileError
+from sp_lightning.gradients import slab_on_disk
+from sp_lightning.gradients.slab import GradientSlot
+from sp_lightning.gradients.slab_on_disk import GradientRing
+from sp_lightning.gradients.way_down import GradientVersions
 from sp_lightning.memory.device import Device
 from sp_lightning.optim.pieces import step_in_pieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
@@ -70,7 +74,8 @@ class Disk:
 def begun():
     """The names of threads of ours that were begun since."""
     before = set(threading.enumerate())
-    ours = ("superpipeline-state", "superpipeline-read", "superpipeline-disk", "superpipeline-save")
+    whose = ("state", "read", "disk", "save", "gradients")
+    ours = tuple(f"superpipeline-{name}" for name in whose)
     return lambda: [t.name for t in threading.enumerate() if t not in before and t.name.startswith(ours)]
 
 
@@ -455,6 +460,102 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
+# ---- gradients
+
+
+@pytest.fixture
+def gradients(scratch):
+    """A ring of gradients, and what makes a transfer of ones to a parameter's place in the file."""
+    ring = GradientRing(scratch, Device("cpu", "auto"), Counters(), 1 << 14)
+    parameter = nn.Parameter(torch.zeros(4096))
+    (home,) = scratch.tensors([parameter.detach()])
+    marks = GradientVersions()
+
+    def transfer(done=None):
+        buffer = ring.next_free()
+        arrives_in = buffer.flat.view(torch.float32).fill_(1)
+        slot = GradientSlot(arrives_in, buffer.flat, 0, lands_in=None if parameter.grad is not None else home)
+        marks.note_packed([parameter])
+        return ring.transfer(None, [parameter], [slot], [], marks, None, done or Arrived())
+
+    yield ring, parameter, transfer
+    ring.close()
+
+
+class Arrived:
+    """Gradients that arrive after some seconds."""
+
+    def __init__(self, after=0.0):
+        self._event = threading.Event()
+        threading.Timer(after, self._event.set).start()
+
+    def synchronize(self):
+        assert self._event.wait(30)
+
+    def query(self):
+        return self._event.is_set()
+
+
+@pytest.mark.parametrize("then", ["land", "cancel", "close"])
+def test_gradients_that_one_thread_has_land_have_landed_for_each_other_one(then, gradients, begun, monkeypatch):
+    """What landed after a failed backward would be in the next gradient."""
+    ring, parameter, transfer = gradients
+    moving = transfer()
+    disk = Disk(monkeypatch, "pwritev")
+    thread = threading.Thread(target=moving.land)
+    thread.start()
+    while not disk.begun:
+        time.sleep(0.001)
+    disk.lets_go(LONG_S)
+    ring.close() if then == "close" else getattr(moving, then)()
+    assert disk.under_way == 0
+    thread.join()
+    assert torch.equal(parameter.grad, torch.ones(4096))
+    ring.close()
+    assert not begun()
+
+
+@pytest.mark.parametrize("then", ["land", "cancel"])
+def test_a_buffer_is_free_when_its_gradients_have_arrived(then, gradients):
+    ring, parameter, transfer = gradients
+    done = Arrived(LONG_S)
+    moving = transfer(done)
+    getattr(moving, then)()
+    assert done.query() and len(ring._free) == 2 and (parameter.grad is None) == (then == "cancel")
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_gradient_that_failed_has_nothing_under_way(call, gradients, monkeypatch):
+    ring, _, transfer = gradients
+    monkeypatch.setattr(slab_on_disk, "GRADIENT_PIECE", 1 << 12)
+    if call == "preadv":
+        transfer().land()
+    failing = transfer()
+    disk = Disk(monkeypatch, call, fails=(0,))
+    disk.lets_go(LONG_S)
+    for _ in range(2):  # the optimizer thread, too, learns of it
+        with pytest.raises(DiskError):
+            failing.land()
+        assert disk.begun > 1 and disk.under_way == 0 and len(ring._free) == 2
+
+
+def test_a_gradient_on_the_disk_that_is_added_to_has_another_version(gradients):
+    _, parameter, transfer = gradients
+    transfer().land()
+    before = parameter.grad._version
+    transfer().land()
+    assert parameter.grad._version > before and torch.equal(parameter.grad, torch.full((4096,), 2.0))
+
+
+def test_no_forked_process_gets_buffers_of_gradients(gradients):
+    ring, _, transfer = gradients
+    transfer().land()
+    addresses = [buffer.flat.data_ptr() for buffer in (*ring._buffers, *ring._pieces)]
+    assert addresses and all("dc" in in_files.flags_at(address) for address in addresses)
+    ring.close()
+    assert not any("dc" in in_files.flags_at(address) for address in addresses)
+
+
 # ---- whole runs
 
 
@@ -475,8 +576,8 @@ def open_files(folder):
 @pytest.mark.parametrize("what", ["files", "state", "masters"])
 @pytest.mark.few(2)
 def test_after_a_run_no_file_is_open_and_no_thread_is_left(what, device, begun, tmp_path, monkeypatch):
-    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
-    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
     net, x = stack(), torch.ones(3, 65, device=device)
     options = {"host_budget": "0B", "window": 1}
     if what == "files":

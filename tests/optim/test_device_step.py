@@ -161,8 +161,8 @@ def test_every_class_steps_on_the_device_and_nowhere_else(name, foreach, small, 
         options = {**options, "foreach": foreach}
     if small:  # several portions, and weights that are cut
         monkeypatch.setattr(device_step, "BUFFER", 16384)
-        monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
-        monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+        monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
+        monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
     make, bias = functools.partial(kind, **options), kind is not Muon  # which steps matrices alone
     with rounds_otherwise(*operators):
         plain, _ = train(make, "plain", bias=bias)
@@ -341,8 +341,8 @@ def test_trainer_runs_are_plain_runs_whose_optimizer_steps_on_the_device(row, ro
     }
     if row["small"]:
         monkeypatch.setattr(device_step, "BUFFER", 8192)
-        monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
-        monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
+        monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
+        monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
     settings = {name: row[name] for name in ("optimizer", "precision", "clip", "accumulate")}
     case = models.case("mlp")
     if options["master_weights"]:  # a plain run has none
@@ -588,8 +588,8 @@ def test_an_error_in_a_portion_tears_the_step(fails, place, monkeypatch):
     import rounding
 
     monkeypatch.setattr(device_step, "BUFFER", 16384)
-    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
-    monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
     calls = [0]
 
     def failing(self, one, other, value=1):
