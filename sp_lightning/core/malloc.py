@@ -9,7 +9,8 @@
 3. The first step of an optimizer makes its state, tensor by tensor, among temporaries of the same sizes. From a heap,
    the holes between the tensors that stay took a fifth as much memory as the state. From `by_themselves` until
    `as_ever`, blocks of at least 1 MiB are mapped: state takes its exact size, and freed temporaries leave nothing.
-   Where the CPU computes and state lies on a disk, that is so for the whole run: units come and go among gradients.
+   Where the CPU computes and state lies on a disk, that is so for the whole run: units come and go among gradients,
+   and would do so in the holes of weights that moved, which `freed` leaves to malloc.
 4. Nothing is changed if the user set malloc's thresholds, or if this is another C library.
 """
 

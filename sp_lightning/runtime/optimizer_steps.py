@@ -51,9 +51,6 @@ class OptimizerSteps:
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
         self._closed = False
         self.by_hand = False  # whether the loop is the user's own, without `overlapping` (Rule 4)
-        self._maps_blocks = state.is_on_disk and engine.device.is_host  # then the heap counts as the device's memory
-        if self._maps_blocks:
-            malloc.by_themselves()
         self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # the reasons that were logged
         self._note_parameters()
         UNSCALE_GRADS.install(grad_scaler.unscale)
@@ -130,7 +127,7 @@ class OptimizerSteps:
         self.engine.device.compute.synchronize()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._maps_blocks:
+        if not (self.state.is_on_disk and self.engine.device.is_host):  # malloc.py, Rule 3
             malloc.as_ever()
         self._counters.listener.stepped()
         managed = self._managed_by(optimizer)

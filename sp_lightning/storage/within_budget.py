@@ -13,6 +13,7 @@ from torch import nn
 from ..autograd.autocast_weights import castable
 from ..compat.modules import is_compiled
 from ..compat.references import shares_storage, sharing_bytes
+from ..core import malloc
 from ..core.host import host_memory
 from ..core.machine import headroom
 from ..core.telemetry import Counters
@@ -181,6 +182,8 @@ class WithDisk(WithinBudget):
     def open(self) -> None:
         placed = self.placed
         if placed.spilled and not self.state.is_on_disk:
+            if self._device.is_host:
+                malloc.by_themselves()  # from now on: weights that move would leave holes for what units compute with
             file = ScratchFile(self._folder)
             self.state = self.files.scratch = self._on_disk(file, placed.buffer)
             self._gradients = GradientRing(file, self._device, self._counters, placed.gradient_buffer)

@@ -22,6 +22,7 @@ import simgpu
 import sp_lightning
 from sp_lightning.compat.references import uses_of
 from sp_lightning.core import malloc
+from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.errors import HostMemoryError
 from sp_lightning.memory import pinned
 from sp_lightning.memory.device import CudaPageLock
@@ -297,6 +298,24 @@ def test_the_step_that_makes_the_state_takes_large_blocks_by_themselves_and_no_o
         for _ in training(steps=3)(net, SIMGPU):
             pass
     assert glibc.calls == [(-3, MIB), (-3, 32 * MIB), (-1, 64 * MIB)]
+
+
+def test_where_the_cpu_computes_large_blocks_are_by_themselves_before_weights_move_to_a_disk(glibc, monkeypatch):
+    """Else units are computed in the holes that these weights leave in the heap, which took as much memory again."""
+    tensors = ScratchFile.tensors
+
+    def noted(self, like):
+        glibc.calls.append("a range")
+        return tensors(self, like)
+
+    monkeypatch.setattr(ScratchFile, "tensors", noted)
+    net = blocks()
+    with sp_lightning.stream(net, "cpu", disk=os.getcwd(), host_budget="0B"):
+        assert glibc.calls[:2] == [(-3, MIB), "a range"]
+        for _ in training(steps=3)(net, torch.device("cpu")):
+            pass
+        assert {*glibc.calls} - {"trim"} == {(-3, MIB), "a range"}
+    assert glibc.calls[-2:] == [(-3, 32 * MIB), (-1, 64 * MIB)]
 
 
 def test_after_a_first_step_that_failed_malloc_is_as_ever_when_streaming_ends(glibc):
