@@ -69,6 +69,7 @@ class WithinBudget(InMemory):
 
     def choose(self, units: Sequence[Unit], ranks: Sharers) -> None:
         check_available(self._budget)
+        keep = self._device.is_host or bool(self._units)  # those that share bytes (host_copy.py, Rule 7)
         self._units, self._sharing = units, ranks.sharing
         parameters = self._params(range(len(units)))
         may_stay = [p for p in parameters if not (self._trains and p.requires_grad)]
@@ -80,7 +81,7 @@ class WithinBudget(InMemory):
         filed = {key: at.nbytes for key, at in found.items()}
         casts = () if is_compiled(self._module) else castable(self._module)
         # Other code may refer to their bytes (placement.py, Rule 5).
-        shared = sharing_bytes(parameters) | find_foreign(parameters) if self.spills and self._device.is_host else ()
+        shared = sharing_bytes(parameters) | find_foreign(parameters) if self.spills and keep else ()
         kinds = *self._types, self._trains, self.spills
         placed = choose(units, filed, self._budget, *kinds, casts, shared, self._sharing)
         if placed.host.total > self._budget > 0:

@@ -235,6 +235,19 @@ def test_a_loop_without_autocast_reads_weights_from_the_disk(device):
     assert_same(*nets)
 
 
+def test_weights_that_came_to_share_their_bytes_share_them_when_units_are_made_anew(device):
+    nets = [stack(), stack()]
+    for net, where in zip(nets, (True, False), strict=True):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with streamed(net, device, where):
+            train(net, optimizer, device)
+            net[2].cast.weight.data = net[1].cast.weight.data
+            net[3].added = nn.Parameter(torch.zeros(3))
+            train(net, optimizer, device)  # each of both moves the other
+            assert torch.equal(net[1].cast.weight, net[2].cast.weight)
+    assert_same(*nets)
+
+
 def test_weights_that_travel_as_they_are_stay_in_memory_where_that_is_known(device):
     with streamed(stack(), device, wire_dtype="as-is") as handle:
         assert not handle.storage.in_files and not handle.storage.placed.masters
