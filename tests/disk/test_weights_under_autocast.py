@@ -211,9 +211,10 @@ def test_a_read_that_fails_is_an_error_after_which_the_run_goes_on(device, monke
 
     for net, where in zip(nets, (True, False), strict=True):
         optimizer = torch.optim.AdamW(net.parameters())
-        with streamed(net, device, where):
+        with streamed(net, device, where) as handle:
             for _ in range(3):
                 if where:
+                    handle.finish_step()  # which reads, too
                     monkeypatch.setattr(os, "preadv", failing)
                     with pytest.raises(DiskError, match="could not be read"):
                         forward(net, device)
