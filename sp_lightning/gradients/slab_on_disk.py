@@ -158,8 +158,7 @@ class TransferToDisk(GradientTransfer):
                     self._error = error
                     raise
                 finally:
-                    self.slots, self.in_use = [], []
-                    self.ring.give_back(self)
+                    self._leave()
             return self.parameters
 
     def cancel(self) -> None:
@@ -167,7 +166,12 @@ class TransferToDisk(GradientTransfer):
             if not self._is_over:
                 self._is_over = True
                 self.wait()
-                self.ring.give_back(self)
+                self._leave()
+
+    def _leave(self) -> None:
+        """Let go of the buffer, and of the slots, which else are taken for as long as anything refers to this."""
+        self.slots, self.in_use = [], []
+        self.ring.give_back(self)
 
     def _accumulate(self) -> None:
         before = list(map(true_grad, self.parameters))
