@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pathlib
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -173,6 +175,29 @@ class Scheduled(RankedModule):
             return optimizer
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Dies(L.Callback):
+    """The end of a rank's process, once, before the optimizer steps; and the steps at which runs began.
+
+    The first attempt of a run has no file "killed" in the folder.
+    """
+
+    def __init__(self, folder: pathlib.Path, victim: int | None, step: int) -> None:
+        self.folder, self.victim, self.step = folder, victim, step
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        (self.folder / f"began {trainer.global_rank} at {trainer.global_step}").touch()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        first = not (self.folder / "killed").exists()
+        if first and (trainer.global_rank, trainer.global_step) == (self.victim, self.step):
+            self.wait()
+            (self.folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait until the process may end."""
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import signal
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ import lightning as L
 import pretended_nodes
 import ray
 import torch
-from ranked_runs import Scheduled
+from ranked_runs import Dies, Scheduled
 from ray import train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
@@ -55,24 +54,14 @@ RUNS = {
 }
 
 
-class Dies(L.Callback):
-    """The end of a process in a step; and the steps at which runs began."""
+class DiesOnceReported(Dies):
+    """The end of a process once Ray has heard of a checkpoint."""
 
-    def __init__(self, folder: pathlib.Path, victim: int | None) -> None:
-        self.folder, self.victim = folder, victim
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        (self.folder / f"began {trainer.global_rank} at {trainer.global_step}").touch()
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
-        first = not (self.folder / "killed").exists()
-        if first and (trainer.global_rank, trainer.global_step) == (self.victim, DIES_AT):
-            until = time.monotonic() + 60
-            while not list(self.folder.glob("reports/*/checkpoint_manager_snapshot.json")):  # Ray's, of what it knows
-                assert time.monotonic() < until, "Ray has heard of no checkpoint"
-                time.sleep(0.1)
-            (self.folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def wait(self) -> None:
+        until = time.monotonic() + 60
+        while not list(self.folder.glob("reports/*/checkpoint_manager_snapshot.json")):  # Ray's, of what it knows
+            assert time.monotonic() < until, "Ray has heard of no checkpoint"
+            time.sleep(0.1)
 
 
 def work(config: dict[str, Any]) -> None:
@@ -100,7 +89,7 @@ def work(config: dict[str, Any]) -> None:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[RayTrainReportCallback(), Dies(folder, run.victim)],
+            callbacks=[RayTrainReportCallback(), DiesOnceReported(folder, run.victim, DIES_AT)],
         )
         trainer = prepare_trainer(trainer)
         data = [case.batch(number) for number in range(BATCHES * run.workers)]

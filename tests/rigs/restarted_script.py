@@ -6,36 +6,18 @@ one is given. The first rank leaves the last checkpoint in the folder, and each 
 
 import os
 import pathlib
-import signal
 import sys
-from typing import Any
 
 import lightning as L
 import pretended_nodes
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from ranked_runs import RememberingLoader, Scheduled
+from ranked_runs import Dies, RememberingLoader, Scheduled
 
 import models
 import sp_lightning
 
 STEPS, DIES_AT = 8, 5
-
-
-class Dies(L.Callback):
-    """The end of a process in a step, between two checkpoints; and the steps at which runs began."""
-
-    def __init__(self, folder: pathlib.Path, victim: int) -> None:
-        self.folder, self.victim = folder, victim
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        (self.folder / f"began {trainer.global_rank} at {trainer.global_step}").touch()
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
-        first = not (self.folder / "killed").exists()
-        if first and (trainer.global_rank, trainer.global_step) == (self.victim, DIES_AT):
-            (self.folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(folder: pathlib.Path, victim: int) -> None:
@@ -55,7 +37,7 @@ def main(folder: pathlib.Path, victim: int) -> None:
         enable_model_summary=False,
         callbacks=[
             ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True, save_top_k=-1),
-            Dies(folder, victim),
+            Dies(folder, victim, DIES_AT),
         ],
     )
     data = [case.batch(i) for i in range(40)]
