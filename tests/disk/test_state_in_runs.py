@@ -15,6 +15,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import forks
@@ -422,12 +423,12 @@ def test_a_host_without_room_puts_state_on_disk_if_no_budget_is_given(monkeypatc
 # ---- transfers that fail
 
 
-def failing(call, after, number=errno.EIO):
-    """A transfer that fails from some call on."""
+def failing(call, after, number=errno.EIO, counts=lambda: True):
+    """A transfer that fails from some call on, of those that count."""
     real, calls = getattr(os, call), itertools.count()
 
     def transfer(fd, views, at):
-        if next(calls) >= after:
+        if counts() and next(calls) >= after:
             raise OSError(number, os.strerror(number))
         return real(fd, views, at)
 
@@ -495,21 +496,36 @@ def test_short_transfers_change_no_bit(at_most, device, monkeypatch):
     assert_same((net, optimizer), trained(3, device=device))
 
 
-class Breaking(Callback):
-    """The disk fails in the optimizer's step of the third batch."""
+def of_gradients():
+    """Whether a transfer is one of a gradient on its way to the disk."""
+    return threading.current_thread().name.startswith("superpipeline-gradients")
 
-    def __init__(self, monkeypatch, call):
-        self.monkeypatch, self.call = monkeypatch, call
+
+class Breaking(Callback):
+    """The disk fails in the third batch: in the optimizer's step, or under gradients."""
+
+    def __init__(self, monkeypatch, call, under_gradients):
+        self.monkeypatch, self.call, self.under_gradients = monkeypatch, call, under_gradients
 
     def on_train_batch_start(self, trainer, module, batch, number):
         if number == 2:
-            self.monkeypatch.setattr(os, self.call, failing(self.call, 2))
+            broken = failing(self.call, 2, counts=lambda: of_gradients() == self.under_gradients)
+            self.monkeypatch.setattr(os, self.call, broken)
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize(
+    "call, under_gradients, failed",
+    [
+        ("preadv", False, "could not be read"),  # on the way up, too
+        ("pwritev", False, r"had stepped \d+ of \d+ parameters"),
+        ("pwritev", True, "could not be written"),
+    ],
+)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.few(1)
-def test_a_disk_that_fails_in_a_fit_names_the_checkpoint_to_go_on_from(call, overlap, tmp_path, monkeypatch):
+def test_a_disk_that_fails_in_a_fit_names_the_checkpoint_to_go_on_from(
+    call, under_gradients, failed, overlap, tmp_path, monkeypatch
+):
     case = models.case("mlp")
     options = {"host_budget": "0B", "disk": os.getcwd(), "optimizer_overlap": overlap}
     trainer = L.Trainer(
@@ -521,11 +537,10 @@ def test_a_disk_that_fails_in_a_fit_names_the_checkpoint_to_go_on_from(call, ove
         max_epochs=1,
         callbacks=[
             L.pytorch.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1),
-            Breaking(monkeypatch, call),
+            Breaking(monkeypatch, call, under_gradients),
         ],
     )
     module = models.ZooModule(case, optimizer="adamw")
-    failed = r"had stepped \d+ of \d+ parameters" if call == "pwritev" else "could not be read"  # on the way up, too
     with pytest.raises(DiskError, match=failed + r".*go on from the last checkpoint, .*kept.*step=2\.ckpt"):
         trainer.fit(module, models.loader(case, 6))
     assert all(type(p) is nn.Parameter for p in module.parameters())
