@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.tensors import is_zero_tensor, storage_id
+from ..compat.tensors import FLATTEN, arrived, is_zero_tensor, storage_id
 from ..core.telemetry import Counters
 from ..core.unit_numbers import ALIGNMENT, aligned
 from ..memory.device import Device
@@ -104,13 +104,16 @@ class Offload:
         """Start a tensor's way down, and return what stands for it.
 
         Tensors saved outside of units, small ones, those on another device, and those that are more or less than their
-        bytes (sparse, conjugated) stay as they are.
+        bytes (sparse, conjugated, made of tensors) stay as they are.
         """
         if not self.active or not self.device.holds(tensor) or tensor.layout is not torch.strided:
             return tensor
         if tensor.is_nested or tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):
             return tensor
-        span = _span(tensor)
+        source = arrived(tensor) if hasattr(type(tensor), FLATTEN) else tensor
+        if hasattr(type(source), FLATTEN):
+            return tensor
+        span = _span(source)
         if span.numel() * span.element_size() < ALIGNMENT:
             return tensor
         place = storage_id(span.untyped_storage()), span.storage_offset()

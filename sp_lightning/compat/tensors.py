@@ -274,8 +274,12 @@ def is_fully_sharded(module: object) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, once a collective that makes it is done."""
-    local: Any = vars(sys.modules[_DTENSORS].DTensor)["_local_tensor"].__get__(tensor)
-    return local.wait() if hasattr(local, "trigger_wait") else local  # type: ignore[no-any-return]
+    return arrived(vars(sys.modules[_DTENSORS].DTensor)["_local_tensor"].__get__(tensor))
+
+
+def arrived(tensor: Any) -> Tensor:
+    """Return what a collective makes, once that is done; any other tensor as it is."""
+    return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor  # type: ignore[no-any-return]
 
 
 def spec_of(tensor: Tensor) -> Any:

@@ -28,6 +28,7 @@ def check(name, simulated, options, **settings):
         ("in blocks", RECOMPUTE, {"accumulate": 2}),
         ("in blocks", OFFLOAD, {"kind": "several"}),
         ("in blocks", BOTH, {}),
+        ("cut words", OFFLOAD, {"accumulate": 2}),
         ("in sequence", KEEP, {"accumulate": 5}),
         ("in sequence", RECOMPUTE, {"accumulate": 3, "clip": 0.1}),
         ("read outside", KEEP, {"accumulate": 2, "freezes": True}),
@@ -90,6 +91,7 @@ def test_a_plan_refuses_what_a_run_with_shards_does():
         ("in sequence", KEEP, {"accumulate": 3, "clip": 0.1}),
         ("in sequence", BOTH, {"kind": "several", "accumulate": 2}),
         ("tied", OFFLOAD, {"accumulate": 2, "clip": 0.1}),
+        ("cut words", OFFLOAD, {}),
         ("sharded loss", RECOMPUTE, {"clip": 0.1}),
         ("llama", {"window": 2}, {"accumulate": 2}),
         ("vit", OFFLOAD, {}),
@@ -111,22 +113,52 @@ def test_a_ranks_host_holds_its_shards_once():
         assert found["in slabs"]
 
 
-@pytest.mark.parametrize("to_stream", [True, False])
-@pytest.mark.parametrize("kind", ["foreach", "several"])
-def test_a_run_goes_on_plainly_and_streamed(to_stream, kind):
-    assert processes.run(2, sharded.resumed, "in sequence", to_stream, kind) == [[], []]
+@pytest.mark.parametrize(
+    ("streams", "kind", "simulated"),
+    [
+        ((False, True), "foreach", False),
+        ((True, False), "several", False),
+        pytest.param((True, False), "foreach", False, marks=pytest.mark.slow),
+        pytest.param((False, True), "several", False, marks=pytest.mark.slow),
+        pytest.param((True, True), "several", True, marks=DEVICE),
+    ],
+)
+def test_a_run_goes_on_plainly_and_streamed(streams, kind, simulated):
+    assert processes.run(2, sharded.resumed, "in sequence", streams, kind, simulated) == [[], []]
+
+
+def on_a_grid(name, options, simulated=False, often=False, **settings):
+    marks = [pytest.mark.simgpu] * simulated + [pytest.mark.slow] * (not often)
+    return pytest.param(name, simulated, options, settings, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("name", "simulated", "options", "settings"),
     [
-        ("in blocks", False, KEEP, {}),
-        ("in blocks", False, RECOMPUTE, {"accumulate": 2}),
-        ("in sequence", False, OFFLOAD, {"accumulate": 3}),
-        ("llama", False, KEEP, {}),
-        ("skipping", False, {"window": 2}, {"accumulate": 2}),
-        ("in sequence", False, KEEP, {"clip": 0.1}),
-        pytest.param("in sequence", True, KEEP, {}, marks=pytest.mark.simgpu),
+        on_a_grid("in blocks", KEEP, often=True),
+        on_a_grid("in blocks", RECOMPUTE, often=True, accumulate=2),
+        on_a_grid("in sequence", OFFLOAD, often=True, accumulate=3),
+        on_a_grid("llama", KEEP, often=True),
+        on_a_grid("skipping", {"window": 2}, often=True, accumulate=2),
+        on_a_grid("in sequence", KEEP, often=True, clip=0.1),
+        on_a_grid("in sequence", KEEP, often=True, simulated=True),
+        on_a_grid("in sequence", BOTH, accumulate=2, kind="several", clip=0.1),
+        on_a_grid("in sequence", RECOMPUTE, resumes=True, accumulate=2),
+        on_a_grid("tied", KEEP, accumulate=2, clip=0.1),
+        on_a_grid("tied", OFFLOAD, kind="foreach", resumes=True),
+        on_a_grid("sharded loss", KEEP, accumulate=2, clip=0.1),
+        on_a_grid("sharded loss", BOTH, kind="several", resumes=True),
+        on_a_grid("llama", RECOMPUTE, accumulate=2, kind="several", resumes=True),
+        on_a_grid("vit", OFFLOAD, accumulate=2),
+        on_a_grid("images vit", RECOMPUTE, kind="several"),
+        on_a_grid("in sequence", OFFLOAD, simulated=True, accumulate=3, clip=0.1),
+        on_a_grid("in sequence", RECOMPUTE, simulated=True, kind="several", resumes=True),
+        on_a_grid("tied", BOTH, simulated=True, accumulate=2, clip=0.1),
+        on_a_grid("sharded loss", OFFLOAD, simulated=True, accumulate=2, clip=0.1, resumes=True),
+        on_a_grid("llama", BOTH, simulated=True, accumulate=2, kind="several"),
+        on_a_grid("skipping", OFFLOAD, simulated=True, accumulate=2),
+        on_a_grid("vit", RECOMPUTE, simulated=True, kind="several", resumes=True),
+        on_a_grid("images vit", {"window": 2, "transfer": 2}, simulated=True, accumulate=2),
     ],
 )
 def test_two_by_two_ranks_are_ddp_over_the_same_shards(name, simulated, options, settings):

@@ -68,6 +68,12 @@ def in_blocks(mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def with_cut_words(mesh: DeviceMesh) -> nn.Module:
+    """Words come from all ranks, to a norm that is plain: it saves what is perhaps still on its way."""
+    words = RowwiseParallel(input_layouts=Replicate())
+    return parallelize_module(in_blocks(mesh), mesh, {"0": words})
+
+
 def in_sequence(mesh: DeviceMesh, head: Any = None) -> nn.Module:
     """Every parameter is a DTensor; norms see a part of the sequence, and their gradients are partial sums."""
     model = stack()
@@ -285,6 +291,7 @@ def skipping(mesh: DeviceMesh) -> nn.Module:
 
 MAKERS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "in blocks": in_blocks,
+    "cut words": with_cut_words,
     "in sequence": in_sequence,
     "skipping": skipping,
     "tied": tied,
@@ -482,29 +489,27 @@ def compare(
     }
 
 
-def resumed(name: str, to_stream: bool, kind: str) -> list[str]:
-    """Train halfway plainly and go on streaming, or the other way round; return what differs from a plain run."""
-    mesh, _, device = begin(False)
+def resumed(name: str, streams: tuple[bool, bool], kind: str, simulated: bool) -> list[str]:
+    """Train one half plainly or streamed, and then the other; return what differs from a plain run."""
+    theirs, ours, device = begin(simulated)
     settings: dict[str, Any] = {"steps": 2, "accumulate": 2, "clip": None, "sharded_loss": False}
 
-    def halfway(model: nn.Module, state: Any) -> tuple[dict[str, Any], Any]:
-        stepped_by = optimizers(model, kind)
-        if state is not None:
-            model.load_state_dict(state[0])
-            for optimizer, loaded in zip(stepped_by, state[1], strict=True):
-                optimizer.load_state_dict(loaded)
-        found = dict(train(model, stepped_by, device, seed=1 if state is None else 2, **settings))
-        return found, copy.deepcopy((model.state_dict(), [optimizer.state_dict() for optimizer in stepped_by]))
+    def halfway(to_stream: bool, state: Any) -> tuple[dict[str, Any], Any]:
+        model = made(name, ours if to_stream else theirs)
+        at = device if to_stream else HOST
+        with sp_lightning.stream(model, at, window=1) if to_stream else contextlib.nullcontext():
+            stepped_by = optimizers(model, kind)
+            if state is not None:
+                model.load_state_dict(state[0])
+                for optimizer, loaded in zip(stepped_by, state[1], strict=True):
+                    optimizer.load_state_dict(loaded)
+            found = dict(train(model, stepped_by, at, seed=1 if state is None else 2, **settings))
+            return found, copy.deepcopy((model.state_dict(), [optimizer.state_dict() for optimizer in stepped_by]))
 
-    def streamed(model: nn.Module, state: Any) -> tuple[dict[str, Any], Any]:
-        with sp_lightning.stream(model, device, window=1):
-            return halfway(model, state)
-
-    expected, state = halfway(made(name, mesh), None)
-    then, _ = halfway(made(name, mesh), state)
-    first, second = (halfway, streamed) if to_stream else (streamed, halfway)
-    found, state = first(made(name, mesh), None)
-    went_on, _ = second(made(name, mesh), state)
+    expected, state = halfway(False, None)
+    then, _ = halfway(False, state)
+    found, state = halfway(streams[0], None)
+    went_on, _ = halfway(streams[1], state)
     return difference(expected, found) + difference(then, went_on)
 
 
@@ -526,10 +531,12 @@ class FromLocal(nn.Module):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
+    shards: dict[Any, nn.Parameter] = {}  # one for each parameter, which may be tied
     for module in list(model.modules()):
         for name, parameter in list(module._parameters.items()):
             if isinstance(parameter, DTensor):
                 shard = nn.Parameter(local(parameter).detach().clone(), parameter.requires_grad)
+                shard = shards.setdefault(parameter, shard)
                 delattr(module, name)
                 module.register_parameter(name, shard)
                 parametrize.register_parametrization(module, name, FromLocal(parameter), unsafe=True)
@@ -538,15 +545,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def as_dtensors(model: nn.Module) -> list[Tensor]:
     """List a model's parameters, and of those of `unwrapped` DTensors over them, with gradients over theirs."""
-    found: list[Tensor] = []
+    makers: dict[Any, Any] = {}
     for module in model.modules():
         lists: Any = getattr(module, "parametrizations", {})
-        makers, originals = [one[0] for one in lists.values()], [one.original for one in lists.values()]
-        for maker, one in zip(makers, originals, strict=True):
-            with torch.no_grad():
-                made = maker(one.detach()).requires_grad_(one.requires_grad)
-                made.grad = maker(one.grad)
-            found.append(made)
+        makers |= {one.original: one[0] for one in lists.values()}
+    found: list[Tensor] = []
+    for one, maker in makers.items():
+        with torch.no_grad():
+            made = maker(one.detach()).requires_grad_(one.requires_grad)
+            made.grad = None if one.grad is None else maker(one.grad)
+        found.append(made)
     return found or list(model.parameters())
 
 
@@ -557,36 +565,41 @@ def plainly_named(name: str) -> str:
 def train_both_ways(
     model: nn.Module,
     called: Any,
-    replica: int,
+    stepped_by: list[torch.optim.Optimizer],
+    seed: int,
     device: torch.device,
+    no_sync: Any,
     steps: int,
     accumulate: int,
-    no_sync: Any,
     clip: float | None,
+    sharded_loss: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Train with data of this replica's own, and yield this rank's part of everything."""
-    draw = torch.Generator().manual_seed(replica)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, foreach=False)
+    """Train with data of this seed, and yield this rank's part of everything."""
+    draw = torch.Generator().manual_seed(seed)
     for step in range(steps):
         for batch in range(accumulate):
             words = torch.randint(WORDS, (3, 8), generator=draw).to(device)
             with no_sync() if batch + 1 < accumulate else contextlib.nullcontext():
-                loss = F.cross_entropy(called(words).flatten(0, 1), words.flatten())
-                loss.backward()  # type: ignore[no-untyped-call]
-            yield f"{step}.{batch} loss", loss.detach().cpu().clone()
+                with loss_parallel() if sharded_loss else contextlib.nullcontext():
+                    loss = F.cross_entropy(called(words).flatten(0, 1), words.flatten())
+                    loss.backward()  # type: ignore[no-untyped-call]
+            yield f"{step}.{batch} loss", local(loss).detach().cpu().clone()
         if clip is not None:
             yield from seen(f"{step} norm", nn.utils.clip_grad_norm_(as_dtensors(model), clip))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, parameter in trained.items():
             assert parameter.grad is not None
             yield f"{step} gradient of {plainly_named(name)}", local(parameter.grad).detach().cpu().clone()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in stepped_by:
+            optimizer.step()
+            optimizer.zero_grad()
         for name, parameter in model.named_parameters():
             yield f"{step} {plainly_named(name)}", local(parameter).detach().cpu().clone()
-    for name, parameter in trained.items():
-        for key, value in optimizer.state[parameter].items():
-            yield f"{key} of {plainly_named(name)}", local(value).detach().cpu().clone()
+    names = {parameter: name for name, parameter in trained.items()}
+    for optimizer in stepped_by:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                yield f"{key} of {plainly_named(names[parameter])}", local(value).detach().cpu().clone()
 
 
 def grid(simulated: bool) -> tuple[DeviceMesh, DeviceMesh, torch.device]:
@@ -599,22 +612,59 @@ def grid(simulated: bool) -> tuple[DeviceMesh, DeviceMesh, torch.device]:
 
 
 def compare_on_a_grid(
-    name: str, simulated: bool, options: dict[str, Any], accumulate: int = 1, steps: int = 3, clip: float | None = None
+    name: str,
+    simulated: bool,
+    options: dict[str, Any],
+    kind: str = "loop",
+    accumulate: int = 1,
+    steps: int = 3,
+    clip: float | None = None,
+    resumes: bool = False,
 ) -> dict[str, Any]:
-    """Train on two by two ranks: under DDP over shards, and streamed with the group of the data axis."""
+    """Train on two by two ranks: under DDP over shards, and streamed with the group of the data axis.
+
+    ``resumes``: with a new model for each half, which goes on from the state of the one before.
+    """
     theirs, ours, device = grid(simulated)
     replica = theirs["dp"].get_local_rank()
-    plain = unwrapped(made(name, theirs["tp"]))
-    ddp = nn.parallel.DistributedDataParallel(
-        plain, process_group=theirs["dp"].get_group(), find_unused_parameters=name == "skipping"
-    )
-    expected = dict(train_both_ways(plain, ddp, replica, HOST, steps, accumulate, ddp.no_sync, clip))
-    model = made(name, ours["tp"])
-    with sp_lightning.stream(model, device, group=ours["dp"].get_group(), **({"window": 1} | options)) as handle:
-        found = dict(train_both_ways(model, model, replica, device, steps, accumulate, handle.no_sync, clip))
-        shared = all(unit.store.slab.is_shared for unit in handle.engine.units)
-        fetches = handle.stats()["fetches"]
-    return {"differ": difference(expected, found), "seen": len(expected), "shared": shared, "fetches": fetches}
+    how = steps, accumulate, clip, name == "sharded loss"
+
+    def halves(half: Callable[[Any, int], Iterator[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+        found, state = {}, None
+        for part in range(1 + resumes):
+            for key, value in half(state, 10 * part + replica):
+                if key == "state":
+                    state = value
+                else:
+                    found[f"{part}: {key}"] = value
+        return found
+
+    def trained(model: nn.Module, state: Any, *run: Any) -> Iterator[tuple[str, Any]]:
+        stepped_by = optimizers(model, kind)
+        if state is not None:
+            model.load_state_dict(state[0])
+            for optimizer, loaded in zip(stepped_by, state[1], strict=True):
+                optimizer.load_state_dict(loaded)
+        yield from train_both_ways(model, run[0], stepped_by, *run[1:], *how)
+        yield "state", copy.deepcopy((model.state_dict(), [optimizer.state_dict() for optimizer in stepped_by]))
+
+    def plainly(state: Any, seed: int) -> Iterator[tuple[str, Any]]:
+        plain = unwrapped(made(name, theirs["tp"]))
+        group, unused = theirs["dp"].get_group(), name == "skipping"
+        ddp = nn.parallel.DistributedDataParallel(plain, process_group=group, find_unused_parameters=unused)
+        yield from trained(plain, state, ddp, seed, HOST, ddp.no_sync)
+
+    figures: dict[str, Any] = {}
+
+    def streamed(state: Any, seed: int) -> Iterator[tuple[str, Any]]:
+        model = made(name, ours["tp"])
+        with sp_lightning.stream(model, device, group=ours["dp"].get_group(), **({"window": 1} | options)) as handle:
+            yield from trained(model, state, model, seed, device, handle.no_sync)
+            figures["shared"] = all(unit.store.slab.is_shared for unit in handle.engine.units)
+            figures["fetches"] = handle.stats()["fetches"]
+
+    expected, found = halves(plainly), halves(streamed)
+    return {"differ": difference(expected, found), "seen": len(expected), **figures}
 
 
 def mixed_up() -> str:
