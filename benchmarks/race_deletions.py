@@ -38,8 +38,8 @@ TESTS = (
     _KEPT,
 )
 _OF_RANKS = (
-    "waits deferred_steps nodes schedules stream_by_hand features_with_ddp refusals failures fabric_with_ddp "
-    "parity_with_ddp tensor_parallel".split()
+    "waits steps_in_backward deferred_steps nodes schedules stream_by_hand features_with_ddp refusals failures "
+    "fabric_with_ddp parity_with_ddp tensor_parallel".split()
 )
 TESTS_OF_RANKS = tuple(f"tests/ranks/test_{name}.py" for name in _OF_RANKS)
 GUIDE = ROOT / "CONTRIBUTING.md"
@@ -57,7 +57,8 @@ BESIDE |= {"observe/disk_speed.py"}
 OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_any"}
 OF_RANKS |= {"_meet_handling", "_wait_for_all", "_end_job", "wait_beside"}
 OF_RANKS |= {"wait_for_nodes", "alike", "_wait_for_nodes", "_join"}  # of those of other machines
-OF_RANKS |= {"_all_at"}  # it says, where units are summed, which are not due yet
+OF_RANKS |= {"_all_at", "_all_would_step"}  # they say, where units are summed, which are not due yet, or stepped later
+OF_RANKS |= {"all_summed"}
 BETWEEN_RANKS = {
     f"ranks/{name}.py" for name in ("board", "exchange", "sharded_step", "team", "transport", "user_edits")
 }

@@ -211,7 +211,6 @@ def several_devices() -> str:
                 schedule,
                 machine,
                 activations="recompute",
-                optimizer_overlap=False,
                 steps_into_forward=True,
                 ranks=ranks,
             )
@@ -306,7 +305,7 @@ def report() -> str:
         ),
         "5. Several devices over one host copy": (
             "8.03e9 parameters, AdamW. The floor leaves compute out; these tokens on each device hide it. Steps are "
-            "llama3-8b's, with 8.2k tokens on each device and recompute, and the optimizer beside the next forward.",
+            "llama3-8b's, with 8.2k tokens on each device and recompute.",
             "The consumer's host memory has 100 GB/s, the server's 400.",
             several_devices(),
         ),

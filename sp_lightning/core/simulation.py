@@ -311,7 +311,7 @@ def floor(
             sum(unit.trained * unit.state_written_nbytes for unit in rest),
         ),
         duplex=machine.duplex,
-        chain=max(_chain(units, machine, recompute, nodes), _apart(units, window, machine, recompute)),
+        chain=max(_chain(units, machine, recompute, nodes), _apart(units, window, machine, recompute, ranks)),
         link=both_ways(ups, downs, machine) * any(unit.step_up_nbytes for unit in units),
         network=sum(_network_s(unit, machine, nodes) for unit in rest),
         first_network=_network_s(first, machine, nodes),
@@ -325,23 +325,27 @@ def both_ways(up_nbytes: float, down_nbytes: float, machine: Machine) -> float:
     return max(up, down) + min(up, down) * (1 / machine.duplex - 1)
 
 
-def _apart(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute: bool) -> float:
+def _apart(units: Sequence[UnitNumbers], window: int, machine: Machine, recompute: bool, ranks: int) -> float:
     """Compute the longest sum of compute and of copies that cannot run beside it, in seconds.
 
     From a streamed unit's forward to the end of its backward it computes, and the units behind it. Beside that the link
     moves what is theirs, and brings earlier units for their backward, as many as the window has room for beside the
-    unit. All other copies of it and of earlier units are over by then, or begin later.
+    unit. All other copies of it and of earlier units are over by then, or begin later, and so do their steps: with
+    several ranks all that takes the time of the host's memory.
     """
     if not has_backward(units):
         return 0.0
     left = math.fsum(unit.forward_s(machine) * (1 + recompute) + unit.backward_s(machine) for unit in units)
-    longest, up, down, earlier = 0.0, 0.0, 0.0, deque[int]()  # bytes that the last units loaded again have
+    longest, up, down, stepped = 0.0, 0.0, 0.0, 0.0
+    earlier = deque[int]()  # bytes that the last units loaded again have
     for unit in units:
         if unit.trained:
             up += unit.up_nbytes + unit.step_up_nbytes
             down += unit.down_nbytes + unit.step_down_nbytes
+            stepped += unit.step_in_memory_s(machine)
         if not unit.resident:
-            longest = max(longest, left + both_ways(up, down, machine))
+            host = ranks * (up + DOWN_ACCESSES * down) / machine.dram_bytes_per_s + stepped if ranks > 1 else 0.0
+            longest = max(longest, left + max(both_ways(up, down, machine), host))
             earlier.append(unit.up_nbytes)
             if len(earlier) >= window:
                 up += earlier.popleft()

@@ -144,8 +144,14 @@ class GradientExchange(Protocol):
     def reached(self, parameters: Iterable[Tensor]) -> None:
         """Note parameters whose gradients came in a backward, whether it is exchanged or not."""
 
-    def submit(self, store: HostCopy, arriving: Arriving, places: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """Have a unit's gradients posted when they have arrived in these places."""
+    def submit(
+        self,
+        store: HostCopy,
+        arriving: Arriving,
+        places: Sequence[tuple[int, Tensor, Tensor]],
+        step: PendingStep | None,
+    ) -> None:
+        """Have a unit's gradients posted when they have arrived in these places, for a step once they are summed."""
 
 
 class GradientReturn:
@@ -256,9 +262,10 @@ class GradientReturn:
             self.exchange.reached(transfer.parameters)
         if exchange is not None:
             named = zip(indices, places, strict=True)
-            exchange.submit(store, transfer, [(i, place.flat, place.tensor) for i, place in named])
-        elif step is not None and not self._under_way:
-            step.submit(store, transfer)
+            exchange.submit(store, transfer, [(i, place.flat, place.tensor) for i, place in named], step)
+        elif step is not None and self.exchange is None and not self._under_way:
+            step.promise(store)
+            step.take(store, transfer)
         else:
             self._under_way.append(transfer)
 

@@ -33,7 +33,11 @@
 9. Where the CPU computes with several threads, nothing is stepped beside other work: threads of both sides would wait
    for each other on cores that one side can fill alone.
 10. Where several ranks step a part of each parameter, a unit's step is done once all have stepped theirs. `Parts` says
-    what this process steps, and waits for what others do. Where nobody else steps, it steps all.
+    what this process steps, and waits for what others do. A deferred unit is hidden until all are done with it. One of
+    which this process has nothing left to step comes to no thread: it has told the others so, and an error from then on
+    would tear a step that they save. Where nobody else steps, it steps all. Others have to agree to a step beside
+    backward: a unit is *promised* when its gradients leave the device, and comes to the thread when they are summed, if
+    it does. While the parts are *open*, units may come, and nobody waits for the step.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import itertools
 import logging
 import operator
 import os
@@ -87,6 +92,8 @@ MESSAGE = (
 )
 _HALF = float("0.5")  # made at run time: no compiler may fold products of it
 _urgency = operator.attrgetter("urgency")
+_NOTHING_LEFT: Future[None] = Future()  # the job of a unit of which this process has nothing to step
+_NOTHING_LEFT.set_result(None)
 
 
 class CannotDefer(Exception):
@@ -120,8 +127,13 @@ class Parts:
     """Which part of each parameter this process steps: all of it; ranks override this (sharded_step.py; Rule 10)."""
 
     is_all = True
+    is_open = False  # whether units may come that are promised (Rule 10)
+    may_be_torn = False  # whether another process may have stepped its part of one
     pieces: Mapping[int, SteppedPiece] = {}  # of parameters, by their ids, of which it steps another tensor
     stepped = staticmethod(HostCopy.after_step)  # called on the thread when its part of a unit is stepped
+
+    def take_up(self, params: Sequence[Tensor], state: Mapping[Tensor, State]) -> None:
+        """Take up parameters that the thread begins to step beside backward, with their state."""
 
     def check(self) -> None:
         """Raise CannotDefer if the step as a whole cannot be deferred."""
@@ -158,9 +170,9 @@ class HostThread:
         """Whether the calling thread is an optimizer thread."""
         return threading.current_thread().name.startswith(THREAD)
 
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Queue work behind all that was submitted before; it runs with the caller's settings (Rule 2)."""
-        return self._pool.submit(_with_settings, work, _flushes_denormals(), torch.get_num_threads())
+    def submit(self, work: Callable[[], None], settings: tuple[bool, int] | None = None) -> Future[None]:
+        """Queue work behind all that was submitted before; it runs with these settings, or the caller's (Rule 2)."""
+        return self._pool.submit(_with_settings, work, *(settings or _settings()))
 
     def close(self) -> None:
         """End the thread after the queued work."""
@@ -174,9 +186,12 @@ def _with_settings(work: Callable[[], None], flushes: bool, threads: int) -> Non
     work()
 
 
-def _flushes_denormals() -> bool:
-    """Whether this thread flushes denormal numbers to zero: torch sets this and has no way to read it."""
-    return sys.float_info.min * _HALF == 0.0
+def _settings() -> tuple[bool, int]:
+    """Return this thread's settings that change results (Rule 2).
+
+    One is whether it flushes denormal numbers to zero: torch sets this and has no way to read it.
+    """
+    return sys.float_info.min * _HALF == 0.0, torch.get_num_threads()
 
 
 @dataclass(eq=False)
@@ -192,7 +207,7 @@ class _Unit:
     data: dict[int, Tensor] = field(default_factory=dict)  # of vacant parameters, by index in the unit
     placeholders: dict[int, Tensor] = field(default_factory=dict)  # their data meanwhile
     conversions: dict[int, Conversion] = field(default_factory=dict)  # of what was stepped, by index in the unit
-    job: Any = None  # after which a deferred unit is stepped
+    job: Future[None] = _NOTHING_LEFT  # after which a deferred unit is stepped
 
     def has_arrived(self) -> bool:
         """Whether the unit can be stepped without waiting."""
@@ -257,9 +272,11 @@ class PendingStep:
         self.given_up = ""  # why nothing is stepped in backward, for the log
         self._guard: Any = None
         self._numbers: dict[int, list[int]] = {}  # of each parameter's groups: one that is in two is stepped twice
-        self._options: Any = None  # of the groups, when the first unit was submitted
+        self._options: Any = None  # of the groups, when the first unit was promised
+        self._settings = False, 1  # of the thread that has units stepped (Rule 2)
         self._queue: list[_Unit] = []  # to be stepped, without the one that is being stepped, the most urgent one last
-        self.submitted: dict[HostCopy, None] = {}  # in backward, in this order
+        self.submitted: dict[HostCopy, None] = {}  # promised in backward, in this order
+        self._places = itertools.count(1)  # in the order in which units came to the thread in backward
         self._jobs: list[Future[None]] = []  # to be waited for
         self._deferred: dict[HostCopy, _Unit] = {}
         self._failed = False
@@ -267,7 +284,8 @@ class PendingStep:
         self._writes = False  # since the thread stepped a parameter
         self.has_ended = False  # but for what is deferred: the optimizer's own step returned
         self._leaving = False  # the thread ends with the part that it is at (Rule 3)
-        self._lock = threading.Lock()  # guards the queue, the jobs and the flag above
+        self._takes_units = True  # until the step is over, or fails
+        self._lock = threading.Lock()  # guards the queue, the jobs and the two flags above
         self._waiting = threading.RLock()  # guards the waits of several threads
 
     @property
@@ -304,7 +322,7 @@ class PendingStep:
 
     def finish(self) -> None:
         """Wait for all that is pending, or leave to the optimizer's code what the thread did not reach (Rule 3)."""
-        if self not in self._access.gradients or HostThread.is_current():
+        if self not in self._access.gradients or self._parts.is_open or HostThread.is_current():
             return
         with self._waiting, self._stall(self._jobs, self._deferred.values()), quietly():
             if self._queue and not self._deferred and self._may_defer():
@@ -339,11 +357,13 @@ class PendingStep:
 
     def fail(self, error: BaseException) -> None:
         """End a step in which the user's code, or the thread, raised an error."""
-        optimizer, params = self.optimizer, self.params
+        optimizer, params, may_be_torn = self.optimizer, self.params, self._parts.may_be_torn
+        with self._lock:
+            self._takes_units = self._parts.is_open = False
         with contextlib.suppress(Exception):  # the caller raises the first error
             self.finish()
-        if self._writes and not self.has_ended and optimizer is not None:
-            torn_step.tear(optimizer, len(params), error)
+        if (self._writes or may_be_torn) and not self.has_ended and optimizer is not None:
+            torn_step.tear(optimizer, "some" if may_be_torn else len(params), error)
 
     @property
     def _count(self) -> int:
@@ -359,6 +379,8 @@ class PendingStep:
 
     def close(self) -> None:
         """Forget the optimizer: nothing is pending. Safe twice."""
+        with self._lock:
+            self._takes_units = self._parts.is_open = False
         self.give_back()
         self.optimizer = self._source = None
         self._may_defer = bool
@@ -367,6 +389,7 @@ class PendingStep:
         self._left((*self._deferred, *self.submitted))
         _cancel(self._queue)
         self._queue, self._deferred = [], {}
+        self._parts = WHOLE
         self.params = self.stepped = set()
 
     def _left(self, stores: Iterable[HostCopy]) -> None:
@@ -398,16 +421,25 @@ class PendingStep:
             self._guard.give_back()
             self._guard = None
 
-    def submit(self, store: HostCopy, gradients: Arriving) -> None:
-        """Have a unit's parameters stepped, and its wire copies converted, when its gradients have arrived."""
+    def promise(self, store: HostCopy, parts: Parts = WHOLE) -> None:
+        """Note a unit to be stepped in these parts when it comes to the thread, and this thread's settings."""
+        self._parts, self._settings = parts, _settings()
         if self._options is None:
             self._options = _options(self.optimizer)
             for number, group in enumerate(self.optimizer.param_groups):
                 for param in group["params"]:
                     self._numbers.setdefault(id(param), []).append(number)
         self.submitted[store] = None
+        self._access.gradients.add(self)
+        self._access.steps[store] = self
+
+    def take(self, store: HostCopy, gradients: Arriving) -> None:
+        """Have a promised unit stepped, and its wire copies converted, when its gradients have arrived.
+
+        On any thread, and unless the step failed.
+        """
         timed = self._counters.listener.work("optimizer", store.unit.name, "step")
-        self._enqueue(_Unit(store, len(self.submitted), timed, gradients))
+        self._enqueue(_Unit(store, next(self._places), timed, gradients))
 
     def _leave(self) -> None:
         """Leave the queued units to the step. The thread still ends the part that it is stepping (Rule 3)."""
@@ -426,7 +458,16 @@ class PendingStep:
         with self._lock:  # units submitted meanwhile need their jobs
             self._jobs = [job for job in self._jobs if self._queue or not job.cancel()]
 
-    def _may_step(self, param: Any) -> bool:
+    def numbers_of(self, param: Any) -> list[int]:
+        """Return the numbers of the groups in which a parameter is."""
+        return self._numbers.get(id(param), [])
+
+    def state_of(self, param: Any) -> State:
+        """Return a parameter's state, while all state is guarded."""
+        state: State = self._guard.state.get(param, {})
+        return state
+
+    def may_step(self, param: Any) -> bool:
         """Whether the thread may step this parameter: it is the optimizer's, with state of its own (Rules 4 and 5)."""
         groups = [self._source.param_groups[number] for number in self._numbers.get(id(param), [])]
         if self._guard.state.get(param):
@@ -437,10 +478,14 @@ class PendingStep:
 
     def _enqueue(self, unit: _Unit) -> None:
         with self._lock:
-            bisect.insort(self._queue, unit, key=_urgency)
+            if not self._takes_units:
+                return
             self._access.gradients.add(self)
             self._access.steps[unit.store] = self
-            unit.job = self._thread.submit(self._step_next)
+            if unit.gradients is None and not unit.left:  # it is hidden for what others step (Rule 10)
+                return
+            bisect.insort(self._queue, unit, key=_urgency)
+            unit.job = self._thread.submit(self._step_next, self._settings)
             self._jobs.append(unit.job)
 
     def _take(self) -> _Unit | None:
@@ -467,7 +512,9 @@ class PendingStep:
     def _step_part(self, unit: _Unit) -> None:
         if unit.gradients is not None:
             unit.land()
-            unit.left = [param for param in unit.left if self._may_step(param)]
+            unit.left = [param for param in unit.left if self.may_step(param)]
+            if not self._parts.is_all:
+                self._parts.take_up(unit.left, self._guard.state)
             unit.part = sum(map(Tensor.numel, unit.left)) // PARTS
         part = unit.next_part()
         self._writes = self._writes or bool(part)
@@ -505,7 +552,7 @@ class PendingStep:
         ``is_own`` tells whether only the parameter refers to its gradient.
         """
         self.give_back()
-        self._parts = parts
+        self._parts, self._settings = parts, _settings()
         if self.stepped and self._options != _options(self.optimizer):
             raise ExactnessError(
                 "the optimizer's options were changed in backward, when it had stepped some parameters with what they "
@@ -514,15 +561,15 @@ class PendingStep:
         streamed = {key: store for store in order for key in store.index_of}
         groups = self._groups_without(self.stepped)
         with quietly():
-            left = [
+            to_hide = [  # also what others step yet (Rule 10)
                 (streamed[id(param)], number, param)
-                for number, group in enumerate(groups)
+                for number, group in enumerate(groups if parts.is_all else self.optimizer.param_groups)
                 for param in group["params"]
                 if id(param) in streamed and true_grad(param) is not None
             ]
-            if left and self._may_defer():
+            if to_hide and self._may_defer():
                 try:
-                    units = self._prepare(order, left, is_own)
+                    units = self._prepare(order, to_hide, is_own)
                 except CannotDefer as reason:
                     self._say(WHOLE_STEP, str(reason))
                 else:
@@ -535,7 +582,7 @@ class PendingStep:
         return [{**group, "params": [param for param in group["params"] if id(param) not in ids]} for group in groups]
 
     def _prepare(
-        self, order: Sequence[HostCopy], left: list[tuple[HostCopy, int, Any]], is_own: IsOwn
+        self, order: Sequence[HostCopy], to_hide: list[tuple[HostCopy, int, Any]], is_own: IsOwn
     ) -> dict[HostCopy, _Unit]:
         """Prepare the units to be deferred, changing no parameter and no state; raise CannotDefer (Rules 4 and 5)."""
         groups = self.optimizer.param_groups
@@ -549,7 +596,7 @@ class PendingStep:
             store: _Unit(store, -place, timed("optimizer", store.unit.name, "step"))
             for place, store in enumerate(order)
         }
-        for store, number, param in left:
+        for store, number, param in to_hide:
             index = store.index_of[id(param)]
             _check_bytes(param, store, index)
             _check_gradient(param, store.names[index])
@@ -557,10 +604,11 @@ class PendingStep:
                 raise CannotDefer(f"somebody else refers to the gradient of {store.names[index]}")
             _check_state(self.optimizer, groups[number], param, store.names[index])
             self._numbers[id(param)] = [number]
-            units[store].left.append(param)
+            if id(param) not in self.stepped:
+                units[store].left.append(param)
             units[store].data[index] = data_of(param)
             units[store].placeholders[index] = _placeholder(param, store.names[index])
-        found = {store: unit for store, unit in units.items() if unit.left}
+        found = {store: unit for store, unit in units.items() if unit.data}
         for store, unit in found.items():
             for index in set(self._parts.beside(store)).difference(unit.data):
                 _check_bytes(store.params[index], store, index)

@@ -9,13 +9,12 @@
    times those of the one that would be chosen with enough memory. A memory budget limits the window as it does in a
    run (window_choice.py, Rule 1), with the same errors.
 5. With several devices a batch, a window and bytes on the device are one rank's; the host's bytes are those of all
-   ranks together (unit_numbers.py, Rule 5), and they share its bandwidth (simulation.py, Rule 8). The optimizer does
-   not step beside backward there.
+   ranks together (unit_numbers.py, Rule 5), and they share its bandwidth (simulation.py, Rule 8).
 6. Where layers are cut into shards (tensor parallelism), a batch, a window and bytes on the device are one rank's, too;
    the host's are those of all ranks: groups with different shards share nothing. An optimizer that has shards steps
    after backward, on every rank all that it has, and keeps state of its own there (sharded.py, Rule 4).
 7. With several machines all figures but speeds are those of one of them, and each has these devices. They sum gradients
-   once in a step, over a network of the speed that was given (simulation.py, Rule 11).
+   once in a step, over a network of the speed that was given (simulation.py, Rule 11), and step after backward.
 """
 
 from __future__ import annotations
@@ -303,7 +302,7 @@ class _Planner:
             needs.costs,
             Schedule([cost.up_nbytes for cost in needs.costs], *sizes),
             machine,
-            optimizer_overlap=overlap and self.ranks * self.run.nodes == 1,
+            optimizer_overlap=overlap and self.shards == self.run.nodes == 1,
             steps_into_forward=overlap and not self.trains_shards,
             works=needs.works,
             ranks=self.ranks,

@@ -34,7 +34,6 @@ class Alone:
 
     ranks: OneRank = ONE_RANK
     rank, size = 0, 1  # on all machines
-    steps_in_backward = True  # whether optimizers may step units beside backward
     gives_weights = True  # whether the host copy takes this process's weights, not another's
 
     sharing = ONE_PROCESS  # of the host's memory

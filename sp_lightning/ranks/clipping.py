@@ -97,6 +97,10 @@ class Clipping:
         self.show()
         self._factors.clear()
 
+    def is_clipped(self, store: HostCopy, index: int) -> bool:
+        """Whether owners have to multiply a gradient yet."""
+        return (store, index) in self._factors
+
     def clipped(self, store: HostCopy, index: int, mean: Tensor) -> Tensor:
         """Return a shared gradient times the factors that its owners have not applied yet; do not change it."""
         for factor in self._factors.get((store, index), ()):

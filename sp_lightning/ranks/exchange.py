@@ -40,6 +40,9 @@
     shares of all its units before it waits for any. For 2^n ranks on each node the two trees are the one of Rule 2.
 12. What was sent cannot be taken back: after a backward that failed in between, nodes would add sums of different
     ones. So no backward follows one that failed once nodes had begun to sum.
+13. Before a rank posts a whole unit it posts a *mark*, which says how it would step that beside backward; 0: it would
+    not. An owner has its part stepped once it has summed it, if all ranks have posted the same mark. So all owners of a
+    unit decide alike, and by what each knew when it posted the unit (sharded_step.py, Rule 6).
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -68,7 +71,7 @@ from ..memory.host_copy import HostCopy
 from ..memory.layout import in_order
 from ..memory.watched_parameters import set_true_grad, true_dtype, true_grad
 from ..memory.weights import same_bytes
-from ..optim.pending_step import Arriving
+from ..optim.pending_step import Arriving, PendingStep
 from .board import AFTER_GRADIENTS, Board, Ranks
 from .shared_memory import PAGE, Box, SharedSlab, paged
 from .transport import PARTS, SUMS, Key, Message, Unpacked, packed, same_for_all
@@ -87,6 +90,30 @@ PART = 1 << 18  # elements that an owner sums at a time
 
 
 Place = tuple[int, Tensor, Tensor]  # of a gradient: its index, its region of the box, and its tensor there
+
+
+class StepsOfUnits(Protocol):
+    """The steps of units beside the backward in which they are summed (Rule 13)."""
+
+    def announce(self, store: HostCopy, step: PendingStep) -> None:
+        """Note a unit whose gradients this step may take once they are summed."""
+
+    def mark(self, store: HostCopy) -> int:
+        """Return what says how this rank would step a unit, which it posts; 0 if it would not."""
+
+    def summed(self, store: HostCopy, indices: Sequence[int]) -> None:
+        """Have a unit stepped of which this rank has summed its part, and all ranks posted the same mark."""
+
+
+class NoSteps:
+    """Steps of several machines: none is beside backward."""
+
+    def announce(self, store: HostCopy, step: PendingStep) -> None: ...
+
+    def mark(self, store: HostCopy) -> int:
+        return 0
+
+    def summed(self, store: HostCopy, indices: Sequence[int]) -> None: ...
 
 
 class _Sums:
@@ -160,7 +187,9 @@ class Exchange:
         self._done = {store: number + len(self.stores) for store, number in self._units.items()}
         self._stands = count + 2 * len(self.stores)  # the number that says whether this rank goes on (Rule 8)
         self._came_to = self._stands + 1  # that of the units to which this rank came since its forward (Rule 9)
-        self.board = Board(ranks, self._came_to + 1)
+        self._marks = {store: self._came_to + 1 + number for number, store in enumerate(self.stores)}  # Rule 13
+        self.board = Board(ranks, self._came_to + 1 + len(self.stores))
+        self.steps: StepsOfUnits = NoSteps()
         self._signs = count  # the first number of which each change says that a rank gets on
         self._ahead, self._until = AHEAD, 0  # units for which there is room, and the last exchange that has it
         nbytes = sum(paged(2 * store.host_layout.nbytes) for store in self.stores)
@@ -169,6 +198,7 @@ class Exchange:
         self._used: set[int] = set()  # ids of parameters reached since the last exchange, also in ``no_sync``
         self._slabs: dict[HostCopy, list[tuple[Tensor, GradientSlab]]] = {}  # over regions
         self._count = 0  # of exchanges
+        self.changed: set[int] = set()  # ids of parameters whose gradients user code changed, at the step that runs
         ranks.exchanges.add(self)
         self._backward: _Backward | None = None  # that runs, or whose exchange does
         self._lock = threading.RLock()  # around what both of a backward's threads change (Rule 10)
@@ -409,10 +439,14 @@ class Exchange:
                 "have summed the first ones; run one backward for each exchange, or set optimizer_overlap=False"
             )
 
-    def submit(self, store: HostCopy, arriving: Arriving, places: Sequence[Place]) -> None:
-        """Have a unit's gradients posted when they have arrived in these places of the box."""
+    def submit(
+        self, store: HostCopy, arriving: Arriving, places: Sequence[Place], step: PendingStep | None = None
+    ) -> None:
+        """Have a unit's gradients posted when they have arrived in these places of the box, perhaps for a step."""
         backward = self._backward
         assert backward is not None
+        if step is not None:
+            self.steps.announce(store, step)
         with self._lock:
             backward.has_any = True
             backward.under_way.append((store, arriving, places))
@@ -450,6 +484,7 @@ class Exchange:
             self.board.post(self._firsts[store] + index, NONE)
         for index in came:
             backward.posted[id(store.params[index])] = None  # a reference to a slot would keep it from further use
+        self.board.post(self._marks[store], self.steps.mark(store))
         self.board.post(self._units[store], self._count)
         backward.whole[store] = None
         if backward.job is None:
@@ -464,11 +499,18 @@ class Exchange:
             for store in found:
                 self._sum_unit(backward, store)
                 self.board.post(self._done[store], self._count)
+                if self._all_would_step(store):
+                    self.steps.summed(store, backward.shown[store])
             self._add_nodes(backward)
             if is_last:
                 return
             if not found:
                 time.sleep(PAUSE_S)
+
+    def _all_would_step(self, store: HostCopy) -> bool:
+        """Whether all ranks posted the same mark of a unit (Rule 13)."""
+        marks = {self.board.read(rank, self._marks[store]) for rank in range(self._ranks.size)}
+        return len(marks) == 1 and 0 not in marks
 
     def _end_job(self, backward: _Backward) -> None:
         """Wait for the thread, which sums what all ranks have posted by now."""
@@ -550,6 +592,7 @@ class Exchange:
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         written: list[str] = []
         digest = hashlib.sha256()
+        self.changed.clear()
         for store, sums in self._sums.items():
             pages = store.host_layout.indices_in(sums.slab.private())
             for index, (parameter, field) in enumerate(zip(store.params, store.host_layout.fields, strict=True)):
@@ -558,6 +601,7 @@ class Exchange:
                     continue
                 if grad is None:
                     digest.update(f"no {store.names[index]}".encode())
+                    self.changed.add(id(parameter))
                     continue
                 if id(parameter) in self._used:
                     raise ExactnessError(
@@ -570,6 +614,7 @@ class Exchange:
                 mean = clipped(store, index, flat(sums.slab.truth, field, slice(None)))
                 if not same_bytes(mine := in_order(grad, field), mean):
                     written.append(store.names[index])
+                    self.changed.add(id(parameter))
                     digest.update(f"{store.names[index]} {fingerprint(mine)}".encode())
         return Alike("changed gradients in different ways", f"changed {listed(written)}", digest.digest())
 

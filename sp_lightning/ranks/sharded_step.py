@@ -20,6 +20,13 @@
 5. A step may be deferred, but where user code wrote to the state, or refers to the bytes of any parameter of the unit,
    also of a frozen one: a write to that would get a page of its own (shared_memory.py, Rule 2), with bytes of those
    beside it from before their step. A read or write of the parameter itself waits for its unit.
+6. An owner steps a unit beside backward once it has summed its part, if all ranks would: the step may begin in
+   backward, user code wrote neither to the unit's weights nor to their state and refers to none of these, and the
+   optimizer has the same options. Each rank says so when it posts the unit (exchange.py, Rule 13), after which it reads
+   the weights no more. The thread steps with the sums themselves: ``.grad`` shows them later. Nobody needs to know
+   whether others have stepped before all come to the meeting of Rule 4. Before a rank comes there it reads the
+   optimizer's state, which waits for its thread, or leaves to the step what that did not reach (state_guard.py).
+   From a rank's first mark on an error leaves a torn step, until the exchange shows that no marks were the same.
 """
 
 from __future__ import annotations
@@ -42,11 +49,12 @@ from torch.optim import Optimizer
 from ..errors import ExactnessError
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, in_order
-from ..memory.watched_parameters import true_data, true_grad
-from ..optim.pending_step import CannotDefer, Parts
-from ..optim.pieces import ELEMENTWISE, Group, State, takes_the_loop
+from ..memory.watched_parameters import quietly, true_data, true_grad
+from ..optim.pending_step import CannotDefer, Parts, PendingStep
+from ..optim.pieces import ELEMENTWISE, Group, State, keeps_no_state, takes_the_loop
 from .board import Board, Ranks
 from .clipping import Clipping
+from .exchange import Exchange
 from .shared_memory import SharedSlab, SlabRange
 from .user_edits import Alike, Faces, fingerprint, flat, listed, owned
 
@@ -67,15 +75,16 @@ class Owners:
     """The steps of optimizers over the parameters of all units."""
 
     def __init__(
-        self, ranks: Ranks, board: Board, faces: Faces, clipping: Clipping, stores: Sequence[HostCopy]
+        self, ranks: Ranks, exchange: Exchange, faces: Faces, clipping: Clipping, stores: Sequence[HostCopy]
     ) -> None:
-        self._ranks, self._board, self._faces, self._clipping = ranks, board, faces, clipping
+        self._ranks, self._exchange, self._faces, self._clipping = ranks, exchange, faces, clipping
         self._places = {id(p): (store, index) for store in stores for index, p in enumerate(store.params)}
         # How far each rank is in a step that is not deferred, and which one has stepped each unit last (Rule 4).
         self._progress = Board(ranks, 1 + len(stores))
         self.units = {store: number for number, store in enumerate(stores)}
         self._steps = 0
         self._parts: OwnParts | None = None  # of the step that runs, if it is cut
+        self._early: EarlyParts | None = None  # of the step that begins in backward, until it runs (Rule 6)
         self._optimizer: Optimizer | None = None  # of the step that runs
         # Of state. Ranks share memory together, so no rank may find a slab where another finds none: the address of an
         # optimizer, which may be that of one that died, does not decide.
@@ -96,6 +105,7 @@ class Owners:
 
     def begin(self, optimizer: Optimizer, gradients: Alike) -> OwnParts:
         """Begin a step; return what this rank may defer of it. Every rank comes here (Rules 2 to 4)."""
+        early = self._early
         self._copy_moved_state(optimizer)
         alike = self._find_edits(optimizer), gradients, self._clipping.described(), _options(optimizer)
         self._steps += 1
@@ -106,6 +116,9 @@ class Owners:
         except ExactnessError:
             self._progress.post(0, 2 * self._steps - 2)  # the others come no further without this rank
             raise
+        if early is not None:
+            early.collect()
+            self._early = None
         self._collect_edits()
         self._pieces, self._copies = [], {}
         self._clipping.multiply()
@@ -116,9 +129,64 @@ class Owners:
                 self._copies[id(parameter)] = true_data(parameter).clone(memory_format=torch.preserve_format)
         if self._copies:
             # A rank steps copies with gradients that others multiply, and others write weights that it copies (Rule 3).
-            self._board.meet()
+            self._exchange.board.meet()
         self._parts = OwnParts(self, optimizer, self._steps)
         return self._parts
+
+    # ---- beside backward (Rule 6)
+
+    def announce(self, store: HostCopy, step: PendingStep) -> None:
+        """Note a unit whose gradients this step may take once they are summed."""
+        if self._early is None or self._early.pending is not step:
+            self._early = EarlyParts(self, step)
+        self._early.announced.add(store)
+        step.promise(store, self._early)
+
+    def mark(self, store: HostCopy) -> int:
+        """Return what says how this rank would step a unit beside backward; 0 if it would not."""
+        parts = self._early
+        if parts is None or store not in parts.announced:
+            return 0
+        with quietly():
+            return parts.mark(store)
+
+    def summed(self, store: HostCopy, indices: Sequence[int]) -> None:
+        """Have a unit stepped whose gradients this rank has summed."""
+        if self._early is not None:
+            self._early.summed(store, indices)
+
+    def all_summed(self) -> None:
+        """Note that the exchange of the backward is over: no unit comes to be stepped beside it any more."""
+        if self._early is not None:
+            self._early.all_summed()
+
+    def would_step(self, store: HostCopy, step: PendingStep) -> list[int]:
+        """List the parameters of a unit, by index, that this rank may step beside backward (Rules 2, 3 and 6)."""
+        if not self.cuts(step.optimizer) or self._faces.is_written(store):
+            return []
+        if any(slab.private() for (of, _), slab in self._slabs.get(step.optimizer, {}).items() if of is store):
+            return []
+        return [index for index, parameter in enumerate(store.params) if self._would_step(parameter, step)]
+
+    def check_gradient(self, store: HostCopy, index: int) -> None:
+        """Raise ExactnessError if a gradient with which this rank has stepped was changed since (Rule 6)."""
+        if id(store.params[index]) in self._exchange.changed or self._clipping.is_clipped(store, index):
+            raise ExactnessError(
+                f"the gradient of {store.names[index]} was changed after backward, when the optimizer had stepped with "
+                "what it was; set optimizer_overlap=False"
+            )
+
+    def _would_step(self, parameter: Tensor, step: PendingStep) -> bool:
+        groups = [step.optimizer.param_groups[number] for number in step.numbers_of(parameter)]
+        if len(groups) != 1 or not self.is_cut(groups[0], parameter) or not step.may_step(parameter):
+            return False
+        if keeps_no_state(step.optimizer, groups[0]):
+            return True
+        return all(
+            isinstance(value, Tensor)
+            and (not value.dim() or self._lies_in_a_slab(step.optimizer, parameter, key, value))
+            for key, value in step.state_of(parameter).items()
+        )
 
     def _stepped(self, optimizer: Optimizer) -> Iterator[tuple[Group, Tensor]]:
         """Yield the streamed parameters that an optimizer steps, with their groups."""
@@ -157,8 +225,19 @@ class Owners:
             return OwnPiece(parameter, copy, own_state)
         store, index = self._places[id(parameter)]
         field, own = self._owned(store, index)
+        return self._range(optimizer, parameter, own_state, in_order(grad, field)[own])
+
+    def summed_piece(self, optimizer: Optimizer, parameter: Tensor, state: Mapping[Tensor, State]) -> OwnPiece:
+        """Return what this rank steps of a parameter beside backward, with what it has summed (Rule 6)."""
+        store, index = self._places[id(parameter)]
+        grad = flat(self._exchange.truth(store), *self._owned(store, index))
+        return self._range(optimizer, parameter, state.get(parameter, {}), grad)
+
+    def _range(self, optimizer: Optimizer, parameter: Tensor, own_state: State, grad: Tensor) -> OwnPiece:
+        store, index = self._places[id(parameter)]
+        field, own = self._owned(store, index)
         piece = flat(self._faces.slabs[store].truth, field, own)
-        piece.grad = in_order(grad, field)[own]
+        piece.grad = grad
         slabs = self._slabs.get(optimizer, {})
         given = {
             key: flat(slabs[store, key].truth, field, own) if _is_like(value, parameter) else value
@@ -242,10 +321,12 @@ class Owners:
 
     def _find_edits(self, optimizer: Optimizer) -> Alike:
         """Find what user code wrote to this optimizer's state, the same on all ranks (Rule 2)."""
+        early = self._early
+        seen = early.promised if early is not None and early.optimizer is optimizer else ()  # when it was guarded
         self._edits = [
             (store, slab, pages)
             for (store, _), slab in self._slabs.get(optimizer, {}).items()
-            if (pages := slab.private())
+            if store not in seen and (pages := slab.private())
         ]
         digest = hashlib.sha256()
         for _, slab, pages in self._edits:
@@ -349,6 +430,7 @@ class Owners:
     def close(self) -> None:
         """Leave state to the optimizers that have it. Safe twice."""
         self._slabs.clear()
+        self._early = None
 
     def _publish(self, optimizer: Optimizer, parameter: Tensor, key: str, part: Tensor) -> Tensor:
         """Move state of this rank's range into a slab; return the whole of it, as user code sees it."""
@@ -383,7 +465,7 @@ class OwnParts(Parts):
         self.begun, self._state = True, state
         for parameter in itertools.chain.from_iterable(stepped.values()):
             self.pieces[id(parameter)] = self._owners.piece(self._optimizer, parameter, state)
-        self._owners.post([store for store in self._owners.units if store not in stepped], self._step)
+        self._owners.post([store for store in self._owners.units if not stepped.get(store)], self._step)
 
     def stepped(self, store: HostCopy, data: Mapping[int, Tensor], conversions: Any) -> None:  # type: ignore[override]
         for index, parameter in enumerate(store.params):
@@ -403,6 +485,82 @@ class OwnParts(Parts):
 
     def done(self, store: HostCopy) -> None:
         self._owners.is_true(store)
+
+
+class EarlyParts(Parts):
+    """A rank's part of the units that are stepped beside backward (Rule 6)."""
+
+    is_all = False
+
+    def __init__(self, owners: Owners, pending: PendingStep) -> None:
+        self._owners, self.pending = owners, pending
+        self.optimizer: Optimizer = pending.optimizer
+        self.pieces: dict[int, OwnPiece] = {}  # that the thread steps, or has stepped
+        self.is_open = True
+        self.announced: set[HostCopy] = set()  # units that this rank may step
+        self.promised: dict[HostCopy, list[int]] = {}  # those of which it said so, and what of them, by index
+        self._agreed: set[HostCopy] = set()  # those of which all have said the same
+        self._options = _options(self.optimizer).digest
+
+    @property
+    def may_be_torn(self) -> bool:  # type: ignore[override]
+        return bool(self.promised)
+
+    def mark(self, store: HostCopy) -> int:
+        """Promise to step a unit; return what all ranks have to say alike, or 0 if this rank would not step it."""
+        indices = self._owners.would_step(store, self.pending)
+        if not indices:
+            return 0
+        self.promised[store] = indices
+        numbers = [(index, *self.pending.numbers_of(store.params[index])) for index in indices]
+        digest = hashlib.sha256(f"{type(self.optimizer).__name__} {numbers}".encode() + self._options).digest()
+        return int.from_bytes(digest[:7], "big") | 1
+
+    def summed(self, store: HostCopy, indices: Collection[int]) -> None:
+        """Have the promised parameters of a unit stepped, of those that got a sum: all ranks say the same."""
+        self._agreed.add(store)
+        if both := [store.params[index] for index in self.promised[store] if index in indices]:
+            self.pending.take(store, Summed(both))
+
+    def take_up(self, params: Sequence[Tensor], state: Mapping[Tensor, State]) -> None:
+        for parameter in params:
+            self.pieces[id(parameter)] = self._owners.summed_piece(self.optimizer, parameter, state)
+
+    def stepped(self, store: HostCopy, data: Mapping[int, Tensor], conversions: Any) -> None:  # type: ignore[override]
+        """Do nothing: where all are is known once they come to the step itself."""
+
+    def all_summed(self) -> None:
+        """Note that no unit comes any more: of those on which not all agreed nobody steps a part."""
+        self.promised = {store: self.promised[store] for store in self._agreed}
+        self.is_open = False
+
+    def collect(self) -> None:
+        """Take over what the thread has stepped, once all ranks are done with that."""
+        for store in self.promised:
+            for index, parameter in enumerate(store.params):
+                piece = self.pieces.pop(id(parameter), None)
+                if piece is not None and id(parameter) in self.pending.stepped:
+                    self._owners.check_gradient(store, index)
+                    self._owners.take(self.optimizer, piece, self.optimizer.state)
+                    torch.autograd.graph.increment_version(parameter)
+            store.wrote()  # also where others have stepped theirs, and this rank did not
+
+
+class Summed:
+    """Gradients of a unit that its owners have summed: they are where the thread finds them."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+
+    def has_arrived(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+    def land(self) -> Sequence[Tensor]:
+        return self._parameters
+
+    def cancel(self) -> None: ...  # they are in ``.grad`` already
 
 
 def _options(optimizer: Optimizer) -> Alike:

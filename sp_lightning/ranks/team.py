@@ -39,7 +39,6 @@ class Team(Alone):
     """All ranks of a machine, which stream one host copy of a model; those of other machines stream equal ones."""
 
     ranks: Ranks
-    steps_in_backward = False  # where other ranks read weights yet
 
     def __init__(self, ranks: Ranks, device: Device, own_gradients: bool) -> None:
         """``own_gradients``: whether each rank certainly has gradients of its own (unit_numbers.py, Rule 5)."""
@@ -92,6 +91,7 @@ class Team(Alone):
         return self._made[-1]
 
     def begin(self, stores: Sequence[HostCopy], access: Access, gradients: GradientReturn, overlaps: bool) -> None:
+        self._gradients = gradients
         homes = dict(zip(stores, self._made, strict=True))
         _give_weights(self.ranks, self._made)
         # The first rank shares the exchange's memory once its weights are in place, for which the others wait there.
@@ -101,7 +101,9 @@ class Team(Alone):
         self.exchange.overlaps, self.exchange.is_own = overlaps, gradients.is_own
         self.faces = Faces(self.ranks, self.exchange.board, homes)
         self.clipping = Clipping(self.ranks, self.exchange, stores, access)
-        self.owners = Owners(self.ranks, self.exchange.board, self.faces, self.clipping, stores)
+        self.owners = Owners(self.ranks, self.exchange, self.faces, self.clipping, stores)
+        if self.ranks.transport is None:  # else nothing says what ranks of other machines may step
+            self.exchange.steps = self.owners
         self.faces.are_true()
         _teams.add(self)
 
@@ -151,6 +153,8 @@ class Team(Alone):
         self.exchange.end_backward()
         self.faces.settle()
         self.exchange.finish()
+        self._gradients.marks.clear()  # of gradients that came before the mean
+        self.owners.all_summed()
 
     def show_gradients(self) -> None:
         self.clipping.show()

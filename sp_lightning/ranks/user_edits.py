@@ -121,6 +121,10 @@ class Faces:
         store.wait_step()
         return store.stamp() != self._homes[store].settled
 
+    def is_written(self, store: HostCopy) -> bool:
+        """Whether user code on this rank wrote to a unit since it was settled last, or may do so unseen."""
+        return self._may_differ(store) and (store.is_shared() or bool(self.slabs[store].changed()))
+
     def settle(self, *others: Alike) -> None:
         """Make true what users wrote, once it and the others were compared. Every rank comes here (Rules 1 and 3)."""
         written = self.written()

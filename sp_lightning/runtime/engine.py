@@ -469,7 +469,7 @@ class Engine:
             self.autocast_weights.backward_done()
             self.saved.offload.backward_done()
             self.counters.listener.idle()
-            if self.step_owner.in_backward is None:  # a step in backward checks before it steps the rest
+            if self.step_owner.in_backward is None or self.team.size > 1:  # else a step checks before it steps the rest
                 self.check_changed()
             self.phases.end_backward()
             self.team.backward_ends()

@@ -187,7 +187,6 @@ class OptimizerSteps:
         if shadow is None:
             yield
             return
-        in_backward = in_backward and self.engine.team.steps_in_backward
         with self.engine.step_owner.announced(optimizer, shadow, may_defer, self.say, in_backward):
             try:
                 yield

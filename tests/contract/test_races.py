@@ -673,7 +673,13 @@ def ahead():
         thread = HostThread()
         step = PendingStep(Counters(), Access(), optimizer, step_in_pieces(optimizer), thread)
         assert step.withhold(lambda: None)
-        yield step, lambda arriving: step.submit(handle.engine.units[0].store, arriving)
+        store = handle.engine.units[0].store
+
+        def submit(arriving):
+            step.promise(store)
+            step.take(store, arriving)
+
+        yield step, submit
         step.close()
         thread.close()
 

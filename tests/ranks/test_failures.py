@@ -1,5 +1,6 @@
 """A rank that fails ends the run on all ranks, at once, with an error that names it; and nothing is left."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import time
 import failing_runs
 import pytest
 import torch
+
+import parity
 
 LIMIT_S = 5
 ALL_WAYS = [
@@ -22,12 +25,14 @@ DAILY = {
     ("backward", "raise"),
     ("in the step", "kill"),
     ("deferred part", "kill"),
+    ("beside backward", "kill"),
 }
 
 
 def check(size, phase, way, victim, timeout=60):
     with failing_runs.nothing_left():
-        endings = failing_runs.endings(size, phase=phase, way=way, victim=victim, timeout=timeout)
+        slow = victim if phase == "deferred part" else None  # so that something is left for that
+        endings = failing_runs.endings(size, phase=phase, way=way, victim=victim, timeout=timeout, slow=slow)
     names = [f"@{name[1:]}" for ending in endings for name in ending.names]
     assert not any(name in failing_runs.sockets() for name in names)
     struck = max(ending.struck for ending in endings)
@@ -73,7 +78,8 @@ def test_one_of_four_may_fail(phase, way):
 
 
 @pytest.mark.parametrize(
-    "phase", ["data", *(pytest.param(p, marks=pytest.mark.slow) for p in ("exchange", "deferred part"))]
+    "phase",
+    ["data", *(pytest.param(p, marks=pytest.mark.slow) for p in ("exchange", "deferred part", "beside backward"))],
 )
 @pytest.mark.seldom
 def test_a_rank_that_hangs_is_named_and_ended_after_the_timeout(phase):
@@ -107,6 +113,34 @@ def test_ranks_that_fail_wait_for_the_checkpoint_that_the_first_one_saves(victim
     assert torch.load(tmp_path / "on_exception.ckpt", weights_only=False)["global_step"] == 1
 
 
+@functools.cache
+def saved_of_each_step(folder):
+    """Train without a failure; return the checkpoint of each step."""
+    failing_runs.endings(2, phase="none", way="", victim=None, saves_to=str(folder))
+    found = [torch.load(file, weights_only=False) for file in folder.iterdir()]
+    return {checkpoint["global_step"]: checkpoint for checkpoint in found}
+
+
+def check_saved(folder, saved, each_step):
+    """Check that a checkpoint was saved of this step, with its weights and optimizer state, or none."""
+    found = [torch.load(file, weights_only=False) for file in folder.iterdir()]
+    assert [checkpoint["global_step"] for checkpoint in found] == ([] if saved is None else [saved])
+    for checkpoint in found:
+        expected = saved_of_each_step(each_step)[saved]
+        seen = dict(parity.leaves(checkpoint["optimizer_states"][0]["state"]))
+        for path, leaf in parity.leaves(expected["optimizer_states"][0]["state"]):
+            assert parity.difference(leaf, seen[path]) is None, path
+        weights = checkpoint["state_dict"]
+        for name, value in expected["state_dict"].items():
+            if "running" not in name and "tracked" not in name:  # buffers may be of the next forward
+                assert parity.difference(value, weights[name]) is None, name
+
+
+@pytest.fixture(scope="session")
+def each_step(tmp_path_factory):
+    return tmp_path_factory.mktemp("each_step")
+
+
 @pytest.mark.parametrize(
     ("phase", "victim", "way", "saved"),
     [
@@ -116,17 +150,60 @@ def test_ranks_that_fail_wait_for_the_checkpoint_that_the_first_one_saves(victim
         ("loop of the step", 0, "memory", None),
         pytest.param("loop of the step", 1, "kill", None, marks=pytest.mark.slow),
         ("deferred part", 1, "raise", None),
+        ("promise", 1, "raise", None),
+        ("beside backward", 1, "raise", None),
+        pytest.param("beside backward", 1, "kill", None, marks=pytest.mark.slow),
         ("end of the step", 1, "raise", None),
         pytest.param("end of the step", 1, "kill", None, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.seldom
-def test_a_checkpoint_on_exception_has_a_step_of_all_ranks(phase, victim, way, saved, tmp_path):
+def test_a_checkpoint_on_exception_has_a_step_of_all_ranks(phase, victim, way, saved, tmp_path, each_step):
     """Of a step that some ranks have taken their part in there is none."""
-    endings = failing_runs.endings(2, phase=phase, way=way, victim=victim, saves_to=str(tmp_path))
+    slow = victim if phase == "deferred part" else None  # so that something is left for that
+    endings = failing_runs.endings(2, phase=phase, way=way, victim=victim, saves_to=str(tmp_path), slow=slow)
     assert endings[1 - victim].error == "PeerError", endings
-    found = [torch.load(file, weights_only=False)["global_step"] for file in tmp_path.iterdir()]
-    assert found == ([] if saved is None else [saved])
+    check_saved(tmp_path, saved, each_step)
+
+
+# What a rank does after it began to step beside backward. An error in it leaves a step that some have not taken, but
+# for those in `WHOLE`: all have taken their parts, or their threads go on with them.
+AFTER_BEGUN = [
+    *("backward", "between post and sum", "exchange", "settle", "in the step", "loop of the step", "end of the step"),
+    *("deferred part", "forward"),
+]
+WHOLE = {("end of the step", 1), ("forward", 0), ("forward", 1)}
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim", "slow", "way"),
+    [
+        pytest.param(phase, victim, slow, way, marks=[] if (way, victim) == ("raise", 1) else pytest.mark.slow)
+        for phase in AFTER_BEGUN
+        for victim, slow, way in [(1, 0, "raise"), (1, 1, "raise"), (0, 0, "raise"), (0, 1, "raise"), (1, 1, "kill")]
+        if phase != "deferred part" or slow == victim  # else it may have nothing left for that
+    ],
+)
+@pytest.mark.few(2)
+@pytest.mark.seldom
+def test_a_checkpoint_has_a_step_of_all_ranks_once_one_stepped_beside_backward(
+    phase, victim, slow, way, tmp_path, each_step
+):
+    endings = failing_runs.endings(
+        2, phase=phase, way=way, victim=victim, saves_to=str(tmp_path), beside=True, slow=slow
+    )
+    assert endings[victim].struck and endings[1 - victim].error == "PeerError", endings
+    saved = 2 if (phase, victim) in WHOLE else None
+    if way == "kill" and not any(tmp_path.iterdir()):
+        saved = None  # its thread had not ended by then
+    check_saved(tmp_path, saved, each_step)
+
+
+@pytest.mark.seldom
+def test_a_rank_that_stepped_all_beside_backward_does_nothing_more_in_a_deferred_part():
+    """It has told the others that it is done, so an error there would tear a step that others save."""
+    endings = failing_runs.endings(2, phase="deferred part", way="raise", victim=1, beside=True, slow=0)
+    assert [(ending.status, ending.struck) for ending in endings] == [(0, 0.0)] * 2
 
 
 @pytest.mark.parametrize("way", ["kill"])

@@ -17,18 +17,24 @@ def test_random_schedules_are_the_sum_of_all_ranks():
     check(2, [0])
 
 
+def test_random_schedules_are_stepped_beside_backward():
+    check(2, [2], early=True)
+
+
 @pytest.mark.slow
-def test_ranks_that_are_held_up_anywhere_change_nothing():
-    check(2, [1], count=15, held_up=0.02)
+@pytest.mark.parametrize("early", [False, True])
+def test_ranks_that_are_held_up_anywhere_change_nothing(early):
+    check(2, [1], count=15, held_up=0.02, early=early)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "seeds"), SEEDS.items())
-def test_two_thousand_random_schedules_are_the_sum_of_all_ranks(size, seeds):
-    check(size, range(100, 100 + seeds), timeout=900)
+@pytest.mark.parametrize("early", [False, True])
+def test_two_thousand_random_schedules_are_the_sum_of_all_ranks(size, seeds, early):
+    check(size, range(100, 100 + seeds), timeout=900, early=early)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_more_ranks_that_are_held_up_anywhere_change_nothing(size):
-    check(size, range(200, 203), held_up=0.02)
+    check(size, range(200, 203), held_up=0.02, early=size % 2 == 0)

@@ -5,7 +5,7 @@
 1. Every rank is a process of its own, which a server forks that has imported everything. Nothing but the library
    tells the others: no launcher watches them.
 2. The phases are the functions of `STRIKES`, in which the victim fails at the second step, or when it comes there
-   first in `ONCE`.
+   first in `ONCE`. With ``beside`` it fails when it comes there first after it began to step beside backward.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,14 +31,16 @@ from unittest import mock
 import lightning as L
 import processes
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 import sp_lightning
+from sp_lightning.optim import pending_step
 from sp_lightning.ranks import board, connection, exchange, sharded_step, transport, user_edits
 
 LONGEST_S = 90
 SAVE_S = 3.0  # of a checkpoint on exception
+LAG_S = 5.0  # that a slow rank's thread waits at most in a step
 
 
 @dataclasses.dataclass
@@ -105,6 +108,8 @@ class NoHooks(Net):
     on_train_batch_end = L.LightningModule.on_train_batch_end
 
 
+BESIDE_BACKWARD = "beside backward"
+
 # Functions of the library, and one of torch, in which a rank fails before they do anything.
 STRIKES: dict[str, tuple[Any, str]] = {
     "connecting": (board.Ranks, "_connect"),
@@ -121,11 +126,14 @@ STRIKES: dict[str, tuple[Any, str]] = {
     "loop of the step": (importlib.import_module("torch.optim.adam"), "adam"),
     "end of the step": (sharded_step.Owners, "end"),
     "deferred part": (sharded_step.OwnParts, "stepped"),
+    "promise": (sharded_step.EarlyParts, "mark"),
+    BESIDE_BACKWARD: (sharded_step.EarlyParts, "take_up"),
 }
 IN_MODULE = [
     *("setup", "configure_model", "data", "forward", "backward", "before the step", "after the step"),
     *("validation", "checkpoint", "teardown"),
 ]
+BESIDE = ("deferred part", "promise", BESIDE_BACKWARD)  # other work, where no hooks keep steps from there
 # The ranks of one machine never come there.
 BETWEEN_NODES = ("connecting nodes", "sum of nodes", "sums of other nodes", "agreement of nodes")
 PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in BETWEEN_NODES]
@@ -176,12 +184,16 @@ def endings(
     saves_to: str | None = None,
     nodes: int = 1,
     keepalive: float = 60,
+    beside: bool = False,
+    slow: int | None = None,
 ) -> list[Ending]:
     """Run a Trainer on each rank, in which the victim (None: every rank) fails; return how each ended.
 
     Of several nodes the victim's whole one stops, as if it were lost.
 
-    With ``saves_to`` it saves a checkpoint on exception, which takes the first rank longer than a hanging one is given.
+    With ``saves_to`` it saves a checkpoint on exception, which takes the first rank longer than a hanging one is given;
+    in phase "none" one of each step. ``slow``: a rank whose thread steps two units beside backward, and leaves the
+    rest, while those of others leave nothing.
     """
     context = server()
     port = processes.free_port()
@@ -191,7 +203,7 @@ def endings(
         of_victim = victim is not None and rank * nodes // size == victim * nodes // size
         strikes = rank == victim or victim is None or (nodes > 1 and way == "stop" and of_victim)
         its_way = way if strikes else ""
-        args = rank, size, port, phase, its_way, timeout, writes, saves_to, nodes, keepalive
+        args = rank, size, port, phase, its_way, timeout, writes, saves_to, nodes, keepalive, beside, slow
         process = context.Process(target=run, args=args)
         process.start()
         writes.close()
@@ -229,6 +241,8 @@ def run(
     saves_to: str | None,
     nodes: int,
     keepalive: float,
+    beside: bool,
+    slow: int | None,
 ) -> None:
     """Run a Trainer on one rank, of the first, second, ... of as many pretended nodes (pretended_nodes.py)."""
     torch.set_num_threads(1)
@@ -246,12 +260,15 @@ def run(
         OMP_NUM_THREADS="1",
     )
     calls = 0
+    has_begun = not beside
+    of_phase = 1 if phase in ONCE or beside else 5 if phase in FIFTH else 2
 
     def strike(where: str) -> None:
-        nonlocal calls
-        if where == phase:
+        nonlocal calls, has_begun
+        has_begun = has_begun or where == BESIDE_BACKWARD
+        if where == phase and has_begun:
             calls += 1
-            if way and calls == (1 if phase in ONCE else 5 if phase in FIFTH else 2):
+            if way and calls == of_phase:
                 tell.send({"struck": time.monotonic()})
                 ways(way)
 
@@ -262,9 +279,10 @@ def run(
     real = board._address
     board._address = lambda token: (tell.send({"names": [real(token)]}), real(token))[1]
     try:
-        with contextlib.redirect_stdout(None):
-            net = NoHooks(strike) if phase == "deferred part" else Net(strike)
-            fit(size, net, timeout, tell, [] if saves_to is None else [SlowSaver(saves_to)], nodes, keepalive)
+        with contextlib.redirect_stdout(None), paced(None if slow is None else slow == rank):
+            torch.manual_seed(rank)
+            net = NoHooks(strike) if beside or phase in BESIDE else Net(strike)
+            fit(size, net, timeout, tell, savers(saves_to, phase), nodes, keepalive)
     except BaseException as error:
         tell.send({"error": type(error).__name__, "message": str(error), "at": time.monotonic()})
         traceback.print_exc()
@@ -300,6 +318,38 @@ class SlowSaver(OnExceptionCheckpoint):
 
     def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
         time.sleep(SAVE_S if trainer.is_global_zero else 0)
+
+
+@contextlib.contextmanager
+def paced(is_slow: bool | None) -> Iterator[None]:
+    """Have the thread wait with the second unit that it steps beside backward until it is to leave the rest, or do all.
+
+    None: it does what it does.
+    """
+    kind = pending_step.PendingStep
+    step_part, until = kind._step_part, weakref.WeakKeyDictionary[Any, float]()
+
+    def late(self: Any, unit: Any) -> None:
+        is_first = self not in until
+        until.setdefault(self, time.monotonic() + LAG_S)
+        goes_on = is_first or self._leaving or self._deferred or not self._takes_units
+        while not goes_on and time.monotonic() < until[self]:
+            time.sleep(1e-3)
+            goes_on = self._leaving or self._deferred or not self._takes_units
+        step_part(self, unit)
+
+    with contextlib.ExitStack() as stack:
+        if is_slow:
+            stack.enter_context(mock.patch.object(kind, "_step_part", late))
+        elif is_slow is not None:
+            stack.enter_context(mock.patch.object(kind, "_leave", lambda self: None))
+        yield
+
+
+def savers(to: str | None, phase: str) -> list[L.Callback]:
+    if to is None:
+        return []
+    return [ModelCheckpoint(to, every_n_train_steps=1, save_top_k=-1) if phase == "none" else SlowSaver(to)]
 
 
 def fit(

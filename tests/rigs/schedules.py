@@ -130,15 +130,18 @@ def draw(dice: random.Random, size: int) -> Schedule:
     return Schedule(parts, dice.choice([None, *range(size)]), dice.random() < 0.2, dice.random() < 0.3)
 
 
-def run(seeds: list[int], count: int, held_up: float = 0.0) -> list[str]:
+def run(seeds: list[int], count: int, held_up: float = 0.0, early: bool = False) -> list[str]:
     """Run so many schedules from each seed; return what differs from the reference on this rank.
 
     ``held_up``: the share of the calls in sp_lightning/ranks before which this rank sleeps, another one than others.
+    ``early``: units are stepped beside backward, as far as each rank has that.
     """
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
+    ahead: list[int] = []
     with holding_up(held_up, rank):
-        return [f"seed {seed}: {wrong}" for seed in seeds for wrong in differences(seed, count, rank, size)]
+        wrong = [f"seed {seed}: {one}" for seed in seeds for one in differences(seed, count, rank, size, early, ahead)]
+    return wrong or ["nothing was stepped beside backward"] * (early and not any(ahead))
 
 
 @contextlib.contextmanager
@@ -159,9 +162,12 @@ def holding_up(share: float, seed: int) -> Iterator[None]:
             profiled.setprofile(None)
 
 
-def differences(seed: int, count: int, rank: int, size: int) -> list[str]:
-    """Return what differs after a model's schedules, or after the first that differs."""
-    dice = random.Random(f"{seed} of {size}")
+def differences(seed: int, count: int, rank: int, size: int, early: bool, ahead: list[int]) -> list[str]:
+    """Return what differs after a model's schedules, or after the first that differs.
+
+    Adds to ``ahead`` how many parameters were stepped beside backward.
+    """
+    dice, own_dice = random.Random(f"{seed} of {size}"), random.Random(f"{seed} on {rank}")
     torch.manual_seed(seed)
     plain = Net()
     net, make = copy.deepcopy(plain), dice.choice(OPTIMIZERS)
@@ -172,11 +178,17 @@ def differences(seed: int, count: int, rank: int, size: int) -> list[str]:
         optimizer = make(net.parameters())
         for step in range(count):
             schedule = draw(dice, size)
-            take(handle, net, schedule, rank)
-            found = {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
-            mean(plain, schedule, size)
-            wrong = differing(found, {name: p.grad for name, p in plain.named_parameters()})
-            optimizer.step()
+            accumulate(handle, net, schedule, rank)
+            with beside(handle, optimizer, own_dice) if early else contextlib.nullcontext():
+                take(handle, net, schedule, rank)
+                if not early:
+                    evaluate(net, schedule, rank)
+                found = {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
+                mean(plain, schedule, size)
+                wrong = differing(found, {name: p.grad for name, p in plain.named_parameters()})
+                optimizer.step()
+            if early:
+                evaluate(net, schedule, rank)
             expected.step()
             if wrong := wrong + differing(net.state_dict(), plain.state_dict()):
                 return [f"step {step}, {name} of rank {rank}" for name in wrong]
@@ -185,21 +197,40 @@ def differences(seed: int, count: int, rank: int, size: int) -> list[str]:
                     model.head.weight.mul_(0.99)
             for each in (optimizer, expected):
                 each.zero_grad(set_to_none=not schedule.zeros)
+        ahead.append(handle.stats()["stepped_ahead"])
     return []
 
 
+def beside(handle: Any, optimizer: Any, dice: random.Random) -> contextlib.AbstractContextManager[None]:
+    """Step beside a backward and the next forward, as the strategy has it where hooks allow that on this rank."""
+    defers = dice.random() < 0.7
+    return handle.steps.overlapping(optimizer, lambda: defers, dice.random() < 0.9)
+
+
+def accumulate(handle: Any, net: Net, schedule: Schedule, rank: int) -> None:
+    """Do this rank's part of all micro-batches but the last."""
+    for of_ranks in schedule.parts[:-1]:
+        with handle.no_sync():
+            loss = net(tokens(of_ranks[rank]), of_ranks[rank])
+            time.sleep(of_ranks[rank].pause)
+            loss.backward()
+
+
 def take(handle: Any, net: Net, schedule: Schedule, rank: int) -> None:
-    """Do this rank's part of a schedule."""
-    last = len(schedule.parts) - 1
-    idle = any(part.idle for part in schedule.parts[last])  # as the strategy: who reaches nothing exchanges, too
-    for number, of_ranks in enumerate(schedule.parts):
-        part = of_ranks[rank]
-        with handle.no_sync() if number < last or idle else contextlib.nullcontext():
-            loss = net(tokens(part), part)
-            time.sleep(part.pause)
-            with handle.team.exchanging(loss) if number == last and idle else contextlib.nullcontext():
-                loss.backward()
+    """Do this rank's part of the last micro-batch, whose backward exchanges gradients."""
+    part = schedule.parts[-1][rank]
+    idle = any(one.idle for one in schedule.parts[-1])  # as the strategy: who reaches nothing exchanges, too
+    with handle.no_sync() if idle else contextlib.nullcontext():
+        loss = net(tokens(part), part)
+        time.sleep(part.pause)
+        with handle.team.exchanging(loss) if idle else contextlib.nullcontext():
+            loss.backward()
+
+
+def evaluate(net: Net, schedule: Schedule, rank: int) -> None:
+    """Run the model on one rank alone, if the schedule says so."""
     if schedule.alone == rank:
+        part = schedule.parts[-1][rank]
         with torch.no_grad():
             net(tokens(part), part._replace(idle=False))
 
