@@ -362,8 +362,9 @@ def ring(name: str, layers: int, folder: str, autocast: bool) -> None:
     from sp_lightning.core.telemetry import Counters
     from sp_lightning.disk.scratch_file import ScratchFile
     from sp_lightning.disk.state_ring import BUFFER, BlockRun, StateRing
+    from sp_lightning.ranks.board import ONE_RANK
 
-    file = ScratchFile(folder)
+    file = ScratchFile(folder, ONE_RANK)
     ring = StateRing(file, BUFFER, Counters())
     (tensor,) = file.tensors([torch.empty(on_disk(layers, autocast), dtype=torch.uint8)])
     place = file.place_of(tensor)

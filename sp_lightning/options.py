@@ -65,11 +65,9 @@ class Options:
         if count * machines > 1 and self.optimizer_device == "device":
             allowed = "1 with optimizer_device='device', which is built for one device so far"
             raise OptionError(argument="devices", found=count, allowed=allowed)
-        if count * machines > 1 and self.disk is not None:
-            allowed = f"1 with disk={self.disk!r}: state on a disk is built for one device so far"
-            raise OptionError(argument="devices", found=count * machines, allowed=allowed)
-        if machines > 1 and self.host_budget is not None:
-            allowed = "1 with host_budget, which is built for the devices of one machine so far"
+        if machines > 1 and self.uses_files:
+            what = "host_budget" if self.disk is None else f"disk={self.disk!r}"
+            allowed = f"1 with {what}, which is built for the devices of one machine so far"
             raise OptionError(argument="num_nodes", found=machines, allowed=allowed)
 
     @classmethod

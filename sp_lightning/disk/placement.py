@@ -20,6 +20,7 @@
 7. Once anything stays in its file or goes to the disk, an eleventh of the budget, at most 512 MiB, is left free: for
    what no term counts, such as the libraries' own memory.
 8. Several ranks of a machine have one budget: of what they share once, and of wire copies and buffers, which each has.
+   Of what trains their state alone goes to the disk: they share the memory of weights and gradients.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ def within(
     spills: bool = False,
     masters_ring: int = 0,
     travel_ring: int = 0,
+    ranks: int = 1,
 ) -> Budgeted:
     """Choose what stays in files, and what goes to the disk, so that the run fits into the budget (Rule 3).
 
@@ -127,6 +129,7 @@ def within(
         spills: The optimizer's state may be on disk.
         masters_ring: Bytes of the buffers through which FP32 weights on disk are read as they are.
         travel_ring: Bytes of the buffers through which what travels is read.
+        ranks: The number of ranks whose budget it is (Rule 8).
     """
     if whole.total > budget:
         budget -= min(budget // SPARE_PART, MOST_SPARE)
@@ -140,13 +143,13 @@ def within(
     in_files = sum(units[index].in_files for index in chosen)
     if not spills or host.total <= budget or not host.optimizer:
         return Budgeted(units=chosen, host=host, in_files=in_files)
-    buffer = state_ring.buffer_nbytes(sum(unit.state for unit in units))
-    host = replace(host, ring=host.ring + state_ring.BUFFERS * buffer)
+    buffer = state_ring.buffer_nbytes(sum(unit.state for unit in units) // ranks)
+    host = replace(host, ring=host.ring + ranks * state_ring.BUFFERS * buffer)
     spilled = evenly({index: unit.state for index, unit in enumerate(units)}, host.total - budget)
     state = sum(units[index].state for index in spilled)
     host = replace(host, optimizer=host.optimizer - state)
     # Weights of a unit follow its state. Those of units that leave weights in their files stay in memory.
-    may_follow = {index: units[index].masters for index in spilled if index not in chosen}
+    may_follow = {index: units[index].masters for index in spilled if ranks == 1 and index not in chosen}
     masters: dict[int, int] = {}
     direct = bool(chosen) * ring
     if host.total > budget:
@@ -158,8 +161,8 @@ def within(
     gradients: list[int] = []
     gradient_buffer = max(units[index].slab for index in spilled)
     through = gradient_ring(gradient_buffer)
-    saved = {index: units[index].whole.trained for index in spilled}
-    if host.total > budget and (budget <= 0 or sum(saved.values()) > through):
+    saved = {index: units[index].whole.trained for index in spilled if ranks == 1}
+    if saved and host.total > budget and (budget <= 0 or sum(saved.values()) > through):
         gradients = evenly(saved, host.total + through - budget)
         host = replace(host, gradients=host.gradients - sum(saved[index] for index in gradients))
         host = replace(host, ring=host.ring + through)
@@ -288,7 +291,7 @@ def choose(
     ring = sharing.ranks * (BUFFERS + converts) * min(PIECE, largest + 2 * BLOCK)
     masters_ring = sharing.ranks * BUFFERS * min(PIECE, largest_moved)
     travel_ring = sharing.ranks * BUFFERS * min(PIECE, largest_travel)
-    return within(placements, budget, whole, ring, spills and trains, masters_ring, travel_ring)
+    return within(placements, budget, whole, ring, spills and trains, masters_ring, travel_ring, sharing.ranks)
 
 
 def _travels_as(compute_dtype: torch.dtype | None, may_cast: bool, dtype: torch.dtype) -> torch.dtype:

@@ -10,7 +10,10 @@
    that was never written reads as zeros.
 4. A range lives as long as any tensor over its segment; then its space is free again, also after the file was closed.
 5. A forked process gets no mapping (pinned.py, Rule 4): what it wrote would be the parent's state.
-6. A file in memory would be no gain, and on a network filesystem the two ways may differ: both are refused. So is one
+6. Several ranks of a machine have one file, which the first one makes. All take its segments together, in one order, so
+   no rank asks another one where a segment is, and each allocates what it needs of one. None knows when the others are
+   done with a segment: it lives as long as the file.
+7. A file in memory would be no gain, and on a network filesystem the two ways may differ: both are refused. So is one
    that copies on write, where an allocated range may still find the disk full, unless it can be told not to. What lies
    below an overlay is not listed: if it is memory, written pages cannot be dropped; if it copies, it is told not to.
 """
@@ -28,8 +31,8 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +53,16 @@ GET_FLAGS, SET_FLAGS, NO_COPY = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GET
 ALLOWED = "a folder on a local disk of this machine"
 
 
+class FileRanks(Protocol):
+    """The ranks of a machine, one or several, that have one scratch file (ranks/board.py)."""
+
+    rank: int
+    size: int
+
+    def pass_on(self, make: Callable[[], int], what: int = 0) -> int:
+        """Return the descriptor that the first rank makes, which all come to have."""
+
+
 class Extent(NamedTuple):
     """The range of a tensor in the file."""
 
@@ -57,27 +70,31 @@ class Extent(NamedTuple):
     nbytes: int
 
 
+class SharedSegment(NamedTuple):
+    """A segment of several ranks: a descriptor for mappings of it, which who takes it closes, and where it begins."""
+
+    file: ScratchFile
+    descriptor: int
+    begin: int
+
+
 class ScratchFile(DirectFile):
     """A nameless file in a folder, of which tensors are made."""
 
-    def __init__(self, folder: str) -> None:
-        """Make the file; raise OptionError where its folder cannot hold it (Rule 6)."""
+    def __init__(self, folder: str, ranks: FileRanks) -> None:
+        """Make the file of these ranks; raise OptionError where its folder cannot hold it (Rule 7)."""
         mount = check_folder(folder)
-        try:
-            fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error
+        self._ranks = ranks
+        fd = ranks.pass_on(functools.partial(_make, folder))
         super().__init__(f"the scratch file in {folder}", fd, mount.kind, "optimizer state goes")
         self.folder = folder
         self.device = mount.device
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # whose state is here, or will be
-        self._end = 0  # of the last segment
+        self._end = ranks.size * SEGMENT  # of the last segment; those before it are for trials
         self._places: dict[int, Extent] = {}  # of tensors that live, by their addresses
         try:
-            if mount.kind in (*COPIES_ON_WRITE, *STACKED):
-                _refuse_copies(fd, folder, mount.kind)
-            if elsewhere := no_local_disk(mount, fd):
-                raise _refused(folder, mount, elsewhere)
+            if ranks.rank == 0:
+                _check_empty(fd, folder, mount)
             self._open_directly(os.O_RDWR, self._both_ways_are_equal)
             OPEN.add(self)
             FILES.add(self)
@@ -98,6 +115,25 @@ class ScratchFile(DirectFile):
         before_unmapping.append(functools.partial(self._free, address, nbytes))
         with torch.inference_mode(False):
             return [layout.own_view(flat.untyped_storage(), field) for field in layout.fields]
+
+    def share(self, nbytes: int, what: int) -> SharedSegment:
+        """Take a segment with the other ranks, which they take for the same if ``what`` is the same number (Rule 6)."""
+        begin, last = self._end, max(0, nbytes - BLOCK)
+        self._allocate(begin + last, nbytes - last)  # so that the file has it all; nobody may make it shorter
+        self._end = -(-(begin + nbytes) // SEGMENT) * SEGMENT
+        descriptor = self._ranks.pass_on(functools.partial(os.dup, self._descriptor), what)
+        return SharedSegment(self, descriptor, begin)
+
+    def hold(self, begin: int, nbytes: int, part: Tensor, at: int | None) -> None:
+        """Allocate a range for all ranks, and find there the part of it that this one moves, if any, until `forget`."""
+        self._allocate(begin, blocks(nbytes))
+        if at is not None:
+            self._places[part.data_ptr()] = Extent(at, part.nbytes)
+
+    def forget(self, address: int, nbytes: int) -> None:
+        """Forget the tensors over a mapping, which is about to end."""
+        for one in [one for one in list(self._places) if address <= one < address + nbytes]:
+            self._places.pop(one, None)
 
     def divide(self, whole: Tensor, parts: Iterable[Tensor]) -> None:
         """Find these parts of a tensor from now on, instead of the whole; each has whole blocks of its own."""
@@ -140,20 +176,26 @@ class ScratchFile(DirectFile):
 
     def _free(self, address: int, nbytes: int) -> None:
         """Forget a segment, which is about to be unmapped, and give its space back (Rule 4)."""
-        for one in [one for one in list(self._places) if address <= one < address + nbytes]:
-            self._places.pop(one, None)
+        self.forget(address, nbytes)
         libc().madvise(address, nbytes, mmap.MADV_REMOVE)  # the file may be closed, and other segments of it live on
 
     def _both_ways_are_equal(self, direct: int) -> bool:
         """Write on each way and read on the other (Rule 2)."""
-        self._allocate(0, BLOCK)
-        with mmap.mmap(-1, BLOCK) as memory, mmap.mmap(self._descriptor, BLOCK) as shared:
+        at, private = self._ranks.rank * SEGMENT, mmap.MAP_PRIVATE
+        self._allocate(at, BLOCK)
+        with (
+            mmap.mmap(-1, BLOCK) as memory,
+            mmap.mmap(self._descriptor, BLOCK, offset=at) as shared,
+            mmap.mmap(
+                self._descriptor, BLOCK, private, offset=at
+            ) as face,  # where ranks share state (shared_memory.py)
+        ):
             for first, second in (b"12", b"34"):
                 memory[:] = bytes([first]) * BLOCK
-                if os.pwritev(direct, [memory], 0) != BLOCK or shared[:] != memory[:]:
+                if os.pwritev(direct, [memory], at) != BLOCK or not shared[:] == face[:] == memory[:]:
                     return False
                 shared[:] = bytes([second]) * BLOCK
-                if os.preadv(direct, [memory], 0) != BLOCK or shared[:] != memory[:]:
+                if os.preadv(direct, [memory], at) != BLOCK or not shared[:] == face[:] == memory[:]:
                     return False
             shared[:] = bytes(BLOCK)
         return True
@@ -165,7 +207,7 @@ def in_file(nbytes: Iterable[int]) -> int:
 
 
 def check_folder(folder: str) -> Mount:
-    """Raise OptionError where a scratch file cannot be; return the folder's mount (Rule 6)."""
+    """Raise OptionError where a scratch file cannot be; return the folder's mount (Rule 7)."""
     if not sys.platform.startswith("linux"):
         raise OptionError(argument="disk", found=folder, allowed="None on this system: it needs Linux")
     if not os.path.isdir(folder):
@@ -178,6 +220,21 @@ def check_folder(folder: str) -> Mount:
             "superpipeline: disk=%r is on a rotating disk, which takes 10 to 50 times as long as an SSD", folder
         )
     return mount
+
+
+def _make(folder: str) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error
+
+
+def _check_empty(fd: int, folder: str, mount: Mount) -> None:
+    """Raise OptionError where a file that was just made is not on a disk that writes in place (Rule 7)."""
+    if mount.kind in (*COPIES_ON_WRITE, *STACKED):
+        _refuse_copies(fd, folder, mount.kind)
+    if elsewhere := no_local_disk(mount, fd):
+        raise _refused(folder, mount, elsewhere)
 
 
 def _refused(folder: str, mount: Mount, where: str) -> OptionError:
@@ -289,7 +346,7 @@ def rotates(mount: Mount) -> bool:
 
 
 def _refuse_copies(fd: int, folder: str, kind: str) -> None:
-    """Have an empty file written in place; what lies below an overlay may know no other way (Rule 6)."""
+    """Have an empty file written in place; what lies below an overlay may know no other way (Rule 7)."""
     import fcntl  # which Windows has not
 
     flags = array.array("l", [0])

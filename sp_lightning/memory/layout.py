@@ -70,6 +70,14 @@ class Layout:
             for i, f in enumerate(self.fields)
         ]
 
+    def at_multiples(self, alignment: int) -> Layout:
+        """Return the layout in which these tensors begin at multiples of this many bytes."""
+        fields, end = [], 0
+        for index, field in enumerate(self.fields):
+            fields.append(replace(field, offset=end))
+            end += 0 if index in self.elsewhere else aligned(field.nbytes, alignment)
+        return replace(self, fields=tuple(fields), nbytes=end)
+
     def reshaped(self, index: int, shape: torch.Size) -> Layout:
         """Return the layout in which a tensor without gaps has another shape, of as many elements."""
         field = replace(self.fields[index], shape=tuple(shape), stride=_contiguous(shape))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .pieces import ShadowStep, fuse, step_in_pieces
+from ..disk.scratch_file import SharedSegment
+from .pieces import Group, ShadowStep, fuse, step_in_pieces
 
 
 class StateInMemory:
@@ -29,6 +30,20 @@ class StateInMemory:
 
     def adopt_one(self, optimizer: Optimizer, parameter: Tensor) -> None:
         """Move the state of one parameter, which was loaded, to where it lies."""
+
+    def segment(self, parameter: Tensor, nbytes: int, what: int) -> SharedSegment | None:
+        """Take a segment of the file of all ranks for state of a parameter and those beside it; None: in memory.
+
+        ``what`` is the same number on all ranks, which say by it for what they take the segment.
+        """
+        return None
+
+    def to_make(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> Collection[str]:
+        """Return the names of the state of a parameter's shape that its first step makes in a file."""
+        return ()
+
+    def make_in(self, made: Mapping[Tensor, dict[str, Tensor]]) -> None:
+        """Have the next step make the state of these tensors in these parts of the file."""
 
     def expect(self, optimizers: Sequence[Optimizer]) -> None:
         """Note optimizers that will make state."""

@@ -529,16 +529,13 @@ class StateOnDisk(StateInMemory):
             return None
         if keeps_no_state(shadow, group):
             return {}
+        return self._new_state(shadow, group, param, makes)
+
+    def _new_state(self, shadow: Any, group: Group, param: Tensor, makes: dict[Any, State]) -> dict[str, Tensor] | None:
+        """Make room for the state that a parameter will have; None if that is not to be in the file."""
         if id(param) not in self.parameters:
             return None
-        kind = param.dtype, param.dim()
-        if kind not in makes:
-            makes[kind] = _made_for(torch.zeros([2] * param.dim(), dtype=param.dtype, device="cpu"), shadow, group)
-        like = {
-            key: torch.empty_like(param, dtype=value.dtype, device="meta")
-            for key, value in makes[kind].items()
-            if isinstance(value, Tensor) and list(value.shape) == [2] * param.dim()
-        }
+        like = state_like(param, shadow, group, makes)
         return dict(zip(like, self._file.tensors(list(like.values())), strict=True)) if like else {}
 
     def _run(self, shadow: Any, spilled: list[Spilled]) -> None:
@@ -703,6 +700,18 @@ def _make_state(shadow: Any, part: ParameterPart, buffer: Buffer) -> None:
             target.copy_(step.state[piece][key])
     if part.is_last:
         one.entry = {key: one.views.get(key, value) for key, value in step.state[pieces[-1]].items()}
+
+
+def state_like(param: Tensor, shadow: Any, group: Group, makes: dict[Any, State]) -> dict[str, Tensor]:
+    """Return tensors without bytes as a parameter's state of its shape will be; ``makes`` keeps what was found."""
+    kind = param.dtype, param.dim()
+    if kind not in makes:
+        makes[kind] = _made_for(torch.zeros([2] * param.dim(), dtype=param.dtype, device="cpu"), shadow, group)
+    return {
+        key: torch.empty_like(param, dtype=value.dtype, device="meta")
+        for key, value in makes[kind].items()
+        if isinstance(value, Tensor) and list(value.shape) == [2] * param.dim()
+    }
 
 
 def _made_for(param: Tensor, shadow: Any, group: Group) -> State:

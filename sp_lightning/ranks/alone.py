@@ -24,6 +24,7 @@ from ..memory.host_copy import HostCopy, OwnSlab, Slab
 from ..memory.partition import Unit
 from ..optim.pending_step import WHOLE, IsOwn, Parts
 from ..optim.pieces import Group
+from ..optim.state_in_memory import StateInMemory
 from .board import ONE_RANK, OneRank
 
 Rest = Callable[[Optimizer, IsOwn, Parts], tuple[list[Group], Any]]
@@ -61,7 +62,14 @@ class Alone:
         """Make memory for the weights of the next unit."""
         return OwnSlab(self._device, nbytes)
 
-    def begin(self, stores: Sequence[HostCopy], access: Access, gradients: GradientReturn, overlaps: bool) -> None:
+    def begin(
+        self,
+        stores: Sequence[HostCopy],
+        access: Access,
+        gradients: GradientReturn,
+        overlaps: bool,
+        state: StateInMemory,
+    ) -> None:
         """Begin with these units; ``overlaps``: whether gradients may be summed beside backward."""
         self._is_own = gradients.is_own
 

@@ -101,6 +101,13 @@ class OneRank:
     def close(self) -> None:
         """Leave: this rank's end is no longer news to the others. Safe twice."""
 
+    def pass_on(self, make: Callable[[], int], what: int = 0) -> int:
+        """Return the descriptor that the first rank makes, which all come to have; each caller closes its own.
+
+        Every rank calls this, in the same order with the same number, of bytes or else.
+        """
+        return make()
+
 
 ONE_RANK = OneRank()
 
@@ -178,15 +185,15 @@ class Ranks(OneRank):
         return SharedSlab(self.descriptor(nbytes), nbytes, self.rank == 0, keep)
 
     def descriptor(self, nbytes: int) -> int:
-        """Make memory that all ranks share. Every rank calls this, in the same order with the same sizes.
+        """Make memory that all ranks share, and return its descriptor, which the caller closes; see `pass_on`."""
+        return self.pass_on(functools.partial(make, nbytes), nbytes)
 
-        Returns its descriptor, which the caller closes.
-        """
+    def pass_on(self, make: Callable[[], int], what: int = 0) -> int:
         if self.rank == 0:
-            descriptor = make(nbytes)
+            descriptor = make()
             for rank, peer in self._peers.items():
                 with self._talking_to(rank):
-                    socket.send_fds(peer, [SIZE.pack(nbytes)], [descriptor])
+                    socket.send_fds(peer, [SIZE.pack(what)], [descriptor])
             return descriptor
         with self._talking_to(0):
             self.wait(lambda: [] if _is_readable(self._peers[0]) else [0], "the memory that they share")
@@ -194,10 +201,10 @@ class Ranks(OneRank):
             if not descriptors:
                 raise EOFError("no descriptor came")
             (found,) = SIZE.unpack(message)
-        if found != nbytes:
+        if found != what:
             os.close(descriptors[0])
             raise PeerError(
-                f"{self.name()} needs {nbytes} bytes of shared memory, {self.local(0)} {found}: their models differ; "
+                f"{self.name()} needs {what} bytes of shared memory, {self.local(0)} {found}: their models differ; "
                 "make the same model on every rank"
             )
         return descriptors[0]

@@ -27,6 +27,9 @@
    whether others have stepped before all come to the meeting of Rule 4. Before a rank comes there it reads the
    optimizer's state, which waits for its thread, or leaves to the step what that did not reach (state_guard.py).
    From a rank's first mark on an error leaves a torn step, until the exchange shows that no marks were the same.
+7. State may lie in a scratch file in place of memory (disk_of_ranks.py). Ranges of a parameter of more than `CUT`
+   elements begin at multiples of that, and so at blocks of the file, where each parameter begins at a block: no two
+   ranks write to one. What a rank owns of others it steps through the mapping.
 """
 
 from __future__ import annotations
@@ -46,19 +49,62 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..disk.direct_file import BLOCK
+from ..disk.scratch_file import SharedSegment
 from ..errors import ExactnessError
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, in_order
 from ..memory.watched_parameters import quietly, true_data, true_grad
 from ..optim.pending_step import CannotDefer, Parts, PendingStep
 from ..optim.pieces import ELEMENTWISE, Group, State, keeps_no_state, takes_the_loop
+from ..optim.state_in_memory import StateInMemory
 from .board import Board, Ranks
 from .clipping import Clipping
 from .exchange import Exchange
 from .shared_memory import SharedSlab, SlabRange
-from .user_edits import Alike, Faces, fingerprint, flat, listed, owned
+from .user_edits import Alike, Faces, fingerprint, flat, is_large, listed, owned
 
-StateSlabs = dict[tuple[HostCopy, str], SharedSlab]
+
+class StateSlab:
+    """State of a unit's parameters under one key, in memory that all ranks share."""
+
+    def __init__(self, shared: SharedSlab, layout: Layout) -> None:
+        self.shared, self.layout = shared, layout
+
+    def own(self, index: int, part: slice) -> Tensor:
+        """Return what a rank owns of a parameter's state, as its owner writes it."""
+        return flat(self.shared.truth, self.layout.fields[index], part)
+
+    def hold(self, index: int, part: slice) -> Tensor:
+        """Make room for a parameter's state; return what a rank owns of it. Safe twice."""
+        return self.own(index, part)
+
+    def collect(self, index: int, part: slice) -> None:
+        """Write what user code wrote to what a rank owns (Rule 2)."""
+        self.own(index, part).copy_(flat(self.shared.face, self.layout.fields[index], part))
+
+
+class SlabInFile(StateSlab):
+    """The same in a segment of their scratch file (Rule 7)."""
+
+    def __init__(self, segment: SharedSegment, layout: Layout) -> None:
+        super().__init__(SharedSlab(segment.descriptor, layout.nbytes, False, begin=segment.begin), layout)
+        self._file, self._begin = segment.file, segment.begin
+        self._held: set[int] = set()
+        truth = self.shared.truth
+        self.shared.before_unmapping.append(functools.partial(self._file.forget, truth.data_ptr(), truth.nbytes))
+
+    def hold(self, index: int, part: slice) -> Tensor:
+        field, own = self.layout.fields[index], self.own(index, part)
+        if index not in self._held:
+            begin = self._begin + field.offset
+            at = begin + part.start * own.itemsize if is_large(field) and own.numel() else None
+            self._file.hold(begin, field.nbytes, own, at)
+            self._held.add(index)
+        return own
+
+
+StateSlabs = dict[tuple[HostCopy, str, bool], StateSlab]  # whether it is in a file
 
 
 @dataclass(eq=False)
@@ -75,9 +121,16 @@ class Owners:
     """The steps of optimizers over the parameters of all units."""
 
     def __init__(
-        self, ranks: Ranks, exchange: Exchange, faces: Faces, clipping: Clipping, stores: Sequence[HostCopy]
+        self,
+        ranks: Ranks,
+        exchange: Exchange,
+        faces: Faces,
+        clipping: Clipping,
+        stores: Sequence[HostCopy],
+        disk: StateInMemory,
     ) -> None:
         self._ranks, self._exchange, self._faces, self._clipping = ranks, exchange, faces, clipping
+        self._disk = disk  # on which state may lie (Rule 7)
         self._places = {id(p): (store, index) for store in stores for index, p in enumerate(store.params)}
         # How far each rank is in a step that is not deferred, and which one has stepped each unit last (Rule 4).
         self._progress = Board(ranks, 1 + len(stores))
@@ -92,7 +145,7 @@ class Owners:
         self._copies: dict[int, Tensor] = {}  # of the step that runs: of what every rank steps, by the parameter's id
         self._pieces: list[OwnPiece] = []  # likewise, what its own code steps
         self._state: Any = {}  # likewise, the optimizer's
-        self._edits: list[tuple[HostCopy, SharedSlab, list[SlabRange]]] = []  # of state, by user code on this rank
+        self._edits: list[tuple[HostCopy, StateSlab, list[SlabRange]]] = []  # of state, by user code on this rank
 
     @staticmethod
     def cuts(optimizer: Optimizer) -> bool:
@@ -164,7 +217,7 @@ class Owners:
         """List the parameters of a unit, by index, that this rank may step beside backward (Rules 2, 3 and 6)."""
         if not self.cuts(step.optimizer) or self._faces.is_written(store):
             return []
-        if any(slab.private() for (of, _), slab in self._slabs.get(step.optimizer, {}).items() if of is store):
+        if any(slab.shared.private() for (of, *_), slab in self._slabs.get(step.optimizer, {}).items() if of is store):
             return []
         return [index for index, parameter in enumerate(store.params) if self._would_step(parameter, step)]
 
@@ -205,12 +258,25 @@ class Owners:
         optimizer = self._optimizer
         assert optimizer is not None
         self._state = state
+        new = self._make_room(optimizer, groups, state)
         trained = (p for group in groups for p in group["params"] if true_grad(p) is not None)
         pieces = {parameter: self.piece(optimizer, parameter, state) for parameter in trained}
         self._pieces = list(pieces.values())
+        self._disk.make_in({pieces[parameter].data: made for parameter, made in new.items()})
         data = {parameter: piece.data for parameter, piece in pieces.items()}
         cut = [{**group, "params": [data.get(p, p) for p in group["params"]]} for group in groups]
         return cut, defaultdict(dict, {piece.data: piece.made for piece in self._pieces})
+
+    def _make_room(self, optimizer: Optimizer, groups: list[Group], state: Any) -> dict[Tensor, dict[str, Tensor]]:
+        """Make room on the disk for the state of parameters that have none; return what this rank owns of it."""
+        return {
+            parameter: {key: self._hold(optimizer, parameter, key) for key in keys}
+            for group in groups
+            for parameter in group["params"]
+            if id(parameter) in self._places and true_grad(parameter) is not None and not state.get(parameter)
+            if self.cuts(optimizer) and self.is_cut(group, parameter)
+            if (keys := self._disk.to_make(optimizer, group, parameter))
+        }
 
     def piece(self, optimizer: Optimizer, parameter: Tensor, state: Mapping[Tensor, State]) -> OwnPiece:
         """Return what this rank steps of a parameter, with its gradient and its state (Rules 1 to 3)."""
@@ -238,9 +304,8 @@ class Owners:
         field, own = self._owned(store, index)
         piece = flat(self._faces.slabs[store].truth, field, own)
         piece.grad = grad
-        slabs = self._slabs.get(optimizer, {})
         given = {
-            key: flat(slabs[store, key].truth, field, own) if _is_like(value, parameter) else value
+            key: self._slab(optimizer, parameter, key).own(index, own) if _is_like(value, parameter) else value
             for key, value in own_state.items()
         }
         return OwnPiece(parameter, piece, dict(given), given)
@@ -275,16 +340,15 @@ class Owners:
 
     def _lies_in_a_slab(self, optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:
         store, index = self._places[id(parameter)]
-        slab = self._slabs.get(optimizer, {}).get((store, key))
-        field = store.host_layout.fields[index]
-        return slab is not None and (value.data_ptr(), value.stride()) == (
-            slab.face.data_ptr() + field.offset,
-            field.stride,
-        )
+        slab = self._slabs.get(optimizer, {}).get((store, key, id(parameter) in self._disk.parameters))
+        if slab is None:
+            return False
+        field = slab.layout.fields[index]
+        return (value.data_ptr(), value.stride()) == (slab.shared.face.data_ptr() + field.offset, field.stride)
 
     def _copy_moved_state(self, optimizer: Optimizer) -> None:
         """Copy state that user code gave to another parameter: the first one's is written in its place."""
-        faces = [slab.face for slab in self._slabs.get(optimizer, {}).values()]
+        faces = [slab.shared.face for slab in self._slabs.get(optimizer, {}).values()]
         slabs = sorted((face.data_ptr(), face.data_ptr() + face.nbytes) for face in faces)
         for parameter, state in optimizer.state.items() if slabs else ():
             for key, value in state.items():
@@ -325,15 +389,15 @@ class Owners:
         seen = early.promised if early is not None and early.optimizer is optimizer else ()  # when it was guarded
         self._edits = [
             (store, slab, pages)
-            for (store, _), slab in self._slabs.get(optimizer, {}).items()
-            if store not in seen and (pages := slab.private())
+            for (store, *_), slab in self._slabs.get(optimizer, {}).items()
+            if store not in seen and (pages := slab.shared.private())
         ]
         digest = hashlib.sha256()
         for _, slab, pages in self._edits:
             digest.update(repr(pages).encode())
             for start, end in pages:
-                digest.update(slab.face[start:end].numpy().data)
-        names = [store.names[index] for store, _, pages in self._edits for index in store.host_layout.indices_in(pages)]
+                digest.update(slab.shared.face[start:end].numpy().data)
+        names = [store.names[i] for store, slab, pages in self._edits for i in slab.layout.indices_in(pages)]
         for name, number in self._replaced(optimizer):
             names.append(name)
             digest.update(f"{name} {number}".encode())
@@ -353,9 +417,8 @@ class Owners:
     def _collect_edits(self) -> None:
         """Write to the truth what user code wrote to the state that this rank owns (Rule 2)."""
         for store, slab, pages in self._edits:
-            for index in store.host_layout.indices_in(pages):
-                field, own = self._owned(store, index)
-                flat(slab.truth, field, own).copy_(flat(slab.face, field, own))
+            for index in slab.layout.indices_in(pages):
+                slab.collect(index, self._owned(store, index)[1])
 
     def end(self, optimizer: Optimizer) -> None:
         """End a step: its results are true for all ranks, but for what is deferred. Every rank comes here (Rule 4)."""
@@ -372,7 +435,7 @@ class Owners:
             if store is not None:
                 torch.autograd.graph.increment_version(piece.parameter)
         for _, slab, pages in self._edits:
-            slab.drop(pages)
+            slab.shared.drop(pages)
         self._pieces, self._copies, self._state, self._edits = [], {}, {}, []
         if parts is None:
             self._faces.settle()
@@ -434,14 +497,32 @@ class Owners:
 
     def _publish(self, optimizer: Optimizer, parameter: Tensor, key: str, part: Tensor) -> Tensor:
         """Move state of this rank's range into a slab; return the whole of it, as user code sees it."""
+        own = self._hold(optimizer, parameter, key)
+        if own.data_ptr() != part.data_ptr():  # else a step made it there
+            own.copy_(part)
+        slab, (_, index) = self._slab(optimizer, parameter, key), self._places[id(parameter)]
+        return Layout.own_view(slab.shared.face.untyped_storage(), slab.layout.fields[index])
+
+    def _hold(self, optimizer: Optimizer, parameter: Tensor, key: str) -> Tensor:
+        """Return what this rank owns of a parameter's state, having made room for it."""
         store, index = self._places[id(parameter)]
-        field, own = self._owned(store, index)
+        return self._slab(optimizer, parameter, key).hold(index, self._owned(store, index)[1])
+
+    def _slab(self, optimizer: Optimizer, parameter: Tensor, key: str) -> StateSlab:
+        """Return where a parameter's state lies, which all ranks make at the same time."""
+        (store, _), on_disk = self._places[id(parameter)], id(parameter) in self._disk.parameters
         slabs = self._slabs.setdefault(optimizer, {})
-        if (store, key) not in slabs:
-            slabs[store, key] = self._ranks.share(store.host_layout.nbytes)
-        slab = slabs[store, key]
-        flat(slab.truth, field, own).copy_(part)
-        return Layout.own_view(slab.face.untyped_storage(), field)
+        if (store, key, on_disk) not in slabs:
+            slabs[store, key, on_disk] = self._make_slab(store, parameter, key)
+        return slabs[store, key, on_disk]
+
+    def _make_slab(self, store: HostCopy, parameter: Tensor, key: str) -> StateSlab:
+        layout = store.host_layout.at_multiples(BLOCK)
+        what = hashlib.sha256(f"{self.units[store]} {key} {layout.nbytes}".encode()).digest()
+        segment = self._disk.segment(parameter, layout.nbytes, int.from_bytes(what[:7], "big"))
+        if segment is None:
+            return StateSlab(self._ranks.share(store.host_layout.nbytes), store.host_layout)
+        return SlabInFile(segment, layout)
 
 
 class OwnParts(Parts):

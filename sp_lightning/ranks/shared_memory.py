@@ -1,8 +1,9 @@
 """Host memory that the ranks of a machine share: what is true for all, what each one's user sees, and their boxes.
 
-1. A shared slab is a memfd: a file without a name, in no file system, gone with the last process that maps it. Every
-   rank maps it twice. Its *truth* is the shared mapping, which only the library writes and the device copies from and
-   to. Its *face* is a private mapping of the same pages, over which lie the tensors that user code gets.
+1. A shared slab is a memfd: a file without a name, in no file system, gone with the last process that maps it; state
+   on a disk is a part of a scratch file, which has no name either (scratch_file.py). Every rank maps it twice. Its
+   *truth* is the shared mapping, which only the library writes and the device copies from and to. Its *face* is a
+   private mapping of the same pages, over which lie the tensors that user code gets.
 2. Where a rank wrote nothing, its face shows the truth, also what other ranks write there later. A write through a
    face gives this rank a page of its own (the kernel copies it), whichever way the write takes: no version counter,
    view or array hides it. So an edit that every rank makes is not made several times to the same bytes.
@@ -60,10 +61,11 @@ class SlabRange(NamedTuple):
 class SharedSlab:
     """One slab of all ranks: its truth and its face in this process (Rule 1)."""
 
-    def __init__(self, descriptor: int, nbytes: int, is_first: bool, keep: bool = False) -> None:
+    def __init__(self, descriptor: int, nbytes: int, is_first: bool, keep: bool = False, begin: int = 0) -> None:
+        """Map ``nbytes`` of a file from ``begin`` on, and close its descriptor unless there is to be another face."""
         self.nbytes, self.is_first = nbytes, is_first
-        self.truth, self._before_unmapping = mapped(descriptor, nbytes, mmap.MAP_SHARED)
-        self.face, _ = mapped(descriptor, nbytes, mmap.MAP_PRIVATE)
+        self.truth, self.before_unmapping = mapped(descriptor, nbytes, mmap.MAP_SHARED, begin)
+        self.face, _ = mapped(descriptor, nbytes, mmap.MAP_PRIVATE, begin)
         self._descriptor: int | None = descriptor  # for further faces
         if not keep:
             self.forget()
@@ -83,7 +85,7 @@ class SharedSlab:
 
     def lock(self, device: Device) -> None:
         """Page-lock the truth, for copies by the device itself; a lock on the face would make each page private."""
-        lock_in(device, self.truth, self._before_unmapping)
+        lock_in(device, self.truth, self.before_unmapping)
 
     def private(self) -> list[SlabRange]:
         """Find the ranges of pages that this process wrote through the face (Rule 3)."""

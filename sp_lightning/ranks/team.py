@@ -25,6 +25,7 @@ from ..memory.partition import Unit
 from ..memory.watched_parameters import quietly, true_data
 from ..optim import torn_step
 from ..optim.pieces import Group
+from ..optim.state_in_memory import StateInMemory
 from .alone import Alone, Rest
 from .board import Board, Ranks
 from .clipping import Clipping
@@ -90,7 +91,14 @@ class Team(Alone):
         self._made.append(SharedHome(slab))
         return self._made[-1]
 
-    def begin(self, stores: Sequence[HostCopy], access: Access, gradients: GradientReturn, overlaps: bool) -> None:
+    def begin(
+        self,
+        stores: Sequence[HostCopy],
+        access: Access,
+        gradients: GradientReturn,
+        overlaps: bool,
+        state: StateInMemory,
+    ) -> None:
         self._gradients = gradients
         homes = dict(zip(stores, self._made, strict=True))
         _give_weights(self.ranks, self._made)
@@ -101,7 +109,7 @@ class Team(Alone):
         self.exchange.overlaps, self.exchange.is_own = overlaps, gradients.is_own
         self.faces = Faces(self.ranks, self.exchange.board, homes)
         self.clipping = Clipping(self.ranks, self.exchange, stores, access)
-        self.owners = Owners(self.ranks, self.exchange, self.faces, self.clipping, stores)
+        self.owners = Owners(self.ranks, self.exchange, self.faces, self.clipping, stores, state)
         if self.ranks.transport is None:  # else nothing says what ranks of other machines may step
             self.exchange.steps = self.owners
         self.faces.are_true()

@@ -38,6 +38,7 @@ from .board import Board, Ranks
 from .shared_memory import SharedHome, SlabRange
 
 LINE = 256  # elements: ranges of owners begin at a multiple
+CUT = 1024  # likewise, of parameters that have more: whole blocks of a file (sharded_step.py, Rule 7)
 WORD, WORDS = 8, 1 << 17  # bytes, and how many words a fingerprint takes at a time
 FACTOR = 0x9E3779B97F4A7C15
 
@@ -47,12 +48,18 @@ def owned(field: Field, rank: int, size: int) -> slice:
 
     Half precision is owned as a whole, by the first rank: ends of vectorized loops have other bits there.
     """
-    return divided(field.nbytes // field.dtype.itemsize, rank, size if field.dtype.itemsize >= 4 else 1)
+    numel = field.nbytes // field.dtype.itemsize
+    return divided(numel, rank, size if field.dtype.itemsize >= 4 else 1, CUT if is_large(field) else LINE)
 
 
-def divided(numel: int, number: int, count: int) -> slice:
+def is_large(field: Field) -> bool:
+    """Whether ranges of a tensor are whole blocks of a file in which it begins at a block."""
+    return field.nbytes // field.dtype.itemsize > CUT
+
+
+def divided(numel: int, number: int, count: int, line: int = LINE) -> slice:
     """Return the part of this number when elements are divided into ``count``."""
-    share = math.ceil(math.ceil(numel / count) / LINE) * LINE
+    share = math.ceil(math.ceil(numel / count) / line) * line
     return slice(min(number * share, numel), min((number + 1) * share, numel))
 
 

@@ -98,7 +98,7 @@ class Engine:
                 store = HostCopy(unit, device, counters, self, dtypes, team.slab, storage.homes(unit))
                 self.units.append(StreamedUnit(unit, store, self.gradients_ready, slots))
             stores = [unit.store for unit in self.units]
-            team.begin(stores, self.access, self.gradient_return, options.optimizer_overlap)
+            team.begin(stores, self.access, self.gradient_return, options.optimizer_overlap, storage.state)
         self._by_storage = {storage_id(unit.store.on_device.storage): unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.stand_ins.hosts}
         offload = Offload(device, counters)

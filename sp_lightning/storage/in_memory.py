@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import nn
 
 from ..core.unit_numbers import HostSharing
+from ..disk.scratch_file import FileRanks
 from ..gradients.slab import GradientSlab
 from ..memory.device import Device
 from ..memory.host_copy import FileHome, HostCopy
@@ -23,6 +24,10 @@ class Sharers(Protocol):
     """The ranks of a machine, one or several, as far as they choose together (ranks/alone.py)."""
 
     sharing: HostSharing
+
+    @property
+    def ranks(self) -> FileRanks:
+        """The processes that have one scratch file."""
 
     def same_on_all(self, marks: Sequence[object]) -> Sequence[bool]:
         """Return which of these, of which all ranks have as many, are the same on all."""

@@ -170,6 +170,7 @@ class WithDisk(WithinBudget):
 
     def choose(self, units: Sequence[Unit], ranks: Sharers) -> None:
         check_folder(self._folder)
+        self._ranks = ranks.ranks
         if self._options.host_budget is None and not self._units:  # once: what the run takes then is within it
             memory, parameters = host_memory(), [parameter for unit in units for _, parameter in unit.params]
             filed = find(parameters)
@@ -185,7 +186,7 @@ class WithDisk(WithinBudget):
         if placed.spilled and not self.state.is_on_disk:
             if self._device.is_host:
                 malloc.by_themselves()  # from now on: weights that move would leave holes for what units compute with
-            file = ScratchFile(self._folder)
+            file = ScratchFile(self._folder, self._ranks)
             self.state = self.files.scratch = self._on_disk(file, placed.buffer)
             self._gradients = GradientRing(file, self._device, self._counters, placed.gradient_buffer)
             self.state.gradients_to_come = self._gradients_to_come
@@ -213,6 +214,10 @@ class WithDisk(WithinBudget):
         super().close()
 
     def _on_disk(self, file: ScratchFile, buffer_nbytes: int) -> StateOnDisk:
+        if self._ranks.size > 1:
+            from .disk_of_ranks import OwnStateOnDisk  # on one device nothing needs it
+
+            return OwnStateOnDisk(file, buffer_nbytes, self._counters, self._options.fused_optimizer)
         if self._options.optimizer_device == "host" or self._device.is_host:
             return StateOnDisk(file, buffer_nbytes, self._counters, self._options.fused_optimizer)
         from ..optim.device_step import StepsOnDevice  # a run that steps on the host needs nothing of these

@@ -20,6 +20,7 @@ from sp_lightning.disk.direct_ring import buffer_over
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.errors import DiskError
 from sp_lightning.memory.pinned import HostAllocator
+from sp_lightning.ranks.board import ONE_RANK
 
 allocate = os.posix_fallocate
 
@@ -182,7 +183,7 @@ def test_a_process_that_is_killed_leaves_no_scratch_file(tmp_path):
     child = os.fork()
     if not child:
         try:
-            (tensor,) = ScratchFile(str(tmp_path)).tensors([torch.empty(1 << 22)])
+            (tensor,) = ScratchFile(str(tmp_path), ONE_RANK).tensors([torch.empty(1 << 22)])
             os.write(begins, b"1")
             while True:
                 tensor.numpy()[:] += 1
@@ -201,7 +202,7 @@ def test_a_process_that_is_killed_leaves_no_scratch_file(tmp_path):
 def test_threads_that_transfer_and_user_code_see_only_what_they_wrote(tmp_path):
     """Each has blocks of its own, side by side with those of the others, and reads and writes them on both ways."""
     block, count, seconds, threads = 1 << 16, 240, 20, 4
-    with contextlib.closing(ScratchFile(str(tmp_path))) as file:
+    with contextlib.closing(ScratchFile(str(tmp_path), ONE_RANK)) as file:
         (flat,) = file.tensors([torch.empty(block * count // 8, dtype=torch.int64)])
         offset, parts = file.place_of(flat).offset, flat.view(count, -1)
         wrong, done, ends = [], [0] * threads, time.monotonic() + seconds

@@ -17,11 +17,12 @@ from sp_lightning.disk import scratch_file
 from sp_lightning.disk.direct_file import BLOCK, Mount, mount_of
 from sp_lightning.disk.scratch_file import ScratchFile, check_room
 from sp_lightning.errors import DiskError, OptionError
+from sp_lightning.ranks.board import ONE_RANK
 
 
 @pytest.fixture
 def file(tmp_path):
-    with contextlib.closing(ScratchFile(str(tmp_path))) as made:
+    with contextlib.closing(ScratchFile(str(tmp_path), ONE_RANK)) as made:
         yield made
 
 
@@ -87,7 +88,7 @@ def test_space_is_free_again_once_no_tensor_is_left(is_closed, file):
 
 
 def test_tensors_live_on_after_the_file_was_closed(tmp_path):
-    file = ScratchFile(str(tmp_path))
+    file = ScratchFile(str(tmp_path), ONE_RANK)
     (tensor,) = file.tensors([torch.empty(5000)])
     tensor.fill_(3)
     file.close()
@@ -115,21 +116,21 @@ def test_a_forked_process_gets_an_error(file):
 
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(OptionError, match=r"disk must be a folder on a local disk.*no such folder"):
-        ScratchFile(str(tmp_path / "nothing"))
+        ScratchFile(str(tmp_path / "nothing"), ONE_RANK)
 
 
 @pytest.mark.parametrize("kind, why", [("tmpfs", "in memory"), ("nfs4", "a network filesystem")])
 def test_a_filesystem_that_is_refused(kind, why, tmp_path, monkeypatch):
     monkeypatch.setattr(scratch_file, "mount_of", lambda file: Mount(kind, 0))
     with pytest.raises(OptionError, match=f"disk must be .*{kind}.*{why}"):
-        ScratchFile(str(tmp_path))
+        ScratchFile(str(tmp_path), ONE_RANK)
 
 
 def test_memory_that_passes_as_a_disk_is_refused():
     if not os.path.isdir("/dev/shm") or mount_of("/dev/shm").kind != "tmpfs":
         pytest.skip("this system has no tmpfs at /dev/shm")
     with pytest.raises(OptionError, match="tmpfs"):
-        ScratchFile("/dev/shm")
+        ScratchFile("/dev/shm", ONE_RANK)
 
 
 @pytest.mark.parametrize("below", ["memory", "disk"])
@@ -141,7 +142,7 @@ def test_an_overlay_is_refused_if_what_lies_below_is_memory(below, tmp_path, mon
     monkeypatch.setattr(scratch_file, "mount_of", lambda file: Mount("overlay", 0))
     refused = pytest.raises(OptionError, match="overlay, over a filesystem in memory")
     with refused if below == "memory" else contextlib.nullcontext():
-        ScratchFile(folder).close()
+        ScratchFile(folder, ONE_RANK).close()
 
 
 def test_a_filesystem_that_copies_what_is_written_is_refused_unless_it_can_be_told_not_to(tmp_path, monkeypatch):
@@ -156,11 +157,11 @@ def test_a_filesystem_that_copies_what_is_written_is_refused_unless_it_can_be_to
 
     monkeypatch.setattr("fcntl.ioctl", ioctl)
     refuses = False
-    ScratchFile(str(tmp_path)).close()
+    ScratchFile(str(tmp_path), ONE_RANK).close()
     assert told == [scratch_file.GET_FLAGS, scratch_file.SET_FLAGS]
     refuses = True
     with pytest.raises(OptionError, match="btrfs, which copies what is written"):
-        ScratchFile(str(tmp_path))
+        ScratchFile(str(tmp_path), ONE_RANK)
 
 
 def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
@@ -173,13 +174,13 @@ def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(OptionError, match="Permission denied"):
-        ScratchFile(str(tmp_path))
+        ScratchFile(str(tmp_path), ONE_RANK)
 
 
 def test_another_system_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(OptionError, match="None on this system: it needs Linux"):
-        ScratchFile(str(tmp_path))
+        ScratchFile(str(tmp_path), ONE_RANK)
 
 
 # ---- transfers that fail
@@ -267,7 +268,7 @@ def test_a_filesystem_without_direct_transfers_goes_through_the_page_cache(how, 
     monkeypatch.setattr(os, "open", open_)
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "pwritev", write)
-    with contextlib.closing(ScratchFile(str(tmp_path))) as file:
+    with contextlib.closing(ScratchFile(str(tmp_path), ONE_RANK)) as file:
         file.tensors([torch.empty(10)])
         (tensor,) = file.tensors([torch.empty(5000)])
         buffer, place = memory(5 * BLOCK), file.place_of(tensor)

@@ -353,11 +353,11 @@ def test_without_a_disk_nothing_of_this_is_loaded():
     assert forks.run(code).stdout == "[]\n"
 
 
-def test_several_devices_are_refused():
-    with pytest.raises(OptionError, match=r"devices must be 1 with disk='/': .*, got 3"):
-        L.Fabric(strategy=sp_lightning.SuperpipelineFabricStrategy(disk="/"), accelerator="cpu", devices=3)
-    with pytest.raises(OptionError, match=r"devices must be 1 with disk='/': .*, got 2"):
-        Handle(stack(), "cpu", Options(disk="/"), ranks=SimpleNamespace(size=2, world=2))
+def test_several_machines_are_refused():
+    with pytest.raises(OptionError, match=r"num_nodes must be 1 with disk='/', .*, got 3"):
+        L.Fabric(strategy=sp_lightning.SuperpipelineFabricStrategy(disk="/"), accelerator="cpu", num_nodes=3)
+    with pytest.raises(OptionError, match=r"num_nodes must be 1 with disk='/', .*, got 2"):
+        Handle(stack(), "cpu", Options(disk="/"), ranks=SimpleNamespace(size=2, world=4))
 
 
 def test_a_disk_without_room_is_an_error_before_the_run_with_both_numbers(monkeypatch):

@@ -32,6 +32,7 @@ from sp_lightning.gradients.way_down import GradientVersions
 from sp_lightning.memory.device import Device
 from sp_lightning.optim.pieces import step_in_pieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
+from sp_lightning.ranks.board import ONE_RANK
 
 LONG_S = 0.3  # all that does not wait is done by then
 
@@ -81,7 +82,7 @@ def begun():
 
 @pytest.fixture
 def scratch(tmp_path):
-    with contextlib.closing(ScratchFile(str(tmp_path))) as made:
+    with contextlib.closing(ScratchFile(str(tmp_path), ONE_RANK)) as made:
         yield made
 
 
@@ -638,7 +639,7 @@ def test_a_scratch_file_that_cannot_be_used_is_closed(how, tmp_path, monkeypatch
     with pytest.raises((OptionError, DiskError)):
         if how == "no direct trial":
             monkeypatch.setattr(scratch_file.ScratchFile, "_both_ways_are_equal", lambda self, fd: self.tensors([]))
-        ScratchFile(str(tmp_path))
+        ScratchFile(str(tmp_path), ONE_RANK)
     assert open_files(tmp_path) == []
 
 

@@ -888,11 +888,14 @@ def test_by_name_on_the_accelerator_that_the_trainer_chose():
 
 
 @pytest.mark.parametrize("several", [{"devices": 2}, {"num_nodes": 2}])
-def test_a_device_of_the_users_and_state_on_a_disk_are_refused_with_several_devices(several):
+def test_a_device_of_the_users_is_refused_with_several_devices(several):
     with pytest.raises(OptionError, match="device must be left out with several devices"):
         trainer_with(sp_lightning.SuperpipelineStrategy(device="cpu"), **several)
-    with pytest.raises(OptionError, match=r"devices must be 1 with disk=.*, got 2"):
-        trainer_with(sp_lightning.SuperpipelineStrategy(disk="/"), **several)
+
+
+def test_state_on_a_disk_is_refused_with_several_machines():
+    with pytest.raises(OptionError, match=r"num_nodes must be 1 with disk=.*, got 2"):
+        trainer_with(sp_lightning.SuperpipelineStrategy(disk="/"), num_nodes=2)
 
 
 def test_mps_is_refused_and_told_what_to_use():

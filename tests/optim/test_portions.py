@@ -33,6 +33,7 @@ from sp_lightning.errors import DiskError
 from sp_lightning.optim import torn_step
 from sp_lightning.optim.pieces import fuse, step_each, step_in_pieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
+from sp_lightning.ranks.board import ONE_RANK
 
 KINDS = {
     "adamw": (AdamW, {}),
@@ -72,7 +73,7 @@ def give_gradients(params, step, nan=False):
 
 @pytest.fixture
 def file(tmp_path):
-    with contextlib.closing(ScratchFile(str(tmp_path))) as made:
+    with contextlib.closing(ScratchFile(str(tmp_path), ONE_RANK)) as made:
         yield made
 
 

@@ -89,7 +89,7 @@ def test_a_plan_has_the_host_memory_of_ranks_whose_weights_are_in_files(tmp_path
 @pytest.mark.parametrize(
     "machines, options, said",
     [
-        (1, {"disk": "/"}, "devices must be 1 with disk='/'"),
+        (2, {"disk": "/"}, "num_nodes must be 1 with disk='/'"),
         (2, {"host_budget": "0B"}, "num_nodes must be 1 with host_budget"),
     ],
 )

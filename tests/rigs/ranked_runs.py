@@ -97,6 +97,7 @@ def leg(
     optimizer: str = "adamw",
     accelerator: str = "cpu",
     save_after: int | None = None,
+    options: dict[str, Any] | None = None,
 ) -> None:
     """Train up to this step from a checkpoint, under plain Lightning or under the strategy; save another.
 
@@ -107,7 +108,7 @@ def leg(
     if side == "plain":
         strategy, accelerator = plain(size) if size > 1 else SingleDeviceStrategy(torch.device("cpu")), "cpu"
     else:
-        strategy = sp_lightning.SuperpipelineStrategy(units=case.units, window=2)
+        strategy = sp_lightning.SuperpipelineStrategy(units=case.units, window=2, **(options or {}))
     with simulated(accelerator), tempfile.TemporaryDirectory() as root:
         L.seed_everything(0, verbose=False)
         module = Scheduled(case, optimizer)

@@ -1,0 +1,161 @@
+"""Runs on ranks whose optimizer state is in one scratch file, in portions that are smaller than what a rank owns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import processes
+import ranked_parity
+import ranked_runs
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import models
+import parity
+import sp_lightning
+from sp_lightning.disk import direct_file, state_ring
+from sp_lightning.disk.scratch_file import ScratchFile
+from sp_lightning.optim import torn_step
+
+OPTIONS = {"host_budget": "0B", "disk": "."}
+
+
+@contextlib.contextmanager
+def small_portions() -> Iterator[None]:
+    """Have buffers of the smallest size."""
+    with mock.patch.object(state_ring, "BUFFER", state_ring.SMALLEST):
+        yield
+
+
+def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of ranked_*.py with buffers of the smallest size."""
+    with small_portions():
+        return function(*args, **kwargs)
+
+
+def check(
+    function: Callable[..., Any],
+    name: str,
+    options: dict[str, Any],
+    accelerator: str = "cpu",
+    size: int = 2,
+    **settings: Any,
+) -> list[parity.Record]:
+    """Compare ranks whose state is on the disk with ranks under DDP, as `ranked_parity.check` does."""
+    expected = ranked_parity.plain(size, function, name, **settings)
+    found = processes.run(size, run, function, name, OPTIONS | options, accelerator=accelerator, **settings)
+    for theirs, ours in zip(expected, found, strict=True):
+        parity.compare(*map(ranked_parity.without_the_devices_generator, (theirs, ours)))
+    return found
+
+
+class Wide(torch.nn.Module):
+    """Layers of which a rank's part has several portions, of one element, and of fewer elements than a block."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(40, 130), (130, 257), (257, 130), (130, 8)]
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(*size, dtype=dtype) for size in sizes])
+        self.scale = torch.nn.Parameter(torch.ones(1, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x * self.scale
+
+
+def wide(dtype: torch.dtype) -> models.Case:
+    """Make a case of that net."""
+
+    def batch(index: int) -> torch.Tensor:
+        return torch.randn(6, 40, generator=torch.Generator().manual_seed(index)).to(dtype)
+
+    return models.Case(
+        "wide", functools.partial(Wide, dtype), batch, lambda net, x: net(x).square().mean(), lambda net, x: net(x)
+    )
+
+
+def fit_wide(dtype: str, options: dict[str, Any] | None, optimizer: str = "adamw", **settings: Any) -> parity.Record:
+    """Record a run of a wide net on this rank: under DDP, or with these options under the strategy."""
+    case = wide(getattr(torch, dtype))
+    make = functools.partial(ranked_runs.RankedModule, case, optimizer)
+    return ranked_runs.record(make, case, options, **settings)
+
+
+def written_blocks(options: dict[str, Any]) -> list[int]:
+    """Train a wide net on this rank; return the blocks of the scratch file to which it wrote directly."""
+    found: set[int] = set()
+    write = ScratchFile.write
+
+    def noted(self: ScratchFile, memory: memoryview, begin: int, nbytes: int) -> None:
+        found.update(range(begin // direct_file.BLOCK, -(-(begin + nbytes) // direct_file.BLOCK)))
+        write(self, memory, begin, nbytes)
+
+    with mock.patch.object(ScratchFile, "write", noted):
+        run(fit_wide, "float32", OPTIONS | options)
+    return sorted(found)
+
+
+class LateFault:
+    """Errors of the disk on one rank, from the second step on."""
+
+    def __init__(self, call: str) -> None:
+        self.call, self.real, self.is_late = call, getattr(os, call), False
+
+    def __call__(self, *args: Any) -> Any:
+        if self.is_late and threading.current_thread().name.startswith("superpipeline-state"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self.real(*args)
+
+
+def fail(call: str, victim: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Have the disk fail on one rank; return how this rank's run ended, and whether its step can be saved."""
+    fault, is_victim = LateFault(call), int(os.environ["LOCAL_RANK"]) == victim
+
+    class Fails(ranked_runs.RankedModule):
+        def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+            fault.is_late = is_victim and batch_index == 2
+
+    strategy = sp_lightning.SuperpipelineStrategy(**(OPTIONS | options))
+    with small_portions(), mock.patch.object(os, call, fault), tempfile.TemporaryDirectory() as root:
+        case = wide(torch.float32)
+        trainer = L.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=2,
+            max_steps=6,
+            default_root_dir=root,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        found: dict[str, Any] = {"error": "", "said": ""}
+        try:
+            data = DataLoader([case.batch(i) for i in range(12)], batch_size=None, shuffle=False)
+            trainer.fit(Fails(case, "adamw"), data)
+        except Exception as error:
+            found = {"error": type(error).__name__, "said": str(error)}
+        optimizer = trainer.optimizers[0]
+        found["torn"] = torn_step.why_not_saved([optimizer]) is not None
+        return found
+
+
+def host_memory(options: dict[str, Any]) -> dict[str, int]:
+    """Return the bytes of host memory of all ranks that stream a wide net, and those of its state on the disk."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    with sp_lightning.stream(Wide(torch.float32), "cpu", group=dist.group.WORLD, **(OPTIONS | options)) as handle:
+        placed = handle.storage.placed
+        return {"on disk": placed.on_disk, **dataclasses.asdict(placed.host)}
