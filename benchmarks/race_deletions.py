@@ -1,14 +1,15 @@
 """Delete every wait, one at a time, and run the race tests: is each needed, and would its absence be noticed?
 
-    python benchmarks/race_deletions.py [--only engine.py] [--jobs 2] [--ranks | --files | --calls]
+    python benchmarks/race_deletions.py [--only engine.py] [--jobs 2] [--ranks | --shards | --files | --calls]
 
 A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or a call that does so
-inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`; with ``--files`` one for reads and
-writes of files, and what else orders them there, such as a lock: see `OF_FILES`; with ``--calls`` one of a call in
-lockstep for its turn: see `OF_CALLS`. Each is replaced by its arguments in a copy of the package, and `TESTS` run
-against the copy, or `TESTS_OF_RANKS`, `TESTS_OF_CALLS`, or those of the file in `FOR_FILES`. The output has a line for
-each wait; the exit status is 1 if a deletion goes unnoticed. A complete run for steps, without one of these options,
-writes its result into CONTRIBUTING.md, between the two marks there.
+inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`; with ``--shards`` one that only models
+of DTensors need: see `OF_SHARDS`; with ``--files`` one for reads and writes of files, and what else orders them there,
+such as a lock: see `OF_FILES`; with ``--calls`` one of a call in lockstep for its turn: see `OF_CALLS`. Each is
+replaced by its arguments in a copy of the package, and `TESTS` run against the copy, or `TESTS_OF_RANKS`,
+`TESTS_OF_SHARDS`, `TESTS_OF_CALLS`, or those of the file in `FOR_FILES`. The output has a line for each wait; the exit
+status is 1 if a deletion goes unnoticed. A complete run for steps, without one of these options, writes its result
+into CONTRIBUTING.md, between the two marks there.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ TESTS = (
 )
 _OF_RANKS = (
     "waits steps_in_backward deferred_steps nodes schedules stream_by_hand features_with_ddp refusals failures "
-    "fabric_with_ddp parity_with_ddp tensor_parallel".split()
+    "fabric_with_ddp parity_with_ddp".split()
 )
 TESTS_OF_RANKS = tuple(f"tests/ranks/test_{name}.py" for name in _OF_RANKS)
+TESTS_OF_SHARDS = ("tests/ranks/test_tensor_parallel.py", "tests/ranks/test_tensor_parallel_fits.py")
 GUIDE = ROOT / "CONTRIBUTING.md"
 MARKS = "<!-- race deletions -->", "<!-- end -->"
 NEEDED = ("sp_lightning", "tests", "pyproject.toml")
@@ -69,6 +71,8 @@ BETWEEN_RANKS |= {
     "runtime/engine.py: exchanging",
     "runtime/handle.py: settle",
 }
+# Waits that no model without DTensors comes to: all of these files, and of these functions of other files.
+OF_SHARDS = {"runtime/same_path.py", "compat/tensors.py: arrived", "lightning/strategy.py: load_checkpoint"}
 # Waits of calls in lockstep for their turns.
 OF_CALLS = {"acquire", "arrive", "join"}
 OF_RUNNING_CALLS = "calls/", "runtime/engine.py"
@@ -132,7 +136,7 @@ class Verdict(NamedTuple):
 
 
 def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of: str = "steps") -> list[Wait]:
-    """List the waits of a package in the order of its files: those "of" ranks, of files, of calls, or of all else.
+    """List the waits of a package in the order of its files: those "of" ranks, shards, files, calls, or all else.
 
     In the files ``beside`` no step waits.
     """
@@ -146,10 +150,17 @@ def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of: str = "st
 
 
 def kind(wait: Wait) -> str:
-    """Return what the wait is for: other "ranks", "files", the turn of "calls", or "steps"."""
+    """Return what the wait is for: other "ranks", "shards", "files", the turn of "calls", or "steps"."""
     if called(wait) in OF_CALLS and wait.file.startswith(OF_RUNNING_CALLS):
         return "calls"
+    if not OF_SHARDS.isdisjoint(places(wait)):
+        return "shards"
     return "files" if wait.file in FOR_FILES else "ranks" if is_between_ranks(wait) else "steps"
+
+
+def places(wait: Wait) -> set[str]:
+    """Return the names of the place where the wait is: of its file, and of its function."""
+    return {wait.file, f"{wait.file}: {wait.function}"}
 
 
 def called(wait: Wait) -> str:
@@ -159,7 +170,7 @@ def called(wait: Wait) -> str:
 
 def is_between_ranks(wait: Wait) -> bool:
     """Whether a rank waits for others there."""
-    return called(wait) in OF_RANKS or not BETWEEN_RANKS.isdisjoint({wait.file, f"{wait.file}: {wait.function}"})
+    return called(wait) in OF_RANKS or not BETWEEN_RANKS.isdisjoint(places(wait))
 
 
 def all_waits(package: pathlib.Path) -> list[Wait]:
@@ -191,9 +202,8 @@ def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
 
 def tests_of(wait: Wait) -> Collection[str]:
     """Return the tests that may see that a wait is missing."""
-    return {"steps": TESTS, "ranks": TESTS_OF_RANKS, "calls": TESTS_OF_CALLS, "files": FOR_FILES.get(wait.file, ())}[
-        kind(wait)
-    ]
+    tests = {"steps": TESTS, "ranks": TESTS_OF_RANKS, "shards": TESTS_OF_SHARDS, "calls": TESTS_OF_CALLS}
+    return tests.get(kind(wait)) or FOR_FILES[wait.file]
 
 
 class Deletion(ast.NodeTransformer):
@@ -302,6 +312,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="test runs at a time")
     of = parser.add_mutually_exclusive_group()
     of.add_argument("--ranks", dest="of", action="store_const", const="ranks", help="delete waits of ranks for others")
+    of.add_argument("--shards", dest="of", action="store_const", const="shards", help="delete waits of DTensors alone")
     of.add_argument("--files", dest="of", action="store_const", const="files", help="delete waits for files")
     of.add_argument("--calls", dest="of", action="store_const", const="calls", help="delete waits of calls for turns")
     parser.set_defaults(of="steps")

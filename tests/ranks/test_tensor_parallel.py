@@ -167,6 +167,39 @@ def test_two_by_two_ranks_are_ddp_over_the_same_shards(name, simulated, options,
         assert found["shared"] and found["fetches"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "name", "options", "settings"),
+    [
+        (1, "in sequence", KEEP, {"accumulate": 2}),
+        (3, "in sequence", OFFLOAD, {"accumulate": 2, "clip": 0.1, "wide": 24}),
+        (3, "in blocks", RECOMPUTE, {"wide": 24}),
+    ],
+)
+def test_one_rank_and_three_train_as_under_plain_tensor_parallelism(ranks, name, options, settings):
+    for found in processes.run(ranks, sharded.compare, name, False, options, **settings):
+        assert not found["differ"] and found["fetches"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "simulated", "settings"),
+    [
+        ("in sequence", False, {"accumulate": 2, "clip": 0.1}),
+        pytest.param("in blocks", True, {}, marks=pytest.mark.simgpu),
+    ],
+)
+def test_three_by_one_ranks_are_ddp_that_adds_in_a_tree(name, simulated, settings):
+    for found in processes.run(3, sharded.compare_on_a_grid, name, simulated, KEEP, data=3, **settings):
+        assert not found["differ"] and found["shared"] and found["fetches"] > 0
+
+
+@pytest.mark.slow
+def test_one_by_two_ranks_are_plain_tensor_parallelism():
+    for found in processes.run(2, sharded.compare, "in sequence", False, KEEP, accumulate=3, grouped=True):
+        assert not found["differ"] and found["fetches"] > 0
+
+
 @refusal(
     "ranks that have shards of one layer and enter it at different places, or not all of them",
     UnsupportedError,

@@ -96,7 +96,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_either_strategy(first, then, distrib
         assert not (names := sharded.difference(theirs, ours)), names[:8]
 
 
-@SLOW
+@pytest.mark.seldom
 def test_two_by_two_ranks_go_on_from_shards(tmp_path):
     path = str(tmp_path)
     processes.run(4, sharded_fits.halfway, path, {}, True, 2)

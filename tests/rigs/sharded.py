@@ -457,18 +457,22 @@ def compare(
     edits: bool = False,
     freezes: bool = False,
     changed: bool = False,
+    wide: int = 16,
+    grouped: bool = False,
 ) -> dict[str, Any]:
     """Train a model plainly and streamed; return the names of what differs, and figures.
 
+    ``grouped``: as one of a data axis that has no other rank.
     ``changed``: with another number of batches in the streamed run, for a test of this function.
     """
     theirs, ours, device = begin(simulated)
     sharded_loss = name == "sharded loss"
-    plain = made(name, theirs)
+    plain = made(name, theirs, wide)
     expected = dict(train(plain, optimizers(plain, kind), HOST, steps, accumulate, clip, sharded_loss, edits, freezes))
-    model = made(name, ours)
+    model = made(name, ours, wide)
     count = sum(aligned(local(parameter).nbytes) for parameter in model.parameters())
-    with sp_lightning.stream(model, device, **({"window": 1} | options)) as handle:
+    group = dist.new_subgroups(1)[0] if grouped else None
+    with sp_lightning.stream(model, device, group=group, **({"window": 1} | options)) as handle:
         stepped_by = optimizers(model, kind)
         found = dict(train(model, stepped_by, device, steps, accumulate + changed, clip, sharded_loss, edits, freezes))
         stats = handle.stats()
@@ -602,13 +606,13 @@ def train_both_ways(
                 yield f"{key} of {plainly_named(names[parameter])}", local(value).detach().cpu().clone()
 
 
-def grid(simulated: bool) -> tuple[DeviceMesh, DeviceMesh, torch.device]:
+def grid(simulated: bool, data: int = 2) -> tuple[DeviceMesh, DeviceMesh, torch.device]:
     begin(simulated)
-    names = ("dp", "tp")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    names, shape = ("dp", "tp"), (data, dist.get_world_size() // data)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     if not simulated:
         return mesh, mesh, torch.device("cpu")
-    return mesh, init_device_mesh("simgpu", (2, 2), mesh_dim_names=names), torch.device("simgpu:0")
+    return mesh, init_device_mesh("simgpu", shape, mesh_dim_names=names), torch.device("simgpu:0")
 
 
 def compare_on_a_grid(
@@ -620,12 +624,14 @@ def compare_on_a_grid(
     steps: int = 3,
     clip: float | None = None,
     resumes: bool = False,
+    data: int = 2,
+    wide: int = 16,
 ) -> dict[str, Any]:
-    """Train on two by two ranks: under DDP over shards, and streamed with the group of the data axis.
+    """Train on ranks in two axes: under DDP over shards, and streamed with the group of the data axis.
 
     ``resumes``: with a new model for each half, which goes on from the state of the one before.
     """
-    theirs, ours, device = grid(simulated)
+    theirs, ours, device = grid(simulated, data)
     replica = theirs["dp"].get_local_rank()
     how = steps, accumulate, clip, name == "sharded loss"
 
@@ -649,18 +655,20 @@ def compare_on_a_grid(
         yield "state", copy.deepcopy((model.state_dict(), [optimizer.state_dict() for optimizer in stepped_by]))
 
     def plainly(state: Any, seed: int) -> Iterator[tuple[str, Any]]:
-        plain = unwrapped(made(name, theirs["tp"]))
+        plain = unwrapped(made(name, theirs["tp"], wide))
         group, unused = theirs["dp"].get_group(), name == "skipping"
         ddp = nn.parallel.DistributedDataParallel(plain, process_group=group, find_unused_parameters=unused)
+        if data > 2:
+            ddp.register_comm_hook(None, sp_lightning.tree_hook)  # of all ranks: along one axis alone
         yield from trained(plain, state, ddp, seed, HOST, ddp.no_sync)
 
     figures: dict[str, Any] = {}
 
     def streamed(state: Any, seed: int) -> Iterator[tuple[str, Any]]:
-        model = made(name, ours["tp"])
+        model = made(name, ours["tp"], wide)
         with sp_lightning.stream(model, device, group=ours["dp"].get_group(), **({"window": 1} | options)) as handle:
             yield from trained(model, state, model, seed, device, handle.no_sync)
-            figures["shared"] = all(unit.store.slab.is_shared for unit in handle.engine.units)
+            figures["shared"] = {unit.store.slab.is_shared for unit in handle.engine.units} == {data > 1}
             figures["fetches"] = handle.stats()["fetches"]
 
     expected, found = halves(plainly), halves(streamed)

@@ -99,6 +99,11 @@ class Watch(L.Callback):
             return
         self.found.update(sharded.seen(name, value))
 
+    def on_predict_start(self, trainer: Any, module: Any) -> None:
+        handle = getattr(trainer.strategy, "handle", None)
+        if handle is not None and handle.team.size > 1:  # what was loaded is in the host copy, and in no face of it
+            assert not handle.team.faces.written()
+
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         at = f"{trainer.global_step}.{trainer.fit_loop.batch_idx}"
         self.see(f"{at} loss", outputs["loss"])
@@ -161,7 +166,7 @@ def fit(
     watch = Watch(whole)
     with trainer(options, callbacks=[watch, *settings.pop("callbacks", ())], **settings) as made:
         made.fit(module, loader(), loader(False), ckpt_path=ckpt_path)
-        found = made.predict(module, loader(False))
+        found = made.predict(module, loader(False), ckpt_path=ckpt_path)
         assert found is not None
         for number, batch in enumerate(found):
             watch.see(f"predicted {number}", batch)
