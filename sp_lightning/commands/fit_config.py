@@ -3,8 +3,9 @@
 1. LightningCLI parses the arguments and makes the data, the callbacks and the Trainer, as for ``fit``, but on the CPU
    and without a logger. The first batch is that of the Trainer's own loader.
 2. The model is made without weights, under ``torch.device("meta")``, by the same arguments: ``__init__``, then
-   ``configure_model``. Code that reads weights there can see it by ``torch.get_default_device()``, and read none.
-   A model that depends on data (traced_model.py, Rule 1) is made with weights.
+   ``configure_model``, with a device mesh if the strategy has ``tensor_parallel_size``. Code that reads weights there
+   can see it by ``torch.get_default_device()``, and read none. A model that depends on data (traced_model.py, Rule 1)
+   is made with weights.
 3. ``training_step`` has the Trainer with optimizers and schedulers, but nothing is logged, and the optimizers that it
    is given (with manual optimization) change nothing.
 4. Lightning's callbacks that average weights have a copy of all. Another callback that has copies of the trained ones
@@ -54,6 +55,7 @@ class Run:
     cache: str | None = None
     predict_at_once: int = 1
     optimizer: Any = None  # a name or a function of parameters; None for the module's own
+    tensor_parallel_size: int | None = None  # devices among which layers are cut
 
 
 def find(arguments: Sequence[str]) -> Run:
@@ -72,6 +74,7 @@ def find(arguments: Sequence[str]) -> Run:
     if not isinstance(trainer.strategy, SuperpipelineStrategy) or not isinstance(options, Options):
         found, allowed = type(trainer.strategy).__name__, "superpipeline (or left out), for a plan"
         raise OptionError(argument="trainer.strategy", found=found, allowed=allowed)
+    shards = trainer.strategy.shards
     with META:
         module = _connected(cli)
     answer, cache = getattr(module, "generates", (None, None))
@@ -105,7 +108,7 @@ def find(arguments: Sequence[str]) -> Run:
     averages = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
     length = batch["input_ids"].shape[1] if hasattr(batch, "keys") and "input_ids" in batch else None
     return Run(
-        spec=Spec(type(module).__name__, _maker(cli), batch, tokens=length),
+        spec=Spec(type(module).__name__, _maker(cli, shards), batch, tokens=length),
         precision=str(cli.config.trainer.precision or "32-true"),
         options={name: value for name, value in asdict(options).items() if not (asked and name in OF_TRAINING)},
         accumulate=1 if asked else trainer.accumulate_grad_batches,
@@ -118,6 +121,7 @@ def find(arguments: Sequence[str]) -> Run:
         answer=answer,
         cache=cache,
         predict_at_once=at_once,
+        tensor_parallel_size=shards,
     )
 
 
@@ -156,16 +160,20 @@ def _connected(cli: Any) -> Any:
     return cli.model
 
 
-def _maker(cli: Any) -> Callable[[], nn.Module]:
+def _maker(cli: Any, shards: int | None) -> Callable[[], nn.Module]:
     """Return the function that makes the module with its weights and optimizers, as a plan needs it (Rule 2)."""
     from ..compat.lightning import add_configured_optimizers
+    from ..compat.modules import set_device_mesh
     from ..lightning.names import Strategy
     from ..planning.planned_model import optimizers_in
+    from ..planning.traced_model import mesh_in_context
     from ..tracing.fake_tensors import without_data
 
     def make() -> nn.Module:
         with META if without_data() else contextlib.nullcontext():
             module = _connected(cli)
+            if shards is not None:
+                set_device_mesh(module, mesh_in_context(shards))
             module.configure_model()
         if hasattr(module, "generates"):
             return module  # type: ignore[no-any-return]

@@ -23,7 +23,10 @@ MEASURED_S = 10.0  # of the disk
 ANSWER = 256  # tokens, with --inference
 OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget", "disk"
 OF_SCRIPT = "config", "model", "batch", "data", "loss", "answer", "cache", "precision", "optimizer", "accumulate"
-OF_RUN = *OF_STRATEGY, "batch", "seq", "answer", "cache", "precision", "accumulate", "devices", "nodes"  # of a config
+OF_RUN = (  # what a config says
+    *OF_STRATEGY,
+    *("batch", "seq", "answer", "cache", "precision", "accumulate", "devices", "nodes", "tensor_parallel_size"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +174,7 @@ def _plan_of(args: argparse.Namespace, run: Run) -> Plan:
             devices=run.devices,
             nodes=run.nodes,
             network=args.network,
-            tensor_parallel_size=args.tensor_parallel_size,
+            tensor_parallel_size=run.tensor_parallel_size,
             mesh_link=args.mesh_link,
             own_gradients=run.own_gradients,
             accumulate=run.accumulate,
@@ -278,6 +281,7 @@ def _run_of_arguments(args: argparse.Namespace) -> Run:
         steps=None,
         devices=args.devices or 1,
         nodes=args.nodes or 1,
+        tensor_parallel_size=args.tensor_parallel_size,
         answer=args.answer,
         cache=args.cache,
         optimizer=args.optimizer,
@@ -314,6 +318,7 @@ def _run_of_script(args: argparse.Namespace) -> Run:
         steps=found.steps,
         devices=args.devices or 1,
         nodes=args.nodes or 1,
+        tensor_parallel_size=args.tensor_parallel_size,
         optimizer=found.optimizer,
     )
 

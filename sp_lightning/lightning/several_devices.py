@@ -52,6 +52,7 @@ class OneAxis:
     """Devices along one axis, that of the data: each rank has whole layers (Rule 5)."""
 
     has_shards = False
+    shards: int | None = None  # among how many devices layers are cut, once the size is checked
     group: Any = None  # of the ranks that have the same weights; None: of all
 
     def check_size(self, world: int, local: int) -> None:
@@ -101,6 +102,7 @@ class Axes(OneAxis):
                 "has a process of its own",
             )
         self._sizes = data, tensor
+        self.shards = tensor
 
     def backend(self, backend: str, device: torch.device) -> str:
         return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
@@ -115,8 +117,8 @@ class Axes(OneAxis):
         return ranks if self._sizes[1] == 1 else connect(self.group, device, timeout, None, keep)
 
     def share(self, world: int, rank: int) -> dict[str, int]:
-        along = self._mesh[DATA]
-        return {"num_replicas": along.size(), "rank": along.get_local_rank()}
+        data, tensor = self._sizes
+        return {"num_replicas": data, "rank": rank // tensor}  # type: ignore[operator,dict-item]  # they are checked
 
     def making(self) -> contextlib.AbstractContextManager[None]:
         return registering_on_host()
@@ -232,6 +234,12 @@ class SeveralDevices:
 
     def _rank(self, which: str) -> int:
         return int(getattr(self.cluster_environment, which)()) if self.is_distributed else 0
+
+    @property
+    def shards(self) -> int | None:
+        """The number of devices among which layers are cut; an OptionError if there are not as many."""
+        self._axes.check_size(self.world_size, self._num_processes)
+        return self._axes.shards
 
     @property
     def node_rank(self) -> int:

@@ -71,14 +71,19 @@ LARGEST_REAL = 2**30  # bytes of weights of a model that may run on the CPU with
 @contextlib.contextmanager
 def mesh_of(shards: int) -> Iterator[Any]:
     """Make a mesh of as many devices with shards of one layer, of which this process is the first, and alone."""
-    from torch.distributed.device_mesh import init_device_mesh  # other plans need nothing of it
-
     if torch.distributed.is_initialized():
         allowed = "left out in a process of a group, whose modules are cut: plan one of them"
         raise OptionError(argument="tensor_parallel_size", found=shards, allowed=allowed)
     import_module("torch.distributed.tensor.parallel")
     with without_ranks(shards):
-        yield init_device_mesh("cpu", (1, shards), mesh_dim_names=(DATA, TENSOR))
+        yield mesh_in_context(shards)
+
+
+def mesh_in_context(shards: int) -> Any:
+    """Return that mesh once more, in the context of `mesh_of`."""
+    from torch.distributed.device_mesh import init_device_mesh  # other plans need nothing of it
+
+    return init_device_mesh("cpu", (1, shards), mesh_dim_names=(DATA, TENSOR))
 
 
 class TracedModel(PlannedModel):

@@ -201,8 +201,8 @@ def refuse(name: str, refused: dict[str, bool]) -> None:
     found = [what for what, is_so in refused.items() if is_so]
     if found:
         raise PartitionError(
-            f"{name} is a DTensor, and those are not streamed with {', '.join(found)}: leave that out, or use plain "
-            "parameters"
+            f"{name} is a DTensor, and those are not streamed with {', '.join(found)}: leave that out, call "
+            "sp_lightning.stream in a loop of your own, or use plain parameters"
         )
 
 

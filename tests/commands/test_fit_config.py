@@ -119,6 +119,29 @@ def test_of_a_recipe_that_answers_the_run_of_predict_is_planned(capsys):
     assert (there["trained"], there["run"]["steps"], away["run"]["steps"]) == (0, 1, 2)  # of 32 prompts
 
 
+CUT = ["--model", "sharded_fits.Cut", "--model.name", "in sequence", "--data", "sharded_fits.Words", *QUIET]
+
+
+@pytest.mark.parametrize("size", [2, "auto"])
+def test_of_layers_that_a_mesh_cuts_each_devices_part_is_planned(size, capsys):
+    given = ["plan", *CUT, "--machine", "rtx4090", "--json", "--trainer.devices", "4", "--trainer.max_steps", "3"]
+
+    def found(*more):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*given, *more])
+        return ended.value.code, capsys.readouterr()
+
+    asked = ["--trainer.strategy", "sp_lightning.SuperpipelineStrategy", "--trainer.strategy.tensor_parallel_size"]
+    code, said = found(*asked, str(size))
+    plan = json.loads(said.out)
+    shards = 4 if size == "auto" else 2
+    assert code == 0 and (plan["shards"], plan["devices"], plan["rows"]) == (shards, 4, 3)
+    code, said = found(*asked, "3")
+    assert code == 2 and "tensor_parallel_size must be such that their product is the number of devices" in said.err
+    code, said = found(*asked, "2", "--tensor-parallel-size", "2")
+    assert code == 2 and "must be left out beside arguments of fit" in said.err
+
+
 @pytest.mark.seldom
 def test_of_answers_about_images_the_pass_that_sees_them_is_planned_too():
     pytest.importorskip("transformers")

@@ -254,6 +254,12 @@ def test_a_trainer_names_the_dtensor():
     assert error.startswith("PartitionError: ") and "is a DTensor" in error and "a Trainer" in error
 
 
+def test_fabric_names_the_dtensor():
+    for error in processes.run(2, sharded.refused_by_fabric):
+        assert error.startswith("PartitionError: 1.up.weight is a DTensor") and "Fabric" in error
+        assert "call sp_lightning.stream in a loop of your own" in error
+
+
 @pytest.mark.simgpu
 @pytest.mark.parametrize(
     ("name", "options"),

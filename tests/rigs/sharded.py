@@ -712,6 +712,20 @@ def refused_by_a_trainer() -> str:
     raise AssertionError("it was streamed")
 
 
+def refused_by_fabric() -> str:
+    """Return the error of a loop by Fabric, and check that it left a plain model."""
+    mesh, _, device = begin(False)
+    model = made("in blocks", mesh)
+    fabric = L.Fabric(strategy="superpipeline", accelerator="cpu", devices=mesh.size())
+    fabric.launch()
+    try:
+        fabric.setup(model)
+    except sp_lightning.errors.SuperpipelineError as error:
+        dict(train(model, optimizers(model, "loop"), device, 1, 1, None, False))
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was streamed")
+
+
 def loss_of(name: str) -> Callable[[nn.Module, Tensor], Tensor]:
     """Return the function that a plan takes for a model's loss."""
 

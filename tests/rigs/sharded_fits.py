@@ -211,6 +211,13 @@ def went_on(folder: str, options: dict[str, Any] | None, data: int) -> dict[str,
     return fit(module, options, os.path.join(folder, "step=2.ckpt"), whole=True, data=data)
 
 
+class Words(L.LightningDataModule):
+    """The words of a run, for a command line."""
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return loader()
+
+
 class Whole(Cut):
     """Cuts nothing."""
 
