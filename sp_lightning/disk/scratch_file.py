@@ -126,7 +126,8 @@ class ScratchFile(DirectFile):
 
     def hold(self, begin: int, nbytes: int, part: Tensor, at: int | None) -> None:
         """Allocate a range for all ranks, and find there the part of it that this one moves, if any, until `forget`."""
-        self._allocate(begin, blocks(nbytes))
+        if nbytes:
+            self._allocate(begin, blocks(nbytes))
         if at is not None:
             self._places[part.data_ptr()] = Extent(at, part.nbytes)
 

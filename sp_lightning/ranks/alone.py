@@ -46,6 +46,10 @@ class Alone:
     def check_alike(self, units: Sequence[Unit]) -> None:
         """Raise UnsupportedError unless all ranks have the same parameters in the same units."""
 
+    def least(self, number: int) -> int:
+        """Return the least of the numbers with which all ranks of the machine come here."""
+        return number
+
     def same_on_all(self, marks: Sequence[object]) -> Sequence[bool]:
         """Return which of these, of which all ranks have as many, are the same on all."""
         return [True] * len(marks)

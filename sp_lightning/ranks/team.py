@@ -74,6 +74,9 @@ class Team(Alone):
             "less; make the same model on every rank"
         )
 
+    def least(self, number: int) -> int:
+        return min(Board(self.ranks, 0).exchange(number))
+
     def same_on_all(self, marks: Sequence[object]) -> Sequence[bool]:
         board = Board(self.ranks, 0)
         if board.alike(_mark(repr(marks))):

@@ -4,11 +4,14 @@
    and move state there that was loaded or that user code replaced.
 2. What a rank owns of a large parameter is whole blocks of the file, which no other rank writes: it is moved directly,
    and stepped in portions (state_on_disk.py, Rule 2). What it owns of others is stepped through the mapping.
-3. The first step makes state in a buffer: its ranges are allocated before it, on all ranks.
+3. Optimizers that ranks do not cut are stepped by torch's own code on every rank, with state in memory: a rank's range
+   of a parameter is not what a class like Adafactor steps.
+4. The first step makes state in a buffer: its ranges are allocated before it, on all ranks.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -16,14 +19,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..disk.scratch_file import SharedSegment
-from ..optim.pieces import Group, State
+from ..optim.pieces import ELEMENTWISE, Group, ShadowStep, State
 from ..optim.state_on_disk import StateOnDisk, state_like
+
+log = logging.getLogger(__name__)
 
 
 class OwnStateOnDisk(StateOnDisk):
     """The state of optimizers in the scratch file of a machine's ranks, and this rank's steps of its part."""
 
     _made: Mapping[Tensor, dict[str, Tensor]] = {}  # where the next step makes state, by the tensors that it steps
+
+    def shadow(self, optimizer: Optimizer, fuses: bool) -> ShadowStep | None:
+        return super().shadow(optimizer, fuses) if type(optimizer) in ELEMENTWISE else None  # Rule 3
 
     def segment(self, parameter: Tensor, nbytes: int, what: int) -> SharedSegment | None:
         return self._file.share(nbytes, what) if id(parameter) in self.parameters else None
@@ -35,7 +43,16 @@ class OwnStateOnDisk(StateOnDisk):
         self._made = made
 
     def _new_state(self, shadow: Any, group: Group, param: Tensor, makes: dict[Any, State]) -> dict[str, Tensor] | None:
-        return self._made.get(param)  # Rule 3
+        return self._made.get(param)  # Rule 4
+
+    def _say_slow(self, optimizer: Any, what: str) -> None:
+        """Log, once for each class, that state stays in memory (Rule 3)."""
+        if type(optimizer) not in self._said:
+            self._said.add(type(optimizer))
+            log.info(
+                "superpipeline: every rank steps %s, or some of its parameters, as a whole: their state is in memory",
+                type(optimizer).__name__,
+            )
 
     def _adopt(self, state: Any, parameter: Tensor) -> None:
         """Do nothing (Rule 1)."""

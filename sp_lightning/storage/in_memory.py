@@ -29,6 +29,9 @@ class Sharers(Protocol):
     def ranks(self) -> FileRanks:
         """The processes that have one scratch file."""
 
+    def least(self, number: int) -> int:
+        """Return the least of the numbers with which all ranks come here."""
+
     def same_on_all(self, marks: Sequence[object]) -> Sequence[bool]:
         """Return which of these, of which all ranks have as many, are the same on all."""
 

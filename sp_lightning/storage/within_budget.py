@@ -175,7 +175,7 @@ class WithDisk(WithinBudget):
             memory, parameters = host_memory(), [parameter for unit in units for _, parameter in unit.params]
             filed = find(parameters)
             here = sum(p.nbytes for p in parameters if not p.is_meta and id(p) not in filed)  # belongs to the run
-            self._budget = max(1, memory.free + here - headroom(memory.total))
+            self._budget = max(1, ranks.least(memory.free + here - headroom(memory.total)))
         super().choose(units, ranks)
         if not self.state.is_on_disk and not make_room(self._folder, self.on_disk):
             spilled = self._params(self.placed.spilled)

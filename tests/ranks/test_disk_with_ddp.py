@@ -147,3 +147,19 @@ def test_a_plan_has_the_host_memory_and_the_disk_of_ranks():
     assert planned.on_disk == trained * STATES["AdamW"]
     terms = ("weights", "gradients", "optimizer", "ring")
     assert {name: getattr(planned.host, name) for name in terms} == {name: found[0][name] for name in terms}
+
+
+def test_ranks_that_find_unlike_memory_have_one_budget():
+    first, second = processes.run(2, ranked_disk.unlike_memory, os.getcwd())
+    assert first == second and first
+
+
+def test_what_ranks_do_not_cut_has_its_state_in_memory():
+    for found in processes.run(2, ranked_disk.state_of_adafactor, os.getcwd()):
+        assert found == (
+            0,
+            [
+                "superpipeline: every rank steps Adafactor, or some of its parameters, as a whole: "
+                "their state is in memory"
+            ],
+        )

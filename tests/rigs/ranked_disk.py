@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import logging
 import os
 import tempfile
 import threading
@@ -24,10 +25,14 @@ from torch.utils.data import DataLoader
 import models
 import parity
 import sp_lightning
+from sp_lightning.core import host
+from sp_lightning.core.machine import headroom
 from sp_lightning.disk import direct_file, state_ring
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.optim import torn_step
+from sp_lightning.storage import disk_of_ranks, within_budget
 
+LITTLE = 18 << 20  # bytes: too few for four layers with their state, and enough without
 OPTIONS = {"host_budget": "0B", "disk": "."}
 
 
@@ -159,3 +164,43 @@ def host_memory(options: dict[str, Any]) -> dict[str, int]:
     with sp_lightning.stream(Wide(torch.float32), "cpu", group=dist.group.WORLD, **(OPTIONS | options)) as handle:
         placed = handle.storage.placed
         return {"on disk": placed.on_disk, **dataclasses.asdict(placed.host)}
+
+
+def unlike_memory(folder: str) -> list[int]:
+    """Stream a wide net without a budget where this rank finds more memory than the others do; return what is spilled.
+
+    The last rank finds too little for the state.
+    """
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    total = 1 << 30
+    free = headroom(total) + (LITTLE if rank == size - 1 else total // 2)
+    found = host.HostMemory(total, free, "machine", total)
+    with mock.patch.object(within_budget, "host_memory", lambda: found):
+        net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+        with small_portions(), sp_lightning.stream(net, "cpu", group=dist.group.WORLD, disk=folder) as handle:
+            optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+            for _ in range(2):
+                net(torch.ones(2, 512)).sum().backward()
+                optimizer.step()
+            return handle.storage.placed.spilled
+
+
+def state_of_adafactor(folder: str) -> tuple[int, list[str]]:
+    """Step with Adafactor; return the bytes that went to the disk, and what the log says of it."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    said: list[logging.LogRecord] = []
+    watch = logging.Handler(logging.INFO)
+    watch.emit = said.append  # type: ignore[method-assign]
+    log = logging.getLogger(disk_of_ranks.__name__)
+    log.addHandler(watch)
+    log.setLevel(logging.INFO)
+    net = Wide(torch.float32)
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, disk=folder, host_budget="0B") as handle:
+        optimizer = torch.optim.Adafactor(net.parameters(), foreach=False)
+        for _ in range(2):
+            net(torch.ones(2, 40)).sum().backward()
+            optimizer.step()
+        log.removeHandler(watch)
+        return handle.stats()["disk_written"], [record.getMessage() for record in said]
