@@ -98,6 +98,7 @@ FOR_FILES = {
     "gradients/slab_on_disk.py": _GRADIENTS,
     "lightning/checkpoint_io.py": _CHECKPOINTS,
     "optim/state_on_disk.py": _ON_DISK,
+    "storage/checkpoint_beside.py": ("tests/lightning/test_checkpoints_beside.py",),
 }
 # What else orders things there: these calls, and locks and contexts that close something when they end.
 OF_FILES = {"drain", "recover", "_end_write", "check", "shutdown", "close", "closing", "flush", "fsync", "_sync"}

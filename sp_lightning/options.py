@@ -88,10 +88,10 @@ class Options:
         self._normalise("host_budget", _budget("host_budget", self.host_budget, ">= 0"))
         self._normalise("disk", _folder("disk", self.disk))
         self._normalise("units", _units(self.units))
-        _check_choice("activations", self.activations, ACTIVATIONS)
-        _check_choice("host_memory", self.host_memory, HOST_MEMORY)
-        _check_choice("wire_dtype", self.wire_dtype, WIRE_DTYPES)
-        _check_choice("optimizer_device", self.optimizer_device, OPTIMIZER_DEVICES)
+        check_choice("activations", self.activations, ACTIVATIONS)
+        check_choice("host_memory", self.host_memory, HOST_MEMORY)
+        check_choice("wire_dtype", self.wire_dtype, WIRE_DTYPES)
+        check_choice("optimizer_device", self.optimizer_device, OPTIMIZER_DEVICES)
         self._normalise("optimizer_overlap", _truth("optimizer_overlap", self.optimizer_overlap))
         self._normalise("fused_optimizer", _truth("fused_optimizer", self.fused_optimizer))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
@@ -160,7 +160,8 @@ def _count(argument: str, value: object) -> Count:
     raise OptionError(argument=argument, found=value, allowed="an int >= 1 or 'auto'")
 
 
-def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise OptionError unless a value is one of these."""
     if value not in choices:
         raise OptionError(argument=argument, found=value, allowed="one of " + ", ".join(map(repr, choices)))
 

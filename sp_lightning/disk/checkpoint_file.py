@@ -10,6 +10,8 @@
    adds a fingerprint of all. It does not see the bytes of a hole, whose checksum it takes for 0: all three are replaced
    once all pieces are written.
 5. A write is complete or an OSError. After the first error no further piece is begun.
+6. Storages that somebody keeps as they are may be copied later, on another thread, in the order of their keepers. All
+   others are in the file before `CopiesToFile.settle` returns.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import queue
 import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 import torch
 
@@ -64,18 +67,31 @@ class Hole(NamedTuple):
         return total
 
 
+class Keeper(Protocol):
+    """The owner of a storage that stays as it is until it is in the file (Rule 6)."""
+
+    place: tuple[int, int]  # in the order in which storages are copied
+
+    def copied(self) -> None:
+        """Let the storage go: its bytes are in the file; raise an error if they may be others than when it was kept."""
+
+
 def save(checkpoint: Any, file: IO[bytes]) -> None:
     """Write a checkpoint into a new file, which is open for reading and writing, as ``torch.save`` does."""
-    with contextlib.closing(_CopiesToFile(file)) as copies:
-        save_with_holes(checkpoint, file, LARGE, copies.begin)
+    with contextlib.closing(CopiesToFile(file, {})) as copies:
+        copies.begin(checkpoint)
         copies.finish()
 
 
-class _CopiesToFile:
+class CopiesToFile:
     """The copies of large storages into the holes of a file."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], keepers: Mapping[tuple[int, int], Keeper]) -> None:
+        """Copy storages with these addresses and bytes later, and all others at once (Rule 6)."""
         self._file = file
+        self._keepers = keepers
+        self._later: list[tuple[Keeper, Hole]] = []
+        self._let_go: list[Future[None]] = []
         self._fd = file.fileno()
         self._direct = self._opened_directly()
         self._holes: list[Hole] = []
@@ -85,7 +101,19 @@ class _CopiesToFile:
         for _ in range(WRITERS):
             self._free.put(buffer_over(HostAllocator().plain(PIECE + 2 * BLOCK)))
 
-    def begin(self, header: int, storage: torch.UntypedStorage) -> None:
+    def begin(self, checkpoint: Any) -> None:
+        """Have torch write a checkpoint's structure, and begin to copy its large storages."""
+        save_with_holes(checkpoint, self._file, LARGE, self._fill)
+
+    def settle(self) -> list[Keeper]:
+        """Wait for the copies that have begun; return the keepers of what is copied later."""
+        for hole in self._holes:
+            for _, copied in hole.pieces:
+                copied.result()
+        self._later.sort(key=lambda later: later[0].place)
+        return [keeper for keeper, _ in self._later]
+
+    def _fill(self, header: int, storage: torch.UntypedStorage) -> None:
         """Begin to copy a storage into the hole of the entry whose header is at this byte of the file."""
         self._file.flush()
         begin, nbytes = self._begin_of(header), storage.nbytes()
@@ -93,12 +121,27 @@ class _CopiesToFile:
         address = storage.data_ptr()
         hole = Hole(header, begin, address, nbytes, holder(address, nbytes), [])
         self._holes.append(hole)
+        if (keeper := self._keepers.get((address, nbytes))) is not None:
+            self._later.append((keeper, hole))
+        else:
+            self._begin_pieces(hole, storage)
+
+    def _begin_pieces(self, hole: Hole, owner: object) -> None:
+        """Begin to copy a storage piece by piece; ``owner`` has its memory live until then."""
         at = 0
-        while at < nbytes and not self._failed:
-            size = min(nbytes - at, PIECE - (begin + at) % PIECE)
-            copied = self._threads.submit(self._copy, self._free.get(), hole, storage, at, size)
+        while at < hole.nbytes and not self._failed:
+            size = min(hole.nbytes - at, PIECE - (hole.begin + at) % PIECE)
+            copied = self._threads.submit(self._copy, self._free.get(), hole, owner, at, size)
             hole.pieces.append((size, copied))
             at += size
+
+    def copy_later(self) -> None:
+        """Copy what keepers keep, in their order."""
+        for keeper, hole in self._later:
+            if self._failed:
+                break
+            self._begin_pieces(hole, keeper)
+            self._let_go.append(self._threads.submit(self._end, keeper, hole))  # behind its pieces in the queue
 
     def _reserve(self, begin: int, nbytes: int) -> None:
         """Reserve a range, where the filesystem does such a thing: C's and Python's own call would write all of it."""
@@ -109,6 +152,8 @@ class _CopiesToFile:
 
     def finish(self) -> None:
         """Wait for all copies, and write what torch could not know: checksums and fingerprint (Rule 4)."""
+        for ended in self._let_go:
+            ended.result()
         holes = {hole.header: hole for hole in self._holes}
         checksums: list[int] = []
         with zipfile.ZipFile(self._file) as archive:
@@ -147,7 +192,17 @@ class _CopiesToFile:
 
     # ---- on the threads
 
-    def _copy(self, buffer: Buffer, hole: Hole, storage: torch.UntypedStorage, at: int, nbytes: int) -> int:
+    def _end(self, keeper: Keeper, hole: Hole) -> None:
+        """Wait for the pieces of a storage, which have begun, and let it go."""
+        try:
+            for _, copied in hole.pieces:
+                copied.result()
+            keeper.copied()
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _copy(self, buffer: Buffer, hole: Hole, owner: object, at: int, nbytes: int) -> int:
         """Copy a piece of a storage and return its checksum; the buffer's blocks are those of the file."""
         try:
             if self._failed:
@@ -155,7 +210,7 @@ class _CopiesToFile:
             first = (hole.begin + at) % BLOCK
             start = buffer.flat.data_ptr()
             if hole.source is None:
-                ctypes.memmove(start + first, storage.data_ptr() + at, nbytes)
+                ctypes.memmove(start + first, hole.address + at, nbytes)
             else:
                 file, offset = hole.source
                 shift = (offset + at) % BLOCK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -24,13 +25,22 @@ from ..memory.watched_parameters import is_watched
 from ..observe.progress import waiting
 from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
-from ..options import Options, format_bytes
+from ..options import Options, check_choice, format_bytes
 from ..ranks.transport import KEEPALIVE
 from ..runtime.handle import Handle, check_at_once
 from . import master_weights as masters
 from . import step_timing
 from .callback import SuperpipelineCallback
-from .checkpoint_io import MappedCheckpointIO, ShardFiles, WholeFiles, checkpoints_to_come, on_host, size_so_far
+from .checkpoint_io import (
+    MappedCheckpointIO,
+    ShardFiles,
+    WholeFiles,
+    WrittenAtOnce,
+    WrittenBeside,
+    checkpoints_to_come,
+    on_host,
+    size_so_far,
+)
 from .names import (
     Accelerator,
     Checkpoint,
@@ -101,6 +111,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             (docs/inference.md), with the same results in the same order; what steps draw at random depends neither on
             each other nor on this number, but differs from a run without the option. "auto": as many as fit on the
             device by what the first batch needs, which runs alone; eight on the CPU. None: one after the other.
+        checkpoints: "wait": training goes on once a checkpoint is complete. "beside": it goes on while weights and
+            optimizer state are still being written, and each weight's next step waits until its bytes are in the file
+            (docs/lightning.md). The bytes are those of one step, and a file has its name only once it is complete;
+            the last one of a run is complete when the run ends. For one device and local folders.
         timeout: With several devices, how long a rank waits for the others.
         keepalive: With several machines, how long nothing comes of one that counts as lost.
         tensor_parallel_size: How many devices have a shard of each layer that the module cuts: its ``configure_model``
@@ -137,6 +151,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         host_budget: str | int | None = None,
         disk: str | os.PathLike[str] | None = None,
         predict_at_once: int | Literal["auto"] | None = None,
+        checkpoints: Literal["wait", "beside"] = "wait",
         timeout: timedelta = default_pg_timeout,
         keepalive: timedelta = KEEPALIVE,
         tensor_parallel_size: int | Literal["auto"] | None = None,
@@ -176,6 +191,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         if predict_at_once is not None:
             check_at_once("predict_at_once", predict_at_once)
         self.predict_at_once = predict_at_once
+        check_choice("checkpoints", checkpoints, ("wait", "beside"))
+        self.checkpoints = checkpoints
+        self._writer = WrittenBeside() if checkpoints == "beside" else WrittenAtOnce()
         self._predict_steps: PredictSteps | None = None
         self.handle: Handle | None = None  # of the latest run; closed when that run ended
         self._last_checkpoint: str | None = None  # of this run
@@ -188,6 +206,12 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def __getstate__(self) -> dict[str, Any]:
         """Leave the handle out of a copy: it streams the original's module."""
         return {**super().__getstate__(), "handle": None, "_predict_steps": None}
+
+    def _check_devices(self) -> None:
+        super()._check_devices()
+        if self.is_distributed and self.checkpoints != "wait":
+            allowed = "'wait' with several devices: checkpoints beside training are built for one device so far"
+            raise OptionError(argument="checkpoints", found=self.checkpoints, allowed=allowed)
 
     # ---- setup and teardown
 
@@ -257,6 +281,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         self.model = setup_model(self)(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._writer.setup(trainer)
             self._check_room(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.PREDICTING and self.predict_at_once is not None:
@@ -329,6 +354,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             if self.handle is not None:
                 self.handle.close()
         finally:
+            self._writer.teardown()
             self._revert_batch_norms()
             for callback in self._averages:
                 set_average_device(callback, None)
@@ -406,6 +432,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state for a checkpoint."""
+        self._writer.keep(self._streaming, self.optimizers)
         return self._files.state_of((), super().lightning_module_state_dict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -441,12 +468,24 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         ours = self._callback
         if ours is not None and "callbacks" in checkpoint and (chosen := ours.state_dict()):
             checkpoint["callbacks"][ours.state_key] = chosen  # after the run, the callback is not in the Trainer
+        done = functools.partial(self._note_checkpoint, filepath)
+        if self._writer.begin(checkpoint, filepath, storage_options, done):
+            return
         sizes: list[int] = []
         apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
         with waiting(what, sum(sizes), lambda: size_so_far(filepath), self._may_show, self._display):
             self._files.save(checkpoint, filepath, super().save_checkpoint, storage_options)
-        self._note_checkpoint(filepath)
+        done()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint as the base class does, once the one that replaces it is complete."""
+        self._writer.remove(filepath, super().remove_checkpoint)
+
+    def on_train_end(self) -> None:
+        """Wait until the last checkpoint is complete."""
+        self._writer.finish()
+        super().on_train_end()
 
     def _why_not_saved(self, with_optimizers: bool = True) -> str | None:
         """Say why no checkpoint may be saved, if a step was torn (torn_step.py)."""
@@ -504,6 +543,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state and copy it on the host: the optimizer writes to it, and a mapped file may vanish."""
+        self._writer.finish()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
             for parameter in list(optimizer.state):
@@ -566,6 +606,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, which would wait for this one, and put checkpoint callbacks back."""
         self.tell_peers(exception)
+        self._writer.finish(raises=False)
         if self._streaming is not None:
             self._streaming.path.fail(isinstance(exception, PeerError))
         assert self.lightning_module is not None

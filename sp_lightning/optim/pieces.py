@@ -107,6 +107,9 @@ class ShadowStep:
         # (state_on_disk.py). Where several streamed modules have the optimizer's parameters, each has such a pair of
         # hooks: the first one makes the shadow, and those after it add what they step.
         self.first: Callable[..., list[Group]] | None = None
+        # Called with the groups before any of their parameters is stepped, on any thread: waits until a checkpoint has
+        # their bytes.
+        self.before: Callable[[list[Group]], None] | None = None
 
     def attach(self, optimizer: Optimizer) -> "ShadowStep":
         """Register the hooks with an optimizer; return this object."""
@@ -135,6 +138,8 @@ class ShadowStep:
         def closure_then_regroup() -> Any:
             loss = None if closure is None else closure()
             shadow.param_groups, shadow.state = self.rest(optimizer)
+            if self.before is not None:
+                self.before(shadow.param_groups)
             for step in shadow.shadow_steps:
                 if step.first is not None:  # also where the closure made units anew, and these need a disk
                     shadow.param_groups = step.first(shadow, {}, adopts=step is not self)
@@ -153,6 +158,8 @@ class ShadowStep:
         """Step these groups only, whose parameters have gradients, with this state, and convert what is at hand."""
         shadow = shadow_of(optimizer)
         shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
+        if self.before is not None:
+            self.before(shadow.param_groups)
         if self.first is not None:
             shadow.param_groups = self.first(shadow, conversions)
         shadow.param_groups, shadow.state = self.regroup(shadow, conversions)

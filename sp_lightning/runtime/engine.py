@@ -145,6 +145,8 @@ class Engine:
                 if self._open or self.backward_pass in self.access.gradients:
                     self.reset()  # what an interrupted step left
                 self.begin_pass(kind)
+            for saving in tuple(self.access.savings):
+                saving.check()
             self.team.note_forward(ended=False)
         self.phases.begin_step()
 
@@ -367,6 +369,8 @@ class Engine:
 
     def about_to_write_back(self, store: HostCopy, index: int, before: Tensor) -> None:
         """Report a weight that model code wrote, while its host copy still has the value from before."""
+        for saving in self.access.savings:
+            saving.wait_for((store.params[index],))
         self.recompute.written.report((store, index), before)
         if self.turns is not None:
             self.turns.wrote(store.names[index])
@@ -492,6 +496,8 @@ class Engine:
         if in_backward() and id(parameter) in self.gradient_return.taken:
             self._needs_unit(unit)
         unit.store.wait_step()
+        for saving in self.access.savings:
+            saving.wait_for((parameter,))
         self.window.collect_writes((unit,))
 
     # ---- ends

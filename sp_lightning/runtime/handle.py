@@ -564,6 +564,7 @@ class Handle:
     def _detach(self) -> None:
         try:
             self.finish_step()
+            self.engine.access.finish_savings()
         finally:
             self._stop_streaming()
 

@@ -410,10 +410,10 @@ def test_a_header_that_is_in_a_buffer_still_tells_where_its_bytes_begin(tmp_path
     values = torch.arange(1 << 19)
     with (
         open(tmp_path / "checkpoint", "w+b") as file,
-        contextlib.closing(checkpoint_file._CopiesToFile(file)) as copies,
+        contextlib.closing(checkpoint_file.CopiesToFile(file, {})) as copies,
     ):
         file.write(bytes(26) + struct.pack("<HH", 5, 7) + bytes(12))
-        copies.begin(0, values.untyped_storage())
+        copies._fill(0, values.untyped_storage())
         (hole,) = copies._holes
         assert hole.begin == 30 + 5 + 7 and hole.checksum() == zlib.crc32(values.numpy())
         assert os.pread(file.fileno(), values.nbytes, hole.begin) == values.numpy().tobytes()

@@ -615,9 +615,9 @@ def save_directly(checkpoint, path):
 def test_after_a_checkpoint_no_file_is_open_and_no_thread_is_left(fails, begun, tmp_path, monkeypatch):
     from sp_lightning.disk import checkpoint_file
 
-    made, original = [], checkpoint_file._CopiesToFile.__init__
+    made, original = [], checkpoint_file.CopiesToFile.__init__
     monkeypatch.setattr(
-        checkpoint_file._CopiesToFile, "__init__", lambda self, file: (made.append(self), original(self, file))[1]
+        checkpoint_file.CopiesToFile, "__init__", lambda self, *given: (made.append(self), original(self, *given))[1]
     )
     checkpoint = {"weights": torch.randn(5_000_000)}
     if fails:
