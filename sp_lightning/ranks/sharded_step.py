@@ -437,6 +437,7 @@ class Owners:
         for _, slab, pages in self._edits:
             slab.shared.drop(pages)
         self._pieces, self._copies, self._state, self._edits = [], {}, {}, []
+        self._disk.make_in({})
         if parts is None:
             self._faces.settle()
         elif not parts.begun:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..disk.scratch_file import SharedSegment
-from ..optim.pieces import ELEMENTWISE, Group, ShadowStep, State
+from ..optim.pieces import ELEMENTWISE, Group, ShadowStep, State, keeps_no_state
 from ..optim.state_on_disk import StateOnDisk, state_like
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,9 @@ class OwnStateOnDisk(StateOnDisk):
         return self._file.share(nbytes, what) if id(parameter) in self.parameters else None
 
     def to_make(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> Collection[str]:
-        return state_like(parameter, optimizer, group, {}) if id(parameter) in self.parameters else ()
+        if id(parameter) not in self.parameters or keeps_no_state(optimizer, group):
+            return ()
+        return state_like(parameter, optimizer, group, {})
 
     def make_in(self, made: Mapping[Tensor, dict[str, Tensor]]) -> None:
         self._made = made
