@@ -182,13 +182,17 @@ SETTINGS = {
     "kept tensors": {"callbacks": [Keeper]},
     "an average of weights": {"callbacks": [EMAWeightAveraging]},
     "frozen weights": {"make": Frozen},
+    "model code that writes a weight": {"make": lambda: Module("rescaled_weight")},
+    "model code that writes data": {"make": lambda: Module("rescaled_data")},
+    "buffers": {"make": lambda: Module("batch_norm")},
+    "tied weights": {"make": lambda: Module("tied_embedding")},
     "on the disk": {"strategy": {"host_budget": "0B", "disk": "."}},
     "on the device": {"strategy": {"optimizer_device": "device"}},
 }
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.few(5)
+@pytest.mark.few(6)
 def test_each_file_is_of_its_step_however_late_its_bytes_are_copied(setting, latest, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = dict(SETTINGS[setting])
@@ -207,13 +211,14 @@ WAITS = {
     "of a unit's step": ("in memory", CheckpointBeside, "_before"),
     "of user code": ("writes in place", CheckpointBeside, "wait_for"),
     "of data that user code has": ("writes of data", CheckpointBeside, "wait_for"),
+    "of a write-back": ("model code that writes a weight", CheckpointBeside, "wait_for"),
     "of steps of unknown code": ("an optimizer of unknown steps", OptimizerSteps, "_wait_for_file"),
     "of tensors that a callback keeps": ("kept tensors", CheckpointBeside, "_wait_for_shared"),
 }
 
 
 @pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 def test_without_a_wait_a_file_is_wrong_or_an_error(wait, latest, tmp_path, monkeypatch):
     setting, owner, name = WAITS[wait]
     waiting = fit(tmp_path / "waiting", "wait", **SETTINGS[setting])
