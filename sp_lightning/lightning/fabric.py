@@ -16,6 +16,9 @@
    backward exchanges the gradients of each module that it reaches, but for one in ``no_backward_sync``.
 7. Fabric asks by type whether a strategy has one device: it then needs no launch, and accumulates by itself. So this
    one, which finds out when Fabric has chosen, shows itself as `SingleDeviceStrategy` then.
+8. With ``tensor_parallel_size`` the user's code cuts a module's layers, along the mesh that is there once Fabric has
+   launched. Those ranks that have the same shards exchange gradients, and checkpoints are those of Lightning's
+   ModelParallelStrategy, whose own functions write and read them.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import functools
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -44,8 +47,15 @@ from ..ranks.transport import KEEPALIVE
 from ..runtime.handle import Handle, close_all, close_dropped
 from .checkpoint_io import MappedCheckpointIO
 from .master_weights import MasterWeights
-from .names import Accelerator, CheckpointIO, FabricBaseStrategy, FabricPrecision, FabricSingleDeviceStrategy
-from .several_devices import SeveralDevices
+from .names import (
+    Accelerator,
+    CheckpointIO,
+    FabricBaseStrategy,
+    FabricModelParallelStrategy,
+    FabricPrecision,
+    FabricSingleDeviceStrategy,
+)
+from .several_devices import SeveralDevices, axes
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -63,6 +73,11 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         precision: The precision plugin; Fabric sets it.
         timeout: With several devices, how long a rank waits for the others.
         keepalive: With several machines, how long nothing comes of one that counts as lost.
+        tensor_parallel_size: How many devices have a shard of each layer that your code cuts, between ``launch`` and
+            ``setup``, by ``fabric.strategy.device_mesh["tensor_parallel"]``. "auto": all of a machine. None: no mesh.
+        data_parallel_size: With ``tensor_parallel_size``, how many such groups of devices there are.
+        save_distributed_checkpoint: With ``tensor_parallel_size``: whether a checkpoint is a folder of shards, or one
+            file with whole weights.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... ``optimizer_overlap``
             steps units beside the next forward if no code in between waits for them.
     """
@@ -77,12 +92,17 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         precision: FabricPrecision | None = None,
         timeout: timedelta = default_pg_timeout,
         keepalive: timedelta = KEEPALIVE,
+        tensor_parallel_size: int | Literal["auto"] | None = None,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = True,
         **options: Any,
     ) -> None:
         self.options = Options.parse(**options)
         FabricBaseStrategy.__init__(self, accelerator, checkpoint_io, precision)
         self._root_device = torch.device(device or "cpu")
         self._timeout, self._keepalive = timeout, keepalive
+        self._axes = axes(data_parallel_size, tensor_parallel_size)
+        self._save_distributed_checkpoint = save_distributed_checkpoint  # Lightning's functions read it by this name
         self._device_given = device is not None
         self._begin_without_modules()
         check_supported(self.root_device)
@@ -102,6 +122,11 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def root_device(self) -> torch.device:
         """The device of this process."""
         return self._root_device
+
+    @property
+    def device_mesh(self) -> Any:
+        """The devices' mesh, once Fabric has launched; its axes are "data_parallel" and "tensor_parallel" (Rule 8)."""
+        return self._axes.mesh
 
     def _check_devices(self) -> None:
         super()._check_devices()
@@ -127,7 +152,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave handles out of a copy, which stream the original's modules, and what the run consists of."""
-        left = "handles", "_copies", "ranks", "data_ranks", "_launcher"
+        left = "handles", "_copies", "ranks", "data_ranks", "_launcher", "_axes"
         return {key: value for key, value in vars(self).items() if key not in left}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -192,6 +217,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
                     "set up; set up, or pass to fabric.to_device(), a module that has all those which share weights "
                     "(nn.ModuleList([first, second])) before any of them"
                 )
+            self._axes.check_module(module)
             compute_dtype = self.precision.half if isinstance(self.precision, MasterWeights) else None
             self.handles.append(
                 Handle(
@@ -200,9 +226,11 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
                     self.options,
                     compute_dtype,
                     methods=STEPS,
-                    ranks=self.ranks,
-                    exchanges=self.is_distributed,
+                    ranks=self.data_ranks,
+                    exchanges=self.data_ranks.world > 1,
                     autocasts=str(self.precision.precision).endswith("mixed"),
+                    shards=self._axes.has_shards,
+                    timeout=self._timeout,
                 )
             )
             self.broadcast_buffers(module)
@@ -264,6 +292,10 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         parts = (part for part in state.values() if isinstance(part, (nn.Module, Optimizer)))
         if why := torn_step.why_not_saved(parts):
             raise TornStepError(why)
+        if self._axes.has_shards:
+            shown = {name: _users(part) for name, part in state.items()}
+            FabricModelParallelStrategy.save_checkpoint(self, path, shown, *args, **kwargs)  # type: ignore[arg-type]
+            return
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -273,9 +305,20 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
             copied = [name for name, part in parts if isinstance(part, nn.Module)]
             is_whole = isinstance(state, nn.Module)
             self.checkpoint_io.copied_later = self.get_module_state_dict(state) if is_whole else copied
-        found = super().load_checkpoint(path, state, *args, **kwargs)
+        if self._axes.has_shards:
+            found = self._load_shards(path, state, *args, **kwargs)
+        else:
+            found = super().load_checkpoint(path, state, *args, **kwargs)
         if self.ranks.world > 1:
             self._settle(state.values() if isinstance(state, dict) else [])
+        return found
+
+    def _load_shards(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint of shards, or of whole weights into shards (Rule 8)."""
+        parts = {name: _users(part) for name, part in state.items()} if isinstance(state, dict) else _users(state)
+        found = FabricModelParallelStrategy.load_checkpoint(self, path, parts, *args, **kwargs)  # type: ignore[arg-type]
+        if isinstance(state, dict):
+            state.update({name: part for name, part in parts.items() if not isinstance(part, nn.Module)})
         return found
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -334,7 +377,7 @@ class _BackwardSync:
         return handle.no_sync() if enabled else contextlib.nullcontext()
 
 
-def _users(module: nn.Module) -> nn.Module:
+def _users(module: Any) -> Any:
     return module.module if isinstance(module, RankedModule) else module
 
 

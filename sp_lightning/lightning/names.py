@@ -9,6 +9,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricStrategyRegistry
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricBaseStrategy
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -48,6 +49,7 @@ __all__ = [
     "DeviceStatsMonitor",
     "FabricBaseStrategy",
     "FabricHalfPrecision",
+    "FabricModelParallelStrategy",
     "FabricPrecision",
     "FabricSingleDeviceStrategy",
     "FabricStrategyRegistry",

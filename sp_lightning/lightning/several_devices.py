@@ -53,6 +53,7 @@ class OneAxis:
 
     has_shards = False
     shards: int | None = None  # among how many devices layers are cut, once the size is checked
+    mesh: Any = None
     group: Any = None  # of the ranks that have the same weights; None: of all
 
     def check_size(self, world: int, local: int) -> None:
@@ -88,7 +89,6 @@ class Axes(OneAxis):
             if size != "auto" and not (is_int(size) and size >= 1):
                 raise OptionError(argument=argument, found=size, allowed="'auto' or an int >= 1")
         self._sizes = data, tensor
-        self._mesh: Any = None
 
     def check_size(self, world: int, local: int) -> None:
         data, tensor = self._sizes
@@ -108,12 +108,13 @@ class Axes(OneAxis):
         return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
     def begin(self, module: Any, ranks: OneRank, device: torch.device, timeout: timedelta, keep: timedelta) -> OneRank:
-        if self._mesh is None:
+        if self.mesh is None:
             from torch.distributed.device_mesh import init_device_mesh  # other runs need nothing of it
 
-            self._mesh = init_device_mesh(device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))  # type: ignore[arg-type]
-        set_device_mesh(module, self._mesh)
-        self.group = self._mesh[DATA].get_group()
+            self.mesh = init_device_mesh(device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))  # type: ignore[arg-type]
+        if module is not None:
+            set_device_mesh(module, self.mesh)
+        self.group = self.mesh[DATA].get_group()
         return ranks if self._sizes[1] == 1 else connect(self.group, device, timeout, None, keep)
 
     def share(self, world: int, rank: int) -> dict[str, int]:
@@ -129,8 +130,18 @@ class Axes(OneAxis):
                 argument="tensor_parallel_size",
                 found=self._sizes[1],
                 allowed="1 for a module none of whose parameters is a DTensor: apply parallelize_module(..., "
-                "self.device_mesh['tensor_parallel'], plan) in configure_model, or leave it out",
+                "self.device_mesh['tensor_parallel'], plan) in configure_model, with Fabric before its setup and with "
+                "fabric.strategy.device_mesh, or leave it out",
             )
+
+
+def axes(data: int | Literal["auto"], tensor: int | Literal["auto"] | None) -> OneAxis:
+    """Return the axes of these sizes."""
+    if tensor is not None:
+        return Axes(data, tensor)
+    if data != "auto":
+        raise OptionError(argument="data_parallel_size", found=data, allowed="given with tensor_parallel_size")
+    return OneAxis()
 
 
 class SeveralDevices:

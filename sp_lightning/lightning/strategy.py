@@ -56,7 +56,7 @@ from .names import (
     update_properties,
 )
 from .predict_steps import PredictSteps
-from .several_devices import Axes, SeveralDevices
+from .several_devices import SeveralDevices, axes
 
 HOST = torch.device("cpu")
 
@@ -165,13 +165,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         SingleDeviceStrategy.__init__(self, device or "cpu", accelerator, checkpoint_io, precision_plugin)
         self._timeout, self._keepalive = timeout, keepalive
         self._save_distributed_checkpoint = save_distributed_checkpoint  # Lightning's functions read it by this name
-        if tensor_parallel_size is not None:
-            self._axes = Axes(data_parallel_size, tensor_parallel_size)
+        self._axes = axes(data_parallel_size, tensor_parallel_size)
+        if self._axes.has_shards:
             self._files = ShardFiles(self, save_distributed_checkpoint)
-        elif data_parallel_size != "auto":
-            raise OptionError(
-                argument="data_parallel_size", found=data_parallel_size, allowed="given with tensor_parallel_size"
-            )
         self.options = Options.parse(
             window=window,
             transfer=transfer,

@@ -6,6 +6,7 @@ from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
 from lightning_fabric.plugins.precision import Precision as FabricPrecision
 from lightning_fabric.strategies import STRATEGY_REGISTRY as FabricStrategyRegistry
+from lightning_fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning_fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning_fabric.strategies.strategy import Strategy as FabricBaseStrategy
 from pytorch_lightning import Callback, LightningModule, Trainer

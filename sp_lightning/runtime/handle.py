@@ -522,7 +522,7 @@ class Handle:
         """Return what DTensors are not streamed with, and whether it is so here."""
         options, ranks = self.options, self.team.ranks
         return {
-            "a Trainer without tensor_parallel_size=, Fabric or sp_lightning.hf": not self._shards,
+            "a Trainer or Fabric without tensor_parallel_size=, or sp_lightning.hf": not self._shards,
             "a group on several machines": ranks.world > ranks.size,
             "disk= or host_budget=": options.uses_files,
             "optimizer_device='device'": options.optimizer_device == "device",

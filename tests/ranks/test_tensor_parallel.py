@@ -229,7 +229,7 @@ def test_ranks_with_different_shards_are_not_taken_for_equal_ones():
 
 
 @refusal(
-    "a DTensor in a Trainer without `tensor_parallel_size`, in Fabric or `sp_lightning.hf`, with a group on "
+    "a DTensor in a Trainer or Fabric without `tensor_parallel_size`, in `sp_lightning.hf`, with a group on "
     'several machines, `disk=`, `host_budget=`, `optimizer_device="device"`, '
     "`master_weights` or `compile_units`, or over a mesh of another kind of device than the streaming one",
     PartitionError,

@@ -8,6 +8,7 @@ from typing import Any
 import processes
 import pytest
 import sharded
+import sharded_fabric
 import sharded_fits
 import torch
 from refusals import refusal
@@ -147,3 +148,49 @@ def test_a_plan_gives_configure_model_a_mesh_of_one_process():
     ):
         planned(sharded_fits.Whole, tensor_parallel_size=2)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "settings"),
+    [
+        ("in sequence", {}, {}),
+        pytest.param("in blocks", {"activations": "recompute"}, {"distributed": False}, marks=SLOW),
+        pytest.param("llama", {"window": 2}, {}, marks=SLOW),
+        pytest.param(
+            "in sequence",
+            {"activations": "offload"},
+            {"accelerator": "simgpu", "saves": False},
+            marks=[pytest.mark.simgpu, SLOW],
+        ),
+        pytest.param("in sequence", {}, {"data": 2}, marks=SLOW),
+    ],
+)
+def test_a_loop_by_fabric_trains_shards_as_under_lightnings_own_strategy(name, options, settings, tmp_path):
+    def run(folder, options, accelerator="cpu", **settings):
+        size = 2 * settings.get("data", 1)
+        return processes.run(size, sharded_fabric.run, name, options, str(tmp_path / folder), accelerator, **settings)
+
+    expected = run("plain", None, **{key: value for key, value in settings.items() if key != "accelerator"})
+    found = run("streamed", options, **settings)
+    for theirs, ours in zip(expected, found, strict=True):
+        assert len(theirs) > 100 and theirs["loaded"] == 2
+        assert not (names := sharded.difference(theirs, ours)), names[:8]
+
+
+@SLOW
+@pytest.mark.parametrize("first", [None, {}])
+def test_a_loop_by_fabric_goes_on_from_a_checkpoint_of_either_strategy(first, tmp_path):
+    path = str(tmp_path / "saved")
+    processes.run(2, sharded_fabric.run, "in sequence", first, str(tmp_path))
+    expected, found = (
+        processes.run(2, sharded_fabric.run, "in sequence", one, str(tmp_path), ckpt_path=path) for one in (None, {})
+    )
+    assert [sharded.difference(*pair) for pair in zip(expected, found, strict=True)] == [[], []]
+
+
+def test_fabric_refuses_modules_that_are_not_cut_or_fully_sharded():
+    for error in processes.run(2, sharded_fabric.refused, "whole"):
+        assert error.startswith("OptionError: tensor_parallel_size must be 1 for a module none of whose parameters")
+        assert "fabric.strategy.device_mesh" in error
+    for error in processes.run(2, sharded_fabric.refused, "fully sharded"):
+        assert error.startswith("PartitionError: FSDPSequential is sharded by fully_shard")
