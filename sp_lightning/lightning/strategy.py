@@ -408,6 +408,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint without emptying the device's memory cache."""
+        self._writer.finish()  # it may be the one that is being written
         self._note_checkpoint(checkpoint_path)
         found = self._files.load(checkpoint_path, self.checkpoint_io.load_checkpoint, weights_only)
         if self._files.in_shards and self._streaming is not None:  # they are loaded

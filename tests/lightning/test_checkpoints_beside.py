@@ -376,6 +376,21 @@ def test_a_unit_waits_for_its_own_bytes_alone(latest, tmp_path):
     assert latest.left[0] > 0
 
 
+def test_a_load_waits_for_the_file(gate, tmp_path):
+    """As Lightning's tuners load what they have just saved."""
+
+    class Loading(Callback):
+        found = None
+
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if trainer.global_step == 1 and not gate.open.is_set():
+                threading.Timer(0.5, gate.open.set).start()
+                Loading.found = trainer.strategy.load_checkpoint(tmp_path / "step=1.ckpt", weights_only=False)
+
+    fit(tmp_path, max_steps=2, callbacks=[Loading])
+    assert Loading.found["global_step"] == 1
+
+
 def test_a_copy_of_a_callback_or_of_the_strategy_has_nothing_of_what_is_written(gate, tmp_path):
     class Copying(Callback):
         def on_train_batch_start(self, trainer, module, batch, index):
