@@ -5,13 +5,14 @@
    rank alone did there is an error (user_edits.py, Rule 5).
 2. State has the parameter's shape and lies in shared slabs: each rank writes its range, and ``optimizer.state`` shows
    faces of it. So ``state_dict()`` is plain on every rank, and a run resumes with any other number of them. Scalar
-   state is each rank's own. Edits of one rank alone are an error. State that was loaded, or that user code replaced,
-   moves into the slabs before the step.
+   state is each rank's own. Edits of one rank alone are an error, also of scalars, and so is state that it cleared.
+   State that was loaded, or that user code replaced, moves into the slabs before the step.
 3. All else is *replicated*. Optimizers of other classes step their faces on each rank, as under DDP, and then these are
    settled (user_edits.py). Of an optimizer that is cut, each rank steps copies of what is in groups that do not take
-   the default loop, of parameters without dimensions, whose state cannot be told from a count of steps, and of those
-   whose data user code moved. It does not step their faces: a page of its own would have old bytes of the parameters
-   beside them, which their owners step. Their state is each rank's own, as that of parameters that are not streamed.
+   the default loop, of parameters without dimensions, whose state cannot be told from a count of steps, of those whose
+   data user code moved, and of those whose state is of another type or shape. It does not step their faces: a page of
+   its own would have old bytes of the parameters beside them, which their owners step. Their state is each rank's own,
+   as that of parameters that are not streamed.
 4. The ranks meet before what they own is stepped, since another rank may still read it. Each posts when it comes to
    this meeting, and when what it owns is stepped, of each unit by itself. Who needs a unit waits for these numbers,
    never for a meeting: so a rank may step beside other work (pending_step.py) where another one does not. An error
@@ -22,14 +23,16 @@
    beside it from before their step. A read or write of the parameter itself waits for its unit.
 6. An owner steps a unit beside backward once it has summed its part, if all ranks would: the step may begin in
    backward, user code wrote neither to the unit's weights nor to their state and refers to none of these, and the
-   optimizer has the same options. Each rank says so when it posts the unit (exchange.py, Rule 13), after which it reads
-   the weights no more. The thread steps with the sums themselves: ``.grad`` shows them later. Nobody needs to know
-   whether others have stepped before all come to the meeting of Rule 4. Before a rank comes there it reads the
-   optimizer's state, which waits for its thread, or leaves to the step what that did not reach (state_guard.py).
-   From a rank's first mark on an error leaves a torn step, until the exchange shows that no marks were the same.
+   optimizer has the same options and scalars. Each rank says so when it posts the unit (exchange.py, Rule 13), after
+   which it reads the weights no more. The thread steps with the sums themselves: ``.grad`` shows them later. Nobody
+   needs to know whether others have stepped before all come to the meeting of Rule 4. Before a rank comes there it
+   reads the optimizer's state, which waits for its thread, or leaves to the step what that did not reach
+   (state_guard.py). From a rank's first mark on an error leaves a torn step, until the exchange shows that no marks
+   were the same.
 7. State may lie in a scratch file in place of memory (disk_of_ranks.py). Ranges of a parameter of more than `CUT`
    elements begin at multiples of that, and so at blocks of the file, where each parameter begins at a block: no two
-   ranks write to one. What a rank owns of others it steps through the mapping.
+   ranks write to one. What a rank owns of others it steps through the mapping. The ranks meet once more where a step
+   makes state, when each has room for it: so a disk that is full tears no step.
 """
 
 from __future__ import annotations
@@ -144,6 +147,7 @@ class Owners:
         self._slabs: weakref.WeakKeyDictionary[Optimizer, StateSlabs] = weakref.WeakKeyDictionary()
         self._copies: dict[int, Tensor] = {}  # of the step that runs: of what every rank steps, by the parameter's id
         self._pieces: list[OwnPiece] = []  # likewise, what its own code steps
+        self._new: dict[Tensor, dict[str, Tensor]] = {}  # likewise, where it makes state on the disk
         self._state: Any = {}  # likewise, the optimizer's
         self._edits: list[tuple[HostCopy, StateSlab, list[SlabRange]]] = []  # of state, by user code on this rank
 
@@ -160,7 +164,8 @@ class Owners:
         """Begin a step; return what this rank may defer of it. Every rank comes here (Rules 2 to 4)."""
         early = self._early
         self._copy_moved_state(optimizer)
-        alike = self._find_edits(optimizer), gradients, self._clipping.described(), _options(optimizer)
+        scalars = self._find_scalars(optimizer)
+        alike = self._find_edits(optimizer), scalars, gradients, self._clipping.described(), _options(optimizer)
         self._steps += 1
         self._optimizer = optimizer
         self._progress.post(0, 2 * self._steps - 1)
@@ -173,10 +178,17 @@ class Owners:
             early.collect()
             self._early = None
         self._collect_edits()
+        try:
+            self._new = self._make_room(optimizer)
+        except BaseException:
+            self._progress.post(0, 2 * self._steps - 2)  # likewise
+            raise
+        if self._new:
+            self._exchange.board.meet()  # nobody steps before all have room
         self._pieces, self._copies = [], {}
         self._clipping.multiply()
         for group, parameter in self._stepped(optimizer):
-            if self.is_cut(group, parameter):
+            if self.is_cut(group, parameter) and not _is_of_another_type(optimizer.state.get(parameter, {}), parameter):
                 self.adopt(optimizer, group, parameter)
             else:
                 self._copies[id(parameter)] = true_data(parameter).clone(memory_format=torch.preserve_format)
@@ -258,7 +270,7 @@ class Owners:
         optimizer = self._optimizer
         assert optimizer is not None
         self._state = state
-        new = self._make_room(optimizer, groups, state)
+        new, self._new = self._new, {}
         trained = (p for group in groups for p in group["params"] if true_grad(p) is not None)
         pieces = {parameter: self.piece(optimizer, parameter, state) for parameter in trained}
         self._pieces = list(pieces.values())
@@ -267,14 +279,12 @@ class Owners:
         cut = [{**group, "params": [data.get(p, p) for p in group["params"]]} for group in groups]
         return cut, defaultdict(dict, {piece.data: piece.made for piece in self._pieces})
 
-    def _make_room(self, optimizer: Optimizer, groups: list[Group], state: Any) -> dict[Tensor, dict[str, Tensor]]:
+    def _make_room(self, optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
         """Make room on the disk for the state of parameters that have none; return what this rank owns of it."""
         return {
             parameter: {key: self._hold(optimizer, parameter, key) for key in keys}
-            for group in groups
-            for parameter in group["params"]
-            if id(parameter) in self._places and true_grad(parameter) is not None and not state.get(parameter)
-            if self.cuts(optimizer) and self.is_cut(group, parameter)
+            for group, parameter in self._stepped(optimizer)
+            if self.cuts(optimizer) and self.is_cut(group, parameter) and not optimizer.state.get(parameter)
             if (keys := self._disk.to_make(optimizer, group, parameter))
         }
 
@@ -402,6 +412,19 @@ class Owners:
             names.append(name)
             digest.update(f"{name} {number}".encode())
         return Alike("wrote different optimizer state", f"wrote that of {listed(names)}", digest.digest())
+
+    def _find_scalars(self, optimizer: Optimizer) -> Alike:
+        """Describe the state that is each rank's own, the same on all ranks (Rule 2)."""
+        early = self._early
+        seen = early.promised if early is not None and early.optimizer is optimizer else {}  # with the marks
+        names = defaultdict(list)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if self.cuts(optimizer)):
+            store, index = self._places.get(id(parameter), (None, 0))
+            if store is not None and index not in seen.get(store, ()):
+                names[_scalars(optimizer.state.get(parameter, {}))].append(store.names[index])
+        rare = min(names, key=lambda found: len(names[found]), default="")
+        mine = f"has {rare or 'none'} of {listed(names[rare])}"
+        return Alike("wrote different optimizer state", mine, repr(sorted(names.items())).encode())
 
     def adopt(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
         """Move a parameter's state that was loaded into slabs; the ranks have to meet before it is read (Rule 2)."""
@@ -594,8 +617,9 @@ class EarlyParts(Parts):
         if not indices:
             return 0
         self.promised[store] = indices
-        numbers = [(index, *self.pending.numbers_of(store.params[index])) for index in indices]
-        digest = hashlib.sha256(f"{type(self.optimizer).__name__} {numbers}".encode() + self._options).digest()
+        params = ((index, store.params[index]) for index in indices)
+        found = [(index, *self.pending.numbers_of(p), _scalars(self.pending.state_of(p))) for index, p in params]
+        digest = hashlib.sha256(f"{type(self.optimizer).__name__} {found}".encode() + self._options).digest()
         return int.from_bytes(digest[:7], "big") | 1
 
     def summed(self, store: HostCopy, indices: Collection[int]) -> None:
@@ -654,6 +678,15 @@ def _options(optimizer: Optimizer) -> Alike:
     return Alike("gave their optimizers different options", f"steps with lr={rates}", repr(groups).encode())
 
 
+def _scalars(state: State) -> str:
+    """Say which state a parameter has, and its numbers."""
+    return ", ".join(f"{key}={_scalar(value)}" for key, value in sorted(state.items()))
+
+
+def _scalar(value: Any) -> Any:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else _plain(value)
+
+
 def _plain(value: Any) -> Any:
     """Return an option as its repr is on every rank."""
     if isinstance(value, Tensor):
@@ -661,6 +694,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(entry) for entry in value]
     return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def _is_of_another_type(state: State, parameter: Tensor) -> bool:
+    """Whether state cannot be cut where its parameter is (Rule 3)."""
+    tensors = (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+    return not all(_is_like(value, parameter) for value in tensors)
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

@@ -163,3 +163,11 @@ def test_what_ranks_do_not_cut_has_its_state_in_memory():
                 "their state is in memory"
             ],
         )
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_disk_that_is_full_on_one_rank_leaves_what_was_before_the_step(victim):
+    found = processes.run(2, ranked_disk.fill, victim, options(window=1))
+    assert found[victim][0] == "DiskError" and "nothing was stepped" in found[victim][1]
+    assert found[1 - victim][0] == "PeerError" and f"rank {victim}" in found[1 - victim][1]
+    assert [rest for *_, torn, stepped in found for rest in (torn, stepped)] == [False] * 4

@@ -60,6 +60,8 @@ SAID = {
     "weights of one rank": r"wrote to different parameters since.*rank 1 wrote net\.stem\.weight",
     "backward by hand": "steps with gradients that were not exchanged",
     "replaced state of one rank": r"wrote different optimizer state.*rank 1 wrote that of .*\(exp_avg\)",
+    "steps of one rank": r"wrote different optimizer state.*rank 1 has .*step=4\.0 of net\.stem\.weight and 0 others",
+    "cleared state of one rank": r"wrote different optimizer state.*rank 1 has none of net\.stem\.weight and 0 others",
     "rate of one rank": r"gave their optimizers different options.*rank 1 steps with lr=\[0\.02",
     "cleared gradient of one rank": "changed gradients in different ways",
 }

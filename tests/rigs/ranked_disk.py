@@ -204,3 +204,32 @@ def state_of_adafactor(folder: str) -> tuple[int, list[str]]:
             optimizer.step()
         log.removeHandler(watch)
         return handle.stats()["disk_written"], [record.getMessage() for record in said]
+
+
+def fill(victim: int, options: dict[str, Any]) -> tuple[str, str, bool, bool]:
+    """Have the disk be full on one rank, when it makes room for the second layer's state.
+
+    Returns this rank's error and what it says, whether its step is torn, and whether any weight was stepped.
+    """
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    allocate, allocated = os.posix_fallocate, 0
+
+    def full(descriptor: int, begin: int, nbytes: int) -> None:
+        nonlocal allocated
+        allocated += 1
+        if allocated > 6:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(descriptor, begin, nbytes)
+
+    net, said = Wide(torch.float32), ("", "")
+    optimizer = torch.optim.AdamW(net.parameters())
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    try:
+        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, **(OPTIONS | options)):
+            net(torch.ones(6, 40)).square().mean().backward()
+            with mock.patch.object(os, "posix_fallocate", full if dist.get_rank() == victim else allocate):
+                optimizer.step()
+    except Exception as error:
+        said = type(error).__name__, str(error)
+    stepped = not all(map(torch.equal, before, net.parameters()))
+    return *said, torn_step.why_not_saved([optimizer]) is not None, stepped

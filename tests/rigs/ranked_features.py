@@ -274,6 +274,29 @@ class ReplacesStateOnOneRank(Plain):
         state["exp_avg"] = state["exp_avg"] * (1 + self.global_rank)
 
 
+class CastsState(Plain):
+    """Keeps a weight's averages in another type."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        if batch_index == 2:
+            state = self.trainer.optimizers[0].state[self.net.stem.weight]
+            state["exp_avg_sq"] = state["exp_avg_sq"].double()
+
+
+class CountsStepsOnOneRank(Plain):
+    """Changes the number of steps of a weight, which bias corrections depend on, on the second rank alone."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 1:
+            self.trainer.optimizers[0].state[self.net.stem.weight]["step"].add_(3)
+
+
+class ClearsStateOnOneRank(Plain):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 1:
+            del self.trainer.optimizers[0].state[self.net.stem.weight]
+
+
 class RateOfOneRank(Plain):
     def on_train_batch_end(self, *args: Any) -> None:
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 1 + self.global_rank
@@ -628,6 +651,7 @@ class Feature:
 
 FEATURES = {
     "weights of rank 0": Feature(OtherWeightsOnEachRank, "batch_norm"),
+    "cast state": Feature(CastsState),
     "batch norm": Feature(NormsInValidation, "batch_norm", settings={"epochs": 2, "val_check_interval": 2}),
     "batch norm, accumulation": Feature(NormsInValidation, "batch_norm", settings={"epochs": 2, "accumulate": 2}),
     "batch norm by hand": Feature(NormsInValidation, "batch_norm", "two", settings={"epochs": 2}),
@@ -702,6 +726,8 @@ FEATURES = {
 
 
 MISTAKES = {
+    "steps of one rank": Feature(CountsStepsOnOneRank),
+    "cleared state of one rank": Feature(ClearsStateOnOneRank),
     "state of one rank": Feature(EditsStateOnOneRank),
     "weights of one rank": Feature(EditsWeightsOnOneRank),
     "backward by hand": Feature(BackwardByHand, optimizer="two"),
