@@ -191,9 +191,13 @@ class Ranks(OneRank):
     def pass_on(self, make: Callable[[], int], what: int = 0) -> int:
         if self.rank == 0:
             descriptor = make()
-            for rank, peer in self._peers.items():
-                with self._talking_to(rank):
-                    socket.send_fds(peer, [SIZE.pack(what)], [descriptor])
+            try:
+                for rank, peer in self._peers.items():
+                    with self._talking_to(rank):
+                        socket.send_fds(peer, [SIZE.pack(what)], [descriptor])
+            except BaseException:
+                os.close(descriptor)
+                raise
             return descriptor
         with self._talking_to(0):
             self.wait(lambda: [] if _is_readable(self._peers[0]) else [0], "the memory that they share")

@@ -234,6 +234,17 @@ def test_one_who_knows_the_token_cannot_take_the_place_of_a_rank_twice(caplog):
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(board._address(TOKEN))
 
 
+@pytest.mark.quick
+def test_a_descriptor_that_a_rank_did_not_take_is_closed():
+    with two_ranks() as found:
+        found[1]._peers[0].close()
+        made = os.memfd_create("made")
+        with pytest.raises(PeerError):
+            found[0].pass_on(lambda: made)
+        with pytest.raises(OSError):
+            os.fstat(made)
+
+
 ANOTHER_USER = """
 import os, socket, sys
 os.setuid(65534)
