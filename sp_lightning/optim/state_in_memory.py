@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..disk.scratch_file import SharedSegment
 from .pieces import Group, ShadowStep, fuse, step_in_pieces
+
+if TYPE_CHECKING:
+    from ..disk.scratch_file import SharedSegment  # a run in memory loads nothing of the disk
 
 
 class StateInMemory:

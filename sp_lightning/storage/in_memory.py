@@ -7,17 +7,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
 from ..core.unit_numbers import HostSharing
-from ..disk.scratch_file import FileRanks
 from ..gradients.slab import GradientSlab
 from ..memory.device import Device
 from ..memory.host_copy import FileHome, HostCopy
 from ..memory.partition import Unit
 from ..optim.state_in_memory import StateInMemory
+
+if TYPE_CHECKING:
+    from ..disk.scratch_file import FileRanks  # a run in memory loads nothing of the disk
 
 
 class Sharers(Protocol):
