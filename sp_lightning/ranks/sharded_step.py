@@ -6,7 +6,8 @@
 2. State has the parameter's shape and lies in shared slabs: each rank writes its range, and ``optimizer.state`` shows
    faces of it. So ``state_dict()`` is plain on every rank, and a run resumes with any other number of them. Scalar
    state is each rank's own. Edits of one rank alone are an error, also of scalars, and so is state that it cleared.
-   State that was loaded, or that user code replaced, moves into the slabs before the step.
+   State that was loaded, or that user code replaced, moves into the slabs before the step; where user code keeps what
+   it replaced, on any rank, into other ones.
 3. All else is *replicated*. Optimizers of other classes step their faces on each rank, as under DDP, and then these are
    settled (user_edits.py). Of an optimizer that is cut, each rank steps copies of what is in groups that do not take
    the default loop, of parameters without dimensions, whose state cannot be told from a count of steps, of those whose
@@ -50,6 +51,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from ..disk.direct_file import BLOCK
@@ -73,6 +75,7 @@ class StateSlab:
 
     def __init__(self, shared: SharedSlab, layout: Layout) -> None:
         self.shared, self.layout = shared, layout
+        self._faces: dict[int, StorageWeakRef] = {}  # of parameters, by index
 
     def own(self, index: int, part: slice) -> Tensor:
         """Return what a rank owns of a parameter's state, as its owner writes it."""
@@ -81,6 +84,16 @@ class StateSlab:
     def hold(self, index: int, part: slice) -> Tensor:
         """Make room for a parameter's state; return what a rank owns of it. Safe twice."""
         return self.own(index, part)
+
+    def face(self, index: int) -> Tensor:
+        """Return a parameter's state as user code sees it."""
+        face = Layout.own_view(self.shared.face.untyped_storage(), self.layout.fields[index])
+        self._faces[index] = StorageWeakRef(face.untyped_storage())  # type: ignore[no-untyped-call]
+        return face
+
+    def is_kept(self, index: int) -> bool:
+        """Whether anything refers to the bytes of the face that was given last."""
+        return index in self._faces and not self._faces[index].expired()  # type: ignore[no-untyped-call]
 
     def collect(self, index: int, part: slice) -> None:
         """Write what user code wrote to what a rank owns (Rule 2)."""
@@ -185,6 +198,7 @@ class Owners:
             raise
         if self._new:
             self._exchange.board.meet()  # nobody steps before all have room
+        self._leave_kept_slabs(optimizer)
         self._pieces, self._copies = [], {}
         self._clipping.multiply()
         for group, parameter in self._stepped(optimizer):
@@ -372,8 +386,8 @@ class Owners:
                     continue
                 state[key] = value.clone(memory_format=torch.preserve_format)
 
-    def _replaced(self, optimizer: Optimizer) -> Iterator[tuple[str, int]]:
-        """Yield the name and a fingerprint of each tensor of the state that is to move into slabs."""
+    def _replaced(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, str, Tensor]]:
+        """Yield each tensor of the state that is to move into slabs, with its parameter and its key."""
         for group in optimizer.param_groups if self.cuts(optimizer) else ():
             for parameter in group["params"] if takes_the_loop(group) else ():
                 store, index = self._places.get(id(parameter), (None, 0))
@@ -381,10 +395,7 @@ class Owners:
                     continue
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if _is_like(value, parameter) and not self._lies_in_a_slab(optimizer, parameter, key, value):
-                        yield (
-                            f"{store.names[index]} ({key})",
-                            fingerprint(in_order(value, store.host_layout.fields[index])),
-                        )
+                        yield parameter, key, value
 
     def _find_moved(self, optimizer: Optimizer) -> Alike:
         """Find the parameters that user code gave other data, the same on all ranks, but for those in files."""
@@ -408,10 +419,24 @@ class Owners:
             for start, end in pages:
                 digest.update(slab.shared.face[start:end].numpy().data)
         names = [store.names[i] for store, slab, pages in self._edits for i in slab.layout.indices_in(pages)]
-        for name, number in self._replaced(optimizer):
-            names.append(name)
-            digest.update(f"{name} {number}".encode())
+        for parameter, key, value in self._replaced(optimizer):
+            store, index = self._places[id(parameter)]
+            names.append(f"{store.names[index]} ({key})")
+            digest.update(f"{names[-1]} {fingerprint(in_order(value, store.host_layout.fields[index]))}".encode())
         return Alike("wrote different optimizer state", f"wrote that of {listed(names)}", digest.digest())
+
+    def _leave_kept_slabs(self, optimizer: Optimizer) -> None:
+        """Leave slabs to user code that keeps, on any rank, state that was replaced: all state moves to others."""
+        slabs, replaced, is_kept = self._slabs.get(optimizer, {}), set(), False
+        for parameter, key, _ in self._replaced(optimizer):
+            store, index = self._places[id(parameter)]
+            place = store, key, id(parameter) in self._disk.parameters
+            if place in slabs:
+                replaced.add(place)
+                is_kept = is_kept or slabs[place].is_kept(index)
+        if replaced and any(self._exchange.board.exchange(int(is_kept))):
+            for place in replaced:
+                del slabs[place]
 
     def _find_scalars(self, optimizer: Optimizer) -> Alike:
         """Describe the state that is each rank's own, the same on all ranks (Rule 2)."""
@@ -524,8 +549,7 @@ class Owners:
         own = self._hold(optimizer, parameter, key)
         if own.data_ptr() != part.data_ptr():  # else a step made it there
             own.copy_(part)
-        slab, (_, index) = self._slab(optimizer, parameter, key), self._places[id(parameter)]
-        return Layout.own_view(slab.shared.face.untyped_storage(), slab.layout.fields[index])
+        return self._slab(optimizer, parameter, key).face(self._places[id(parameter)][1])
 
     def _hold(self, optimizer: Optimizer, parameter: Tensor, key: str) -> Tensor:
         """Return what this rank owns of a parameter's state, having made room for it."""

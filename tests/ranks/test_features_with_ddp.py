@@ -24,6 +24,7 @@ DAILY = {
     "gradients with other data",
     "hooks after steps",
     "kept gradients, zeros",
+    "kept state",
     "late buffers",
     "odd parameters",
     "orders",

@@ -242,6 +242,37 @@ class SwapsData(Plain):
                 first.data, second.data = second.data, first.data
 
 
+class LoadsEarlierState(Plain):
+    """Loads other state, and then again what it kept without a copy; all look at what the first rank kept."""
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if batch_index == 2:
+            kept = optimizer.state_dict()
+            halved = copy.deepcopy(kept)
+            for entry in halved["state"].values():
+                entry["exp_avg"].mul_(0.5)
+            self.copied = copy.deepcopy(kept)
+            self.kept = kept if self.keeps() else None
+            del kept
+            optimizer.load_state_dict(halved)
+        if batch_index == 4:
+            kept = self.copied if self.kept is None else self.kept
+            self.see(kept["state"][0]["exp_avg"])
+            optimizer.load_state_dict(kept)
+
+    def keeps(self) -> bool:
+        """Whether this rank keeps the state itself, not a copy."""
+        return True
+
+
+class KeepsStateOnOneRank(LoadsEarlierState):
+    """Does so on the first rank alone."""
+
+    def keeps(self) -> bool:
+        return self.global_rank == 0
+
+
 class SwapsState(Plain):
     """Has two blocks exchange the optimizer's state of some weights, and then the weights themselves as well."""
 
@@ -713,6 +744,8 @@ FEATURES = {
     "turned gradients": Feature(TurnsGradients),
     "gradients with other data": Feature(GivesGradientsOtherData, settings={"batches": 6, "clip": ("norm", 0.1)}),
     "swapped data": Feature(SwapsData, settings={"batches": 6}),
+    "kept state": Feature(LoadsEarlierState, settings={"batches": 7}),
+    "kept state of rank 0": Feature(KeepsStateOnOneRank, settings={"batches": 7}),
     "swapped state": Feature(SwapsState, settings={"batches": 6}),
     "odd parameters": Feature(HasOddParameters, settings={"clip": ("norm", 0.1)}),
     "hooks after steps": Feature(HooksAfterSteps, settings={"batches": 6}),
