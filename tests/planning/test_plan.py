@@ -631,17 +631,17 @@ def test_an_optimizer_without_a_fast_step_takes_longer_than_its_bytes():
 
 # Machine, model, precision and host memory, and the change that is named first.
 FIRST = [
-    ("rtx4060-laptop", "llama3-8b", "bf16-mixed", None, "adapters on a frozen base of 4 bits"),
-    ("rtx4060", "llama3-8b", "bf16-mixed", None, "adapters on a frozen bf16 base"),
+    ("rtx4060-laptop", "llama3-8b", "bf16-mixed", None, "disk=FOLDER"),
+    ("rtx4060", "llama3-8b", "bf16-mixed", None, "disk=FOLDER"),
     ("rtx4070", "llama3-8b", "bf16-mixed", None, "disk=FOLDER"),
     ("rtx4070", "llama3-8b", "bf16-true", None, "disk=FOLDER"),
     ("rtx4070", "llama3-8b", "bf16-mixed", "72GiB", "precision='bf16-true'"),
     ("rtx4070", "llama3-8b", "bf16-mixed", "144GiB", "wire_dtype='as-is'"),
-    ("rtx4070", "qwen3-32b", "bf16-true", None, "adapters on a frozen base of 4 bits"),
+    ("rtx4070", "qwen3-32b", "bf16-true", None, "disk=FOLDER"),
     ("rtx4090", "llama3-8b", "bf16-mixed", None, "disk=FOLDER"),
-    ("rtx3090", "qwen3-32b", "bf16-mixed", None, "adapters on a frozen bf16 base"),
+    ("rtx3090", "qwen3-32b", "bf16-mixed", None, "disk=FOLDER"),
     ("rtx5090", "qwen3-14b", "bf16-mixed", None, "precision='bf16-true'"),
-    ("gcp-g2-standard-16", "mixtral-8x7b", "bf16-true", None, "adapters on a frozen base of 4 bits"),
+    ("gcp-g2-standard-16", "mixtral-8x7b", "bf16-true", None, "disk=FOLDER"),
     ("a100", "llama3-70b", "bf16-mixed", None, "precision='bf16-true'"),
 ]
 
