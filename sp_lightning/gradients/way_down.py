@@ -224,6 +224,10 @@ class GradientReturn:
         """The host bytes of all gradient slabs."""
         return sum(slab.nbytes for slab in self._slabs.values())
 
+    def close(self) -> None:
+        """Forget what makes slabs, which leads to the user's module: graphs that are kept lead here."""
+        self._slab_of = GradientSlab
+
     def drop(self) -> None:
         """Discard the gradients under way: their backward failed."""
         self.let_go()

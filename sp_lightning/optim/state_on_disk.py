@@ -301,6 +301,7 @@ class StateOnDisk(StateInMemory):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.gradients_to_come = int  # it leads to the user's module, and graphs that are kept lead here
         with self._lock:
             ring, self._made_ring = self._made_ring, None
             if ring is not None:

@@ -544,6 +544,7 @@ class Engine:
             self.autocast_weights.close()
             self.window.tuner.end()
             self.step_owner.close()
+            self.gradient_return.close()
             self.team.close()
             for unit in self.units:
                 unit.store.release(kept=unit.stand_ins.in_use())

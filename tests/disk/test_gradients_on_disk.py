@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -360,3 +361,23 @@ def test_two_threads_may_have_gradients_land_at_once(device, monkeypatch):
                     backward(net, device, number)
                 found.append([p.grad.clone() for p in net.parameters()])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.simgpu
+def test_a_graph_that_a_module_keeps_keeps_nothing_of_a_run_that_ended():
+    """A graph leads to what streamed its weights, in a way that no collection of garbage sees."""
+
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            self.kept = self.weight.T
+            return super().forward(x)
+
+    net = stack()
+    net[3][0] = Keeps(65, 65)
+    before, gone = torch.accelerator.memory_allocated(), weakref.ref(net)
+    with streamed(net, "simgpu"):
+        backward(net, "simgpu")
+    del net
+    for _ in range(3):  # what a collection ends may free the graph, whose end leaves garbage
+        gc.collect()
+    assert gone() is None and torch.accelerator.memory_allocated() == before
