@@ -156,7 +156,7 @@ class Run:
             raise error
         self.scene.where = f"batch {self.begun - 1}"
         self.scene.see("raised", type(error).__name__)
-        self.raised.append(error)
+        self.raised.append(error.with_traceback(None))  # whose frames lead to a graph, and that to the error again
         for parameter in self.scene.net.parameters():
             parameter.grad = None
 
