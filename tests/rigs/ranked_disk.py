@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import lightning as L
-import processes
 import ranked_parity
 import ranked_runs
 import torch
@@ -49,20 +48,9 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-def check(
-    function: Callable[..., Any],
-    name: str,
-    options: dict[str, Any],
-    accelerator: str = "cpu",
-    size: int = 2,
-    **settings: Any,
-) -> list[parity.Record]:
+def check(function: Callable[..., Any], name: str, options: dict[str, Any], **settings: Any) -> list[parity.Record]:
     """Compare ranks whose state is on the disk with ranks under DDP, as `ranked_parity.check` does."""
-    expected = ranked_parity.plain(size, function, name, **settings)
-    found = processes.run(size, run, function, name, OPTIONS | options, accelerator=accelerator, **settings)
-    for theirs, ours in zip(expected, found, strict=True):
-        parity.compare(*map(ranked_parity.without_the_devices_generator, (theirs, ours)))
-    return found
+    return ranked_parity.check(function, name, OPTIONS | options, around=run, **settings)
 
 
 class Wide(torch.nn.Module):

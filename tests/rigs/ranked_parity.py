@@ -39,17 +39,19 @@ def check(
     accelerator: str = "cpu",
     size: int = 2,
     nodes: int = 1,
+    around: Callable[..., Any] | None = None,
     **settings: Any,
 ) -> list[parity.Record]:
     """Run a function of ranked_*.py under DDP and under the strategy; raise Difference where a rank's records differ.
 
-    ``nodes``: on so many the strategy's ranks pretend to be.
+    ``nodes``: on so many the strategy's ranks pretend to be. ``around``: what calls the function under the strategy
+    instead.
 
     Returns the records under the strategy.
     """
     expected = plain(size, function, name, **settings)
-    on_nodes = functools.partial(pretended_nodes.trainer, nodes, function)
-    found = processes.run(size, on_nodes, name, options, accelerator=accelerator, **settings)
+    called = functools.partial(around or functools.partial(pretended_nodes.trainer, nodes), function)
+    found = processes.run(size, called, name, options, accelerator=accelerator, **settings)
     for rank, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
         try:
             parity.compare(without_the_devices_generator(theirs), without_the_devices_generator(ours))
