@@ -143,7 +143,7 @@ class DeepSpeed:
             )
             for batch in turns:
                 loss = engine(**self.to_device(work, batch))
-                engine.backward_pass(loss)
+                engine.backward(loss)
                 engine.step()
                 turns.add_loss(loss)
 
