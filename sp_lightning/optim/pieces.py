@@ -407,6 +407,16 @@ def takes_the_loop(group: Group) -> bool:
     return not (get("foreach") or get("fused") or get("capturable") or get("differentiable"))
 
 
+def is_elementwise(optimizer: Optimizer, group: Group) -> bool:
+    """Whether torch steps this group of one of `ELEMENTWISE` with the same bits in parts of whole lines, cut by others.
+
+    So it does by its loop, its operators for lists (``foreach``) and its fused kernels, if these do not write to
+    gradients for a scaler as well.
+    """
+    scaled = group.get("fused") and vars(optimizer).get("grad_scale") is not None
+    return not (scaled or group.get("capturable") or group.get("differentiable"))
+
+
 def is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 

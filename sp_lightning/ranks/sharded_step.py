@@ -9,11 +9,11 @@
    State that was loaded, or that user code replaced, moves into the slabs before the step; where user code keeps what
    it replaced, on any rank, into other ones.
 3. All else is *replicated*. Optimizers of other classes step their faces on each rank, as under DDP, and then these are
-   settled (user_edits.py). Of an optimizer that is cut, each rank steps copies of what is in groups that do not take
-   the default loop, of parameters without dimensions, whose state cannot be told from a count of steps, of those whose
-   data user code moved, and of those whose state is of another type or shape. It does not step their faces: a page of
-   its own would have old bytes of the parameters beside them, which their owners step. Their state is each rank's own,
-   as that of parameters that are not streamed.
+   settled (user_edits.py). Of an optimizer that is cut, each rank steps copies of what is in groups whose steps are not
+   elementwise (pieces.py), of parameters without dimensions, whose state cannot be told from a count of steps, of those
+   whose data user code moved, and of those whose state is of another type or shape. It does not step their faces: a
+   page of its own would have old bytes of the parameters beside them, which their owners step. Their state is each
+   rank's own. Its bytes are compared before each step: with other state, ranks would write parts of other weights.
 4. The ranks meet before what they own is stepped, since another rank may still read it. Each posts when it comes to
    this meeting, and when what it owns is stepped, of each unit by itself. Who needs a unit waits for these numbers,
    never for a meeting: so a rank may step beside other work (pending_step.py) where another one does not. An error
@@ -61,7 +61,7 @@ from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, in_order
 from ..memory.watched_parameters import quietly, true_data, true_grad
 from ..optim.pending_step import CannotDefer, Parts, PendingStep
-from ..optim.pieces import ELEMENTWISE, Group, State, keeps_no_state, takes_the_loop
+from ..optim.pieces import ELEMENTWISE, Group, State, is_elementwise, keeps_no_state
 from ..optim.state_in_memory import StateInMemory
 from .board import Board, Ranks
 from .clipping import Clipping
@@ -202,7 +202,9 @@ class Owners:
         self._pieces, self._copies = [], {}
         self._clipping.multiply()
         for group, parameter in self._stepped(optimizer):
-            if self.is_cut(group, parameter) and not _is_of_another_type(optimizer.state.get(parameter, {}), parameter):
+            if self.is_cut(optimizer, group, parameter) and not _is_of_another_type(
+                optimizer.state.get(parameter, {}), parameter
+            ):
                 self.adopt(optimizer, group, parameter)
             else:
                 self._copies[id(parameter)] = true_data(parameter).clone(memory_format=torch.preserve_format)
@@ -257,7 +259,7 @@ class Owners:
 
     def _would_step(self, parameter: Tensor, step: PendingStep) -> bool:
         groups = [step.optimizer.param_groups[number] for number in step.numbers_of(parameter)]
-        if len(groups) != 1 or not self.is_cut(groups[0], parameter) or not step.may_step(parameter):
+        if len(groups) != 1 or not self.is_cut(step.optimizer, groups[0], parameter) or not step.may_step(parameter):
             return False
         if keeps_no_state(step.optimizer, groups[0]):
             return True
@@ -274,10 +276,10 @@ class Owners:
                 if id(parameter) in self._places and true_grad(parameter) is not None:
                     yield group, parameter
 
-    def is_cut(self, group: Group, parameter: Tensor) -> bool:
+    def is_cut(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> bool:
         """Whether each rank steps a range of a streamed parameter (Rule 3)."""
         store, index = self._places[id(parameter)]
-        return takes_the_loop(group) and bool(parameter.dim()) and store.at_home(index)
+        return is_elementwise(optimizer, group) and bool(parameter.dim()) and store.at_home(index)
 
     def pieces(self, groups: list[Group], state: Any) -> tuple[list[Group], Any]:
         """Return groups and state of what the optimizer's own code steps now of these groups (Rules 1 and 3)."""
@@ -298,7 +300,7 @@ class Owners:
         return {
             parameter: {key: self._hold(optimizer, parameter, key) for key in keys}
             for group, parameter in self._stepped(optimizer)
-            if self.cuts(optimizer) and self.is_cut(group, parameter) and not optimizer.state.get(parameter)
+            if self.cuts(optimizer) and self.is_cut(optimizer, group, parameter) and not optimizer.state.get(parameter)
             if (keys := self._disk.to_make(optimizer, group, parameter))
         }
 
@@ -386,16 +388,14 @@ class Owners:
                     continue
                 state[key] = value.clone(memory_format=torch.preserve_format)
 
-    def _replaced(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """Yield each tensor of the state that is to move into slabs, with its parameter and its key."""
+    def _outside(self, optimizer: Optimizer) -> Iterator[tuple[Group, Tensor, str, Tensor]]:
+        """Yield each tensor of the state that is in no slab, with its parameter, the parameter's group, and its key."""
         for group in optimizer.param_groups if self.cuts(optimizer) else ():
-            for parameter in group["params"] if takes_the_loop(group) else ():
-                store, index = self._places.get(id(parameter), (None, 0))
-                if store is None or not parameter.dim() or not store.at_home(index):
-                    continue
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if _is_like(value, parameter) and not self._lies_in_a_slab(optimizer, parameter, key, value):
-                        yield parameter, key, value
+            for parameter in group["params"]:
+                for key, value in optimizer.state.get(parameter, {}).items() if id(parameter) in self._places else ():
+                    is_plain = type(value) is Tensor and value.is_cpu and value.layout is torch.strided
+                    if is_plain and value.dim() and not self._lies_in_a_slab(optimizer, parameter, key, value):
+                        yield group, parameter, key, value
 
     def _find_moved(self, optimizer: Optimizer) -> Alike:
         """Find the parameters that user code gave other data, the same on all ranks, but for those in files."""
@@ -419,19 +419,19 @@ class Owners:
             for start, end in pages:
                 digest.update(slab.shared.face[start:end].numpy().data)
         names = [store.names[i] for store, slab, pages in self._edits for i in slab.layout.indices_in(pages)]
-        for parameter, key, value in self._replaced(optimizer):
+        for _, parameter, key, value in self._outside(optimizer):
             store, index = self._places[id(parameter)]
             names.append(f"{store.names[index]} ({key})")
-            digest.update(f"{names[-1]} {fingerprint(in_order(value, store.host_layout.fields[index]))}".encode())
+            digest.update(f"{names[-1]} {fingerprint(value.detach().contiguous().view(-1))}".encode())
         return Alike("wrote different optimizer state", f"wrote that of {listed(names)}", digest.digest())
 
     def _leave_kept_slabs(self, optimizer: Optimizer) -> None:
         """Leave slabs to user code that keeps, on any rank, state that was replaced: all state moves to others."""
         slabs, replaced, is_kept = self._slabs.get(optimizer, {}), set(), False
-        for parameter, key, _ in self._replaced(optimizer):
+        for group, parameter, key, value in self._outside(optimizer):
             store, index = self._places[id(parameter)]
             place = store, key, id(parameter) in self._disk.parameters
-            if place in slabs:
+            if place in slabs and self.is_cut(optimizer, group, parameter) and _is_like(value, parameter):
                 replaced.add(place)
                 is_kept = is_kept or slabs[place].is_kept(index)
         if replaced and any(self._exchange.board.exchange(int(is_kept))):
@@ -443,17 +443,22 @@ class Owners:
         early = self._early
         seen = early.promised if early is not None and early.optimizer is optimizer else {}  # with the marks
         names = defaultdict(list)
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if self.cuts(optimizer)):
-            store, index = self._places.get(id(parameter), (None, 0))
-            if store is not None and index not in seen.get(store, ()):
-                names[_scalars(optimizer.state.get(parameter, {}))].append(store.names[index])
-        rare = min(names, key=lambda found: len(names[found]), default="")
-        mine = f"has {rare or 'none'} of {listed(names[rare])}"
+        for number, group in enumerate(optimizer.param_groups if self.cuts(optimizer) else ()):
+            for parameter in group["params"]:
+                store, index = self._places.get(id(parameter), (None, 0))
+                if store is not None and index not in seen.get(store, ()):
+                    names[number, _scalars(optimizer.state.get(parameter, {}))].append(store.names[index])
+        rare = min(names, key=lambda found: len(names[found]), default=(0, ""))
+        mine = f"has {rare[1] or 'none'} of {listed(names[rare])} in group {rare[0]}"
         return Alike("wrote different optimizer state", mine, repr(sorted(names.items())).encode())
 
     def adopt(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
         """Move a parameter's state that was loaded into slabs; the ranks have to meet before it is read (Rule 2)."""
-        if id(parameter) not in self._places or not self.cuts(optimizer) or not self.is_cut(group, parameter):
+        if (
+            id(parameter) not in self._places
+            or not self.cuts(optimizer)
+            or not self.is_cut(optimizer, group, parameter)
+        ):
             return
         store, index = self._places[id(parameter)]
         field, own = self._owned(store, index)

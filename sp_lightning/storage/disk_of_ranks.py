@@ -48,8 +48,10 @@ class OwnStateOnDisk(StateOnDisk):
         return self._made.get(param)  # Rule 4
 
     def _say_slow(self, optimizer: Any, what: str) -> None:
-        """Log, once for each class, that state stays in memory (Rule 3)."""
-        if type(optimizer) not in self._said:
+        """Log, once for each class, that state stays in memory (Rule 3), or is stepped through the mapping."""
+        if type(optimizer) in ELEMENTWISE:
+            super()._say_slow(optimizer, what)
+        elif type(optimizer) not in self._said:
             self._said.add(type(optimizer))
             log.info(
                 "superpipeline: every rank steps %s, or some of its parameters, as a whole: their state is in memory",

@@ -17,9 +17,11 @@ from torch import nn, optim
 from sp_lightning.optim import native
 from sp_lightning.optim import pieces as host
 from sp_lightning.optim.pieces import fuse, step_in_pieces
+from sp_lightning.ranks.user_edits import divided
 
 PIECE = 1 << 17
 SIZES = (5 * PIECE + 3, 4 * PIECE + 1, 4 * PIECE, 4 * PIECE - 1, PIECE - 1, 7)
+RANGES = (70003, 1000, 257, 5)
 SMALL = 2 * host.LINE  # a piece for tests that are not about sizes
 
 STATELESS = {"lr": 0.1}
@@ -138,6 +140,47 @@ def test_pieces_have_the_bits_of_the_default_loop(cls, options, cuts):
 
 def test_every_class_that_steps_in_pieces_is_proven():
     assert {cls for cls, _ in CASES} == host.ELEMENTWISE
+
+
+def train_in_ranges(cls, options, count):
+    """Train as many parts of each parameter as ranks own; return what `saved` says of them, put together."""
+    ranges = [[divided(size, rank, count) for size in RANGES] for rank in range(count)]
+    whole = cls(parameters(RANGES), **options)
+    optimizers = [
+        cls([p.detach()[part].clone() for p, part in zip(parameters(RANGES), parts, strict=True)], **options)
+        for parts in ranges
+    ]
+    for step in range(3):
+        values = wild_numbers(100 + step, RANGES, (torch.float32,) * len(RANGES))
+        for optimizer, parts in zip(optimizers, ranges, strict=True):
+            for param, value, part in zip(optimizer.param_groups[0]["params"], values, parts, strict=True):
+                param.grad = value[part].clone()
+            optimizer.step()
+    for param, *parts in zip(*(optimizer.param_groups[0]["params"] for optimizer in [whole, *optimizers]), strict=True):
+        param.data = torch.cat(parts)
+        states = [optimizer.state[part] for optimizer, part in zip(optimizers, parts, strict=True)]
+        for key, value in states[0].items():
+            is_cut = torch.is_tensor(value) and value.dim()
+            whole.state[param][key] = torch.cat([state[key] for state in states]) if is_cut else value
+    return saved(whole)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "kernels"),
+    [
+        pytest.param(cls, options, kernels, id=f"{name_of(cls)}-{name_of(options)}-{name_of(kernels)}")
+        for cls, options in CASES
+        for kernels in ({"foreach": False}, {"foreach": True}, {"fused": True})
+        if (cls in host.FUSED or "fused" not in kernels)  # others have no such kernels
+        and not (kernels.get("foreach") and torch.is_tensor(options.get("lr")))  # which torch refuses
+    ],
+)
+def test_ranges_of_ranks_have_the_bits_of_whole_parameters(cls, options, kernels):
+    """Where `is_elementwise` says so (ranks/sharded_step.py, Rule 1)."""
+    plain = cls(parameters(RANGES), **copy.deepcopy(options), **kernels)
+    assert host.is_elementwise(plain, plain.param_groups[0])
+    train(plain, steps=3)
+    assert saved(plain) == train_in_ranges(cls, {**copy.deepcopy(options), **kernels}, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)

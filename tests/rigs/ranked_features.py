@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -328,6 +329,29 @@ class ClearsStateOnOneRank(Plain):
             del self.trainer.optimizers[0].state[self.net.stem.weight]
 
 
+class WritesCastStateOnOneRank(CastsState):
+    """The second rank alone writes to it as well."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_index)
+        if batch_index == 3 and self.global_rank == 1:
+            self.trainer.optimizers[0].state[self.net.stem.weight]["exp_avg_sq"].mul_(2)
+
+
+class MovesToAnotherGroupOnOneRank(Plain):
+    """Gives a weight the rate of another group on the second rank alone."""
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        groups: list[Any] = [{"params": parameters[:6]}, {"params": parameters[6:], "lr": 0.02}]
+        return self.make_optimizer(self.optimizer_name, groups)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 1:
+            first, second = (group["params"] for group in self.trainer.optimizers[0].param_groups)
+            second.insert(0, first.pop())
+
+
 class RateOfOneRank(Plain):
     def on_train_batch_end(self, *args: Any) -> None:
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 1 + self.global_rank
@@ -630,11 +654,6 @@ class NormsOfGradients(Plain):
         self.see(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3))
 
 
-class Fused(Plain):
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, fused=True, **settings)
-
-
 class FusedByOption(Plain):
     """Leaves the choice to ``fused_optimizer``."""
 
@@ -750,7 +769,8 @@ FEATURES = {
     "odd parameters": Feature(HasOddParameters, settings={"clip": ("norm", 0.1)}),
     "hooks after steps": Feature(HooksAfterSteps, settings={"batches": 6}),
     "norms, accumulation": Feature(NormsOfGradients, settings={"accumulate": 2}),
-    "fused": Feature(Fused),
+    "foreach": Feature(functools.partial(Edits, foreach=True), settings={"batches": 6}),
+    "fused": Feature(functools.partial(Edits, fused=True), settings={"batches": 6}),
     "fused by option": Feature(FusedByOption, ours={"fused_optimizer": True}, under_ddp=FusedLater),
     "lbfgs": Feature(NormsInValidation, "batch_norm", "lbfgs"),
     "adagrad": Feature(Scheduled, "mlp", "adagrad", settings={"accumulate": 2, "epochs": 2}),
@@ -771,6 +791,18 @@ MISTAKES = {
     "other noise on each rank": Feature(AddsNoise),
     "replaced state of one rank": Feature(ReplacesStateOnOneRank),
     "rate of one rank": Feature(RateOfOneRank),
+    "group of one rank": Feature(MovesToAnotherGroupOnOneRank),
+    "cast state of one rank": Feature(WritesCastStateOnOneRank, settings={"batches": 6}),
+    **{
+        f"{what}, {kernels}": Feature(functools.partial(module, **{kernels: True}))
+        for what, module in {
+            "steps of one rank": CountsStepsOnOneRank,
+            "cleared state of one rank": ClearsStateOnOneRank,
+            "state of one rank": EditsStateOnOneRank,
+            "replaced state of one rank": ReplacesStateOnOneRank,
+        }.items()
+        for kernels in ("foreach", "fused")
+    },
 }
 
 
