@@ -176,7 +176,7 @@ def serve(name: str, layers: int, folder: str, autocast: bool) -> None:
             native.LIBRARY.wait()
             seconds = time.perf_counter() - begin
             if number == 0:  # and loads what it has, as a run does that goes on from a checkpoint
-                handle.state_loaded(optimizer, optimizer.param_groups[0], net[0].weight)
+                handle.state_loaded(optimizer)
             answer(seconds)
         growth, planned = memory.end(), planned + handle.stats()["device_peak"]  # which is the CPU's memory, too
         digest = hashlib.sha256()

@@ -331,16 +331,10 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
 
     def _settle(self, parts: Iterable[Any]) -> None:
         """Make true for all ranks what each has loaded, once."""
-        groups = [
-            (part, group)
-            for part in parts
-            if isinstance(part, Optimizer)
-            for group in getattr(part, "param_groups", ())
-        ]
+        optimizers = [part for part in parts if isinstance(part, Optimizer) and hasattr(part, "param_groups")]
         for handle in self.handles:
-            for optimizer, group in groups:
-                for parameter in group["params"]:
-                    handle.state_loaded(optimizer, group, parameter)
+            for optimizer in optimizers:
+                handle.state_loaded(optimizer)
             handle.settle()
 
 

@@ -413,7 +413,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         found = self._files.load(checkpoint_path, self.checkpoint_io.load_checkpoint, weights_only)
         if self._files.in_shards and self._streaming is not None:  # they are loaded
             for optimizer in self.optimizers:
-                self._adopt(optimizer)
+                self._streaming.state_loaded(optimizer)
             self._streaming.settle()
         return found
 
@@ -545,16 +545,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             optimizer.load_state_dict(state)
             for parameter in list(optimizer.state):
                 optimizer.state[parameter] = apply_to_collection(optimizer.state[parameter], torch.Tensor, on_host)
-            self._adopt(optimizer)
+            if self._streaming is not None:
+                self._streaming.state_loaded(optimizer)
         if self._streaming is not None:
             self._streaming.settle()
-
-    def _adopt(self, optimizer: Optimizer) -> None:
-        """Move an optimizer's state that was loaded to where it lies in this run."""
-        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        for parameter in list(optimizer.state):
-            if self._streaming is not None and id(parameter) in groups:
-                self._streaming.state_loaded(optimizer, groups[id(parameter)], parameter)
 
     # ---- steps
 

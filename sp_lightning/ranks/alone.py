@@ -123,8 +123,8 @@ class Alone:
         """End an optimizer's step of these parameters around this context, which writes no weight but moves epochs."""
         return contextlib.nullcontext()
 
-    def adopt_state(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
-        """Move a parameter's state that was loaded into what the ranks share."""
+    def adopt_state(self, optimizer: Optimizer) -> None:
+        """Move an optimizer's state that was loaded into what the ranks share."""
 
     # ---- errors
 

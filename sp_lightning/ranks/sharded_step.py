@@ -205,7 +205,7 @@ class Owners:
             if self.is_cut(optimizer, group, parameter) and not _is_of_another_type(
                 optimizer.state.get(parameter, {}), parameter
             ):
-                self.adopt(optimizer, group, parameter)
+                self.adopt(optimizer, parameter)
             else:
                 self._copies[id(parameter)] = true_data(parameter).clone(memory_format=torch.preserve_format)
         if self._copies:
@@ -452,14 +452,23 @@ class Owners:
         mine = f"has {rare[1] or 'none'} of {listed(names[rare])} in group {rare[0]}"
         return Alike("wrote different optimizer state", mine, repr(sorted(names.items())).encode())
 
-    def adopt(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
-        """Move a parameter's state that was loaded into slabs; the ranks have to meet before it is read (Rule 2)."""
-        if (
-            id(parameter) not in self._places
-            or not self.cuts(optimizer)
-            or not self.is_cut(optimizer, group, parameter)
-        ):
+    def adopt_all(self, optimizer: Optimizer) -> None:
+        """Move state that was loaded into slabs. Every rank comes here, and has to meet others before it reads it."""
+        if not self.cuts(optimizer):
             return
+        self._copy_moved_state(optimizer)
+        self._faces.settle(self._find_edits(optimizer), self._find_scalars(optimizer))
+        self._collect_edits()
+        self._exchange.board.meet()
+        self._drop_edits()
+        self._leave_kept_slabs(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self._places and self.is_cut(optimizer, group, parameter):
+                    self.adopt(optimizer, parameter)
+
+    def adopt(self, optimizer: Optimizer, parameter: Tensor) -> None:
+        """Move a parameter's state that was loaded, or that user code replaced, into slabs (Rule 2)."""
         store, index = self._places[id(parameter)]
         field, own = self._owned(store, index)
         state = optimizer.state.get(parameter, {})
@@ -472,6 +481,12 @@ class Owners:
         for store, slab, pages in self._edits:
             for index in slab.layout.indices_in(pages):
                 slab.collect(index, self._owned(store, index)[1])
+
+    def _drop_edits(self) -> None:
+        """Drop the pages of state that user code wrote, once all ranks have collected theirs."""
+        for _, slab, pages in self._edits:
+            slab.shared.drop(pages)
+        self._edits = []
 
     def end(self, optimizer: Optimizer) -> None:
         """End a step: its results are true for all ranks, but for what is deferred. Every rank comes here (Rule 4)."""
@@ -487,9 +502,8 @@ class Owners:
             self.take(optimizer, piece, self._state)
             if store is not None:
                 torch.autograd.graph.increment_version(piece.parameter)
-        for _, slab, pages in self._edits:
-            slab.shared.drop(pages)
-        self._pieces, self._copies, self._state, self._edits = [], {}, {}, []
+        self._drop_edits()
+        self._pieces, self._copies, self._state = [], {}, {}
         self._disk.make_in({})
         if parts is None:
             self._faces.settle()

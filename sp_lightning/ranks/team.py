@@ -206,8 +206,8 @@ class Team(Alone):
         with self.faces.unchanged():  # hooks of the user's may have written since the step ended
             yield
 
-    def adopt_state(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
-        self.owners.adopt(optimizer, group, parameter)
+    def adopt_state(self, optimizer: Optimizer) -> None:
+        self.owners.adopt_all(optimizer)
 
     # ---- errors
 

@@ -416,13 +416,16 @@ class Handle:
         """Make true for all ranks what users wrote to weights on each. Every rank comes here."""
         self.team.settle()
 
-    def state_loaded(self, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
-        """Move a parameter's state that was loaded to where it lies: to the disk, or into what the ranks share.
+    def state_loaded(self, optimizer: Optimizer) -> None:
+        """Move an optimizer's state that was loaded to where it lies: to the disk, or into what the ranks share.
 
         Every rank loaded it, and `settle` follows.
         """
-        self.storage.state.adopt_one(optimizer, parameter)
-        self.team.adopt_state(optimizer, group, parameter)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in optimizer.state:
+                    self.storage.state.adopt_one(optimizer, parameter)
+        self.team.adopt_state(optimizer)
 
     def broadcast_buffers(self) -> None:
         """Give all ranks the first one's buffers. Every rank comes here."""

@@ -154,6 +154,45 @@ def resuming(fabric: Fabric) -> Iterator[Any]:
     yield ends(net), optimizer.state_dict()["state"]
 
 
+def keeping(fabric: Fabric) -> Iterator[Any]:
+    """Loads a checkpoint over state that it edited and keeps, and later goes on from what it kept."""
+    net = Net()
+    net, optimizer = fabric.setup(net, adamw(net))
+    path = os.path.join(fabric.broadcast(tempfile.mkdtemp() if fabric.is_global_zero else None), "saved.ckpt")
+    kept: Any = {}
+    for step, x in enumerate(list(batches(fabric)) * 2):
+        loss = net(x).square().mean()
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+        yield loss
+        if step == 1:
+            fabric.save(path, {"net": net, "optimizer": optimizer})
+        if step in (2, 4):
+            for state in optimizer.state.values():
+                state["exp_avg"].mul_(0.5)
+            kept = optimizer.state_dict() if step == 2 else {}
+            fabric.load(path, {"net": net, "optimizer": optimizer})
+            yield kept, optimizer.state_dict()
+        if step == 3:
+            yield kept
+            optimizer.load_state_dict(kept)
+    yield ends(net), optimizer.state_dict()["state"]
+
+
+def loading_others(fabric: Fabric) -> None:
+    """Load other state on each rank."""
+    net = Net()
+    net, optimizer = fabric.setup(net, adamw(net))
+    fabric.backward(net(torch.ones(4, 16)).square().mean())
+    optimizer.step()
+    path = os.path.join(tempfile.mkdtemp(), "saved.ckpt")
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"] + fabric.global_rank
+    torch.save({"optimizer": state}, path)
+    fabric.load(path, {"optimizer": optimizer})
+
+
 def slow_gan(options: dict[str, Any] | None, accelerator: str = "cpu") -> parity.Record:
     """Record the GAN where the last rank's gradients come down so slowly that it is in the next module by then."""
     if options is None:
@@ -183,6 +222,8 @@ def refused(what: str) -> str:
             optimizer = fabric.setup_optimizers(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
             fabric.backward(first(x).sum() + second(x).sum())
             optimizer.step()
+        elif what == "state":
+            loading_others(fabric)
         return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -190,7 +231,7 @@ def refused(what: str) -> str:
         strategy.teardown()
 
 
-LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (plainly, accumulating, gan, resuming)}
+LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (plainly, accumulating, gan, resuming, keeping)}
 
 
 class TreeDDP(DDPStrategy):

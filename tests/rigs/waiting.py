@@ -585,9 +585,10 @@ def loaded_with_fabric(checkpoint: str) -> tuple[int, bool]:
         moments.append(_moments(optimizer))
         if step == 0:
             fabric.save(checkpoint, {"net": net, "optimizer": optimizer})
-    adopt = fabric.strategy.handles[0].state_loaded
+    owners = fabric.strategy.handles[0].team.owners
+    adopt = owners.adopt
     if fabric.global_rank == 1:
-        fabric.strategy.handles[0].state_loaded = lambda *args: (time.sleep(SLOW_S / 6), adopt(*args))[1]
+        owners.adopt = lambda *args: (time.sleep(SLOW_S / 6), adopt(*args))[1]
     fabric.load(checkpoint, {"net": net, "optimizer": optimizer})
     stores = [unit.store for unit in fabric.strategy.handles[0].engine.units]
     own = sum(end - start for store in stores for start, end in store.slab.slab.private())
