@@ -100,6 +100,8 @@ FOR_FILES = {
     "optim/state_on_disk.py": _ON_DISK,
     "storage/checkpoint_beside.py": ("tests/lightning/test_checkpoints_beside.py",),
 }
+# The strategy's waits for the checkpoint that is being written are waits for files as well.
+OF_WRITER = "self._writer."
 # What else orders things there: these calls, and locks and contexts that close something when they end.
 OF_FILES = {"drain", "recover", "_end_write", "check", "shutdown", "close", "closing", "flush", "fsync", "_sync"}
 OF_FILES |= {"_sync_folder", "increment_version", "keep_from_forks", "madvise", "set_stream", "_leave_files"}
@@ -154,6 +156,8 @@ def kind(wait: Wait) -> str:
     """Return what the wait is for: other "ranks", "shards", "files", the turn of "calls", or "steps"."""
     if called(wait) in OF_CALLS and wait.file.startswith(OF_RUNNING_CALLS):
         return "calls"
+    if wait.text.startswith(OF_WRITER):
+        return "files"
     if not OF_SHARDS.isdisjoint(places(wait)):
         return "shards"
     return "files" if wait.file in FOR_FILES else "ranks" if is_between_ranks(wait) else "steps"
@@ -204,7 +208,7 @@ def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
 def tests_of(wait: Wait) -> Collection[str]:
     """Return the tests that may see that a wait is missing."""
     tests = {"steps": TESTS, "ranks": TESTS_OF_RANKS, "shards": TESTS_OF_SHARDS, "calls": TESTS_OF_CALLS}
-    return tests.get(kind(wait)) or FOR_FILES[wait.file]
+    return tests.get(kind(wait)) or FOR_FILES.get(wait.file, FOR_FILES["storage/checkpoint_beside.py"])
 
 
 class Deletion(ast.NodeTransformer):
