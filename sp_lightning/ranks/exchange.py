@@ -853,16 +853,18 @@ def tree_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares an
 
     ``DistributedDataParallel(...).register_comm_hook(None, sp_lightning.tree_hook)``, or
     ``DDPStrategy(ddp_comm_hook=sp_lightning.tree_hook)`` on CUDA. On several machines that have another number of
-    ranks each than a power of two, ``state`` is that number.
+    ranks each than a power of two, ``state`` is that number. Where DDP has a ``process_group``, ``state`` is that
+    group.
     """
-    size = dist.get_world_size()
+    group, per_node = (state, None) if isinstance(state, dist.ProcessGroup) else (None, state)
+    size = dist.get_world_size(group)
     mine = bucket.buffer()
     of_all = [torch.empty_like(mine) for _ in range(size)]
-    gathered = dist.all_gather(of_all, mine, async_op=True).get_future()
+    gathered = dist.all_gather(of_all, mine, group, async_op=True).get_future()
 
     def summed(_: Any) -> Tensor:
         shares = [_share(part, part, size, slice(None)) for part in of_all]
-        of_node = state or size
+        of_node = per_node or size
         return tree([tree(shares[first : first + of_node]) for first in range(0, size, of_node)])
 
     return gathered.then(summed)

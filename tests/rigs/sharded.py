@@ -659,7 +659,7 @@ def compare_on_a_grid(
         group, unused = theirs["dp"].get_group(), name == "skipping"
         ddp = nn.parallel.DistributedDataParallel(plain, process_group=group, find_unused_parameters=unused)
         if data > 2:
-            ddp.register_comm_hook(None, sp_lightning.tree_hook)  # of all ranks: along one axis alone
+            ddp.register_comm_hook(group, sp_lightning.tree_hook)
         yield from trained(plain, state, ddp, seed, HOST, ddp.no_sync)
 
     figures: dict[str, Any] = {}
