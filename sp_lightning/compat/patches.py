@@ -140,6 +140,15 @@ def shapes_of_dtensors() -> Patch:
     return Patch(propagation.ShardingPropagator, "_propagate_tensor_meta_non_cached")
 
 
+# wholes/sharded.py, while DTensors are streamed, or made on the host for that. Random numbers for a shard on the host
+# would be the host's, the same for each shard and in each call: torch moves on the generator of the mesh's device.
+@functools.cache
+def drawing_for_dtensors() -> Patch:
+    """Make the patch: its module is slow to import."""
+    random = importlib.import_module("torch.distributed.tensor._random")
+    return Patch(random.OffsetBasedRNGTracker, "_distribute_region")
+
+
 # tracing/fake_kernels.py, during a dry run. torch's loss in chunks would have the buffers that it has on the CPU.
 @functools.cache
 def chunked_loss() -> Patch:

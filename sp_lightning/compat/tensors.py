@@ -304,6 +304,16 @@ def written_by(operator: Any, args: Any, kwargs: Any) -> list[Any]:
     return [value for one, value in given if one.is_write]
 
 
+def draws_at_random(operator: Any) -> bool:
+    """Whether an operator takes numbers from a random generator."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def writes_to(operator: Any, position: int) -> bool:
+    """Whether an operator writes to the argument at this position, by its schema."""
+    return schema_of(operator).arguments[position].is_write  # type: ignore[no-any-return]
+
+
 # Without these a plan of a module with shards would talk to other ranks, or could not tell what they would be sent.
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 

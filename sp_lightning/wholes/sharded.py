@@ -19,6 +19,8 @@
    under DDP over local tensors (``DTensor.from_local``), a gradient is first laid out as the parameter is, in each
    backward: the mean of partial sums is none that any plain run has.
 7. A shard travels in its own type: autocast casts it on the device, at each use, as in a plain run.
+8. Random numbers for a DTensor are drawn on its mesh's device, by whose generator torch gives each shard its own, also
+   where the shard is on the host: they are drawn for a copy of it, and come down at once.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from ..compat.patches import drawing_for_dtensors
 from ..compat.tensors import (
     ShardForm,
+    TorchDispatchMode,
+    draws_at_random,
     is_dtensor,
     is_fully_sharded,
     laid_out,
@@ -41,6 +46,7 @@ from ..compat.tensors import (
     over_spec,
     spec_of,
     without_dispatch,
+    writes_to,
 )
 from ..errors import PartitionError, UnsupportedError
 from .whole import Whole, part_of
@@ -84,6 +90,7 @@ class Sharded(Whole):
     def begin(self) -> None:
         """Begin to stream: the shard, which is on the host now, becomes the leaf (Rule 1)."""
         part_of(self).__class__ = nn.Parameter
+        drawing_for_dtensors().install(_drawing)
         self.set_gradient(_grad.__get__(self.parameter))
 
     def follow(self) -> None:
@@ -100,6 +107,7 @@ class Sharded(Whole):
         shard.grad = None
         shard.requires_grad_(False)
         shard.__class__ = Tensor
+        drawing_for_dtensors().remove()
 
     def over(self, view: Tensor) -> Tensor:
         """Return a DTensor over the shard's bytes on the device (Rule 2)."""
@@ -273,7 +281,38 @@ def registering_on_host() -> Iterator[None]:
     """Have shards that modules register in this context on the host: torch makes each on its mesh's device."""
     put: Any = lambda _module, _name, parameter: _on_host(parameter)  # noqa: E731  # annotated to return nothing
     hook = register_module_parameter_registration_hook(put)
+    drawing_for_dtensors().install(_drawing)
     try:
         yield
     finally:
+        drawing_for_dtensors().remove()
         hook.remove()
+
+
+@contextlib.contextmanager
+def _drawing(tracker: Any, spec: Any, generator: Any = None) -> Iterator[None]:
+    """Draw random numbers for a DTensor as torch does, but never on the host for a device (Rule 8)."""
+    with drawing_for_dtensors().original(tracker, spec, generator), DrawnOnDevice(spec.mesh.device_type):
+        yield
+
+
+class DrawnOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has operators that draw at random run on a device, for tensors that are on the host (Rule 8)."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, there = kwargs or {}, list(args)
+        for index, shard in enumerate(args):
+            if draws_at_random(func) and isinstance(shard, Tensor) and shard.is_cpu:
+                there[index] = torch.empty_strided(
+                    shard.shape, shard.stride(), dtype=shard.dtype, device=self.device
+                ).copy_(shard)
+        made = func(*there, **kwargs)
+        if there[0] is args[0]:
+            return made
+        if writes_to(func, 0):
+            return args[0].copy_(there[0])
+        return type(made)(each.cpu() for each in made) if isinstance(made, (tuple, list)) else made.cpu()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import processes
 import pytest
 import sharded
+import sharded_draws
 from refusals import refusal
 
 from sp_lightning.errors import PartitionError, UnsupportedError
@@ -95,11 +96,19 @@ def test_a_plan_refuses_what_a_run_with_shards_does():
         ("sharded loss", RECOMPUTE, {"clip": 0.1}),
         ("llama", {"window": 2}, {"accumulate": 2}),
         ("vit", OFFLOAD, {}),
+        ("images vit", RECOMPUTE, {"accumulate": 2}),
         ("planned llama", KEEP, {}),
     ],
 )
 def test_a_device_trains_shards_as_the_cpu_does_without_streaming(name, options, settings):
     check(name, True, options, **settings)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("compare", [sharded_draws.compare, sharded_draws.compare_initialised])
+def test_random_numbers_for_shards_are_those_of_the_meshs_device(compare):
+    for differ, seen in processes.run(2, compare):
+        assert seen > 20 and not differ, f"{differ[:8]} of {seen}"
 
 
 def test_a_run_with_other_gradients_is_noticed():
@@ -183,14 +192,17 @@ def test_one_rank_and_three_train_as_under_plain_tensor_parallelism(ranks, name,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "simulated", "settings"),
+    ("cut", "name", "simulated", "options", "settings"),
     [
-        ("in sequence", False, {"accumulate": 2, "clip": 0.1}),
-        pytest.param("in blocks", True, {}, marks=pytest.mark.simgpu),
+        (1, "in sequence", False, KEEP, {"accumulate": 2, "clip": 0.1}),
+        pytest.param(1, "in blocks", True, KEEP, {}, marks=pytest.mark.simgpu),
+        (2, "in sequence", False, KEEP, {"accumulate": 2, "clip": 0.1}),
+        (2, "in blocks", False, RECOMPUTE, {"kind": "several", "resumes": True}),
+        pytest.param(2, "tied", True, OFFLOAD, {"accumulate": 2}, marks=pytest.mark.simgpu),
     ],
 )
-def test_three_by_one_ranks_are_ddp_that_adds_in_a_tree(name, simulated, settings):
-    for found in processes.run(3, sharded.compare_on_a_grid, name, simulated, KEEP, data=3, **settings):
+def test_three_along_the_data_axis_are_ddp_that_adds_in_a_tree(cut, name, simulated, options, settings):
+    for found in processes.run(3 * cut, sharded.compare_on_a_grid, name, simulated, options, data=3, **settings):
         assert not found["differ"] and found["shared"] and found["fetches"] > 0
 
 
