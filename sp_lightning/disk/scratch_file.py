@@ -301,6 +301,12 @@ def moving_nbytes(folder: str, tensors_of: Iterable[Sequence[Tensor]], into: Scr
     return total - most
 
 
+def in_memory_nbytes(tensors: Iterable[Tensor]) -> int:
+    """Count the bytes of tensors that lie in no scratch file."""
+    files = list(FILES)
+    return sum(tensor.nbytes for tensor in tensors if all(file.place_of(tensor) is None for file in files))
+
+
 def free_nbytes(folder: str) -> int:
     """Return how many bytes can still be written to a folder's disk."""
     status = os.statvfs(folder)

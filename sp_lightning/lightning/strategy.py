@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -310,6 +311,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
                 convert_tensors(module, self._unless_streamed)
         compute_dtype = masters.half_dtype(self.precision_plugin) if self.options.master_weights else None
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if fits and self.optimizers:  # of an earlier run: this one makes others, and state of its own
+            self.optimizers, self.lr_scheduler_configs = [], []
+            gc.collect()  # schedulers are in cycles with them
         with self._waiting_for_parameters("superpipeline: weights into host memory", is_watched):
             self.handle = Handle(
                 self.lightning_module,

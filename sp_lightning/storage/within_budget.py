@@ -18,7 +18,7 @@ from ..core.host import host_memory
 from ..core.machine import headroom
 from ..core.telemetry import Counters
 from ..disk.placement import Budgeted, choose, may_move, may_travel
-from ..disk.scratch_file import ScratchFile, check_folder, check_room, make_room
+from ..disk.scratch_file import ScratchFile, check_folder, check_room, in_memory_nbytes, make_room
 from ..disk.source_files import Found, check_available, find
 from ..disk.weight_files import WeightFiles, find_local
 from ..errors import HostMemoryError
@@ -28,6 +28,7 @@ from ..memory.device import Device
 from ..memory.host_copy import FileHome, HostCopy
 from ..memory.partition import Unit
 from ..memory.pinned import find_foreign
+from ..memory.watched_parameters import true_data
 from ..optim.state_in_memory import StateInMemory
 from ..optim.state_on_disk import StateOnDisk, left_nbytes
 from ..options import Options, format_bytes
@@ -154,6 +155,14 @@ class WithinBudget(InMemory):
         self.state = StateInMemory()
 
 
+def _here_nbytes(parameters: Sequence[nn.Parameter]) -> int:
+    """Count the bytes of memory that a run has before it begins: weights, and gradients that an earlier one left."""
+    filed = find(parameters)
+    weights = (true_data(p) for p in parameters if not p.is_meta and id(p) not in filed)
+    grads = (p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided)
+    return in_memory_nbytes([*weights, *grads])
+
+
 class WithDisk(WithinBudget):
     """A disk beside those files, for optimizer state and then weights that the budget has no room for."""
 
@@ -173,9 +182,7 @@ class WithDisk(WithinBudget):
         self._ranks = ranks.ranks
         if self._options.host_budget is None and not self._units:  # once: what the run takes then is within it
             memory, parameters = host_memory(), [parameter for unit in units for _, parameter in unit.params]
-            filed = find(parameters)
-            here = sum(p.nbytes for p in parameters if not p.is_meta and id(p) not in filed)  # belongs to the run
-            self._budget = max(1, ranks.least(memory.free + here - headroom(memory.total)))
+            self._budget = max(1, ranks.least(memory.free + _here_nbytes(parameters) - headroom(memory.total)))
         super().choose(units, ranks)
         if not self.state.is_on_disk and not make_room(self._folder, self.on_disk):
             spilled = self._params(self.placed.spilled)

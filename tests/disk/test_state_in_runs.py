@@ -16,6 +16,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import forks
@@ -871,6 +872,54 @@ def test_what_a_run_has_made_itself_is_within_its_budget_when_weights_are_unfroz
         lambda: HostMemory(4 << 20, (1 << 20) + free.pop(0), "machine", 4 << 20),
     )
     assert_same(thawing(device, disk=os.getcwd()), plain)
+
+
+def host_of(monkeypatch, free, seen=lambda: None):
+    """A host that has 1 MiB for the system, and so much free beside it each time."""
+    from sp_lightning.core.host import HostMemory
+
+    monkeypatch.setattr(
+        "sp_lightning.storage.within_budget.host_memory",
+        lambda: (seen(), HostMemory(4 << 20, (1 << 20) + free, "machine", 4 << 20))[1],
+    )
+
+
+def test_what_an_earlier_run_left_on_the_disk_gives_the_next_one_no_memory(monkeypatch):
+    """Weights and gradients of the first run are its budget's as far as they are in memory."""
+    net = stack(200, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with streamed(net, "cpu", wire_dtype="as-is") as handle:
+        train(net, optimizer, width=200)
+    assert scratch_file.in_memory_nbytes([p.data for p in net.parameters()]) == 0
+    host_of(monkeypatch, 8 * SIZE)
+    with streamed(net, "cpu", host_budget=None) as handle:
+        assert handle.storage._budget == 8 * SIZE
+    for parameter in net.parameters():
+        parameter.data, parameter.grad = parameter.data.clone(), parameter.grad.clone()
+    with streamed(net, "cpu", host_budget=None) as handle:
+        assert handle.storage._budget == 10 * SIZE
+
+
+def test_a_second_fit_has_no_state_of_the_first_beside_its_own(monkeypatch, tmp_path):
+    class Module(models.ZooModule):
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            made.append(weakref.ref(optimizer))
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]  # the two are in a cycle
+
+    made, left = [], []
+    host_of(monkeypatch, 1 << 30, lambda: left.append([one() for one in made if one() is not None]))
+    module = Module(models.case("mlp"), optimizer="adamw")
+    options = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_progress_bar": False}
+    strategy = parity.streaming_strategy("cpu", disk=os.getcwd())
+    trainer = L.Trainer(strategy=strategy, enable_checkpointing=False, default_root_dir=tmp_path, **options)
+    for _ in range(2):
+        trainer.fit_loop.epoch_progress.reset()
+        trainer.fit(module, models.loader(models.case("mlp"), 2))
+        assert trainer.optimizers[0] is made[-1]() and trainer.optimizers[0].state
+    assert left == [[], []]
+    trainer.test(module, models.loader(models.case("mlp"), 2), verbose=False)
+    assert trainer.optimizers[0].state  # a checkpoint that is saved now has it
 
 
 def test_weights_that_are_unfrozen_and_outgrow_the_budget_without_a_disk(device):
