@@ -252,14 +252,14 @@ def state_nbytes(
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p.requires_grad and (of is None or id(p) in of)]
         if kind.__name__ == FACTORED:
-            total += sum(_factored_nbytes(p, shaped) for p in params)
+            total += sum(factored_nbytes(p, shaped) for p in params)
         else:
             states = STATES[kind.__name__] + sum(bool(group.get(name)) for name in MORE_STATES)
             total += states * sum(_nbytes(p, p.dtype) for p in params)
     return total
 
 
-def _factored_nbytes(parameter: Tensor, shaped: bool) -> int:
+def factored_nbytes(parameter: Tensor, shaped: bool = False) -> int:
     """Count Adafactor's state: means over the last dimension, and over the one before; of a vector, all elements."""
     if parameter.dim() < 2:
         return _nbytes(parameter, parameter.dtype)

@@ -15,8 +15,9 @@
    Last goes what travels of weights that train, their copies in half precision or they themselves: each visit reads
    these bytes again.
 6. The terms are those of unit_numbers.py, with the state of AdamW for what trains, wire copies for all weights that
-   autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. What activations
-   take on the host is not known before a run.
+   autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. Beside state on
+   the disk there is room for what Adafactor has instead, which is not of its weights' shapes: the optimizer is not
+   known yet. What activations take on the host is not known before a run.
 7. Once anything stays in its file or goes to the disk, an eleventh of the budget, at most 512 MiB, is left free: for
    what no term counts, such as the libraries' own memory.
 8. Several ranks of a machine have one budget: of what they share once, and of wire copies and buffers, which each has.
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..core.unit_numbers import ONE_PROCESS, STATES, HostBytes, HostSharing, UnitHostBytes, host_bytes
+from ..core.unit_numbers import ONE_PROCESS, STATES, HostBytes, HostSharing, UnitHostBytes, factored_nbytes, host_bytes
 from ..memory.partition import Unit
 from ..memory.weights import BY_ITSELF
 from . import state_ring
@@ -54,6 +55,7 @@ class UnitPlacement:
     state: int = 0  # bytes of the optimizer's state that can be on disk
     masters: int = 0  # bytes of FP32 weights that can be on disk, since their wire copies travel
     wires: int = 0  # bytes of these wire copies, which can be on disk too
+    factored: int = 0  # bytes that stay in memory of state which is not of its weights' shapes
     slab: int = 0  # bytes of its gradients' slab in a file
     as_is: int = 0  # bytes of weights that can be on disk and travel as they are
     resident: bool = False
@@ -106,7 +108,9 @@ class Budgeted:
     # Bytes of weights on disk that travel as they are, by unit of which what travels is there.
     travelling: dict[int, int] = field(default_factory=dict)
     on_disk: int = 0  # bytes of that state, of those weights and of what travels
+    factored: int = 0  # bytes that stay in memory of state that is not of its weights' shapes, of these units
     buffer: int = 0  # bytes of a buffer through which state is stepped
+    fits: bool = True  # the budget is met, or none to meet (Rule 3)
 
 
 def within(
@@ -131,6 +135,7 @@ def within(
         travel_ring: Bytes of the buffers through which what travels is read.
         ranks: The number of ranks whose budget it is (Rule 8).
     """
+    most = budget
     if whole.total > budget:
         budget -= min(budget // SPARE_PART, MOST_SPARE)
     over = whole.total - budget
@@ -142,12 +147,13 @@ def within(
     )
     in_files = sum(units[index].in_files for index in chosen)
     if not spills or host.total <= budget or not host.optimizer:
-        return Budgeted(units=chosen, host=host, in_files=in_files)
+        return Budgeted(units=chosen, host=host, in_files=in_files, fits=not most or host.total <= most)
     buffer = state_ring.buffer_nbytes(sum(unit.state for unit in units) // ranks)
     host = replace(host, ring=host.ring + ranks * state_ring.BUFFERS * buffer)
-    spilled = evenly({index: unit.state for index, unit in enumerate(units)}, host.total - budget)
+    may_spill = {index: unit.state - unit.factored for index, unit in enumerate(units)}
+    spilled = evenly(may_spill, host.total - budget)
     state = sum(units[index].state for index in spilled)
-    host = replace(host, optimizer=host.optimizer - state)
+    host = replace(host, optimizer=host.optimizer - sum(may_spill[index] for index in spilled))
     # Weights of a unit follow its state. Those of units that leave weights in their files stay in memory.
     may_follow = {index: units[index].masters for index in spilled if ranks == 1 and index not in chosen}
     masters: dict[int, int] = {}
@@ -174,9 +180,10 @@ def within(
         host = replace(host, ring=host.ring + bool(travelling) * more)
     wire = sum(units[index].wires for index in travelling if index in masters)
     as_is = sum(travelling.values())
+    host = replace(host, weights=host.weights - as_is, wire=host.wire - wire)
     return Budgeted(
         units=chosen,
-        host=replace(host, weights=host.weights - as_is, wire=host.wire - wire),
+        host=host,
         in_files=in_files,
         spilled=spilled,
         masters=masters,
@@ -184,7 +191,9 @@ def within(
         gradient_buffer=gradient_buffer,
         travelling=travelling,
         on_disk=state + weights + sum(saved[index] for index in gradients) + wire + as_is,
+        factored=sum(units[index].factored for index in spilled),
         buffer=buffer,
+        fits=not most or host.total <= most,
     )
 
 
@@ -276,6 +285,7 @@ def choose(
                 kept=of(parameter for parameter in parameters if id(parameter) not in filed),
                 in_files=sum(filed.get(id(parameter), 0) for parameter in parameters),
                 state=STATES["AdamW"] * UnitHostBytes.of(parameters).trained,
+                factored=sum(factored_nbytes(p) for p in parameters if p.requires_grad and p.dim() > 1),
                 masters=UnitHostBytes.of(moved).weights,
                 wires=of(p for p in moved if p.requires_grad).wire,
                 as_is=UnitHostBytes.of(as_is).weights,

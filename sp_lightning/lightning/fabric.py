@@ -240,8 +240,15 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         return RankedModule(module, self) if self.is_distributed else module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Set up an optimizer as the base class does, if its disk has room for the state of all that were set up."""
-        states = [handle.steps.state for handle in self.handles if not handle.closed]
+        """Set up an optimizer as the base class does, if its budget and its disk have room for its state.
+
+        A budget has to have room for all of the module's, and the disk for all that were set up.
+        """
+        states = []
+        for handle in self.handles:
+            if not handle.closed:
+                handle.storage.check_state([optimizer])
+                states.append(handle.steps.state)
         for state in states:
             state.check_room([optimizer], beside=states)
         return super().setup_optimizer(optimizer)

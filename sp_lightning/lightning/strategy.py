@@ -286,13 +286,14 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             self._predict_steps = PredictSteps(trainer, self.handle, self.predict_step, self.predict_at_once)
 
     def _check_room(self, trainer: Trainer) -> None:
-        """Raise DiskError if the optimizers' state, or checkpoints beside it, would fill its disk in mid-run."""
+        """Raise an error if the optimizers' state would exceed the budget, or with checkpoints fill its disk."""
         assert self.handle is not None and self.lightning_module is not None
         module = self.lightning_module
 
         def to_come(folder: str) -> int:
             return checkpoints_to_come(folder, trainer, module, not step_timing.chooses_checkpoints(module))
 
+        self.handle.storage.check_state(self.optimizers)
         self.handle.steps.state.check_room(self.optimizers, to_come)
 
     def _convert_module(self, module: nn.Module) -> nn.Module:

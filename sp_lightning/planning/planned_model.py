@@ -28,7 +28,7 @@ from ..compat.tensors import without_dispatch_modes, without_function_modes
 from ..core.machine import Machine
 from ..core.remedies import STATE_NBYTES
 from ..core.simulation import SimulatedVisit
-from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers
+from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, state_nbytes
 from ..disk import state_ring
 from ..disk.placement import Budgeted
 from ..errors import OptionError
@@ -175,8 +175,12 @@ def whole_states(states: float) -> int:
 
 
 def without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostBytes], states: float) -> HostBytes:
-    """Return the host memory of a run less what is on the disk (Rule 3)."""
-    state = whole_states(states) * sum(units[index].trained for index in placed.spilled)
+    """Return the host memory of a run less what is on the disk, or what it would be refused with (Rule 3)."""
+    if not placed.fits:
+        return replace(placed.host, activations=host.activations)
+    trained = sum(units[index].trained for index in placed.spilled)
+    state = whole_states(states) * trained
+    state += max(0, int(states * trained) - state - placed.factored)  # of vectors
     weights = sum(placed.masters.values()) + sum(placed.travelling.values())
     gradients = sum(units[index].trained for index in placed.gradients)
     is_used = state + weights + gradients or not placed.spilled  # else the ring is not made
@@ -190,13 +194,19 @@ def without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostByte
     )
 
 
-def states_of(optimizer: Any, module: nn.Module | None, dtype: torch.dtype = torch.float32) -> float:
+def states_of(
+    optimizer: Any,
+    module: nn.Module | None,
+    dtype: torch.dtype = torch.float32,
+    parameters: Sequence[Tensor] = (),
+) -> float:
     """Count the tensors that an optimizer stores per parameter, in its size and type, by stepping one parameter.
 
     Args:
         optimizer: A name, a class, a function of parameters, or None for the module's own.
         module: The module whose own optimizer counts.
         dtype: The parameters' type.
+        parameters: Those on whose shapes Adafactor's state depends, if they are known.
     """
     if isinstance(optimizer, str):
         names = {name.lower(): name for name in (*STATES, "Adafactor", *QUANTIZED)}
@@ -212,6 +222,9 @@ def states_of(optimizer: Any, module: nn.Module | None, dtype: torch.dtype = tor
         if configure is None:
             return STATES["AdamW"]
         return mean_states(list(optimizers_in(configure())))
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if getattr(optimizer, "func", optimizer) is torch.optim.Adafactor and trained:
+        return mean_states([optimizer(trained)])
     with torch.random.fork_rng(devices=[]):
         return _count_stored(optimizer)
 
@@ -224,7 +237,10 @@ def mean_states(optimizers: Sequence[torch.optim.Optimizer]) -> float:
             trained = {p for group in made.param_groups for p in group["params"] if p.requires_grad}
             count = sum(parameter.numel() for parameter in trained)
             parameters += count
-            stored += count * _count_stored(functools.partial(type(made), **arguments_of(made)))
+            if type(made) is torch.optim.Adafactor:  # of which a matrix of another shape has another share
+                stored += (state_nbytes(made) or 0) * count / max(1, sum(p.nbytes for p in trained))
+            else:
+                stored += count * _count_stored(functools.partial(type(made), **arguments_of(made)))
     return stored / max(1, parameters)
 
 

@@ -520,7 +520,9 @@ class _Planner:
         host, states, optimizer = self._host_of_one(source, options, needs), source.states(), self.optimizer
         if remedy.optimizer is not None:
             optimizer = remedy.optimizer
-            states = states_of(optimizer, None, torch.bfloat16 if remedy.half else torch.float32)
+            units = () if needs.trace is None else needs.trace.units
+            of_units = [parameter for unit in units for _, parameter in unit.params]
+            states = states_of(optimizer, None, torch.bfloat16 if remedy.half else torch.float32, of_units)
             host = replace(host, optimizer=int(states * host.gradients))
         if remedy.adapters:
             share = remedies.ADAPTED

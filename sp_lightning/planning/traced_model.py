@@ -472,7 +472,7 @@ class TracedModel(PlannedModel):
                 self.optimizer = type(made[0]).__name__ if made else ""
                 return mean_states(made)
             widest = max(module.parameters(), key=lambda parameter: parameter.numel())
-            return states_of(self._optimizer, module, widest.dtype)
+            return states_of(self._optimizer, module, widest.dtype, list(module.parameters()))
         except OptionError:
             raise
         except Exception as error:

@@ -143,7 +143,7 @@ class Handle:
         self._entries: list[ForwardEntry] = []
         self._fingerprint: ModuleFingerprint | None = None  # None: units are to be made
         self._attach()
-        self.steps = OptimizerSteps(self.engine, self.storage.state)
+        self.steps = OptimizerSteps(self.engine, self.storage)
         torn_step.notice_loads(module)
         _attached.add(self)
 
@@ -264,7 +264,7 @@ class Handle:
                 root = RootEntry(self.module, self)
                 self._entries = [root, CallEntry(root)]  # the next forward tries again, and is never plain
                 raise
-            self.steps.follow(self.engine, self.storage.state)
+            self.steps.follow(self.engine)
 
     @never_compiled
     def close_scope(self) -> None:

@@ -35,6 +35,7 @@ from ..optim import grad_scaler, torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP, IsOwn, Parts
 from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, has_options_on_device
 from ..optim.state_in_memory import StateInMemory
+from ..storage.in_memory import InMemory
 from .engine import Engine
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,10 @@ OTHER_HOOKS = "other step hooks are registered"
 class OptimizerSteps:
     """The steps of all optimizers in the process, while a module is streamed."""
 
-    def __init__(self, engine: Engine, state: StateInMemory) -> None:
+    def __init__(self, engine: Engine, storage: InMemory) -> None:
         self.engine = engine
-        self.state = state  # where it lies
+        self._storage = storage
+        self.state: StateInMemory = storage.state  # where it lies
         self._counters = engine.counters
         self._options = engine.options
         self._shadows: weakref.WeakKeyDictionary[Optimizer, ShadowStep | None] = weakref.WeakKeyDictionary()
@@ -61,10 +63,11 @@ class OptimizerSteps:
             register_optimizer_step_post_hook(self._after),
         ]
 
-    def follow(self, engine: Engine, state: StateInMemory) -> None:
+    def follow(self, engine: Engine) -> None:
         """Go on with the engine of units that were made anew, and with a disk if these need the first one."""
         self.engine = engine
-        before, self.state = self.state, state
+        before, self.state = self.state, self._storage.state
+        state = self.state
         self._note_parameters()
         if state is before:
             return
@@ -111,6 +114,7 @@ class OptimizerSteps:
     def _prepare(self, optimizer: Optimizer) -> None:
         torn_step.check_step(optimizer)
         if optimizer not in self._shadows:
+            self._storage.check_state([optimizer])
             parameters = (param for group in optimizer.param_groups for param in group["params"])
             by_itself = any(map(consists_of_tensors, parameters))  # torch's own code steps DTensors (sharded.py)
             shadow = None if by_itself else self.state.shadow(optimizer, self._options.fused_optimizer)

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ..core.unit_numbers import HostSharing
 from ..gradients.slab import GradientSlab
@@ -67,6 +68,12 @@ class InMemory:
     def gradients_of(self, store: HostCopy, device: Device) -> GradientSlab:
         """Make the memory in which a unit's gradients arrive."""
         return GradientSlab(store, device)
+
+    def check_state(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raise HostMemoryError if a budget has no room for the state in memory that these optimizers will have.
+
+        Those of earlier calls count, too; those whose state is unknown do not.
+        """
 
     def is_outgrown(self) -> bool:
         """Return whether parameters came to train for which the memory does not suffice."""

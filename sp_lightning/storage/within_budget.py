@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..autograd.autocast_weights import castable
 from ..compat.modules import is_compiled
@@ -17,6 +20,7 @@ from ..core import malloc
 from ..core.host import host_memory
 from ..core.machine import headroom
 from ..core.telemetry import Counters
+from ..core.unit_numbers import state_nbytes
 from ..disk.placement import Budgeted, choose, may_move, may_travel
 from ..disk.scratch_file import ScratchFile, check_folder, check_room, in_memory_nbytes, make_room
 from ..disk.source_files import Found, check_available, find
@@ -31,7 +35,7 @@ from ..memory.pinned import find_foreign
 from ..memory.watched_parameters import true_data
 from ..optim.state_in_memory import StateInMemory
 from ..optim.state_on_disk import StateOnDisk, left_nbytes
-from ..options import Options, format_bytes
+from ..options import Options, format_both, format_bytes
 from .in_memory import InMemory, Sharers
 
 log = logging.getLogger(__name__)
@@ -62,6 +66,7 @@ class WithinBudget(InMemory):
         self._counters = counters
         self._budget = options.host_budget or 0
         self._units: Sequence[Unit] = ()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.files = WeightFiles(device, counters)
 
     @property
@@ -85,7 +90,7 @@ class WithinBudget(InMemory):
         shared = sharing_bytes(parameters) | find_foreign(parameters) if self.spills and keep else ()
         kinds = *self._types, self._trains, self.spills
         placed = choose(units, filed, self._budget, *kinds, casts, shared, self._sharing)
-        if placed.host.total > self._budget > 0:
+        if not placed.fits:
             raise HostMemoryError(self._not_met(placed, [p for p in parameters if id(p) not in found]))
         stay = set(map(id, self._params(placed.units)))
         self.placed, self.on_disk = placed, placed.on_disk
@@ -145,6 +150,27 @@ class WithinBudget(InMemory):
             f"requires_grad_(False)), and {format_bytes(others)} are in no file as they are (load them in the files' "
             "own type, from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"
         )
+
+    def check_state(self, optimizers: Iterable[Optimizer]) -> None:
+        self._optimizers.update(optimizers)
+        budget, others = self._options.host_budget, self.placed.host.total - self.placed.host.optimizer
+        if budget and others + self._state_nbytes() > budget:
+            gc.collect()  # an optimizer is in a cycle with its schedulers
+            state = self._state_nbytes()
+            if others + state > budget:
+                kinds = ", ".join(sorted({type(one).__name__ for one in self._optimizers}))
+                needed, room = format_both(state, max(0, budget - others))
+                raise HostMemoryError(
+                    f"host_budget={format_bytes(budget)} cannot be met: {kinds} has {needed} of state in host memory, "
+                    f"and beside all else {room} are left for it. Nothing was stepped. Give '0B' for as little as can "
+                    "be had, or a budget with room for all state in memory"
+                )
+
+    def _state_nbytes(self) -> int:
+        """Count the bytes in memory of state that known optimizers will have."""
+        ids, there = set(map(id, self._params(range(len(self._units))))), self.state.parameters
+        made = ((state_nbytes(one, ids), state_nbytes(one, there, shaped=True)) for one in list(self._optimizers))
+        return sum(nbytes - (on_disk or 0) for nbytes, on_disk in made if nbytes is not None)
 
     def close_weights(self) -> None:
         self.files.close()

@@ -1,5 +1,6 @@
 """A plan says which weights stay in files, what a step reads from them, to the byte, and what is left in memory."""
 
+import bisect
 import functools
 
 import in_files
@@ -13,7 +14,7 @@ from sp_lightning.core.machine import GIB, PROFILES
 from sp_lightning.core.schedule import Schedule
 from sp_lightning.core.simulation import simulate
 from sp_lightning.core.unit_numbers import UnitNumbers
-from sp_lightning.disk import placement
+from sp_lightning.disk import placement, state_ring
 from sp_lightning.memory.weights import BY_ITSELF
 from sp_lightning.planning import plan
 
@@ -203,6 +204,29 @@ def test_a_plan_puts_as_much_state_on_disk_as_a_run_does(tmp_path):
         seen.add(spilled)
     assert all(len(set(each)) > 2 for each in zip(*seen, strict=True))
     assert len(seen) > 2 or whole <= least.total
+
+
+@parity.product(kind=["AdamW", "SGD", "Adafactor"], precision=["32-true", "bf16-mixed"], disk=[False, True])
+@pytest.mark.few(1)
+def test_a_plan_and_a_run_refuse_the_same_budgets(kind, precision, disk, tmp_path, monkeypatch):
+    def run(budget):
+        module = model(tmp_path)
+        with sp_lightning.stream(module, "cpu", units=UNITS, host_budget=budget, **options):
+            step(module, torch.ones(4, 64))
+            getattr(torch.optim, kind)(p for p in module.parameters() if p.requires_grad).step()
+
+    monkeypatch.setattr(state_ring, "BUFFER", 1 << 13)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 13)
+    options = {"disk": str(tmp_path)} if disk else {}
+    options |= {} if precision == "bf16-mixed" else {"wire_dtype": "as-is"}
+    net = model(tmp_path)
+    whole = planned(net).host.total
+    fits = lambda budget: planned(net, optimizer=kind, precision=precision, host_budget=budget, **options).fits_host  # noqa: E731
+    first = bisect.bisect_left(range(2 * whole), True, lo=1, key=fits)
+    assert first < whole
+    run(first)
+    with pytest.raises(sp_lightning.errors.HostMemoryError):
+        run(first - 1)
 
 
 SLOW = pytest.mark.slow

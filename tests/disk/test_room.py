@@ -211,6 +211,7 @@ def test_a_second_fit_asks_only_for_what_is_to_come(keeps, tmp_path, quota):
 def test_a_second_fit_on_another_disk_asks_for_all(tmp_path, quota):
     quota(ROUNDED + LARGEST)
     module = Planned(models.case("mlp"), optimizer="adamw")
+    module.kept = torch.optim.AdamW(module.parameters(), lr=0.01)
     trainer = trainer_of(tmp_path, max_epochs=1, enable_checkpointing=False)
     trainer.fit(module, models.loader(models.case("mlp"), 2))
     for file in scratch_file.FILES:

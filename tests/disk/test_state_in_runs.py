@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 import models
 import parity
 import sp_lightning
-from sp_lightning.disk import scratch_file, state_ring
+from sp_lightning.disk import placement, scratch_file, state_ring
 from sp_lightning.errors import DiskError, HostMemoryError, OptionError, TornStepError
 from sp_lightning.options import Options
 from sp_lightning.runtime.handle import Handle
@@ -421,6 +421,79 @@ def test_a_host_without_room_puts_state_on_disk_if_no_budget_is_given(monkeypatc
         assert any(on_disk(handle, optimizer))
 
 
+# ---- state that is in memory where AdamW's is on the disk, and more than AdamW's (placement.py, Rule 6)
+
+
+def images():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.Tanh()) for _ in range(16)))
+
+
+IMAGES = 16 * 64 * 64 * 9 * 4  # bytes of its weights
+RINGS = 6 << 16
+
+
+class Images(L.LightningModule):
+    def __init__(self, make):
+        super().__init__()
+        self.net, self.make = images(), make
+
+    def training_step(self, batch):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return self.make(self.net.parameters())
+
+
+def step_of_images(make, way, **options):
+    """Take a step, or with Fabric only set it up; return the storage."""
+    options = {"disk": os.getcwd(), "wire_dtype": "as-is", "window": 2, **options}
+    if way == "trainer":
+        strategy = sp_lightning.SuperpipelineStrategy(**options)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_steps=1, **quiet)
+        trainer.fit(Images(make), DataLoader([torch.ones(64, 9, 9)]))
+        return trainer.optimizers[0]
+    if way == "fabric":
+        module, strategy = images(), sp_lightning.SuperpipelineFabricStrategy(**options)
+        try:
+            return L.Fabric(accelerator="cpu", strategy=strategy).setup(module, make(module.parameters()))[1].optimizer
+        finally:
+            strategy.teardown()
+    net = images()
+    optimizer = make(net.parameters())
+    with sp_lightning.stream(net, "cpu", **options) as handle:
+        net(torch.ones(1, 64, 9, 9)).square().mean().backward()
+        optimizer.step()
+        placed = handle.storage.placed.host
+        others = placed.total - placed.optimizer
+        tensors = [value for state in optimizer.state.values() for value in state.values()]
+        assert others + scratch_file.in_memory_nbytes([one for one in tensors if one.dim()]) <= options["host_budget"]
+    return optimizer
+
+
+@pytest.mark.parametrize("share", [1.6, 2.2, 2.8, 3.4])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD])
+@pytest.mark.few(1)
+def test_a_budget_has_room_for_state_that_is_not_of_its_weights_shape(kind, share, monkeypatch):
+    """Adafactor's means of a convolution's weight take two thirds of its bytes."""
+    monkeypatch.setattr(placement, "MOST_SPARE", 0)
+    step_of_images(kind, "stream", host_budget=RINGS + int(share * IMAGES))
+
+
+@pytest.mark.parametrize("way", ["trainer", "fabric", "stream"])
+@pytest.mark.few(1)
+def test_more_state_in_memory_than_adamw_has_and_the_budget_is_refused(way, monkeypatch):
+    """Three tensors of a weight's shape, where there is room for two."""
+    monkeypatch.setattr(placement, "MOST_SPARE", 0)
+    make = functools.partial(torch.optim.AdamW, amsgrad=True)
+    with pytest.raises(HostMemoryError, match=r"AdamW has .*B of state in host memory, and beside all else"):
+        step_of_images(make, way, host_budget=4 * IMAGES)
+    step_of_images(torch.optim.AdamW, way, host_budget=4 * IMAGES)
+    for budget in (5 * IMAGES, "0B"):
+        step_of_images(make, "trainer", host_budget=budget)
+
+
 # ---- transfers that fail
 
 
@@ -743,7 +816,7 @@ def test_master_weights_with_a_nan_travel_as_in_memory(device):
 def test_only_as_many_master_weights_are_on_disk_as_the_budget_requires():
     net = stack(200)
     size = sum(p.nbytes for p in net.parameters())
-    with streamed(net, "cpu", master_weights=True, host_budget=int(2.2 * size) + 8 * (1 << 15)) as handle:
+    with streamed(net, "cpu", master_weights=True, host_budget=int(2.3 * size) + 8 * (1 << 15)) as handle:
         found = masters_on_disk(handle, net)
     assert any(found) and not all(found)
     with streamed(stack(200), "cpu", master_weights=True, host_budget=int(3 * size) + 8 * (1 << 15)) as handle:

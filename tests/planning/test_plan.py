@@ -215,6 +215,18 @@ def test_the_optimizers_state_is_counted_by_stepping_it():
     assert states_of(torch.optim.Adafactor, stack) == pytest.approx(2 / 64)
 
 
+@pytest.mark.parametrize("make", ["Adafactor", functools.partial(torch.optim.Adafactor, lr=1), None])
+def test_adafactors_state_is_that_of_the_modules_shapes(make):
+    """Two means of 512 elements each of a matrix, two of 1024 of a convolution's weight, and all of a bias."""
+    module = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Conv1d(64, 128, 16))
+    module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters())
+    state = 4 * (2 * 512 + 128 * 16 + 128 * 64 + 128)
+    found = planned(module[0], torch.zeros(2, 512), optimizer=make or "Adafactor")
+    assert found.host.optimizer == 4 * 2 * 512
+    parameters = list(module.parameters())
+    assert states_of(make, module, parameters=parameters) * sum(p.nbytes for p in parameters) == pytest.approx(state)
+
+
 def test_the_modules_own_optimizer_is_used():
     case = models.case("mlp")
     found = planned(models.ZooModule(case, optimizer="sgd"), case.batch(0))

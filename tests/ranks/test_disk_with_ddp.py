@@ -145,7 +145,8 @@ def test_a_plan_has_the_host_memory_and_the_disk_of_ranks():
     given = ranked_disk.OPTIONS | options(window=1)
     planned = sp_lightning.plan(net, case.batch(0), loss=case.loss, optimizer="AdamW", devices=2, **given)
     assert planned.on_disk == trained * STATES["AdamW"]
-    terms = ("weights", "gradients", "optimizer", "ring")
+    assert planned.host.optimizer == 0 < found[0]["optimizer"]  # there is room for Adafactor's (placement.py, Rule 6)
+    terms = ("weights", "gradients", "ring")
     assert {name: getattr(planned.host, name) for name in terms} == {name: found[0][name] for name in terms}
 
 
