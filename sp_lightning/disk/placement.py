@@ -7,10 +7,11 @@
    asks for as little as can be had: all that can stay does, and whatever that leaves is right.
 4. With a disk the optimizer's state goes there, unit by unit and spread evenly, as far as the budget still requires it.
    If any does, so does that of weights that are frozen now and come to train later, which no term counts.
-5. Then FP32 weights go there whose wire copies travel, for each fill, from host memory, unit by unit: with a compute
-   type of their own (master weights) all, else those that may come to travel in autocast's type. The latter are read
-   from there, through buffers as in Rule 6, until they do, and if they never do. Where the CPU computes, weights to
-   whose bytes other code may refer stay in memory, where it finds what each step writes (host_copy.py, Rule 7).
+5. Then FP32 weights go there whose wire copies travel, for each fill, from host memory, unit by unit, also frozen ones:
+   with a compute type of their own (master weights) all, else those that may come to travel in autocast's type. The
+   latter are read from there, through buffers as in Rule 6, until they do, and if they never do. Where the CPU
+   computes, weights to whose bytes other code may refer stay in memory, where it finds what each step writes
+   (host_copy.py, Rule 7).
    Then go gradients, unit by unit: they arrive in two buffers of the largest unit's (slab_on_disk.py).
    Last goes what travels of weights that train, their copies in half precision or they themselves: each visit reads
    these bytes again.
@@ -154,8 +155,8 @@ def within(
     spilled = evenly(may_spill, host.total - budget)
     state = sum(units[index].state for index in spilled)
     host = replace(host, optimizer=host.optimizer - sum(may_spill[index] for index in spilled))
-    # Weights of a unit follow its state. Those of units that leave weights in their files stay in memory.
-    may_follow = {index: units[index].masters for index in spilled if ranks == 1 and index not in chosen}
+    # Weights of units follow all state. Those of units that leave weights in their files stay in memory.
+    may_follow = {index: unit.masters for index, unit in enumerate(units) if ranks == 1 and index not in chosen}
     masters: dict[int, int] = {}
     direct = bool(chosen) * ring
     if host.total > budget:
@@ -213,7 +214,7 @@ def may_move(
     castable: Collection[int],
     shared: Collection[int] = (),
 ) -> list[torch.Tensor]:
-    """List a unit's weights that can be on disk (Rule 5), without the ids in `shared`; none if none of them trains.
+    """List a unit's weights that can be on disk (Rule 5), without the ids in `shared`, whether they train or not.
 
     With a compute type of their own all go up as wire copies, or none can.
     """
@@ -222,7 +223,7 @@ def may_move(
         travel = all(p.dtype is torch.float32 or p.nbytes < BY_ITSELF for p in parameters)  # with others' wire copies
         moved = list(parameters) if travel else []
     moved = [p for p in moved if p.dim() and p.numel() and id(p) not in shared]
-    return moved if any(p.requires_grad and p.dtype is torch.float32 for p in moved) else []
+    return moved if any(p.dtype is torch.float32 for p in moved) else []
 
 
 def may_travel(

@@ -211,7 +211,7 @@ class WithDisk(WithinBudget):
             self._budget = max(1, ranks.least(memory.free + _here_nbytes(parameters) - headroom(memory.total)))
         super().choose(units, ranks)
         if not self.state.is_on_disk and not make_room(self._folder, self.on_disk):
-            spilled = self._params(self.placed.spilled)
+            spilled = self._params({*self.placed.spilled, *self.placed.masters})
             check_room(self._folder, self.on_disk - left_nbytes(self._folder, spilled))
 
     def open(self) -> None:

@@ -84,8 +84,8 @@ def weights(*of, trains=True):
 def test_master_weights_go_to_the_disk_only_where_all_of_a_unit_goes_up_as_wire_copies():
     single, half, large = (torch.float32, 1000), (torch.bfloat16, 1000), (torch.bfloat16, 1 << 20)
     moved = lambda *of, dtype=torch.bfloat16, **options: len(may_move(weights(*of, **options), dtype, ()))  # noqa: E731
-    assert moved(single, single) == moved(single, half) == 2
-    assert moved(half, half) == moved(single, large) == moved(single, trains=False) == moved(single, dtype=None) == 0
+    assert moved(single, single) == moved(single, half) == 2 == 2 * moved(single, trains=False)
+    assert moved(half, half) == moved(single, large) == moved(single, dtype=None) == 0
 
 
 def test_under_autocast_weights_that_may_be_cast_go_to_the_disk_with_those_that_do_not_train():
@@ -95,7 +95,7 @@ def test_under_autocast_weights_that_may_be_cast_go_to_the_disk_with_those_that_
     layer, frozen = (each.view(10, 100) for each in (layer, frozen))
     known = {id(each) for each in (layer, frozen, empty)}
     assert may_move([layer, norm, frozen, other, empty], None, known) == [layer, frozen]
-    assert may_move([norm, frozen, empty], None, known) == [] and may_move([layer], None, ()) == []
+    assert may_move([norm, frozen, empty], None, known) == [frozen] and may_move([layer], None, ()) == []
 
 
 def test_state_goes_to_the_disk_before_master_weights_and_only_as_far_as_the_budget_requires(monkeypatch):
@@ -116,6 +116,30 @@ def test_state_goes_to_the_disk_before_master_weights_and_only_as_far_as_the_bud
         read = within(units, budget, full, 0, True, 3000)  # through buffers of their own
         assert len(read.masters) == (0 if missing <= 80_000 else min(10, -(-(missing + 3000 - 80_000) // 4000)))
         assert read.host.ring == found.host.ring + 3000 * bool(read.masters)
+
+
+def test_weights_of_frozen_units_go_where_all_state_does_not_suffice(monkeypatch):
+    monkeypatch.setattr(state_ring, "BUFFER", 1)
+    monkeypatch.setattr(state_ring, "SMALLEST", 1)
+    trains = UnitHostBytes(weights=400, wire=200, trained=400)
+    frozen = UnitHostBytes(weights=4000, wire=2000)
+    units = [UnitPlacement(whole=frozen, kept=frozen, in_files=0, masters=4000) for _ in range(10)]
+    units[3:3] = [UnitPlacement(whole=trains, kept=trains, in_files=0, state=800, masters=400, slab=40_000)]
+    full, ring = host_bytes([unit.whole for unit in units], states=2), state_ring.BUFFERS
+    for missing in range(9000, 40_000, 1700):
+        found = within(units, -(-(full.total + ring - missing) * 11 // 10), full, 0, True)
+        assert (
+            found.spilled == [3]
+            and found.fits
+            and len(found.masters) in (-(-(missing - 800) // 4000) + n for n in (0, 1))
+        )
+        assert found.host.total == full.total + ring - found.on_disk
+    everything = within(units, 0, full, 0, True)
+    assert (
+        list(everything.masters) == list(range(11))
+        and everything.host.weights == 0
+        and everything.host.wire == full.wire
+    )
 
 
 @pytest.mark.parametrize("masters", [0, 4000])

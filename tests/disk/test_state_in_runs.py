@@ -823,6 +823,34 @@ def test_only_as_many_master_weights_are_on_disk_as_the_budget_requires():
         assert handle.storage.state.is_on_disk and not handle.storage.in_files
 
 
+@pytest.mark.parametrize("wire_dtype", [None, "auto"])
+@pytest.mark.few(1)
+def test_weights_of_frozen_units_are_on_disk_too_and_train_once_they_are_unfrozen(wire_dtype, device):
+    """With weights that are computed with in half precision, and under autocast."""
+    masters = wire_dtype is None
+    nets = [stack(), stack()]
+    for number, net in enumerate(nets):
+        net[:3].requires_grad_(False)
+        optimizer = torch.optim.AdamW(net.parameters())
+        options = {"disk": os.getcwd(), "host_budget": "0B"} if number == 0 else {}
+        options |= {"master_weights": True} if masters else {"wire_dtype": wire_dtype}
+        with sp_lightning.stream(net, device, window=2, **options) as handle:
+            for step in range(6):
+                if step == 3:
+                    net[1].requires_grad_(True)
+                optimizer.zero_grad()
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=not masters):
+                    x = batch(device)
+                    net(x.bfloat16() if masters else x).float().square().mean().backward()
+                optimizer.step()
+            if number == 0:
+                frozen = [layer[0].weight for layer in net[:3]]
+                handle.finish_step()
+                assert scratch_file.in_memory_nbytes([weight.data for weight in frozen]) == 0
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        assert parity.difference(other.detach(), one.detach()) is None
+
+
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_transfer_of_master_weights_that_fails_ends_the_step(call, device, monkeypatch):
     net = stack()
