@@ -15,11 +15,47 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 from torch.utils._foreach_utils import (
     _device_has_foreach_support,
     _group_tensors_by_device_and_dtype,
     _has_foreach_support,
 )
+
+
+class _OrderOfAttention:
+    """The order in which torch tries its kernels for attention.
+
+    On a device that cuDNN serves best, torch puts cuDNN's first itself, at a process's first attention and whatever the
+    order was. A process that puts back an order that was read earlier would have other kernels from there on.
+    """
+
+    SET_BY_TORCH = (
+        SDPBackend.CUDNN_ATTENTION.value,
+        SDPBackend.FLASH_ATTENTION.value,
+        SDPBackend.EFFICIENT_ATTENTION.value,
+        SDPBackend.MATH.value,
+    )
+
+    def __init__(self) -> None:
+        self._was_set = False
+
+    def get(self) -> tuple[bool, list[int]]:
+        """Read whether torch has put cuDNN's kernels first, and the order."""
+        order = torch._C._get_sdp_priority_order()
+        if not self._was_set and tuple(order[:4]) == self.SET_BY_TORCH:
+            on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            self._was_set = on_cuda and torch.cuda.get_device_capability()[0] in (9, 10)
+        return self._was_set, order
+
+    def choose(self, found: tuple[bool, list[int]]) -> None:
+        """Set an order that was read, or torch's own if torch has set that since."""
+        was_set, order = found
+        stale = self._was_set and not was_set
+        torch._C._set_sdp_priority_order([*self.SET_BY_TORCH, *order[4:]] if stale else order)
+
+
+_ORDER = _OrderOfAttention()
 
 # Settings that contexts change for a while: (getter, setter).
 CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
@@ -28,7 +64,7 @@ CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
     (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
-    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (_ORDER.get, _ORDER.choose),
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),

@@ -381,6 +381,70 @@ CELLS = [
 ]
 
 
+ATTENDS = """
+from torch.nn.functional import scaled_dot_product_attention
+orders, order = [], torch._C._get_sdp_priority_order  # of the kernels for attention
+
+class Attends(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)[None, None]
+        y = scaled_dot_product_attention(y, y, y)[0, 0]
+        orders.append(order())
+        return y * y
+
+net, first = torch.nn.Sequential(*(Attends(8, 8) for _ in range(3))), order()
+"""
+
+
+def test_a_forward_runs_again_with_the_kernels_for_attention_that_torch_put_first_in_it(run):
+    """As torch does at the first attention of a process on such a device."""
+    first, orders, last = run(
+        ATTENDS
+        + """
+with sp_lightning.stream(net, "cuda", window=1, activations="recompute"):
+    net(torch.ones(4, 8, device="cuda")).sum().backward()
+print(json.dumps([first, orders, order()]))
+""",
+        numbers=True,
+        capability=90,
+    )
+    assert len(orders) == 6 and set(map(tuple, orders)) == {tuple(last)} and last != first
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_calls_in_lockstep_keep_the_kernels_for_attention_that_torch_put_first(capability, run):
+    first, orders, last = run(
+        ATTENDS
+        + """
+calls = [lambda: net(torch.ones(4, 8, device="cuda"))] * 2
+with sp_lightning.stream(net, "cuda", window=1) as handle, torch.no_grad():
+    handle.lockstep(calls, at_once=2)
+print(json.dumps([first, orders, order()]))
+""",
+        numbers=True,
+        capability=capability,
+    )
+    assert len(orders) == 6 and set(map(tuple, orders)) == {tuple(last)} and (last != first) == (capability == 90)
+
+
+def test_an_order_of_kernels_for_attention_that_was_chosen_before_torchs_own_is_put_back_where_torch_has_none(run):
+    """Whoever chooses torch's order on a device without one is not taken for torch."""
+    chosen, back = run(
+        """
+from sp_lightning.compat.kernels import set_settings, settings
+torch.ones(1, device="cuda")
+before, torchs = settings(), [3, 1, 2, 0, 4]
+first = torch._C._get_sdp_priority_order()
+torch._C._set_sdp_priority_order(torchs)
+chosen = settings()
+set_settings(before)
+print(json.dumps([torchs != first and chosen != before, torch._C._get_sdp_priority_order() == first]))
+""",
+        numbers=True,
+    )
+    assert chosen and back
+
+
 @pytest.mark.parametrize("late", [pytest.param(False, marks=SLOW), True])
 def test_results_are_plain_lightnings(late, run):
     """What nothing orders raises; what waits too little has other numbers at once or late."""

@@ -29,13 +29,15 @@ SITE = pathlib.Path(__file__).parent / "site"
 def environment(numbers: bool = False, late: bool = False, **settings: int) -> dict[str, str]:
     """Of a process that has it.
 
-    ``nbytes``: of a device; ``lockable``: bytes that can be page-locked; ``devices``: how many there are.
+    ``nbytes``: of a device; ``lockable``: bytes that can be page-locked; ``devices``: how many there are;
+    ``capability``: of a device, 90 for 9.0.
     """
     from . import build
 
     libraries = build.directory()
     found = dict(os.environ)
     names = {"nbytes": "NULLCUDA_BYTES", "lockable": "NULLCUDA_LOCKABLE", "devices": "NULLCUDA_DEVICES"}
+    names["capability"] = "NULLCUDA_CAPABILITY"
     found |= {names[name]: str(value) for name, value in settings.items()}
     if numbers:
         found["NULLCUDA_KERNELS"] = str(libraries / build.KERNELS)

@@ -89,7 +89,7 @@ API Error cudaRuntimeGetVersion(int* version) { return *version = kVersion, cuda
 API Error cudaGetDeviceProperties(cudaDeviceProp* is, int) {
   *is = {};
   std::strcpy(is->name, "Null CUDA");
-  is->major = kCapability / 10, is->minor = kCapability % 10;
+  is->major = settings.capability / 10, is->minor = settings.capability % 10;
   is->totalGlobalMem = settings.device_bytes;
   is->sharedMemPerBlock = 48 << 10, is->sharedMemPerBlockOptin = is->sharedMemPerMultiprocessor = 160 << 10;
   is->regsPerBlock = is->regsPerMultiprocessor = 64 << 10;
@@ -286,7 +286,7 @@ API const char* cudaGetErrorString(Error error) {
 API Error cudaFuncGetAttributes(cudaFuncAttributes* has, const void*) {
   *has = {};
   has->maxThreadsPerBlock = 1024, has->numRegs = 32, has->maxDynamicSharedSizeBytes = 160 << 10;
-  has->binaryVersion = has->ptxVersion = kCapability;
+  has->binaryVersion = has->ptxVersion = settings.capability;
   return cudaSuccess;
 }
 API Error cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void*, int, size_t) {

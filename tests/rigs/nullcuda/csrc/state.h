@@ -46,11 +46,11 @@ struct Settings {
   size_t lockable_bytes = setting("NULLCUDA_LOCKABLE", SIZE_MAX);
   bool late = setting("NULLCUDA_LATE", 0);
   int devices = int(setting("NULLCUDA_DEVICES", 1));
+  int capability = int(setting("NULLCUDA_CAPABILITY", 80));
 } settings;
 
 const bool kNumbers = std::getenv("NULLCUDA_KERNELS");
 constexpr int kMostDevices = 64;
-constexpr int kCapability = 80;
 
 thread_local Error last_error = cudaSuccess;
 thread_local std::string last_race;  // that was refused as an illegal address
