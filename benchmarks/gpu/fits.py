@@ -40,11 +40,19 @@ def lean(model: str, tokens: int) -> Comparison:
     return Comparison(f"{model}, {tokens} tokens, recompute+offload", setting, rows, [memory(0.85, float("inf"))])
 
 
+def stepped(model: str, tokens: int) -> Comparison:
+    """Compare steps of the optimizer on the host and on the device, where the host's would take longest."""
+    setting = {**SETTING, "model": model, "seq": SEQ, "batch": tokens // SEQ, "activations": "recompute"}
+    rows = [*others("plain"), *ours(3), *ours(3, optimizer_device="device")]
+    return Comparison(f"{model}, {tokens} tokens, recompute, stepped on the device", setting, rows)
+
+
 COMPARISONS = [
     language("llama-3b", 32768),
     language("llama-3b", 16384),
     language("llama-3b", 14336, saves=True),
     lean("llama-3b", 4096),
+    stepped("llama-3b", 4096),
     picture("vit-h", 64),
     picture("llava-3b", 6, SEQ),
     language("llama-1b", 16384, "keep"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import campaign
@@ -52,11 +52,15 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument(
         "--predict", metavar="MACHINE", choices=MACHINES, help="run nothing: print the plan's predictions"
     )
+    made.add_argument("--repetitions", type=int, help="of each row, in turn (default: the comparison's own)")
     return made
 
 
 def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparison]) -> int:
     """Run the campaign, or print the plan's predictions."""
+    if options.repetitions is not None:
+        often = {"repetitions": options.repetitions}
+        comparisons = [replace(c, setting={**c.setting, **often}) for c in comparisons]
     if options.predict is None:
         return run_all(campaign.Campaign(name, options), comparisons)
     for comparison in comparisons:
