@@ -10,6 +10,7 @@ import pytest
 import torch
 from speeds import measured_again
 
+import sp_lightning.runtime.measure as measuring
 from sp_lightning.core import host
 from sp_lightning.core.host import host_memory, lock_limit, numa_nodes, peak_memory, usable_cores
 from sp_lightning.core.machine import Machine
@@ -178,3 +179,25 @@ def test_ways_up_that_take_turns_are_told_from_one_that_runs_alone():
 
 def test_ways_up_of_the_cpu_are_copies_of_threads():
     assert 0 < measure_ways_up([Device("cpu"), Device("cpu")]) <= 1
+
+
+def test_products_grow_until_a_fast_device_takes_long_enough_for_them(monkeypatch):
+    """An H200 took 0.2 ms for those that 128 MiB hold, most of it for launching: a third of its speed."""
+    widths = []
+
+    def mlp(device, dtype, width):
+        widths.append(width)
+        return width
+
+    speed = 4e14
+    seconds = lambda device, width, *effort: 48 * width**3 / speed + 1e-3  # noqa: E731  for launching
+    monkeypatch.setattr(measuring, "_mlp", mlp)
+    monkeypatch.setattr(measuring, "_probed", seconds)
+    monkeypatch.setattr(measuring, "_seconds", seconds)
+    device = Device("cpu")
+    monkeypatch.setattr(device, "memory", lambda: (140 << 30, 140 << 30))
+    assert measure_flops(device, torch.bfloat16) > 0.85 * speed
+    monkeypatch.setattr(device, "memory", lambda: (2 << 30, 2 << 30))
+    widths.clear()
+    measure_flops(device, torch.bfloat16)
+    assert 64 * max(widths) ** 2 <= (2 << 30) // 8
