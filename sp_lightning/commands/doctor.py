@@ -24,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--device", help="device that computes, such as cuda:0 or cpu (default: the first accelerator)")
     parser.add_argument("--folder", default=".", help="where checkpoints will be written (default: here)")
-    parser.add_argument("--disk", help="a folder on the disk that is to have weights or state, to be measured as well")
+    parser.add_argument(
+        "--disk",
+        nargs="+",
+        help="a folder on the disk that is to have weights or state, to be measured as well; of several each and all",
+    )
     parser.add_argument("--quick", action="store_true", help="measure for seconds instead of half a minute")
     add_json(parser)
 
@@ -143,6 +147,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("host optimizer", f"{facts.parameters_per_s / 1e9:.2f}e9 parameters/s of AdamW {how}, {fused}"),
         ("threads", f"{facts.threads} on {facts.cores} cores, {facts.numa_nodes} memory node(s)"),
         ("disk", _disk(report)),
+        *(("one of the disks", _disk_for_state(disk)) for disk in facts.disks),
         *([("disk for weights and state", _disk_for_state(facts.disk))] if facts.disk is not None else []),
         *([("network", _network(facts.network))] if facts.network is not None else []),
         *([("devices' link", _mesh(facts.mesh))] if facts.mesh is not None else []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import pathlib
 import re
 import shutil
@@ -98,7 +99,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transfer", help="units exchanged at a time (default: auto)")
     parser.add_argument("--memory-budget", help="device bytes for weights, gradients and what streams, such as 10GiB")
     parser.add_argument("--host-budget", help="host bytes beyond which frozen weights stay in files, such as 24GiB")
-    parser.add_argument("--disk", help="a folder on a local SSD, for optimizer state and weights beyond that")
+    parser.add_argument(
+        "--disk", nargs="+", help="folders on local SSDs, usually one, for optimizer state and weights beyond that"
+    )
     parser.add_argument("--units", nargs="+", help="class names of the units (default: auto)")
     parser.add_argument("--activations", help="keep, recompute, offload or recompute+offload (default: keep)")
     parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")
@@ -192,12 +195,13 @@ def _plan_of(args: argparse.Namespace, run: Run) -> Plan:
 
 def _disk_speed(args: argparse.Namespace, run: Run) -> str | None:
     """Return the speed that was given, or that of this machine's disk; None if a plan has to assume one."""
-    disk = run.options.get("disk")
-    if args.disk_speed is not None or args.machine != "here" or disk is None or not pathlib.Path(disk).is_dir():
+    disk = run.options.get("disk") or ()
+    folders = [disk] if isinstance(disk, str | os.PathLike) else list(disk)
+    if args.disk_speed is not None or args.machine != "here" or not folders or not all(map(os.path.isdir, folders)):
         return args.disk_speed  # type: ignore[no-any-return]
-    from ..observe.disk_speed import measure_disk
+    from ..observe.disk_speed import measure_disks
 
-    found = measure_disk(disk, MEASURED_S)
+    found = measure_disks(folders, MEASURED_S)[-1]
     return f"{found.read_bytes_per_s:.0f}B,{found.sustained_bytes_per_s:.0f}B,{max(0.5, found.duplex):.2f}"
 
 

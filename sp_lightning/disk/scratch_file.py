@@ -13,7 +13,10 @@
 6. Several ranks of a machine have one file, which the first one makes. All take its segments together, in one order, so
    no rank asks another one where a segment is, and each allocates what it needs of one. None knows when the others are
    done with a segment: it lives as long as the file.
-7. A file in memory would be no gain, and on a network filesystem the two ways may differ: both are refused. So is one
+7. A file in several folders consists of one nameless file in each, and its bytes lie in stripes, in turn in each of
+   them. What is above this file has one range of offsets. A transfer of several stripes moves those of each folder in
+   a thread of its own. Of each file the first stripe is left for trials.
+8. A file in memory would be no gain, and on a network filesystem the two ways may differ: both are refused. So is one
    that copies on write, where an allocated range may still find the disk full, unless it can be told not to. What lies
    below an overlay is not listed: if it is memory, written pages cannot be dropped; if it copies, it is told not to.
 """
@@ -31,7 +34,8 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,13 +44,15 @@ from torch import Tensor
 from ..core.unit_numbers import aligned
 from ..errors import DiskError, OptionError
 from ..memory.layout import Layout
-from ..memory.pinned import libc, mapped
+from ..memory.pinned import MappedPiece, libc, mapped
 from ..options import format_both, format_bytes
 from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, Mount, blocks, mount_of
 
 log = logging.getLogger(__name__)
 
 SEGMENT = max(BLOCK, mmap.ALLOCATIONGRANULARITY)  # a mapping of a part of a file begins at a multiple of it
+STRIPE = 16 << 20  # bytes; a multiple of SEGMENT (Rule 7)
+STRIPING = 6  # threads for each folder beside the first
 STACKED = ("overlay", "aufs")
 COPIES_ON_WRITE = ("btrfs", "zfs", "bcachefs", "nilfs2")
 GET_FLAGS, SET_FLAGS, NO_COPY = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
@@ -71,36 +77,117 @@ class Extent(NamedTuple):
 
 
 class SharedSegment(NamedTuple):
-    """A segment of several ranks: a descriptor for mappings of it, which who takes it closes, and where it begins."""
+    """A segment of several ranks, as pieces of files with descriptors that who takes it closes."""
 
     file: ScratchFile
-    descriptor: int
+    pieces: Sequence[MappedPiece]
     begin: int
 
 
-class ScratchFile(DirectFile):
-    """A nameless file in a folder, of which tensors are made."""
+class _Part(DirectFile):
+    """A nameless file in one folder."""
 
     def __init__(self, folder: str, ranks: FileRanks) -> None:
-        """Make the file of these ranks; raise OptionError where its folder cannot hold it (Rule 7)."""
+        """Make the file of these ranks; raise OptionError where its folder cannot hold it (Rule 8)."""
         mount = check_folder(folder)
-        self._ranks = ranks
+        self._rank = ranks.rank
         fd = ranks.pass_on(functools.partial(_make, folder))
         super().__init__(f"the scratch file in {folder}", fd, mount.kind, "optimizer state goes")
         self.folder = folder
         self.device = mount.device
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # whose state is here, or will be
-        self._end = ranks.size * SEGMENT  # of the last segment; those before it are for trials
-        self._places: dict[int, Extent] = {}  # of tensors that live, by their addresses
         try:
             if ranks.rank == 0:
                 _check_empty(fd, folder, mount)
             self._open_directly(os.O_RDWR, self._both_ways_are_equal)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def descriptor(self) -> int:
+        assert self._fd is not None
+        return self._fd
+
+    def allocate(self, begin: int, nbytes: int) -> None:
+        """Allocate a range; raise DiskError if the disk is full."""
+        try:
+            os.posix_fallocate(self.descriptor, begin, nbytes)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            if number == errno.ENOSPC:
+                raise no_room(self.folder, nbytes) from error
+            raise self._failed(begin, number, True) from error
+
+    def check(self) -> None:
+        """Do nothing: no other process has this file."""
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        return None
+
+    def _failed(self, offset: int, number: int, writes: bool) -> DiskError:
+        # Of what is here there is no other copy but in a checkpoint.
+        outcome = f"Check the disk, or name another one, and {DiskError.GO_ON}"
+        return DiskError(path=self.path, offset=offset, errno=number, writes=writes, outcome=outcome)
+
+    def _both_ways_are_equal(self, direct: int) -> bool:
+        """Write on each way and read on the other (Rule 2)."""
+        at, private = self._rank * SEGMENT, mmap.MAP_PRIVATE
+        self.allocate(at, BLOCK)
+        with (
+            mmap.mmap(-1, BLOCK) as memory,
+            mmap.mmap(self.descriptor, BLOCK, offset=at) as shared,
+            mmap.mmap(self.descriptor, BLOCK, private, offset=at) as face,  # where ranks share state (shared_memory.py)
+        ):
+            for first, second in (b"12", b"34"):
+                memory[:] = bytes([first]) * BLOCK
+                if os.pwritev(direct, [memory], at) != BLOCK or not shared[:] == face[:] == memory[:]:
+                    return False
+                shared[:] = bytes([second]) * BLOCK
+                if os.preadv(direct, [memory], at) != BLOCK or not shared[:] == face[:] == memory[:]:
+                    return False
+            shared[:] = bytes(BLOCK)
+        return True
+
+
+class Stripe(NamedTuple):
+    """A range of one folder's file, and where in the whole range it begins."""
+
+    part: _Part
+    offset: int
+    at: int
+    nbytes: int
+
+
+class ScratchFile(_Part):
+    """A nameless file in a folder, or in several, of which tensors are made."""
+
+    def __init__(self, folders: str | Sequence[str], ranks: FileRanks) -> None:
+        """Make the file of these ranks; raise OptionError where a folder cannot hold it (Rule 8)."""
+        self.folders = (folders,) if isinstance(folders, str) else tuple(folders)
+        self._ranks = ranks
+        self._others: list[_Part] = []  # of the folders but the first, whose file is this one (Rule 7)
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # whose state is here, or will be
+        self._end = ranks.size * SEGMENT if len(self.folders) == 1 else len(self.folders) * STRIPE
+        self._places: dict[int, Extent] = {}  # of tensors that live, by their addresses
+        self._threads: ThreadPoolExecutor | None = None
+        super().__init__(self.folders[0], ranks)
+        try:
+            for folder in self.folders[1:]:
+                self._others.append(_Part(folder, ranks))
+            if self._others:
+                self._threads = ThreadPoolExecutor(STRIPING * len(self._others), "superpipeline-stripe")
             OPEN.add(self)
             FILES.add(self)
         except BaseException:
             self.close()
             raise
+
+    def close(self) -> None:
+        for part in self._others:
+            part.close()
+        if self._threads is not None:
+            self._threads.shutdown()
+        super().close()
 
     def tensors(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Allocate tensors of zeros with these shapes, types and strides (Rule 3)."""
@@ -108,7 +195,8 @@ class ScratchFile(DirectFile):
         nbytes, begin = max(layout.nbytes, BLOCK), self._end
         self._allocate(begin, nbytes)
         self._end = -(-(begin + nbytes) // SEGMENT) * SEGMENT
-        flat, before_unmapping = mapped(self._descriptor, nbytes, mmap.MAP_SHARED, begin, self.path)
+        pieces = [MappedPiece(one.part.descriptor, one.offset, one.at) for one in self._stripes(begin, nbytes)]
+        flat, before_unmapping = mapped(pieces, nbytes, mmap.MAP_SHARED, self.path)
         address = flat.data_ptr()
         for field in layout.fields:
             self._places[address + field.offset] = Extent(begin + field.offset, field.nbytes)
@@ -121,8 +209,13 @@ class ScratchFile(DirectFile):
         begin, last = self._end, max(0, nbytes - BLOCK)
         self._allocate(begin + last, nbytes - last)  # so that the file has it all; nobody may make it shorter
         self._end = -(-(begin + nbytes) // SEGMENT) * SEGMENT
-        descriptor = self._ranks.pass_on(functools.partial(os.dup, self._descriptor), what)
-        return SharedSegment(self, descriptor, begin)
+        descriptors = {
+            part: self._ranks.pass_on(functools.partial(os.dup, part.descriptor), what) for part in self._parts
+        }
+        pieces = [MappedPiece(descriptors[one.part], one.offset, one.at) for one in self._stripes(begin, nbytes)]
+        for part in descriptors.keys() - {one.part for one in self._stripes(begin, nbytes)}:
+            os.close(descriptors[part])
+        return SharedSegment(self, pieces, begin)
 
     def hold(self, begin: int, nbytes: int, part: Tensor, at: int | None) -> None:
         """Allocate a range for all ranks, and find there the part of it that this one moves, if any, until `forget`."""
@@ -147,13 +240,9 @@ class ScratchFile(DirectFile):
         place = self._places.get(tensor.data_ptr())
         return place if place is not None and place.nbytes == tensor.nbytes else None
 
-    def check(self) -> None:
-        """Do nothing: no other process has this file."""
-
-    def _failed(self, offset: int, number: int, writes: bool) -> DiskError:
-        # Of what is here there is no other copy but in a checkpoint.
-        outcome = f"Check the disk, or name another one, and {DiskError.GO_ON}"
-        return DiskError(path=self.path, offset=offset, errno=number, writes=writes, outcome=outcome)
+    def part_on(self, devices: Collection[int]) -> float:
+        """Return the part of the file that lies on these disks."""
+        return sum(part.device in devices for part in self._parts) / len(self._parts)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         place = self._places.get(address)
@@ -162,44 +251,51 @@ class ScratchFile(DirectFile):
     # ---- details
 
     @property
-    def _descriptor(self) -> int:
-        assert self._fd is not None
-        return self._fd
+    def _parts(self) -> list[_Part]:
+        return [self, *self._others]
+
+    def _stripes(self, begin: int, nbytes: int) -> Iterator[Stripe]:
+        """Yield the ranges of all files in a range, in order (Rule 7)."""
+        parts, at = self._parts, 0
+        count = len(parts)
+        while at < nbytes:
+            number, within = divmod(begin + at, STRIPE)
+            piece = nbytes - at if count == 1 else min(nbytes - at, STRIPE - within)
+            offset = begin + at if count == 1 else number // count * STRIPE + within
+            yield Stripe(parts[number % count], offset, at, piece)
+            at += piece
+
+    def _move(
+        self, call: Callable[..., int], memory: memoryview, begin: int, nbytes: int, writes: bool = False
+    ) -> None:
+        by_part: dict[_Part, list[Stripe]] = {}
+        for one in self._stripes(begin, nbytes):
+            by_part.setdefault(one.part, []).append(one)
+
+        def move(stripes: list[Stripe]) -> None:
+            for part, offset, at, size in stripes:
+                DirectFile._move(part, call, memory[at:], offset, size, writes)
+
+        first, *others = by_part.values()
+        beside = [self._threads.submit(move, stripes) for stripes in others] if self._threads is not None else []
+        try:
+            move(first)
+        finally:
+            wait(beside)  # whatever comes of it: they move this memory
+        for one_moved in beside:
+            one_moved.result()
 
     def _allocate(self, begin: int, nbytes: int) -> None:
-        try:
-            os.posix_fallocate(self._descriptor, begin, nbytes)
-        except OSError as error:
-            number = error.errno or errno.EIO
-            if number == errno.ENOSPC:
-                raise no_room(self.folder, nbytes) from error
-            raise self._failed(begin, number, True) from error
+        stripes = list(self._stripes(begin, nbytes))
+        for part in self._parts:
+            offsets = [(one.offset, one.offset + one.nbytes) for one in stripes if one.part is part]
+            if offsets:  # its stripes lie side by side there
+                part.allocate(offsets[0][0], offsets[-1][1] - offsets[0][0])
 
     def _free(self, address: int, nbytes: int) -> None:
         """Forget a segment, which is about to be unmapped, and give its space back (Rule 4)."""
         self.forget(address, nbytes)
         libc().madvise(address, nbytes, mmap.MADV_REMOVE)  # the file may be closed, and other segments of it live on
-
-    def _both_ways_are_equal(self, direct: int) -> bool:
-        """Write on each way and read on the other (Rule 2)."""
-        at, private = self._ranks.rank * SEGMENT, mmap.MAP_PRIVATE
-        self._allocate(at, BLOCK)
-        with (
-            mmap.mmap(-1, BLOCK) as memory,
-            mmap.mmap(self._descriptor, BLOCK, offset=at) as shared,
-            mmap.mmap(
-                self._descriptor, BLOCK, private, offset=at
-            ) as face,  # where ranks share state (shared_memory.py)
-        ):
-            for first, second in (b"12", b"34"):
-                memory[:] = bytes([first]) * BLOCK
-                if os.pwritev(direct, [memory], at) != BLOCK or not shared[:] == face[:] == memory[:]:
-                    return False
-                shared[:] = bytes([second]) * BLOCK
-                if os.preadv(direct, [memory], at) != BLOCK or not shared[:] == face[:] == memory[:]:
-                    return False
-            shared[:] = bytes(BLOCK)
-        return True
 
 
 def in_file(nbytes: Iterable[int]) -> int:
@@ -208,7 +304,7 @@ def in_file(nbytes: Iterable[int]) -> int:
 
 
 def check_folder(folder: str) -> Mount:
-    """Raise OptionError where a scratch file cannot be; return the folder's mount (Rule 7)."""
+    """Raise OptionError where a scratch file cannot be; return the folder's mount (Rule 8)."""
     if not sys.platform.startswith("linux"):
         raise OptionError(argument="disk", found=folder, allowed="None on this system: it needs Linux")
     if not os.path.isdir(folder):
@@ -231,7 +327,7 @@ def _make(folder: str) -> int:
 
 
 def _check_empty(fd: int, folder: str, mount: Mount) -> None:
-    """Raise OptionError where a file that was just made is not on a disk that writes in place (Rule 7)."""
+    """Raise OptionError where a file that was just made is not on a disk that writes in place (Rule 8)."""
     if mount.kind in (*COPIES_ON_WRITE, *STACKED):
         _refuse_copies(fd, folder, mount.kind)
     if elsewhere := no_local_disk(mount, fd):
@@ -285,19 +381,29 @@ def make_room(folder: str, nbytes: int) -> bool:
     return free_nbytes(folder) >= nbytes
 
 
-def moving_nbytes(folder: str, tensors_of: Iterable[Sequence[Tensor]], into: ScratchFile | None = None) -> int:
-    """Count the bytes that tensors have on a folder's disk by now, and need no more room for in a scratch file there.
+def shares(folders: Sequence[str], nbytes: int) -> dict[str, int]:
+    """Return how many bytes of a file in these folders lie on each of their disks, by a folder on it (Rule 7)."""
+    by_disk: dict[int, list[str]] = {}
+    for folder in folders:
+        by_disk.setdefault(mount_of(folder).device, []).append(folder)
+    return {of_disk[0]: -(-nbytes * len(of_disk) // len(folders)) for of_disk in by_disk.values()}
+
+
+def moving_nbytes(
+    folders: Iterable[str], tensors_of: Iterable[Sequence[Tensor]], into: ScratchFile | None = None
+) -> int:
+    """Count the bytes that tensors have on folders' disks by now, and need no more room for in a scratch file there.
 
     Those in other files move into this one, or a new one, as they are given: what moves at once lies in both for a
     moment, so the most of that has no room yet.
     """
-    device = mount_of(folder).device
-    files = [file for file in list(FILES) if file.device == device]
+    devices = {mount_of(folder).device for folder in folders}
+    files = {file: file.part_on(devices) for file in list(FILES)}
     total = most = 0
     for tensors in tensors_of:
         there = [(file, aligned(t.nbytes)) for t in tensors for file in files if file.place_of(t) is not None]
-        total += sum(nbytes for _, nbytes in there)
-        most = max(most, sum(nbytes for file, nbytes in there if file is not into))
+        total += sum(int(files[file] * nbytes) for file, nbytes in there)
+        most = max(most, sum(int(files[file] * nbytes) for file, nbytes in there if file is not into))
     return total - most
 
 
@@ -353,7 +459,7 @@ def rotates(mount: Mount) -> bool:
 
 
 def _refuse_copies(fd: int, folder: str, kind: str) -> None:
-    """Have an empty file written in place; what lies below an overlay may know no other way (Rule 7)."""
+    """Have an empty file written in place; what lies below an overlay may know no other way (Rule 8)."""
     import fcntl  # which Windows has not
 
     flags = array.array("l", [0])

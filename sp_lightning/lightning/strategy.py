@@ -7,7 +7,7 @@ import functools
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -107,7 +107,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             what is free less the system's share.
         disk: A folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``, and then of
             gradients and weights that train: it lies there in a nameless file while the run lasts, and is stepped in
-            portions, with the same bits (docs/disk.md). With several devices of one machine, state alone goes there.
+            portions, with the same bits (docs/disk.md). With several devices of one machine, state alone goes there. A
+            file over several folders, on a disk each, lies in stripes in all of them.
         predict_at_once: Batches that ``Trainer.predict`` has under way at once. They share each trip of the weights
             (docs/inference.md), with the same results in the same order; what steps draw at random depends neither on
             each other nor on this number, but differs from a run without the option. "auto": as many as fit on the
@@ -150,7 +151,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         host_memory: Literal["auto", "pinned", "pageable"] = "auto",
         compile_units: bool = False,
         host_budget: str | int | None = None,
-        disk: str | os.PathLike[str] | None = None,
+        disk: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
         predict_at_once: int | Literal["auto"] | None = None,
         checkpoints: Literal["wait", "beside"] = "wait",
         timeout: timedelta = default_pg_timeout,

@@ -21,10 +21,10 @@ import mmap
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ MESSAGE = (
     "(page-locked, over a file, or shared by ranks): read it before the fork, or start the process by 'spawn'"
 )
 CHUNK = 32 << 20  # bytes that a thread touches at a time
+MAP_FIXED = 0x10  # of mmap, which Python does not name
 MOST_THREADS = 8  # with more the kernel's own locks take the time
 
 
@@ -130,17 +131,33 @@ def _unlock_foreign(lock: PageLock, address: int, process: int) -> None:
         lock.unlock(address)
 
 
-def mapped(
-    descriptor: int, nbytes: int, flags: int, offset: int = 0, what: str = "host memory that the ranks share"
-) -> tuple[Tensor, list[Callable[[], object]]]:
-    """Map a descriptor; return the memory, and what is called before it is unmapped, with the last tensor over it.
+class MappedPiece(NamedTuple):
+    """A piece of a file: its descriptor, its first byte there, and where in the memory it begins."""
 
-    The mapping holds no descriptor (that of `mmap.mmap` does, and a process may have few). Forked processes do not get
-    it (Rule 4).
+    descriptor: int
+    offset: int = 0
+    at: int = 0
+
+
+def mapped(
+    pieces: Sequence[MappedPiece], nbytes: int, flags: int, what: str = "host memory that the ranks share"
+) -> tuple[Tensor, list[Callable[[], object]]]:
+    """Map pieces of files side by side; return the memory, and what is called before it is unmapped.
+
+    Each piece ends where the next one begins. The memory is unmapped with the last tensor over it. The mapping holds no
+    descriptor (that of `mmap.mmap` does, and a process may have few). Forked processes do not get it (Rule 4).
     """
-    address = libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
-    if address == ctypes.c_void_p(-1).value:
-        raise HostMemoryError(f"cannot map {nbytes} bytes of the {what} ({os.strerror(ctypes.get_errno())})")
+    address: int | None = None
+    for descriptor, offset, at in pieces:  # the first one has the whole range
+        place, how = (None, flags) if address is None else (address + at, flags | MAP_FIXED)
+        found = libc().mmap(place, nbytes - at, mmap.PROT_READ | mmap.PROT_WRITE, how, descriptor, offset)
+        if found == ctypes.c_void_p(-1).value:
+            number = ctypes.get_errno()
+            if address is not None:
+                libc().munmap(address, nbytes)
+            raise HostMemoryError(f"cannot map {nbytes} bytes of the {what} ({os.strerror(number)})")
+        address = found if address is None else address
+    assert address is not None
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     flat = _tensor_over(memory)
     libc().madvise(address, nbytes, mmap.MADV_DONTFORK)

@@ -7,6 +7,8 @@
 3. Both directions run at once for a while, because some disks have one pipe for both.
 4. Where direct transfers are refused, the page cache would be measured: writes are synced, and its pages dropped before
    they are read.
+5. Of several folders each is measured by itself, then all at once, since they may share a disk or a link. A run has
+   equally much in each.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,6 +95,35 @@ def measure_disk(folder: str | os.PathLike[str], seconds: float, largest: int | 
         duplex=min(1.0, (reads / read + writes / last) / 2),
         written_nbytes=len(written[1]) * CHUNK,
         free_nbytes=free,
+    )
+
+
+def measure_disks(folders: Sequence[str | os.PathLike[str]], seconds: float) -> list[DiskSpeed]:
+    """Measure the disk of each folder and, if there are several, all together; each has an equal part of the time."""
+    seconds /= len(folders) + (len(folders) > 1)
+    found = [measure_disk(folder, seconds) for folder in folders]
+    if len(found) == 1:
+        return found
+    with ThreadPoolExecutor(len(folders)) as beside:
+        at_once = list(beside.map(lambda folder: measure_disk(folder, seconds), folders))
+    return [*found, _together(at_once)]
+
+
+def _together(disks: Sequence[DiskSpeed]) -> DiskSpeed:
+    """Return the speed of a file in stripes over disks that were measured at once, of which the slowest sets it."""
+    count = len(disks)
+    return DiskSpeed(
+        folder=", ".join(disk.folder for disk in disks),
+        filesystem=", ".join(dict.fromkeys(disk.filesystem for disk in disks)),
+        elsewhere=next(filter(None, (disk.elsewhere for disk in disks)), ""),
+        rotates=any(disk.rotates for disk in disks),
+        is_direct=all(disk.is_direct for disk in disks),
+        read_bytes_per_s=count * min(disk.read_bytes_per_s for disk in disks),
+        write_bytes_per_s=count * min(disk.write_bytes_per_s for disk in disks),
+        sustained_bytes_per_s=count * min(disk.sustained_bytes_per_s for disk in disks),
+        duplex=min(disk.duplex for disk in disks),
+        written_nbytes=sum(disk.written_nbytes for disk in disks),
+        free_nbytes=count * min(disk.free_nbytes for disk in disks),
     )
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..memory.device import Device, available, find
 from ..optim.native import DIFFERENT
 from ..options import check_writable, format_bytes
 from ..runtime.measure import QUICK, THOROUGH, measure, measure_optimizer, measure_ways_up, why_not_compiled
-from .disk_speed import DiskSpeed, check_folder, measure_disk
+from .disk_speed import DiskSpeed, check_folder, measure_disks
 from .mesh_speed import MeshSpeed
 from .network_speed import NetworkSpeed
 
@@ -94,9 +94,10 @@ class Facts:
     wsl2: bool = False  # Linux inside Windows
     ways_up: int = 1  # tried at once: one for each accelerator; on the CPU two threads
     ways_up_share: float = 1.0  # of its own speed, that each had
-    disk: DiskSpeed | None = None  # for weights and state; None if it was not asked for
+    disk: DiskSpeed | None = None  # for weights and state, of several together; None if it was not asked for
     network: NetworkSpeed | None = None  # to other machines; None if there are none
     mesh: MeshSpeed | None = None  # between devices; None if it was not measured
+    disks: tuple[DiskSpeed, ...] = ()  # if `disk` is several: each of them
 
     @property
     def on_host(self) -> bool:
@@ -143,7 +144,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Convert the report to numbers and text only, for ``from_dict``."""
         return {
-            "facts": asdict(self.facts),
+            "facts": {**asdict(self.facts), "disks": list(map(asdict, self.facts.disks))},
             "findings": [asdict(finding) for finding in self.findings],
             "capacity": asdict(self.capacity),
             "summary": self.summary,
@@ -154,18 +155,25 @@ class Report:
         """Restore a report from the result of ``to_dict``."""
         facts = dict(values["facts"])
         disk = None if facts["disk"] is None else DiskSpeed(**facts["disk"])
+        disks = tuple(DiskSpeed(**one) for one in facts.pop("disks", ()))
         of = facts.get("network")
         mesh = None if facts.get("mesh") is None else MeshSpeed(**facts["mesh"])
         network = None if of is None else NetworkSpeed(**{name: _as_tuple(value) for name, value in of.items()})
         return cls(
-            Facts(**{**facts, "machine": Machine(**facts["machine"]), "disk": disk, "network": network, "mesh": mesh}),
+            Facts(
+                **{**facts, "machine": Machine(**facts["machine"])}
+                | {"disk": disk, "disks": disks, "network": network, "mesh": mesh}
+            ),
             tuple(Finding(**finding) for finding in values["findings"]),
             Capacity(**values["capacity"]),
         )
 
 
 def doctor(
-    device: str | None = None, folder: str | Path = ".", quick: bool = False, disk: str | Path | None = None
+    device: str | None = None,
+    folder: str | Path = ".",
+    quick: bool = False,
+    disk: str | Path | Sequence[str | Path] | None = None,
 ) -> Report:
     """Examine this machine in seconds if ``quick``, else in about half a minute, with part of the free memory.
 
@@ -173,7 +181,8 @@ def doctor(
         device: The device that computes, such as "cuda:0"; by default the first accelerator, else the CPU.
         folder: The folder for checkpoints: a test file is written, read and removed there.
         quick: Measure briefly, and try to page-lock at most 1 GiB.
-        disk: A folder on the disk that is to have weights or state: measured for 20 s, or one if ``quick``.
+        disk: A folder on the disk that is to have weights or state: measured for 20 s, or one if ``quick``. Of several
+            each is measured, and all together.
     """
     return of_facts(examine(device, folder, quick, disk))
 
@@ -183,20 +192,23 @@ def of_facts(facts: Facts) -> Report:
     return Report(facts, tuple(findings(facts)), capacity(facts))
 
 
-def examine(device: str | None, folder: str | Path, quick: bool, disk: str | Path | None = None) -> Facts:
+def examine(
+    device: str | None, folder: str | Path, quick: bool, disk: str | Path | Sequence[str | Path] | None = None
+) -> Facts:
     """Collect the facts about this machine (Rule 1)."""
     folder = Path(folder)
     if not folder.is_dir():
         raise OptionError(argument="folder", found=str(folder), allowed="a writable directory")
     check_writable(folder, "folder")
-    if disk is not None:
-        check_folder(disk)
+    disks = () if disk is None else (disk,) if isinstance(disk, str | Path) else tuple(disk)
+    for one in disks:
+        check_folder(one)
     chosen = Device(find(device))
     memory = host_memory()
     device_free_nbytes, _ = chosen.memory()
     pin_tried_nbytes = min(PIN_QUICK if quick else PIN_THOROUGH, memory.free // 4)
     write, read = _disk(folder, min(DISK_QUICK if quick else DISK_THOROUGH, shutil.disk_usage(folder).free // 4))
-    speed = None if disk is None else measure_disk(disk, TRIAL_QUICK_S if quick else TRIAL_THOROUGH_S)
+    speeds = measure_disks(disks, TRIAL_QUICK_S if quick else TRIAL_THOROUGH_S) if disks else []
     effort = QUICK if quick else THOROUGH
     machine = measure(chosen.torch_device, effort)
     others = [torch.device(name) for name in available() if name != "cpu"]
@@ -230,7 +242,8 @@ def examine(device: str | None, folder: str | Path, quick: bool, disk: str | Pat
         wsl2=is_wsl2(),
         ways_up=len(ways),
         ways_up_share=ways_up_share,
-        disk=speed,
+        disk=speeds[-1] if speeds else None,
+        disks=tuple(speeds[:-1]),
     )
 
 
@@ -253,8 +266,9 @@ def findings(facts: Facts) -> Iterator[Finding]:
     yield from _of_memory(facts)
     yield from _of_cores(facts)
     yield from _of_folder(facts)
-    if facts.disk is not None:
-        yield from _of_disk(facts.disk)
+    for disk in (*facts.disks, facts.disk):
+        if disk is not None:
+            yield from _of_disk(disk)
     if facts.network is not None:
         yield from _of_network(facts.network)
     wanted, found = facts.torch_wanted_by_torchvision, (facts.versions["torch"] or "").partition("+")[0]

@@ -47,6 +47,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import PeerError
+from ..memory.pinned import MappedPiece
 from .shared_memory import SharedSlab, make, paged
 from .transport import KEEPALIVE, Failures, NodePlace, NodeTransport
 
@@ -182,7 +183,7 @@ class Ranks(OneRank):
     def share(self, nbytes: int, keep: bool = False) -> SharedSlab:
         """Make a slab that all ranks share, as `descriptor` does; ``keep``: with room for further faces."""
         nbytes = paged(max(nbytes, 1))
-        return SharedSlab(self.descriptor(nbytes), nbytes, self.rank == 0, keep)
+        return SharedSlab([MappedPiece(self.descriptor(nbytes))], nbytes, self.rank == 0, keep)
 
     def descriptor(self, nbytes: int) -> int:
         """Make memory that all ranks share, and return its descriptor, which the caller closes; see `pass_on`."""

@@ -22,7 +22,7 @@ from ..core.machine import headroom
 from ..core.telemetry import Counters
 from ..core.unit_numbers import state_nbytes
 from ..disk.placement import Budgeted, choose, may_move, may_travel
-from ..disk.scratch_file import ScratchFile, check_folder, check_room, in_memory_nbytes, make_room
+from ..disk.scratch_file import ScratchFile, check_folder, check_room, in_memory_nbytes, make_room, shares
 from ..disk.source_files import Found, check_available, find
 from ..disk.weight_files import WeightFiles, find_local
 from ..errors import HostMemoryError
@@ -200,26 +200,30 @@ class WithDisk(WithinBudget):
         self._made: set[int] = set()  # units whose gradients are there
 
     @property
-    def _folder(self) -> str:
-        return str(self._options.disk)
+    def _folders(self) -> Sequence[str]:
+        disk = self._options.disk or ()
+        return (disk,) if isinstance(disk, str) else disk
 
     def choose(self, units: Sequence[Unit], ranks: Sharers) -> None:
-        check_folder(self._folder)
+        for folder in self._folders:
+            check_folder(folder)
         self._ranks = ranks.ranks
         if self._options.host_budget is None and not self._units:  # once: what the run takes then is within it
             memory, parameters = host_memory(), [parameter for unit in units for _, parameter in unit.params]
             self._budget = max(1, ranks.least(memory.free + _here_nbytes(parameters) - headroom(memory.total)))
         super().choose(units, ranks)
-        if not self.state.is_on_disk and not make_room(self._folder, self.on_disk):
-            spilled = self._params({*self.placed.spilled, *self.placed.masters})
-            check_room(self._folder, self.on_disk - left_nbytes(self._folder, spilled))
+        if not self.state.is_on_disk:
+            for folder, nbytes in shares(self._folders, self.on_disk).items():
+                if not make_room(folder, nbytes):
+                    spilled = self._params({*self.placed.spilled, *self.placed.masters})
+                    check_room(folder, nbytes - left_nbytes(folder, spilled))
 
     def open(self) -> None:
         placed = self.placed
         if placed.spilled and not self.state.is_on_disk:
             if self._device.is_host:
                 malloc.by_themselves()  # from now on: weights that move would leave holes for what units compute with
-            file = ScratchFile(self._folder, self._ranks)
+            file = ScratchFile(self._folders, self._ranks)
             self.state = self.files.scratch = self._on_disk(file, placed.buffer)
             self._gradients = GradientRing(file, self._device, self._counters, placed.gradient_buffer)
             self.state.gradients_to_come = self._gradients_to_come

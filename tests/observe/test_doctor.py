@@ -338,6 +338,37 @@ def test_the_command_shows_the_disk_that_was_asked_for(tmp_path, capsys, monkeyp
     )
 
 
+@pytest.mark.seldom
+def test_of_several_folders_each_is_measured_and_all_together(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(disk_speed, "LARGEST", 16 << 20)
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+    list(map(os.mkdir, folders))
+    status, out, _ = run(capsys, "--device", "cpu", "--quick", "--disk", *folders, "--json")
+    values = json.loads(out)
+    assert status == 0 and [disk["folder"] for disk in values["facts"]["disks"]] == folders
+    assert values["facts"]["disk"]["folder"] == ", ".join(folders)
+    report = Report.from_dict(values)
+    assert report.to_dict() == values
+    assert [name for name, _ in rows(report)].count("one of the disks") == 2
+
+
+def test_the_slowest_of_several_disks_sets_the_pace():
+    slow = dataclasses.replace(
+        DISK, folder="/slow", filesystem="xfs", read_bytes_per_s=3 * GB, duplex=0.6, free_nbytes=7 * GIB, rotates=True
+    )
+    found = disk_speed._together([DISK, slow, DISK])
+    assert (found.read_bytes_per_s, found.write_bytes_per_s, found.sustained_bytes_per_s) == (
+        9 * GB,
+        15 * GB,
+        14.4 * GB,
+    )
+    assert (found.folder, found.filesystem) == ("/nvme, /slow, /nvme", "ext4, xfs")
+    assert (found.duplex, found.free_nbytes, found.rotates, found.is_direct) == (0.6, 21 * GIB, True, True)
+    assert any(
+        one.subject.startswith("disk") and "/slow" in one.sentence for one in findings(facts(disk=DISK, disks=(slow,)))
+    )
+
+
 @pytest.mark.parametrize(
     "free, said", [(1 << 20, r"at least 64 MiB free \(found 1 MiB\)"), (None, "a directory that can be written")]
 )

@@ -26,7 +26,7 @@ import parity
 import sp_lightning
 from sp_lightning.core import host
 from sp_lightning.core.machine import headroom
-from sp_lightning.disk import direct_file, state_ring
+from sp_lightning.disk import direct_file, scratch_file, state_ring
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.optim import torn_step
 from sp_lightning.storage import disk_of_ranks, within_budget
@@ -37,8 +37,9 @@ OPTIONS = {"host_budget": "0B", "disk": "."}
 
 @contextlib.contextmanager
 def small_portions() -> Iterator[None]:
-    """Have buffers of the smallest size."""
-    with mock.patch.object(state_ring, "BUFFER", state_ring.SMALLEST):
+    """Have buffers of the smallest size, and stripes of a few blocks."""
+    small = mock.patch.object(scratch_file, "STRIPE", 2 * scratch_file.SEGMENT)
+    with mock.patch.object(state_ring, "BUFFER", state_ring.SMALLEST), small:
         yield
 
 
