@@ -660,6 +660,7 @@ class EarlyParts(Parts):
         if not indices:
             return 0
         self.promised[store] = indices
+        store.wrote()  # from here on the device's bytes are none that views of them could be compared with
         params = ((index, store.params[index]) for index in indices)
         found = [(index, *self.pending.numbers_of(p), _scalars(self.pending.state_of(p))) for index, p in params]
         digest = hashlib.sha256(f"{type(self.optimizer).__name__} {found}".encode() + self._options).digest()

@@ -194,6 +194,23 @@ def test_an_optimizer_that_writes_to_storages_does_on_two_ranks_what_it_does_und
     assert programs.outcome(program, program_ranks.runs_on(parity.device_of("cpu"))) == ("equal", "")
 
 
+@pytest.mark.parametrize(
+    "acts",
+    [
+        ((0, "forward", "keep [0]"),),
+        ((0, "forward", "keep T"), (1, "batch start", "write to what was kept")),
+        ((0, "forward", "keep [0]"), (2, "batch end", "write to what was kept")),
+    ],
+    ids=lambda acts: f"{len(acts)}, {acts[-1][1]}",
+)
+@pytest.mark.seldom
+def test_a_view_that_is_kept_from_a_step_is_one_of_what_all_ranks_have_stepped(acts, device):
+    """Units are stepped beside backward, and by one rank before another one."""
+    acts = [programs.Act(step, moment, "module", edit, 63) for step, moment, edit in acts]
+    program = programs.Program(80, entry="lightning", kinds=("Dense",), batches=4, acts=tuple(acts))
+    assert programs.outcome(program, program_ranks.runs_on(device)) == ("equal", "")
+
+
 # --- That they see
 
 
