@@ -21,7 +21,7 @@ HINDERED = {
     "no state": ALL,
     "touches all": ALL,
     "amsgrad": ALL,
-    "groups": 2 * STEPPED,  # the other group steps its parameters together
+    "groups": ALL,  # of which one steps its parameters by operators for lists
     "writes weights": ALL - 2 * STEPPED,  # those of a unit
     "writes state": ALL - 2 * STEPPED,
     "refers to weights of one rank": ALL - 2 * 4,  # from the third step on

@@ -69,7 +69,7 @@ def test_a_step_ends_once_every_rank_has_stepped_its_part():
 
 
 def test_a_rank_that_is_slow_to_copy_weights_before_a_step_does_not_find_the_step_of_another():
-    assert processes.run(2, waiting.weights_after_a_slow_step, foreach=True) == [True, True]
+    assert processes.run(2, waiting.weights_after_a_slow_step, copies=True) == [True, True]
 
 
 def test_a_step_that_every_rank_takes_as_a_whole_leaves_one_copy():

@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 def made(what: str, module: Module) -> torch.optim.Optimizer:
-    """Make the optimizer: in groups of which one does not take the default loop, or without state."""
+    """Make the optimizer: in groups of which one takes operators for lists, or without state."""
     first, *others = module.blocks
     if what == "groups":
         rest = [p for block in (*others, module.head) for p in block.parameters()]

@@ -373,10 +373,10 @@ def weights_of_a_slow_first_rank() -> bool:
             return same_values(net, plain)
 
 
-def weights_after_a_slow_step(foreach: bool = False) -> bool:
+def weights_after_a_slow_step(copies: bool = False) -> bool:
     """Step weights of which the second rank is slow to step its part; return whether this rank finds all of them.
 
-    With ``foreach`` each rank steps a copy; its state is compared, too.
+    With ``copies`` each rank steps a copy, since state is of another type than its weight; it is compared, too.
     """
     torch.manual_seed(0)
     net, rank = nn.Linear(64, 64), int(os.environ["LOCAL_RANK"])
@@ -389,9 +389,13 @@ def weights_after_a_slow_step(foreach: bool = False) -> bool:
             clipping.multiply = lambda: (time.sleep(SLOW_S), multiply())[1]  # it follows the comparison before a step
         found: list[list[Tensor]] = []
         for model in (net, plain):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, foreach=foreach)
-            model(torch.ones(2, 64)).sum().backward()
-            optimizer.step()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+            for _ in range(1 + copies):
+                model(torch.ones(2, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                for state in optimizer.state.values():
+                    state["momentum_buffer"] = state["momentum_buffer"].to(torch.float64 if copies else torch.float32)
             found.append([state["momentum_buffer"] for state in optimizer.state.values()])
         return same_values(net, plain) and all(map(torch.equal, *found))
 
