@@ -115,6 +115,18 @@ def test_random_programs_do_on_two_ranks_what_they_do_under_ddp(first, device):
     assert found["equal"] >= SHEET - TELL_NOTHING
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, RANKED, SHEET))
+def test_what_one_rank_alone_does_is_refused_or_has_the_effect_that_it_has_under_ddp(first, device):
+    """Never silently another one; and no rank waits for good (processes.TIMEOUT)."""
+    runs = program_ranks.runs_on(device)
+    found = {number: programs.outcome(programs.draw_lone(number), runs) for number in range(first, first + SHEET)}
+    wrong = [f"{programs.draw_lone(number)}\n-> {one}" for number, one in found.items() if one.kind == "differs"]
+    assert not wrong, "\n\n".join(wrong)
+    kinds = collections.Counter(one.kind for one in found.values())
+    assert kinds["discarded"] <= TELL_NOTHING and min(kinds["equal"], kinds["refused"]) > 0
+
+
 @pytest.mark.parametrize("entry", ["by hand", "lightning"])
 def test_a_fault_that_comes_when_a_program_predicts_is_caught_in_both_runs(entry, device):
     act = programs.Act(0, "epoch end", "module", "fault in forward", 0)

@@ -212,7 +212,7 @@ def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
     return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
-on_weight("write to storage", WRITES, lambda p: over(p.untyped_storage(), p).mul_(0.9))
+on_weight("write to storage", WRITES, lambda p: over(p.untyped_storage(), p).mul_(0.9), ranked=True)
 
 
 @edit("write to data while a graph is there", GRAPH)
@@ -224,32 +224,32 @@ def write_in_graph(scene: Scene, at: int) -> None:
 
 
 for view_name in ("[0]", "T", "detach", "data", "view"):
-    edit(f"keep {view_name}", WRITES)(
+    edit(f"keep {view_name}", WRITES, ranked=True)(
         lambda scene, at, name=view_name: scene.kept.__setitem__("view", VIEWS[name](scene.weight(at)))
     )
 
 
-@edit("keep storage", WRITES)
+@edit("keep storage", WRITES, ranked=True)
 def keep_storage(scene: Scene, at: int) -> None:
     weight = scene.weight(at)
     place = (weight.storage_offset(), tuple(weight.shape), weight.stride(), weight.dtype)
     scene.kept["storage"] = weight.untyped_storage(), place
 
 
-@edit("write to what was kept", WRITES)
+@edit("write to what was kept", WRITES, ranked=True)
 def write_kept(scene: Scene, at: int) -> None:
     if "view" in scene.kept:
         scene.kept["view"].mul_(0.9)
 
 
-@edit("write to the kept storage", WRITES)
+@edit("write to the kept storage", WRITES, ranked=True)
 def write_kept_storage(scene: Scene, at: int) -> None:
     if "storage" in scene.kept:
         storage, (offset, shape, stride, dtype) = scene.kept["storage"]
         torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride).mul_(0.9)
 
 
-@edit("see what was kept", (*WRITES, *GRAPH))
+@edit("see what was kept", (*WRITES, *GRAPH), ranked=True)
 def see_kept(scene: Scene, at: int) -> None:
     scene.see("kept", scene.kept.get("view"))
 
@@ -265,7 +265,7 @@ def restore_state(scene: Scene, at: int) -> None:
         scene.net.load_state_dict(scene.kept["state"], strict=False)
 
 
-@edit("average", WRITES)
+@edit("average", WRITES, ranked=True)
 def average(scene: Scene, at: int) -> None:
     averages = scene.kept.setdefault("average", {})
     for name, weight in scene.net.named_parameters():
@@ -291,7 +291,7 @@ def swap_two(scene: Scene, at: int) -> None:
         torch.utils.swap_tensors(one, another)
 
 
-@edit("exchange data", OUTSIDE)
+@edit("exchange data", OUTSIDE, ranked=True)
 def exchange_data(scene: Scene, at: int) -> None:
     one, another = scene.alike(at)
     one.data, another.data = another.data, one.data
@@ -303,7 +303,7 @@ def share_data(scene: Scene, at: int) -> None:
     one.data = another.data
 
 
-@edit("vector", OUTSIDE)
+@edit("vector", OUTSIDE, ranked=True)
 def vector(scene: Scene, at: int) -> None:
     weights = scene.weights
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(weights) * 0.99, weights)
@@ -352,11 +352,11 @@ def add_group(scene: Scene, at: int) -> None:
     scene.optimizers[0].add_param_group({"params": list(adapter.parameters())})
 
 
-on_weight("freeze", OUTSIDE, lambda p: p.requires_grad_(False))
-on_weight("freeze by attribute", OUTSIDE, lambda p: setattr(p, "requires_grad", False))
+on_weight("freeze", OUTSIDE, lambda p: p.requires_grad_(False), ranked=True)
+on_weight("freeze by attribute", OUTSIDE, lambda p: setattr(p, "requires_grad", False), ranked=True)
 
 
-@edit("freeze block", (*OUTSIDE, "forward"))
+@edit("freeze block", (*OUTSIDE, "forward"), ranked=True)
 def freeze_block(scene: Scene, at: int) -> None:
     scene.block(at).requires_grad_(False)
 
@@ -433,19 +433,19 @@ def prune_linear(scene: Scene, at: int) -> None:
     prune.l1_unstructured(scene.linear(at), "bias", 0.25)
 
 
-@edit("buffers", WRITES)
+@edit("buffers", WRITES, ranked=True)
 def buffers(scene: Scene, at: int) -> None:
     for buffer in scene.net.buffers():
         if buffer.is_floating_point():
             buffer.mul_(0.9)
 
 
-@edit("eval of a block", OUTSIDE)
+@edit("eval of a block", OUTSIDE, ranked=True)
 def eval_block(scene: Scene, at: int) -> None:
     scene.block(at).train(at % 2 == 0)
 
 
-@edit("to device", OUTSIDE)
+@edit("to device", OUTSIDE, ranked=True)
 def to_device(scene: Scene, at: int) -> None:
     scene.module.to(scene.device)
 
@@ -455,7 +455,7 @@ def block_to_device(scene: Scene, at: int) -> None:
     scene.block(at).to(scene.device)
 
 
-@edit("float", OUTSIDE)
+@edit("float", OUTSIDE, ranked=True)
 def to_float(scene: Scene, at: int) -> None:
     scene.module.float()
 
@@ -474,14 +474,14 @@ def load_state_by_assignment(scene: Scene, at: int) -> None:
 # --- Hooks
 
 
-@edit("hook that scales", OUTSIDE)
+@edit("hook that scales", OUTSIDE, ranked=True)
 def hook_scales(scene: Scene, at: int) -> None:
     weight = scene.weight(at)
     if weight.requires_grad:
         weight.register_hook(lambda grad: grad * 0.5)
 
 
-@edit("hook that sees", OUTSIDE)
+@edit("hook that sees", OUTSIDE, ranked=True)
 def hook_sees(scene: Scene, at: int) -> None:
     weight, name = scene.weight(at), f"hook {at}"
     if weight.requires_grad:
@@ -508,7 +508,7 @@ def hook_after_steps(scene: Scene, at: int) -> None:
         scene.weight(at).register_post_accumulate_grad_hook(step)
 
 
-@edit("forward hook", OUTSIDE)
+@edit("forward hook", OUTSIDE, ranked=True)
 def forward_hook(scene: Scene, at: int) -> None:
     scene.block(at).register_forward_hook(lambda _, args, output: output * 1.1)
 
@@ -637,7 +637,7 @@ def gradient_noise(scene: Scene, at: int) -> None:
         grad.add_(scene.noise(grad, at))
 
 
-@edit("gradient: exchange", HAVE_GRADS)
+@edit("gradient: exchange", HAVE_GRADS, ranked=True)
 def gradient_exchange(scene: Scene, at: int) -> None:
     one, another = scene.alike(at)
     one.grad, another.grad = another.grad, one.grad
@@ -653,29 +653,29 @@ def gradient_clip_value(scene: Scene, at: int) -> None:
     nn.utils.clip_grad_value_(scene.net.parameters(), 0.01)
 
 
-@edit("gradient: keep", HAVE_GRADS)
+@edit("gradient: keep", HAVE_GRADS, ranked=True)
 def gradient_keep(scene: Scene, at: int) -> None:
     scene.kept["gradient"] = scene.weight(at).grad
 
 
-@edit("gradient: write to the kept one", (*WRITES, *GRAPH))
+@edit("gradient: write to the kept one", (*WRITES, *GRAPH), ranked=True)
 def gradient_write_kept(scene: Scene, at: int) -> None:
     if scene.kept.get("gradient") is not None:
         scene.kept["gradient"].mul_(0.5)
 
 
-@edit("gradient: see the kept one", (*WRITES, *GRAPH))
+@edit("gradient: see the kept one", (*WRITES, *GRAPH), ranked=True)
 def gradient_see_kept(scene: Scene, at: int) -> None:
     scene.see("kept gradient", scene.kept.get("gradient"))
 
 
-@edit("gradient: keep storage", HAVE_GRADS)
+@edit("gradient: keep storage", HAVE_GRADS, ranked=True)
 def gradient_keep_storage(scene: Scene, at: int) -> None:
     if (grad := scene.weight(at).grad) is not None:
         scene.kept["gradient's storage"] = grad.untyped_storage(), grad.storage_offset(), grad.shape, grad.stride()
 
 
-@edit("gradient: see the kept storage", (*WRITES, *GRAPH))
+@edit("gradient: see the kept storage", (*WRITES, *GRAPH), ranked=True)
 def gradient_see_kept_storage(scene: Scene, at: int) -> None:
     if "gradient's storage" in scene.kept:
         storage, *place = scene.kept["gradient's storage"]
@@ -705,13 +705,13 @@ def state_written(scene: Scene, at: int) -> None:
                 value.mul_(0.9)
 
 
-@edit("optimizer: clear state", OUTSIDE)
+@edit("optimizer: clear state", OUTSIDE, ranked=True)
 def state_cleared(scene: Scene, at: int) -> None:
     for optimizer in scene.optimizers:
         optimizer.state.pop(scene.weight(at), None)
 
 
-@edit("optimizer: load_state_dict", OUTSIDE)
+@edit("optimizer: load_state_dict", OUTSIDE, ranked=True)
 def state_loaded(scene: Scene, at: int) -> None:
     for optimizer in scene.optimizers:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -747,19 +747,19 @@ on_read("see flags", lambda scene, p: [(q.requires_grad, q.is_leaf, tuple(q.shap
 on_read("see copy", lambda scene, p: list(copy.deepcopy(scene.net.stem).parameters()), OUTSIDE)
 
 
-@edit("evaluate", (*QUIET, *GRADS))
+@edit("evaluate", (*QUIET, *GRADS), ranked=True)
 def evaluate(scene: Scene, at: int) -> None:
     scene.net.eval()
     scene.see("evaluation", scene.net(scene.batch(at)))
     scene.net.train()
 
 
-@edit("evaluate a block", (*QUIET, *GRADS))
+@edit("evaluate a block", (*QUIET, *GRADS), ranked=True)
 def evaluate_block(scene: Scene, at: int) -> None:
     scene.see("evaluation", scene.block(at)(scene.batch(at)))
 
 
-@edit("functional_call", (*QUIET, *GRADS))
+@edit("functional_call", (*QUIET, *GRADS), ranked=True)
 def functional_call(scene: Scene, at: int) -> None:
     halved = {name: (p.detach() * 0.5).to(scene.device) for name, p in scene.net.named_parameters()}
     scene.see("functional", torch.func.functional_call(scene.net, halved, (scene.batch(at),)))

@@ -7,6 +7,7 @@ import os
 
 import deferring
 import processes
+import ranked_disk
 import torch
 import torch.distributed as dist
 from processes import RankFailed
@@ -26,7 +27,9 @@ def runs_on(device: torch.device) -> Runs:
 
     def runs(program: Program, streams: bool) -> parity.Record:
         try:
-            records = processes.run(SIZE, ranked, on(device, program), streams, device.type if streams else "cpu")
+            records = processes.run(
+                SIZE, ranked_disk.run, ranked, on(device, program), streams, device.type if streams else "cpu"
+            )
         except RankFailed as error:
             if "sp_lightning.errors." in str(error):
                 raise SuperpipelineError(str(error).strip().splitlines()[-1]) from error

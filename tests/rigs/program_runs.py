@@ -54,6 +54,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01, foreach=False),
     "by storage": lambda p: ByStorage(p),
 }
+OTHER_KERNELS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # which ranks step in parts, too
+    "adamw, foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "momentum, foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=True),
+}
 
 
 class Run:
@@ -90,7 +95,8 @@ class Run:
         step = self.begun if moment in EARLY else self.begun - 1
         self.scene.where = f"batch {step}, {moment}"
         for number, act in enumerate(self.program.acts):
-            if (act.step, act.moment, act.by) == (step, moment, by) and number not in self._failed:
+            is_due = (act.step, act.moment, act.by) == (step, moment, by) and act.rank in (None, self.rank)
+            if is_due and number not in self._failed:
                 if act.edit == "fault":
                     self._failed.add(number)
                 EDITS[act.edit].do(self.scene, act.at)
@@ -122,7 +128,7 @@ class Run:
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Make the program's optimizers."""
-        weights, make = list(self.scene.net.parameters()), OPTIMIZERS[self.program.optimizer]
+        weights, make = list(self.scene.net.parameters()), (OPTIMIZERS | OTHER_KERNELS)[self.program.optimizer]
         if self.program.groups == "two optimizers":
             made = [make(weights[::2]), OPTIMIZERS["momentum"](weights[1::2])]
         elif self.program.groups == "two groups":

@@ -1,6 +1,6 @@
 """Whole programs of users, each made from a number: `draw` makes one, `outcome` compares its runs, `shrink` cuts it.
 
-    python tests/rigs/programs.py NUMBER [--device simgpu] [--ranks] [--alone] [--shrink]
+    python tests/rigs/programs.py NUMBER [--device simgpu] [--ranks | --lone] [--alone] [--shrink]
 
 prints a program as readable steps and runs it, with `--alone` both runs in processes of their own: what torch does the
 first time, and what it has counted until then, are as in a user's process. `--shrink` takes away what the program does
@@ -25,7 +25,7 @@ from lightning import seed_everything
 from program_edits import AGAIN, CALLS, EDITS, FAULTS, GRAPH, HOOKED, INSIDE, MOMENTS, NEW, STRUCTURE
 from program_entries import HOOKS, run
 from program_nets import KINDS, USES_TWICE
-from program_runs import OPTIMIZERS
+from program_runs import OPTIMIZERS, OTHER_KERNELS
 
 import parity
 from sp_lightning.errors import SuperpipelineError
@@ -39,10 +39,12 @@ class Act(NamedTuple):
     by: str  # "module" (or the loop), or "callback"
     edit: str
     at: int  # chooses what it is done to
+    rank: int | None = None  # that does it alone
 
     def __str__(self) -> str:
         by = f" of a callback's {HOOKS[self.moment]}" if self.by == "callback" else ""
-        return f"batch {self.step}, {self.moment}{by}: {self.edit} ({self.at})"
+        alone = "" if self.rank is None else f", by rank {self.rank} alone"
+        return f"batch {self.step}, {self.moment}{by}: {self.edit} ({self.at}){alone}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +124,7 @@ def draw(number: int, ranked: bool = False) -> Program:
     groups = dice.choice(["one", "two groups", *["two optimizers"] * (manual or not trainer)])
     resumes = None if ranked else dice.choice([None, None, "streamed", "plain first", "plain last"])
     precision, loss = draw_arithmetic(dice, entry, kinds, ranked)
-    optimizers = [*OPTIMIZERS]
+    optimizers = [*OPTIMIZERS] + [*OTHER_KERNELS] * ranked
     if entry == "fabric":
         optimizers.remove("adagrad")  # whose state is made before the plain run's weights move
     if manual and precision != "32-true":
@@ -152,6 +154,10 @@ def draw(number: int, ranked: bool = False) -> Program:
     acts: list[Act] = []
     for _ in range(dice.randint(1, 6)):
         acts += draw_act(dice, program, acts, quiet, ranked)
+    if ranked and any(act.edit.startswith("keep ") for act in acts):  # weights that share memory cannot begin a run
+        program = dataclasses.replace(program, epochs=1, predicts=False)
+    if program.optimizer == "adamw, fused":  # which a Trainer does not clip with autocast
+        program = dataclasses.replace(program, clips=None)
     return dataclasses.replace(program, acts=tuple(sorted(acts, key=lambda act: (act.step, MOMENTS.index(act.moment)))))
 
 
@@ -185,9 +191,17 @@ def draw_options(dice: random.Random, kinds: tuple[str, ...], quiet: bool, ranke
         options["host_memory"] = "pageable"
     if dice.random() < 0.3:
         options["wire_dtype"] = "as-is"
-    if dice.random() < 0.2 and not ranked:
+    if dice.random() < 0.2:
         options["disk"] = True
     return options
+
+
+def draw_lone(number: int, ranked: bool = True) -> Program:
+    """Make a program of two ranks from its number, of which one rank does something alone."""
+    program, dice = draw(number, ranked), random.Random(f"lone {number}")
+    at, acts = dice.randrange(len(program.acts) or 1), list(program.acts)
+    acts[at : at + 1] = [act._replace(rank=dice.randrange(2)) for act in acts[at : at + 1]]
+    return dataclasses.replace(program, acts=tuple(acts))
 
 
 def classes(kinds: tuple[str, ...]) -> tuple[str, ...]:
@@ -399,12 +413,14 @@ def main() -> int:
     parser.add_argument("number", type=int)
     parser.add_argument("--device", choices=parity.DEVICES, default="cpu")
     parser.add_argument("--ranks", action="store_true", help="a program of two ranks, compared with DDP")
+    parser.add_argument("--lone", action="store_true", help="the same, where one rank does something alone")
     parser.add_argument("--alone", action="store_true", help="each run in a process of its own")
     parser.add_argument("--shrink", action="store_true")
     given = parser.parse_args()
     device = prepare(given.device)
-    program, runs = draw(given.number, given.ranks), (alone_on if given.alone else runs_on)(device)
-    if given.ranks:
+    program = draw_lone(given.number) if given.lone else draw(given.number, given.ranks)
+    runs = (alone_on if given.alone else runs_on)(device)
+    if given.ranks or given.lone:
         import program_ranks  # which imports this file
 
         runs = program_ranks.runs_on(device)
