@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 
+import forks
 import pytest
 import torch
 from torch import nn
@@ -196,6 +197,161 @@ def test_a_process_that_is_killed_leaves_no_scratch_file(tmp_path):
     assert os.WIFSIGNALED(status) and os.listdir(tmp_path) == []
     for pipe in (begun, begins):
         os.close(pipe)
+
+
+END = 110  # epochs of one step: more than fifty lives get to
+KILLED = """
+import os, signal, sys, threading
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+import sp_lightning
+from sp_lightning.disk import scratch_file, state_ring
+
+torch.set_num_threads(1)
+state_ring.BUFFER = state_ring.SMALLEST = 1 << 16
+scratch_file.STRIPE = 2 * scratch_file.SEGMENT
+folder, kill_at, precision, checkpoints = sys.argv[1], *sys.argv[3:]
+epochs = int(sys.argv[2])
+phase, seen, lock = ["begin"], [], threading.Lock()
+
+
+def count(call):
+    if phase[0] != "begin":
+        with lock:
+            seen.append(phase[0])
+            if kill_at in (str(len(seen)), call):
+                print(phase[0], flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def counted(name):
+    real = getattr(os, name)
+
+    def call(*args, **kwargs):
+        count(name)
+        result = real(*args, **kwargs)
+        count(f"after {name}")
+        return result
+
+    setattr(os, name, call)
+
+
+for name in ("preadv", "pwritev", "pwrite", "posix_fallocate", "fsync", "replace"):
+    counted(name)
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = (torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.Tanh()) for _ in range(3))
+        self.net = torch.nn.Sequential(*layers)
+
+    def training_step(self, batch):
+        draws = torch.Generator().manual_seed(self.current_epoch)
+        x = torch.randn(5, 48, generator=draws).to(self.net[0][0].weight.dtype)
+        return self.net(x).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Phases(Callback):
+    def on_train_batch_start(self, *_):
+        self.enter("forward")
+
+    def on_before_backward(self, *_):
+        self.enter("backward")
+
+    def on_before_optimizer_step(self, *_):
+        self.enter("step")
+
+    def on_train_batch_end(self, *_):
+        self.enter("between")
+
+    def on_save_checkpoint(self, *_):
+        self.enter("checkpoint")
+
+    def enter(self, name):
+        phase[0] = name
+        count(name)
+
+
+last = os.path.join(folder, "checkpoints", "last.ckpt")
+master_weights = precision == "bf16-true"
+strategy = sp_lightning.SuperpipelineStrategy(
+    disk=[os.path.join(folder, "a"), os.path.join(folder, "b")],
+    host_budget="0B",
+    checkpoints=checkpoints,
+    master_weights=master_weights,
+    **({} if master_weights else {"wire_dtype": "as-is"}),
+)
+saver = ModelCheckpoint(os.path.dirname(last), "last", every_n_epochs=1, enable_version_counter=False)
+trainer = L.Trainer(
+    accelerator="cpu",
+    strategy=strategy,
+    precision=precision,
+    max_epochs=epochs,
+    callbacks=[Phases(), saver],
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+module = Module()
+trainer.fit(module, torch.utils.data.DataLoader([0]), ckpt_path=last if os.path.exists(last) else None)
+assert trainer.strategy.handle is None or trainer.strategy.handle.stats()["disk_written"]
+state = trainer.optimizers[0].state_dict()["state"]
+torch.save([module.state_dict(), state], os.path.join(folder, "end.pt"))
+phase[0] = "begin"
+print(len(seen), sorted(set(seen)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision, checkpoints", [("32-true", "wait"), ("bf16-true", "beside")])
+def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_bits(precision, checkpoints, tmp_path):
+    """Fifty kills in each, spread over two steps with their checkpoints; each life goes on from the last checkpoint."""
+    folders = {name: tmp_path / name for name in ("killed", "undisturbed", "short")}
+    for folder in folders.values():
+        for name in ("a", "b", "checkpoints"):
+            (folder / name).mkdir(parents=True)
+
+    def live(name, epochs, kill_at):
+        program = forks.Program(
+            KILLED,
+            str(folders[name]),
+            str(epochs),
+            str(kill_at),
+            precision,
+            checkpoints,
+            modules=("sp_lightning", "lightning"),
+        )
+        try:
+            done = program.wait(120)
+        finally:
+            program.kill()
+        assert os.listdir(folders[name] / "a") == os.listdir(folders[name] / "b") == []
+        assert not [one for one in os.listdir("/dev/shm") if str(program.pid) in one or "superpipeline" in one]
+        return done
+
+    done = live("short", 3, 0)
+    assert done.returncode == 0, done.stderr
+    events, kills, killed_in = int(done.stdout.split()[0]) * 2 // 3, 50, []
+    for number in range(kills):
+        kill_at = 1 + number * events // kills if number < kills - 1 else "replace"  # which a file has a name before
+        done = live("killed", 1000, kill_at)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        killed_in.append(done.stdout.split()[-1])
+        left = {"last.ckpt", "last.ckpt.part"} if kill_at == "replace" else {"last.ckpt"}
+        assert set(os.listdir(folders["killed"] / "checkpoints")) in (set(), left)
+    in_checkpoint = {"checkpoint"} if checkpoints == "wait" else set()  # else the next step runs beside it
+    assert set(killed_in) >= {"forward", "backward", "step"} | in_checkpoint
+    assert live("killed", END, 0).returncode == live("undisturbed", END, 0).returncode == 0
+    assert os.listdir(folders["killed"] / "checkpoints") == ["last.ckpt"]
+    ends = [torch.load(folders[name] / "end.pt") for name in ("killed", "undisturbed")]
+    for one, other in zip(*map(torch.utils._pytree.tree_leaves, ends), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.slow
