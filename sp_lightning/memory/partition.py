@@ -26,7 +26,8 @@ on the device.
 10. A frozen parameter that consists of several tensors (a quantised one, of any library) is a *whole*: its innermost
     tensors, its *parts*, are weights of the unit like others, which nothing else knows to belong together. None is
     trained, as no gradient comes back through a whole, or cast, and none shares its bytes with another weight. A
-    DTensor is a whole as well, trained or frozen: its only part is this process's shard (sharded.py).
+    DTensor is a whole as well, trained or frozen: its only part is this process's shard (sharded.py). It counts as the
+    largest one on any rank: the ranks enter units together, so they cut their modules alike.
 
 With class names or a callable the chosen modules are the units, whole, and everything else is resident.
 """
@@ -50,7 +51,7 @@ from sp_lightning.compat.tensors import consists_of_tensors, flattened, is_dtens
 from sp_lightning.core.unit_numbers import aligned
 from sp_lightning.errors import PartitionError
 from sp_lightning.wholes.sharded import Sharded
-from sp_lightning.wholes.whole import Whole
+from sp_lightning.wholes.whole import Whole, part_of
 
 UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 
@@ -74,7 +75,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        return sum(_nbytes(param) for _, param in self.params)
+        return sum(aligned(param.numel() * param.element_size()) for _, param in self.params)
 
     @functools.cached_property
     def parts(self) -> frozenset[int]:
@@ -120,10 +121,6 @@ def partition(root: nn.Module, units: UnitSpec = "auto", *, max_bytes: int | Non
     return _units(tree, pieces)
 
 
-def _nbytes(param: nn.Parameter) -> int:
-    return aligned(param.numel() * param.element_size())
-
-
 class _Tree:
     """The module tree with each module and each parameter in its first place only (rule 1)."""
 
@@ -135,6 +132,7 @@ class _Tree:
         self.wholes: dict[nn.Module, list[Whole]] = {}
         self.children: dict[nn.Module, list[nn.Module]] = {module: [] for module in self.names}
         self.nbytes: dict[nn.Module, int] = {}
+        self._largest: dict[int, int] = {}  # elements of the largest shard, by id of this rank's (rule 10)
         self._assign_owners()
         self._weigh()
 
@@ -156,6 +154,8 @@ class _Tree:
                     whole = _whole(name, param)
                     self.wholes.setdefault(module, []).append(whole)
                     self.owned[module] += whole.parts
+                    if isinstance(whole, Sharded):
+                        self._largest[id(part_of(whole))] = whole.largest_numel()
                     continue
                 if getattr(param, "grad_dtype", None) not in (None, param.dtype):
                     raise PartitionError(
@@ -183,11 +183,16 @@ class _Tree:
         by_name = {name: module for module, name in self.names.items()}
         for module in reversed(self.names):
             self.children[module].reverse()
-            self.nbytes[module] = sum(_nbytes(param) for _, param in self.owned[module])
+            self.nbytes[module] = self.own_nbytes(module)
             self.nbytes[module] += sum(self.nbytes[child] for child in self.children[module])
             if module is not self.root and self.nbytes[module]:
                 # The first name, not the first of the parents: names are given depth first.
                 self.children[by_name[self.names[module].rpartition(".")[0]]].append(module)
+
+    def own_nbytes(self, module: nn.Module) -> int:
+        """Count the bytes of the parameters that belong to the module itself."""
+        numel = self._largest.get
+        return sum(aligned(numel(id(p), p.numel()) * p.element_size()) for _, p in self.owned[module])
 
     def below(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yield the module and all modules that have their first place inside it, in registration order."""
@@ -386,7 +391,7 @@ class _Auto:
 
     def _owned_nbytes(self, module: nn.Module) -> int:
         """Count the bytes that travel only with `module` itself: its own, and those of children without a forward."""
-        own = sum(_nbytes(param) for _, param in self.tree.owned[module])
+        own = self.tree.own_nbytes(module)
         return own + sum(self._owned_nbytes(part) for part in self._inside(module) if not _has_forward(part))
 
     def _is_small(self, piece: _Piece) -> bool:

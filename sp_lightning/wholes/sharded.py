@@ -26,6 +26,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -121,6 +122,15 @@ class Sharded(Whole):
         """Say which shard this process has."""
         spec = self.form.spec
         return f"{spec.placements} at {spec.mesh.get_coordinate()} of {tuple(spec.mesh.shape)}"
+
+    def largest_numel(self) -> int:
+        """Return the number of elements of the largest shard, which is the same number on all ranks."""
+        spec = self.form.spec
+        sizes = list(spec.shape)
+        for axis, placement in enumerate(spec.placements):
+            if placement.is_shard():
+                sizes[placement.dim] = -(-sizes[placement.dim] // spec.mesh.size(axis))
+        return math.prod(sizes)
 
     # ---- gradients (Rules 2 and 3)
 

@@ -104,6 +104,11 @@ def test_a_device_trains_shards_as_the_cpu_does_without_streaming(name, options,
     check(name, True, options, **settings)
 
 
+def test_ranks_cut_a_model_alike_where_one_has_no_element_of_a_layer():
+    first, second = processes.run(2, sharded.units_where_one_rank_has_nothing)
+    assert first == second and first[1] == ("1", ["1"])
+
+
 @pytest.mark.simgpu
 @pytest.mark.parametrize("compare", [sharded_draws.compare, sharded_draws.compare_initialised])
 def test_random_numbers_for_shards_are_those_of_the_meshs_device(compare):
@@ -183,6 +188,7 @@ def test_two_by_two_ranks_are_ddp_over_the_same_shards(name, simulated, options,
         (1, "in sequence", KEEP, {"accumulate": 2}),
         (3, "in sequence", OFFLOAD, {"accumulate": 2, "clip": 0.1, "wide": 24}),
         (3, "in blocks", RECOMPUTE, {"wide": 24}),
+        (3, "unevenly", RECOMPUTE, {"accumulate": 2}),
     ],
 )
 def test_one_rank_and_three_train_as_under_plain_tensor_parallelism(ranks, name, options, settings):

@@ -89,6 +89,15 @@ def in_sequence(mesh: DeviceMesh, head: Any = None) -> nn.Module:
     return parallelize_module(model, mesh, {"0": first, "5": last})
 
 
+def unevenly(mesh: DeviceMesh, hidden: int = 4) -> nn.Module:
+    """Layers that the ranks cannot share evenly: of three, the last one has no element of some."""
+    model = stack()
+    for block in list(model)[1:5]:
+        block.up, block.down = nn.Linear(width, hidden), nn.Linear(hidden, width)  # type: ignore[assignment]
+        parallelize_module(block, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+    return model
+
+
 def tied(mesh: DeviceMesh) -> nn.Module:
     model: Any = in_sequence(mesh)
     model[5].weight = model[0].weight
@@ -294,6 +303,7 @@ MAKERS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "cut words": with_cut_words,
     "in sequence": in_sequence,
     "skipping": skipping,
+    "unevenly": unevenly,
     "tied": tied,
     "read outside": read_outside,
     "sharded loss": with_sharded_loss,
@@ -673,6 +683,13 @@ def compare_on_a_grid(
 
     expected, found = halves(plainly), halves(streamed)
     return {"differ": difference(expected, found), "seen": len(expected), **figures}
+
+
+def units_where_one_rank_has_nothing() -> list[Any]:
+    """List the units of a model, and their modules, of whose layers all but the first rank have no element."""
+    mesh, _, device = begin(False)
+    with sp_lightning.stream(unevenly(mesh, 1), device) as handle:
+        return [(streamed.name, [name for name, _ in streamed.unit.modules]) for streamed in handle.engine.units]
 
 
 def mixed_up() -> str:
