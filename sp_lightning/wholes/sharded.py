@@ -259,7 +259,22 @@ def check_supported(
             f"{name} is a DTensor over a mesh of {mesh.device_type!r}, and its module is streamed to {device}: make "
             "the mesh of that kind of device"
         )
-    return {whole.form.spec.mesh for whole in sharded}
+    meshes = {whole.form.spec.mesh for whole in sharded}
+    _check_backends(name, meshes)
+    return meshes
+
+
+def _check_backends(name: str, meshes: Iterable[Any]) -> None:
+    """Raise if no group along one of these meshes could sum what is on the host (Rule 4)."""
+    from torch.distributed import get_backend_config  # not in each torch
+
+    for group in (mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)):
+        if "cpu:" not in (found := get_backend_config(group)):
+            raise PartitionError(
+                f"{name} is a DTensor over a mesh whose group has the backend {found!r}, and gradients are clipped and "
+                "weights stepped on the host: begin with torch.distributed.init_process_group(), which takes a backend "
+                "for the host's tensors as well, before the mesh is made"
+            )
 
 
 def bring_to_host(module: nn.Module) -> None:

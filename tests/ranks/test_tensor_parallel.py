@@ -249,9 +249,10 @@ def test_ranks_with_different_shards_are_not_taken_for_equal_ones():
 @refusal(
     "a DTensor in a Trainer or Fabric without `tensor_parallel_size`, in `sp_lightning.hf`, with a group on "
     'several machines, `disk=`, `host_budget=`, `optimizer_device="device"`, '
-    "`master_weights` or `compile_units`, or over a mesh of another kind of device than the streaming one",
+    "`master_weights` or `compile_units`, or over a mesh of another kind of device than the streaming one, or whose "
+    "group has a backend for that device alone",
     PartitionError,
-    "`sp_lightning.stream` without these, and a mesh of the device",
+    "`sp_lightning.stream` without these, and a mesh of the device, after `init_process_group()` without a backend",
 )
 @pytest.mark.parametrize(
     ("options", "said"),
@@ -303,6 +304,13 @@ def test_a_rank_plans_the_bytes_of_a_run_alone(name, options):
 def test_a_mesh_of_another_device_is_named():
     for error in processes.run(2, sharded.refused_on_another_device):
         assert error.startswith("PartitionError: 1.up.weight is a DTensor over a mesh of 'cpu'") and "simgpu:0" in error
+
+
+@pytest.mark.simgpu
+def test_a_mesh_whose_group_has_no_backend_for_the_host_is_named():
+    for error in processes.run(2, sharded.refused_without_a_backend_for_the_host):
+        assert error.startswith("PartitionError: 1.up.weight is a DTensor over a mesh whose group has the backend 'sim")
+        assert "torch.distributed.init_process_group()" in error
 
 
 @refusal(

@@ -101,8 +101,9 @@ def test_a_run_goes_on_from_a_checkpoint_of_either_strategy(first, then, distrib
 def test_two_by_two_ranks_go_on_from_shards(tmp_path):
     path = str(tmp_path)
     processes.run(4, sharded_fits.halfway, path, {}, True, 2)
-    expected, found = (processes.run(4, sharded_fits.went_on, path, one, 2) for one in (None, {}))
-    assert [sharded.difference(*pair) for pair in zip(expected, found, strict=True)] == [[]] * 4
+    for goes_on in (sharded_fits.went_on, sharded_fits.only_predicted):
+        expected, found = (processes.run(4, goes_on, path, one, 2) for one in (None, {}))
+        assert [sharded.difference(*pair) for pair in zip(expected, found, strict=True)] == [[]] * 4
 
 
 def test_axes_that_the_devices_do_not_fill_are_refused():

@@ -433,14 +433,17 @@ def edits_between_steps(model: nn.Module) -> Iterator[None]:
 
 def begin(simulated: bool) -> tuple[DeviceMesh, DeviceMesh, torch.device]:
     """Begin on this rank: a mesh for the plain run, which is on the CPU, and one for the streamed run's device."""
-    backend = importlib.import_module("simccl").register() if simulated else "gloo"
-    if not dist.is_initialized():
-        rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, rank=rank, world_size=world)
+    connect(importlib.import_module("simccl").register() if simulated else "gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if not simulated:
         return mesh, mesh, torch.device("cpu")
     return mesh, init_device_mesh("simgpu", (dist.get_world_size(),)), torch.device("simgpu:0")
+
+
+def connect(backend: str) -> None:
+    if not dist.is_initialized():
+        rank, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, rank=rank, world_size=world)
 
 
 def made(name: str, mesh: DeviceMesh, wide: int = 16) -> nn.Module:
@@ -836,6 +839,17 @@ class Sends(TorchDispatchMode):
 def refused_on_another_device() -> str:
     begin(True)
     model = made("in blocks", init_device_mesh("cpu", (dist.get_world_size(),)))
+    try:
+        sp_lightning.stream(model, "simgpu:0")
+    except sp_lightning.errors.SuperpipelineError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was streamed")
+
+
+def refused_without_a_backend_for_the_host() -> str:
+    importlib.import_module("simccl").register()
+    connect("simgpu:simccl")  # as "nccl" is for cuda alone
+    model = made("in blocks", init_device_mesh("simgpu", (dist.get_world_size(),)))
     try:
         sp_lightning.stream(model, "simgpu:0")
     except sp_lightning.errors.SuperpipelineError as error:

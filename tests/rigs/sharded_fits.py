@@ -211,6 +211,18 @@ def went_on(folder: str, options: dict[str, Any] | None, data: int) -> dict[str,
     return fit(module, options, os.path.join(folder, "step=2.ckpt"), whole=True, data=data)
 
 
+def only_predicted(folder: str, options: dict[str, Any] | None, data: int) -> dict[str, Any]:
+    """Predict with what `halfway` left, by a Trainer that does nothing else."""
+    sharded.begin(False)
+    watch = Watch(whole=True)
+    with trainer(options, data=data, callbacks=[watch]) as made:
+        module = Cut("in sequence", shards_data=data > 1 and options is None)
+        found: Any = made.predict(module, loader(False), ckpt_path=os.path.join(folder, "step=2.ckpt"))
+        for number, batch in enumerate(found):
+            watch.see(f"predicted {number}", batch)
+    return watch.found
+
+
 class Words(L.LightningDataModule):
     """The words of a run, for a command line."""
 
