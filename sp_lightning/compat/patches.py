@@ -111,15 +111,16 @@ MODULE_SETATTR, MODULE_DELATTR = Patch(nn.Module, "__setattr__"), Patch(nn.Modul
 # other work would raise AttributeError instead of waiting.
 OPTIMIZER_GETATTR = Patch(Optimizer, "__getattr__")
 
-# optim/grad_scaler.py, while any module is streamed. Gradients on the host would be multiplied by a factor that has not
-# arrived there: garbage, now and then.
+# optim/host_gradients.py, while any module is streamed. Gradients on the host would be multiplied by a factor that has
+# not arrived there: garbage, now and then.
 UNSCALE_GRADS = Patch(GradScaler, "_unscale_grads_")
 
 # ranks/clipping.py, while several devices train a module. Each rank would have a copy of all gradients once they are
 # clipped. `clip_grad_norm_`, which has a list named ``grads`` by then, calls this function by this name.
 CLIP_GRADIENTS = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_clip_grads_with_norm_")
 
-# optim/device_step.py, while optimizers step on the device. The norm would be summed as the host sums it.
+# optim/host_gradients.py, while any module is streamed. The norm of gradients on the host would be computed on one
+# core, and that of those that are stepped on the device as the host sums it.
 TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_get_total_norm")
 PUBLIC_TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils"), "get_total_norm")
 

@@ -26,7 +26,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections import defaultdict
@@ -41,7 +40,6 @@ from torch import Tensor
 from torch.optim import ASGD, SGD, Adafactor, Optimizer
 
 from ..compat.kernels import grouped_by_device_and_dtype, norms_of_each
-from ..compat.patches import PUBLIC_TOTAL_NORM, TOTAL_NORM
 from ..compat.references import are_tensors_of_entry_shared
 from ..core.unit_numbers import ALIGNMENT, aligned, state_nbytes
 from ..errors import UnsupportedError
@@ -52,6 +50,7 @@ from ..memory.watched_parameters import HostParameter, is_on_host, true_grad
 from ..memory.weights import Conversion
 from ..options import HostMemory
 from . import torn_step
+from .host_gradients import stepped_there
 from .pieces import (
     ELEMENTWISE,
     LINE,
@@ -194,9 +193,7 @@ class StepsOnDevice(StateInMemory):
         self._loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since state was adopted
         self._lock = threading.RLock()  # a thread may step one optimizer while the caller steps another
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        _all.add(self)
-        for norm in (TOTAL_NORM, PUBLIC_TOTAL_NORM):
-            norm.install(total_norm)
+        stepped_there.add(self)
 
     def shadow(self, optimizer: Optimizer, fuses: bool) -> ShadowStep | None:
         if type(optimizer) not in ELEMENTWISE | PER_PARAMETER:
@@ -284,10 +281,7 @@ class StepsOnDevice(StateInMemory):
         with self._lock:
             self._free_buffers()
             self._copies.close()
-        if self in _all:
-            _all.discard(self)
-            for norm in (TOTAL_NORM, PUBLIC_TOTAL_NORM):
-                norm.remove()
+        stepped_there.discard(self)
 
     # ---- steps
 
@@ -547,41 +541,6 @@ class StepsOnDevice(StateInMemory):
         for norm in found:
             norm.record_stream(self._device.compute)
         return found
-
-
-_all: weakref.WeakSet[StepsOnDevice] = weakref.WeakSet()
-
-
-def total_norm(
-    tensors: Tensor | Iterable[Tensor],
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    """Compute the norm of all gradients, those of streamed weights on the device (Rule 7): replaces torch's."""
-    gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    owners = {id(gradient): steps for steps in list(_all) for gradient in steps.gradients()}
-    if any(id(gradient) in owners for gradient in gradients):
-        kind, norms = float(norm_type), []
-        there = [owners[id(one)].beside(one) if id(one) in owners else one for one in gradients]
-        for places in grouped_by_device_and_dtype(there):
-            found = _norms([gradients[place] for place in places], owners, kind, foreach)
-            norms += [norm.to(there[0].device) for norm in found]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
-        if not error_if_nonfinite or total.isfinite():
-            return total
-    original: Tensor = TOTAL_NORM.original(gradients, norm_type, error_if_nonfinite, foreach)
-    return original
-
-
-def _norms(
-    gradients: Sequence[Tensor], owners: Mapping[int, StepsOnDevice], kind: float, foreach: bool | None
-) -> Iterator[Tensor]:
-    """Compute the norms of gradients of one type, on the devices where their weights are stepped."""
-    for steps, some in itertools.groupby(gradients, lambda gradient: owners.get(id(gradient))):
-        together = list(some)
-        with torch.no_grad():
-            yield from (norms_of_each if steps is None else steps.norms)(together, kind, foreach)
 
 
 def _piece(step: Any, part: SteppedPart, sources: Iterable[Source], buffer: Tensor) -> Tensor:

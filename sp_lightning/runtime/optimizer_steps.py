@@ -28,10 +28,10 @@ from torch.optim import ASGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..compat.modules import HOOKS_AFTER_EVERY_STEP, HOOKS_AFTER_STEP, HOOKS_BEFORE_EVERY_STEP, HOOKS_BEFORE_STEP
-from ..compat.patches import UNSCALE_GRADS
+from ..compat.patches import PUBLIC_TOTAL_NORM, TOTAL_NORM, UNSCALE_GRADS
 from ..compat.tensors import consists_of_tensors
 from ..core import malloc
-from ..optim import grad_scaler, torn_step
+from ..optim import host_gradients, torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP, IsOwn, Parts
 from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, has_options_on_device
 from ..optim.state_in_memory import StateInMemory
@@ -57,7 +57,9 @@ class OptimizerSteps:
         self.by_hand = False  # whether the loop is the user's own, without `overlapping` (Rule 4)
         self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # the reasons that were logged
         self._note_parameters()
-        UNSCALE_GRADS.install(grad_scaler.unscale)
+        UNSCALE_GRADS.install(host_gradients.unscale)
+        for norm in (TOTAL_NORM, PUBLIC_TOTAL_NORM):
+            norm.install(host_gradients.total_norm)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -84,7 +86,8 @@ class OptimizerSteps:
         """Let optimizers step as they do without streaming."""
         self._closed = True
         malloc.as_ever()
-        UNSCALE_GRADS.remove()
+        for patch in (UNSCALE_GRADS, TOTAL_NORM, PUBLIC_TOTAL_NORM):
+            patch.remove()
         for shadow in self._shadows.values():
             if shadow is not None:
                 shadow.close()
@@ -99,7 +102,7 @@ class OptimizerSteps:
         if managed:
             self.engine.team.check_optimizer(optimizer)
             self._prepare(optimizer)  # adds hooks to the optimizer, which run after this one, still in this step
-            grad_scaler.hand_over(optimizer)
+            host_gradients.hand_over(optimizer)
             if self.engine.access.savings:
                 self._wait_for_file(optimizer)
         self.engine.begin_optimizer(optimizer)

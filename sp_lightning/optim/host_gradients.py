@@ -1,0 +1,137 @@
+"""Gradients on the host in torch's own hands: `torch.amp.GradScaler`, and the norm for clipping.
+
+The scaler's factor is on the device. The scaler copies it to the gradients' device without waiting for the copy. If
+that is the host, kernels there may run before the bytes have arrived, and gradients come out as garbage. So while a
+module is streamed, a scaler whose optimizer has gradients on the host gets the factor as a host tensor, already copied.
+
+An optimizer that unscales by itself (torch's fused ones) reads the factor from its attributes, and would copy it in the
+same way. It gets a host copy too. The copy is its own, because the scaler writes to its factor after the step, which
+may be deferred (pending_step.py).
+
+On the host torch computes the norm of one gradient on one core, and one after another. Here several are computed at
+once, each as torch does it. The norm of a gradient whose weight is stepped on a device is computed there, as plain
+Lightning has it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from ..compat.kernels import grouped_by_device_and_dtype, norms_of_each
+from ..compat.patches import TOTAL_NORM, UNSCALE_GRADS
+
+FEWEST = 1 << 22  # elements for which threads are worth their start
+# Types for which torch sums the squares on one core, whatever the number of threads: the bits are the same on each.
+ON_ONE_CORE = (torch.float32, torch.bfloat16)
+
+
+def hand_over(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer that is about to step on the host its own host copies of what a scaler left for it."""
+    for name in ("grad_scale", "found_inf"):
+        value = vars(optimizer).get(name)
+        if isinstance(value, Tensor):
+            setattr(optimizer, name, value.to("cpu", copy=True))
+
+
+def unscale(
+    self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, *rest: Any
+) -> Any:
+    """Unscale gradients, those on the host by a factor that is there: replaces ``GradScaler._unscale_grads_``."""
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    if any(grad.device.type == "cpu" for grad in grads):
+        inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+    return UNSCALE_GRADS.original(self, optimizer, inv_scale, found_inf, *rest)
+
+
+class SteppedThere(Protocol):
+    """Weights on the host that are stepped on a device."""
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield their gradients."""
+
+    def beside(self, like: Tensor) -> Tensor:
+        """Make an empty tensor of the type of a weight or gradient, on the device."""
+
+    def norms(self, gradients: Sequence[Tensor], kind: float, foreach: bool | None) -> list[Tensor]:
+        """Compute the norms of gradients on the device."""
+
+
+stepped_there: weakref.WeakSet[SteppedThere] = weakref.WeakSet()
+
+
+def total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Compute the norm of all gradients, each where its weight is stepped: replaces torch's."""
+    gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    kind = float(norm_type)
+    owners = {id(gradient): steps for steps in list(stepped_there) for gradient in steps.gradients()}
+    if any(id(gradient) in owners for gradient in gradients) or (not foreach and _are_many(gradients, kind)):
+        norms: list[Tensor] = []
+        there = [owners[id(one)].beside(one) if id(one) in owners else one for one in gradients]
+        for places in grouped_by_device_and_dtype(there):
+            found = _norms([gradients[place] for place in places], owners, kind, foreach)
+            norms += [norm.to(there[0].device) for norm in found]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
+        if not error_if_nonfinite or total.isfinite():
+            return total
+    original: Tensor = TOTAL_NORM.original(gradients, norm_type, error_if_nonfinite, foreach)
+    return original
+
+
+def _norms(
+    gradients: Sequence[Tensor], owners: Mapping[int, SteppedThere], kind: float, foreach: bool | None
+) -> Iterator[Tensor]:
+    """Compute the norms of gradients of one type, on the devices where their weights are stepped."""
+    for steps, some in itertools.groupby(gradients, lambda gradient: owners.get(id(gradient))):
+        together = list(some)
+        with torch.no_grad():
+            yield from (_norms_here if steps is None else steps.norms)(together, kind, foreach)
+
+
+def _norms_here(gradients: list[Tensor], kind: float, foreach: bool | None) -> list[Tensor]:
+    """Compute the norms of gradients where they are, on the host of several at a time."""
+    if foreach or not _are_many(gradients, kind):
+        return norms_of_each(gradients, kind, foreach)
+    found: dict[int, Tensor] = {}
+    if others := [place for place, gradient in enumerate(gradients) if not _is_on_one_core(gradient)]:
+        found.update(zip(others, norms_of_each([gradients[place] for place in others], kind, foreach), strict=True))
+
+    def norm(place: int) -> None:
+        with torch.no_grad():
+            found[place] = torch.linalg.vector_norm(gradients[place], kind)
+
+    largest_first = sorted(set(range(len(gradients))) - found.keys(), key=lambda place: -gradients[place].numel())
+    with ThreadPoolExecutor(torch.get_num_threads(), "superpipeline-norms") as threads:
+        list(threads.map(norm, largest_first))
+    return [found[place] for place in range(len(gradients))]
+
+
+def _are_many(gradients: Sequence[Tensor], kind: float) -> bool:
+    """Whether several gradients are on the host, and large enough, for threads to be worth it."""
+    if kind != 2.0 or torch.get_num_threads() == 1:
+        return False
+    numels = [gradient.numel() for gradient in gradients if _is_on_one_core(gradient)]
+    return len(numels) > 1 and sum(numels) >= FEWEST
+
+
+def _is_on_one_core(gradient: Tensor) -> bool:
+    """Whether torch computes the norm of a gradient on one core of the host."""
+    return (
+        type(gradient) is Tensor
+        and gradient.device.type == "cpu"
+        and gradient.dtype in ON_ONE_CORE
+        and gradient.layout is torch.strided
+        and gradient.is_contiguous()
+    )
