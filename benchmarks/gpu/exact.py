@@ -199,7 +199,7 @@ def rounds(run: campaign.Campaign, waiting: Iterator[Cell], jobs: int) -> list[C
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             while True:
-                for cell in itertools.islice(waiting, jobs + 2 - len(under_way) if run.left_s > 0 else 0):
+                for cell in itertools.islice(waiting, jobs - len(under_way) if run.left_s > 0 else 0):
                     under_way[pool.submit(run_cell, cell, run.device, run.small)] = cell
                 if not under_way:
                     return []

@@ -131,14 +131,19 @@ def main() -> int:
         return 0
     run = campaign.Campaign("trainer", options)
     rows: dict[str, dict[str, Any]] = {}
+    entry: dict[str, Any] = {"label": "llama-1b, 8192 tokens, recompute", "bars": [], "rows": []}
+    run.add(entry)
     for label, own in RUNS.items():
         contender = "stock" if own is None else "superpipeline"
         rows[label] = {"label": label, "contender": contender, "options": own or {}}
         rows[label] |= in_a_process(run, own, options.steps)
+        entry["rows"].append(rows[label])
+        run.save()
         found = rows[label]["error"] or f"{rows[label]['step_s']['median'] * 1e3:,.0f} ms"
         run.say(f"{label:36} {found}")
     verdict = bar(rows)
-    run.add({"label": "llama-1b, 8192 tokens, recompute", "bars": [verdict], "rows": list(rows.values())})
+    entry["bars"].append(verdict)
+    run.save()
     run.say(f"{'reached' if verdict['reached'] else 'MISSED'}  {verdict['bar']}: {verdict['measured']}")
     return 0 if verdict["reached"] else 1
 

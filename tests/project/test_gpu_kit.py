@@ -43,6 +43,15 @@ def test_whole_runs_are_repeated_bit_for_bit(tmp_path):
     assert [result["difference"] for result in found["results"]] == [None, None], done.stdout
 
 
+@slow
+def test_transformers_trainer_is_compared_with_stock(tmp_path):
+    found, done = run(tmp_path, "trainer", "--steps", "6", "--device", "cpu")
+    (entry,) = found["results"]
+    assert [bar["reached"] for bar in entry["bars"]] == [True] and done.returncode == 0, done.stdout
+    assert [row["error"] for row in entry["rows"]] == [None] * 3
+    assert len({row["weights"] for row in entry["rows"]}) == 1  # on the CPU, whose optimizer is the same
+
+
 def test_a_whole_run_does_not_outlast_its_campaign(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     import exact
@@ -162,7 +171,7 @@ def test_every_bar_of_a_result_stands_in_the_table_also_a_missed_one(tmp_path):
     assert "| llama: at least 0.95 | 0.97 of plain's speed |" in table
     assert "| llama: at least 60% less | 41% less (missed) |" in table
     assert "superpipeline window=2 250 ms, 3.0 GiB" in table and "zoo | 2 compared, 1 differ |" in table
-    assert table.count("not measured") == 4 and "results/fits-nvidia-x.json" in table
+    assert table.count("not measured") == 5 and "results/fits-nvidia-x.json" in table
 
 
 def test_runs_without_a_real_device_or_of_tiny_models_are_no_results(tmp_path):
@@ -174,7 +183,7 @@ def test_runs_without_a_real_device_or_of_tiny_models_are_no_results(tmp_path):
     ]
     for name, device, small in cases:
         result(tmp_path, name, device, small=small)
-    assert publish.table(publish.results(tmp_path)).count("not measured") == 6
+    assert publish.table(publish.results(tmp_path)).count("not measured") == 7
 
 
 def test_the_picture_is_drawn_from_the_result_file(tmp_path):
