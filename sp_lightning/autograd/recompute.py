@@ -43,10 +43,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..compat.dynamo import never_compiled
+from ..compat.kernels import choose_kernels, kernel_choices
 from ..compat.modules import CONVERT, HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
 from ..compat.tensors import FLATTEN, storage_id, without_function_modes
 from ..errors import ExactnessError
-from ..memory.device import Device, choose_kernels, kernel_choices
+from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import HOST_OF_WHOLE, DeviceParameter, quietly
 from ..memory.weights import SavedBytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,38 +24,27 @@ from torch.utils._foreach_utils import (
 
 
 class _OrderOfAttention:
-    """The order in which torch tries its kernels for attention.
+    """Whether torch has set the order in which it tries its kernels for attention.
 
     On a device that cuDNN serves best, torch puts cuDNN's first itself, at a process's first attention and whatever the
-    order was. A process that puts back an order that was read earlier would have other kernels from there on.
+    order was. Whoever put back an order that was read earlier would have other kernels from there on.
     """
 
-    SET_BY_TORCH = (
+    BY_TORCH = [
         SDPBackend.CUDNN_ATTENTION.value,
         SDPBackend.FLASH_ATTENTION.value,
         SDPBackend.EFFICIENT_ATTENTION.value,
         SDPBackend.MATH.value,
-    )
+    ]
 
     def __init__(self) -> None:
-        self._was_set = False
+        self.is_by_torch = False
 
-    def get(self) -> tuple[bool, list[int]]:
-        """Read whether torch has put cuDNN's kernels first, and the order."""
-        order = torch._C._get_sdp_priority_order()
-        if not self._was_set and tuple(order[:4]) == self.SET_BY_TORCH:
-            on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            self._was_set = on_cuda and torch.cuda.get_device_capability()[0] in (9, 10)
-        return self._was_set, order
+    def note(self) -> None:
+        """Note that the order is the one that torch sets: somebody else may have chosen it on another device."""
+        on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self.is_by_torch = on_cuda and torch.cuda.get_device_capability()[0] in (9, 10)
 
-    def choose(self, found: tuple[bool, list[int]]) -> None:
-        """Set an order that was read, or torch's own if torch has set that since."""
-        was_set, order = found
-        stale = self._was_set and not was_set
-        torch._C._set_sdp_priority_order([*self.SET_BY_TORCH, *order[4:]] if stale else order)
-
-
-_ORDER = _OrderOfAttention()
 
 # Settings that contexts change for a while: (getter, setter).
 CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
@@ -64,7 +53,7 @@ CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
     (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
-    (_ORDER.get, _ORDER.choose),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
@@ -113,16 +102,32 @@ SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
 ]
 
 
-def settings() -> list[Any]:
-    """Read all settings of the process on which results may depend."""
-    return [get() for get, _ in SETTINGS]
+_ORDER = _OrderOfAttention()
+_PLACE = [setter for _, setter in CHOICES].index(torch._C._set_sdp_priority_order)
 
 
-def set_settings(values: list[Any]) -> None:
-    """Set what `settings` read; those that are in effect already are not touched."""
-    for (get, choose), value in zip(SETTINGS, values, strict=True):
+def _read(kinds: Sequence[tuple[Callable[[], Any], Any]]) -> list[Any]:
+    found = [get() for get, _ in kinds]
+    if not _ORDER.is_by_torch and found[_PLACE][:-1] == _ORDER.BY_TORCH:
+        _ORDER.note()
+    return [*found, _ORDER.is_by_torch]
+
+
+def _set(kinds: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]], found: list[Any]) -> None:
+    *values, was_by_torch = found
+    if not _ORDER.is_by_torch and torch._C._get_sdp_priority_order()[:-1] == _ORDER.BY_TORCH:
+        _ORDER.note()
+    if _ORDER.is_by_torch and not was_by_torch:
+        values[_PLACE] = [*_ORDER.BY_TORCH, values[_PLACE][-1]]
+    for (get, choose), value in zip(kinds, values, strict=True):
         if get() != value:
             choose(value)
+
+
+# To read the settings for choosing kernels (`torch.nn.attention.sdpa_kernel`, `torch.backends.cudnn.flags`), or all on
+# which results may depend; and to set what was read, but for what is in effect already.
+kernel_choices, choose_kernels = functools.partial(_read, CHOICES), functools.partial(_set, CHOICES)
+settings, set_settings = functools.partial(_read, SETTINGS), functools.partial(_set, SETTINGS)
 
 
 # Whether torch has the loss of a linear layer's logits in chunks: operators in Python, whose own operators a dry run

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat.kernels import CHOICES, memory_figures
+from ..compat.kernels import memory_figures
 from ..core import malloc
 from ..core.host import host_memory, lock_limit
 from ..core.unit_numbers import aligned
@@ -516,18 +516,6 @@ class Device:
         """Wait for all work queued on the device."""
         if not self.is_host:
             torch.accelerator.synchronize(self.torch_device)
-
-
-def kernel_choices() -> list[Any]:
-    """Read the settings for choosing kernels (`torch.nn.attention.sdpa_kernel`, `torch.backends.cudnn.flags`)."""
-    return [get() for get, _ in CHOICES]
-
-
-def choose_kernels(choices: list[Any]) -> None:
-    """Apply settings that `kernel_choices` read; those that are in effect already are not touched."""
-    for (get, choose), choice in zip(CHOICES, choices, strict=True):
-        if get() != choice:
-            choose(choice)
 
 
 def _locked_by_torch(nbytes: int) -> Tensor:
