@@ -238,7 +238,7 @@ def shards_of(module: nn.Module) -> int:
 
 def check_supported(
     units: Iterable[Any], device: torch.device | None, in_a_group: bool, refused: dict[str, bool]
-) -> set[Any]:
+) -> list[Any]:
     """Raise if any of these units' parameters is a DTensor that is not streamed with these options.
 
     Returns the meshes of those that are, along which the ranks meet: none on a device that is a dry run's (None).
@@ -247,19 +247,19 @@ def check_supported(
     """
     sharded = [whole for unit in units for whole in unit.wholes if isinstance(whole, Sharded)]
     if not sharded:
-        return set()
+        return []
     for whole in sharded:
         whole.layout.as_parameter = in_a_group
     name, mesh = sharded[0].name, sharded[0].form.spec.mesh
     refuse(name, refused)
     if device is None:
-        return set()
+        return []
     if mesh.device_type != device.type:
         raise PartitionError(
             f"{name} is a DTensor over a mesh of {mesh.device_type!r}, and its module is streamed to {device}: make "
             "the mesh of that kind of device"
         )
-    meshes = {whole.form.spec.mesh for whole in sharded}
+    meshes = [*dict.fromkeys(whole.form.spec.mesh for whole in sharded)]  # on all ranks in the same order
     _check_backends(name, meshes)
     return meshes
 

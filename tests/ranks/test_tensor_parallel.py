@@ -189,9 +189,10 @@ def test_two_by_two_ranks_are_ddp_over_the_same_shards(name, simulated, options,
         (3, "in sequence", OFFLOAD, {"accumulate": 2, "clip": 0.1, "wide": 24}),
         (3, "in blocks", RECOMPUTE, {"wide": 24}),
         (3, "unevenly", RECOMPUTE, {"accumulate": 2}),
+        (4, "on several meshes", OFFLOAD, {"accumulate": 2}),
     ],
 )
-def test_one_rank_and_three_train_as_under_plain_tensor_parallelism(ranks, name, options, settings):
+def test_one_rank_three_and_four_train_as_under_plain_tensor_parallelism(ranks, name, options, settings):
     for found in processes.run(ranks, sharded.compare, name, False, options, **settings):
         assert not found["differ"] and found["fetches"] > 0
 

@@ -98,6 +98,14 @@ def unevenly(mesh: DeviceMesh, hidden: int = 4) -> nn.Module:
     return model
 
 
+def on_several_meshes(mesh: DeviceMesh) -> nn.Module:
+    """Blocks that four ranks cut along all of them, and along one of two axes."""
+    model, axes = stack(), init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("one", "other"))
+    for block, cut in zip(list(model)[1:5], (mesh, axes["one"], axes["other"], mesh), strict=True):
+        parallelize_module(block, cut, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
 def tied(mesh: DeviceMesh) -> nn.Module:
     model: Any = in_sequence(mesh)
     model[5].weight = model[0].weight
@@ -304,6 +312,7 @@ MAKERS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "in sequence": in_sequence,
     "skipping": skipping,
     "unevenly": unevenly,
+    "on several meshes": on_several_meshes,
     "tied": tied,
     "read outside": read_outside,
     "sharded loss": with_sharded_loss,
