@@ -1,13 +1,16 @@
 """Delete every wait, one at a time, and run the race tests: is each needed, and would its absence be noticed?
 
-    python benchmarks/race_deletions.py [--only engine.py] [--jobs 2] [--ranks | --shards | --files | --calls]
+    python benchmarks/race_deletions.py [--only engine.py] [--jobs 2] [--cover FILE]
+                                        [--ranks | --shards | --files | --calls]
 
 A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or a call that does so
 inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`; with ``--shards`` one that only models
 of DTensors need: see `OF_SHARDS`; with ``--files`` one for reads and writes of files, and what else orders them there,
 such as a lock: see `OF_FILES`; with ``--calls`` one of a call in lockstep for its turn: see `OF_CALLS`. Each is
 replaced by its arguments in a copy of the package, and `TESTS` run against the copy, or `TESTS_OF_RANKS`,
-`TESTS_OF_SHARDS`, `TESTS_OF_CALLS`, or those of the file in `FOR_FILES`. The output has a line for each wait; the exit
+`TESTS_OF_SHARDS`, `TESTS_OF_CALLS`, or those of the file in `FOR_FILES`: first those that come to the wait, as one run
+of all without a deletion has shown. ``--cover`` keeps what that run showed in a file, and takes it from there for as
+long as the package and the tests are the same. The output has a line for each wait; the exit
 status is 1 if a deletion goes unnoticed. A complete run for steps, without one of these options, writes its result
 into CONTRIBUTING.md, between the two marks there.
 """
@@ -16,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
+import json
 import os
 import pathlib
 import shutil
@@ -23,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeGuard
@@ -47,6 +52,7 @@ TESTS_OF_SHARDS = ("tests/ranks/test_tensor_parallel.py", "tests/ranks/test_tens
 GUIDE = ROOT / "CONTRIBUTING.md"
 MARKS = "<!-- race deletions -->", "<!-- end -->"
 NEEDED = ("sp_lightning", "tests", "pyproject.toml")
+BESIDE_IT = ROOT / "benchmarks" / "wait_cover.py"  # goes into each copy
 
 # torch's own waits, and functions of this package whose purpose is a wait.
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "result", "exception"}
@@ -100,16 +106,24 @@ FOR_FILES = {
     "optim/state_on_disk.py": _ON_DISK,
     "storage/checkpoint_beside.py": ("tests/lightning/test_checkpoints_beside.py",),
 }
-# The strategy's waits for the checkpoint that is being written are waits for files as well.
-OF_WRITER = "self._writer."
 # What else orders things there: these calls, and locks and contexts that close something when they end.
 OF_FILES = {"drain", "recover", "_end_write", "check", "shutdown", "close", "closing", "flush", "fsync", "_sync"}
 OF_FILES |= {"_sync_folder", "increment_version", "keep_from_forks", "madvise", "set_stream", "_leave_files"}
 OF_FILES |= {"_allocate", "keep_order"}
 LOCKS = {"_lock", "landing"}
 NOT_SLOW = "not slow or seldom"  # the tests that are slow for their products alone
-LONGEST_S = 900
-LONGEST_TEST_S = 120
+LONGEST_TEST_S = 240  # without a deletion; with one, this many times what the longest test took, and seconds more
+TIMES, MORE_S = 4, 20
+
+
+class Came(NamedTuple):
+    """What a test did without any deletion."""
+
+    seconds: float
+    waits: list[int]  # to which it came, by their numbers
+
+
+Cover = Mapping[str, Came]  # by the names of tests
 
 
 class Wait(NamedTuple):
@@ -156,8 +170,6 @@ def kind(wait: Wait) -> str:
     """Return what the wait is for: other "ranks", "shards", "files", the turn of "calls", or "steps"."""
     if called(wait) in OF_CALLS and wait.file.startswith(OF_RUNNING_CALLS):
         return "calls"
-    if wait.text.startswith(OF_WRITER):
-        return "files"
     if not OF_SHARDS.isdisjoint(places(wait)):
         return "shards"
     return "files" if wait.file in FOR_FILES else "ranks" if is_between_ranks(wait) else "steps"
@@ -208,7 +220,7 @@ def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
 def tests_of(wait: Wait) -> Collection[str]:
     """Return the tests that may see that a wait is missing."""
     tests = {"steps": TESTS, "ranks": TESTS_OF_RANKS, "shards": TESTS_OF_SHARDS, "calls": TESTS_OF_CALLS}
-    return tests.get(kind(wait)) or FOR_FILES.get(wait.file, FOR_FILES["storage/checkpoint_beside.py"])
+    return tests.get(kind(wait)) or FOR_FILES[wait.file]
 
 
 class Deletion(ast.NodeTransformer):
@@ -242,6 +254,40 @@ class Deletion(ast.NodeTransformer):
         return meant
 
 
+class Marking(ast.NodeTransformer):
+    """Has the waits of one file note that they are come to (wait_cover.py)."""
+
+    def __init__(self, file: str, numbers: Mapping[tuple[int, int], int]) -> None:
+        self.file, self.numbers = file, numbers
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        return self.marked(node)
+
+    def visit_withitem(self, item: ast.withitem) -> ast.AST:
+        self.generic_visit(item)
+        if isinstance(item.context_expr, (ast.Name, ast.Attribute)):
+            item.context_expr = self.marked(item.context_expr)
+        return item
+
+    def marked(self, node: ast.expr) -> ast.expr:
+        number = self.numbers.get((node.lineno, node.col_offset))
+        if number is None or not is_wait(node, self.file):
+            return node
+        marked = ast.parse(f"(__import__('wait_cover').hit({number}), None)[1]", mode="eval").body
+        marked.value.elts[1] = node  # type: ignore[attr-defined]
+        return marked
+
+
+def mark(found: Sequence[Wait], package: pathlib.Path) -> None:
+    """Have these waits of a package note that they are come to, by their places in this list."""
+    for file in {wait.file for wait in found}:
+        numbers = {(wait.line, wait.column): number for number, wait in enumerate(found) if wait.file == file}
+        path = package / file
+        marked = Marking(file, numbers).visit(ast.parse(path.read_text()))
+        path.write_text(ast.unparse(ast.fix_missing_locations(marked)))
+
+
 def copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     """Copy what the tests need."""
     for name in NEEDED:
@@ -249,6 +295,7 @@ def copied(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
             shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source / name, target / name)
+    shutil.copy(BESIDE_IT, target)
     return target
 
 
@@ -265,21 +312,74 @@ def verdict(
     change: Callable[[pathlib.Path], None] | None = None,
     tests: Collection[str] = TESTS,
     marks: str = NOT_SLOW,
+    env: Mapping[str, str] | None = None,
+    longest_s: float = LONGEST_TEST_S,
 ) -> Verdict:
     """Run tests with these marks on a package that was changed, or on the unchanged one, until the first fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = copied(source, pathlib.Path(name))
         if change is not None:
             change(folder / "sp_lightning")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-m", marks, *tests]
-        command += ["--timeout", str(LONGEST_TEST_S), "--timeout-method", "thread"]
-        env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LONGEST_S)
-        except subprocess.TimeoutExpired:
-            return Verdict(1, "(the tests hang)")
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "--tb=no",
+            "-rfE",
+            "-p",
+            "wait_cover",
+            "-m",
+            marks,
+            *tests,
+        ]
+        command += ["--timeout", str(longest_s), "--timeout-method", "thread"]
+        env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return Verdict(done.returncode, failures[0].split("::")[-1].split(" - ")[0] if failures else done.stdout[-300:])
+
+
+def without(source: pathlib.Path, wait: Wait, number: int, cover: Cover) -> Verdict:
+    """Run the tests of a wait without it, first those that come to it."""
+    with tempfile.NamedTemporaryFile("w") as first:
+        first.write("\n".join(test for test, came in cover.items() if number in came.waits))
+        first.flush()
+        longest = TIMES * max(came.seconds for came in cover.values()) + MORE_S
+        change, env = partial(delete, wait), {"WAIT_ORDER": first.name}
+        return verdict(source, change, tests_of(wait), env=env, longest_s=longest)
+
+
+def record(source: pathlib.Path, found: Sequence[Wait]) -> tuple[Verdict, Cover]:
+    """Run the tests of these waits without any deletion; return to which waits each comes."""
+    with tempfile.TemporaryDirectory() as name:
+        file, lines = pathlib.Path(name, "cover"), pathlib.Path(name, "cover.lines")
+        file.write_bytes(bytes(len(found)))
+        tests = dict.fromkeys(test for wait in found for test in tests_of(wait))
+        result = verdict(source, partial(mark, found), tests, env={"WAIT_COVER": str(file)})
+        came = map(json.loads, lines.read_text().splitlines() if lines.exists() else ())
+        return result, {test: Came(seconds, waits) for test, seconds, waits in came}
+
+
+def digest(source: pathlib.Path, found: Sequence[Wait]) -> str:
+    """Return what is another text once the package, a test or the list of waits is another."""
+    files = sorted(path for path in source.rglob("*") if path.is_file())
+    of = hashlib.sha256(repr(found).encode())
+    for path in files:
+        of.update(path.relative_to(source).as_posix().encode() + b"\0" + path.read_bytes())
+    return of.hexdigest()
+
+
+def known(source: pathlib.Path, found: Sequence[Wait], file: pathlib.Path | None) -> tuple[Verdict, Cover]:
+    """Return what a run without any deletion showed, from this file or by such a run, which then writes it."""
+    now = digest(source, found)
+    if file is not None and file.exists() and (content := json.loads(file.read_text()))["of"] == now:
+        return Verdict(0, ""), {test: Came(*came) for test, came in content["tests"].items()}
+    result, cover = record(source, found)
+    if file is not None and not result.status:
+        file.write_text(json.dumps({"of": now, "tests": cover}))
+    return result, cover
 
 
 def summary(results: list[tuple[Wait, Verdict]]) -> str:
@@ -315,6 +415,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a file of the package, by its path there, or a line: engine.py:195")
     parser.add_argument("--jobs", type=int, default=1, help="test runs at a time")
+    parser.add_argument("--cover", type=pathlib.Path, help="a file that keeps which tests come to which waits")
     of = parser.add_mutually_exclusive_group()
     of.add_argument("--ranks", dest="of", action="store_const", const="ranks", help="delete waits of ranks for others")
     of.add_argument("--shards", dest="of", action="store_const", const="shards", help="delete waits of DTensors alone")
@@ -324,27 +425,27 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         source = copied(ROOT, pathlib.Path(name))  # edits to the checkout do not change it meanwhile
-        found = [w for w in waits(source / "sp_lightning", of=options.of) if options.only in f"{w.file}:{w.line}"]
-        if not found:
+        found = waits(source / "sp_lightning", of=options.of)
+        meant = [(n, wait) for n, wait in enumerate(found) if options.only in f"{wait.file}:{wait.line}"]
+        if not meant:
             say(f"no wait is in {options.only!r}")
             return 2
-        unchanged = verdict(source, tests=dict.fromkeys(test for wait in found for test in tests_of(wait)))
+        unchanged, cover = known(source, found, options.cover)
         if unchanged.status:
             say(f"the race tests fail without any deletion: {unchanged.first_failure}")
             return 2
         results: list[tuple[Wait, Verdict]] = []
         with ThreadPoolExecutor(options.jobs) as pool:
-            for wait, result in zip(
-                found,
-                pool.map(lambda wait: verdict(source, partial(delete, wait), tests_of(wait)), found),
-                strict=True,
+            for (number, wait), result in zip(
+                meant, pool.map(lambda one: without(source, one[1], one[0], cover), meant), strict=True
             ):
-                say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {result}")
+                came = sum(number in came.waits for came in cover.values())
+                say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {came:4} tests  {result}")
                 results.append((wait, result))
     missed = sum(not result.caught for _, result in results)
     if not options.only and options.of == "steps":
         write(summary(results))
-    say(f"{len(found)} waits, {missed} of them can go unnoticed")
+    say(f"{len(results)} waits, {missed} of them can go unnoticed")
     return 1 if missed else 0
 
 

@@ -564,3 +564,43 @@ def test_a_package_without_waits_is_an_error(deletions, package):
         deletions.waits(package, BESIDE)
     with pytest.raises(ValueError, match="no wait was found in"):
         deletions.waits(package / "no" / "such" / "folder", ())
+
+
+@pytest.fixture
+def small(tmp_path, deletions):
+    """What the tests of a small package need, with a test for each of its two waits."""
+    for folder in ("sp_lightning", "tests"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "sp_lightning/__init__.py").write_text(
+        "import threading\n\nready = threading.Event()\n\n\n"
+        "def both(there):\n    return there.wait(0) or ready.wait(0)\n"
+    )
+    (tmp_path / "tests/test_small.py").write_text(
+        "import sp_lightning\n\n\nclass There:\n    def wait(self, seconds):\n        return True\n\n\n"
+        "def test_of_none():\n    pass\n\n\ndef test_of_one():\n    assert sp_lightning.both(There()) is True\n\n\n"
+        "def test_of_both():\n    sp_lightning.ready.set()\n"
+        "    assert sp_lightning.both(sp_lightning.ready) is True\n"
+        "    sp_lightning.ready.clear()\n    assert sp_lightning.both(sp_lightning.ready) is False\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.seldom
+def test_a_deletion_runs_first_the_tests_that_come_to_the_wait(small, deletions, monkeypatch, tmp_path_factory):
+    monkeypatch.setattr(deletions, "tests_of", lambda wait: ["tests/test_small.py"])
+    found = deletions.waits(small / "sp_lightning", ())
+    file = tmp_path_factory.mktemp("kept") / "cover.json"
+    result, cover = deletions.known(small, found, file)
+    assert result.status == 0
+    names = "none", "one", "both"
+    came = [cover[f"tests/test_small.py::test_of_{name}"].waits for name in names]
+    assert came == [[], [0], [0, 1]]
+    monkeypatch.setattr(deletions, "record", None)
+    assert deletions.known(small, found, file)[1] == cover  # from the file
+    assert str(deletions.without(small, found[0], 0, cover)) == "caught      test_of_one"
+    assert str(deletions.without(small, found[1], 1, cover)) == "caught      test_of_both"
+    (small / "tests/test_small.py").write_text("def test_of_none():\n    pass\n")
+    monkeypatch.setattr(deletions, "record", lambda *_: (deletions.Verdict(1, "again"), {}))
+    assert deletions.known(small, found, file)[0].first_failure == "again"  # since a test is another one
+    assert not deletions.without(small, found[1], 1, cover).caught

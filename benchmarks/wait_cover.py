@@ -1,0 +1,56 @@
+"""Which waits each test comes to, and which tests run first: race_deletions.py lays this beside a copy of the package.
+
+1. In a copy whose waits are marked each one calls `hit` with its number, in whichever process: all of them map one file
+   with a byte for each wait. After each test pytest's process writes down which bytes are set, and clears them.
+2. Without ``WAIT_COVER`` in the environment nothing is noted. With ``WAIT_ORDER``, a file of tests in lines, these run
+   before all others, in the order in which they are found.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+def _mapped(path: str | None) -> mmap.mmap | bytearray:
+    if path is None:
+        return bytearray(1 << 16)
+    with open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+_hits = _mapped(os.environ.get("WAIT_COVER"))
+
+
+def hit(number: int) -> None:
+    """Note that the wait of this number was come to."""
+    _hits[number] = 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: Any) -> Iterator[None]:
+    """Write a line for a test: its name, the seconds that it took, and the numbers of the waits (Rule 1)."""
+    path = os.environ.get("WAIT_COVER")
+    _hits[:] = bytes(len(_hits))
+    begin = time.monotonic()
+    found = yield
+    if path is not None:
+        came = [number for number, byte in enumerate(_hits[:]) if byte]
+        with open(f"{path}.lines", "a") as file:
+            file.write(json.dumps([item.nodeid, round(time.monotonic() - begin, 1), came]) + "\n")
+    return found
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Have some tests run before all others (Rule 2)."""
+    path = os.environ.get("WAIT_ORDER")
+    if path is not None:
+        first = set(pathlib.Path(path).read_text().splitlines())
+        items.sort(key=lambda item: item.nodeid not in first)
