@@ -8,7 +8,7 @@ inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`; 
 of DTensors need: see `OF_SHARDS`; with ``--files`` one for reads and writes of files, and what else orders them there,
 such as a lock: see `OF_FILES`; with ``--calls`` one of a call in lockstep for its turn: see `OF_CALLS`. Each is
 replaced by its arguments in a copy of the package, and `TESTS` run against the copy, or `TESTS_OF_RANKS`,
-`TESTS_OF_SHARDS`, `TESTS_OF_CALLS`, or those of the file in `FOR_FILES`: first those that come to the wait, as one run
+`TESTS_OF_SHARDS`, `TESTS_OF_CALLS`, or those of the file in `FOR_FILES`: those that come to the wait, as one run
 of all without a deletion has shown. ``--cover`` keeps what that run showed in a file, and takes it from there for as
 long as the package and the tests are the same. The output has a line for each wait; the exit
 status is 1 if a deletion goes unnoticed. A complete run for steps, without one of these options, writes its result
@@ -106,6 +106,8 @@ FOR_FILES = {
     "optim/state_on_disk.py": _ON_DISK,
     "storage/checkpoint_beside.py": ("tests/lightning/test_checkpoints_beside.py",),
 }
+# The strategy's waits for the checkpoint that is being written are waits for files as well.
+OF_WRITER = "self._writer."
 # What else orders things there: these calls, and locks and contexts that close something when they end.
 OF_FILES = {"drain", "recover", "_end_write", "check", "shutdown", "close", "closing", "flush", "fsync", "_sync"}
 OF_FILES |= {"_sync_folder", "increment_version", "keep_from_forks", "madvise", "set_stream", "_leave_files"}
@@ -170,6 +172,8 @@ def kind(wait: Wait) -> str:
     """Return what the wait is for: other "ranks", "shards", "files", the turn of "calls", or "steps"."""
     if called(wait) in OF_CALLS and wait.file.startswith(OF_RUNNING_CALLS):
         return "calls"
+    if wait.text.startswith(OF_WRITER):
+        return "files"
     if not OF_SHARDS.isdisjoint(places(wait)):
         return "shards"
     return "files" if wait.file in FOR_FILES else "ranks" if is_between_ranks(wait) else "steps"
@@ -220,7 +224,7 @@ def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
 def tests_of(wait: Wait) -> Collection[str]:
     """Return the tests that may see that a wait is missing."""
     tests = {"steps": TESTS, "ranks": TESTS_OF_RANKS, "shards": TESTS_OF_SHARDS, "calls": TESTS_OF_CALLS}
-    return tests.get(kind(wait)) or FOR_FILES[wait.file]
+    return tests.get(kind(wait)) or FOR_FILES.get(wait.file, FOR_FILES["storage/checkpoint_beside.py"])
 
 
 class Deletion(ast.NodeTransformer):
@@ -342,13 +346,16 @@ def verdict(
 
 
 def without(source: pathlib.Path, wait: Wait, number: int, cover: Cover) -> Verdict:
-    """Run the tests of a wait without it, first those that come to it."""
-    with tempfile.NamedTemporaryFile("w") as first:
-        first.write("\n".join(test for test, came in cover.items() if number in came.waits))
-        first.flush()
-        longest = TIMES * max(came.seconds for came in cover.values()) + MORE_S
-        change, env = partial(delete, wait), {"WAIT_ORDER": first.name}
-        return verdict(source, change, tests_of(wait), env=env, longest_s=longest)
+    """Run without a wait the tests that come to it."""
+    tests = [test for test, came in cover.items() if number in came.waits]
+    if not tests:
+        return Verdict(5, "no test comes to it")
+    with tempfile.NamedTemporaryFile("w") as only:
+        only.write("\n".join(tests))
+        only.flush()
+        longest = TIMES * max(cover[test].seconds for test in tests) + MORE_S
+        files = dict.fromkeys(test.partition("::")[0] for test in tests)
+        return verdict(source, partial(delete, wait), files, env={"WAIT_ONLY": only.name}, longest_s=longest)
 
 
 def record(source: pathlib.Path, found: Sequence[Wait]) -> tuple[Verdict, Cover]:

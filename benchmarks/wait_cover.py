@@ -1,9 +1,9 @@
-"""Which waits each test comes to, and which tests run first: race_deletions.py lays this beside a copy of the package.
+"""Which waits each test comes to, and which tests run: race_deletions.py lays this beside a copy of the package.
 
 1. In a copy whose waits are marked each one calls `hit` with its number, in whichever process: all of them map one file
    with a byte for each wait. After each test pytest's process writes down which bytes are set, and clears them.
-2. Without ``WAIT_COVER`` in the environment nothing is noted. With ``WAIT_ORDER``, a file of tests in lines, these run
-   before all others, in the order in which they are found.
+2. Without ``WAIT_COVER`` in the environment nothing is noted. With ``WAIT_ONLY``, a file of tests in lines, no other
+   tests run.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def pytest_runtest_protocol(item: Any) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Have some tests run before all others (Rule 2)."""
-    path = os.environ.get("WAIT_ORDER")
+    """Leave out what is not to run (Rule 2)."""
+    path = os.environ.get("WAIT_ONLY")
     if path is not None:
-        first = set(pathlib.Path(path).read_text().splitlines())
-        items.sort(key=lambda item: item.nodeid not in first)
+        only = set(pathlib.Path(path).read_text().splitlines())
+        items[:] = [item for item in items if item.nodeid in only]

@@ -183,7 +183,7 @@ class Owners:
         self._optimizer = optimizer
         self._progress.post(0, 2 * self._steps - 1)
         try:
-            self._faces.settle(self._find_moved(optimizer), *alike)
+            self._faces.settle(f"a step of {type(optimizer).__name__}", self._find_moved(optimizer), *alike)
         except ExactnessError:
             self._progress.post(0, 2 * self._steps - 2)  # the others come no further without this rank
             raise
@@ -457,7 +457,7 @@ class Owners:
         if not self.cuts(optimizer):
             return
         self._copy_moved_state(optimizer)
-        self._faces.settle(self._find_edits(optimizer), self._find_scalars(optimizer))
+        self._faces.settle("state that was loaded", self._find_edits(optimizer), self._find_scalars(optimizer))
         self._collect_edits()
         self._exchange.board.meet()
         self._drop_edits()
@@ -506,7 +506,7 @@ class Owners:
         self._pieces, self._copies, self._state = [], {}, {}
         self._disk.make_in({})
         if parts is None:
-            self._faces.settle()
+            self._faces.settle("the end of a step")
         elif not parts.begun:
             self.post(self.units, self._steps)
             if not moved:

@@ -162,7 +162,7 @@ class Team(Alone):
     def _exchange_gradients(self) -> None:
         """Exchange the gradients of the backward that ended, and settle what users wrote. Every rank comes here."""
         self.exchange.end_backward()
-        self.faces.settle()
+        self.faces.settle("an exchange of gradients")
         self.exchange.finish()
         self._gradients.marks.clear()  # of gradients that came before the mean
         self.owners.all_summed()
@@ -171,7 +171,7 @@ class Team(Alone):
         self.clipping.show()
 
     def settle(self) -> None:
-        self.faces.settle()
+        self.faces.settle("a load of weights")
 
     # ---- an optimizer's step
 

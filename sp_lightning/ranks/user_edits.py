@@ -132,15 +132,19 @@ class Faces:
         """Whether user code on this rank wrote to a unit since it was settled last, or may do so unseen."""
         return self._may_differ(store) and (store.is_shared() or bool(self.slabs[store].changed()))
 
-    def settle(self, *others: Alike) -> None:
-        """Make true what users wrote, once it and the others were compared. Every rank comes here (Rules 1 and 3)."""
+    def settle(self, place: str, *others: Alike) -> None:
+        """Make true what users wrote, once it and the others were compared. Every rank comes here (Rules 1 and 3).
+
+        ``place`` says where that is: a rank that does something once more than another one comes to another place.
+        """
         written = self.written()
         lists = repr([(index, written[store]) for index, store in enumerate(self._homes) if store in written])
         names = [name for store, pages in written.items() for name in _names(store, pages)]
         weights = Alike("wrote to different parameters", f"wrote {listed(names)}", lists.encode())
         wrote, digests = f"wrote {listed(list(self._left))}", repr(sorted(self._left.items())).encode()
         in_files = Alike("wrote different values to weights that are in files", wrote, digests)
-        self._compare([weights, in_files, *self._bytes_between_nodes(written, names), *others])
+        here = Alike("came to different places", f"came to {place}", place.encode())
+        self._compare([here, weights, in_files, *self._bytes_between_nodes(written, names), *others])
         if not written:
             self.are_true()
             return

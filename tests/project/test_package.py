@@ -587,7 +587,7 @@ def small(tmp_path, deletions):
 
 
 @pytest.mark.seldom
-def test_a_deletion_runs_first_the_tests_that_come_to_the_wait(small, deletions, monkeypatch, tmp_path_factory):
+def test_a_deletion_runs_the_tests_that_come_to_the_wait(small, deletions, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(deletions, "tests_of", lambda wait: ["tests/test_small.py"])
     found = deletions.waits(small / "sp_lightning", ())
     file = tmp_path_factory.mktemp("kept") / "cover.json"
@@ -603,4 +603,4 @@ def test_a_deletion_runs_first_the_tests_that_come_to_the_wait(small, deletions,
     (small / "tests/test_small.py").write_text("def test_of_none():\n    pass\n")
     monkeypatch.setattr(deletions, "record", lambda *_: (deletions.Verdict(1, "again"), {}))
     assert deletions.known(small, found, file)[0].first_failure == "again"  # since a test is another one
-    assert not deletions.without(small, found[1], 1, cover).caught
+    assert not deletions.without(small, found[1], 2, cover).caught  # no test comes to it

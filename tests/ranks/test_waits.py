@@ -72,6 +72,14 @@ def test_a_rank_that_is_slow_to_copy_weights_before_a_step_does_not_find_the_ste
     assert processes.run(2, waiting.weights_after_a_slow_step, copies=True) == [True, True]
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_rank_that_steps_less_or_more_often_than_another_is_told_so(steps):
+    """It waited for good, where the other one waits elsewhere."""
+    found = processes.run(2, waiting.a_step_more_on_one_rank, steps)
+    assert all("the ranks came to different places" in error for error in found), found
+    assert all(any(place in error for error in found) for place in ("a step of AdamW", "an exchange of gradients"))
+
+
 def test_a_step_that_every_rank_takes_as_a_whole_leaves_one_copy():
     assert processes.run(2, waiting.pages_after_a_replicated_step) == [0, 0]
 

@@ -400,6 +400,24 @@ def weights_after_a_slow_step(copies: bool = False) -> bool:
         return same_values(net, plain) and all(map(torch.equal, *found))
 
 
+def a_step_more_on_one_rank(steps: int) -> str:
+    """Step once on the first rank, so often on the second; return the error at this rank's next step or backward."""
+    net, rank = nn.Linear(8, 8), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "LONG_S", 0.1)  # for which a backward waits for a rank whose forward has not ended
+        try:
+            with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+                for number in range(2):
+                    net(torch.ones(2, 8)).sum().backward()
+                    for _ in range(steps if rank and not number else 1):
+                        optimizer.step()
+        except ExactnessError as error:
+            return str(error)
+    return ""
+
+
 def pages_after_a_replicated_step() -> int:
     """Step weights that every rank steps as a whole; return the pages of them that this rank has for itself."""
     torch.manual_seed(0)
