@@ -305,10 +305,10 @@ def test_after_every_kind_of_run_nothing_is_left_patched(installed):
         there = [vars(patch.holder).get(patch.name, patches.ABSENT) is patch.original for patch in patches.ALL]
         assert not left and all(there), (kind, left)
     assert differences(before, seen()) == []
-    # Those of several devices need several processes: loops.py looks at them there. Hugging Face's have tests/hf, and
-    # those of steps on the device one: conftest.py looks at them after each test.
+    # Those of several devices need several processes: loops.py and sharded.py look at them there. Hugging Face's have
+    # tests/hf: conftest.py looks at them after each test.
     theirs = getattr(sys.modules.get("sp_lightning.compat.accelerate"), "PATCHES", [])
-    others = [patches.CLIP_GRADIENTS, patches.TOTAL_NORM, patches.PUBLIC_TOTAL_NORM, *theirs]
+    others = [patches.CLIP_GRADIENTS, patches.drawing_for_dtensors(), *theirs]
     assert installed == {patch.name for patch in patches.ALL if patch not in others}
 
 

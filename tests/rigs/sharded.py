@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import models
 import parity
 import sp_lightning
+from sp_lightning.compat import patches
 from sp_lightning.core.unit_numbers import aligned
 
 HOST = torch.device("cpu")
@@ -502,6 +503,7 @@ def compare(
         in_slabs = all(handle.engine.in_slab(local(parameter)) for parameter in model.parameters())
     after = dict(seen("state_dict", model.state_dict()))
     closed = difference(after, {name: expected[name] for name in after})
+    closed += [f"{patch.name} is left patched" for patch in patches.ALL if patch.users]
     kinds = [type(parameter) for parameter in model.parameters()]
     return {
         "differ": difference(expected, found),
