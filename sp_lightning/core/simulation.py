@@ -544,8 +544,8 @@ class _Host:
         if self._nodes > 1:
             crosses = _network_s(self._units[index], self._machine, self._nodes)
             self._crossing = self._issue("network", index, crosses, [self._sending])
-        if self._overlap and self._crossing is None:
-            self._step(index, [self._sending])
+        if self._overlap:
+            self._step(index, [self._crossing or self._sending])
         else:
             self._arrived.append((index, self._sending))
 

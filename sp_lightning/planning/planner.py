@@ -14,7 +14,7 @@
    the host's are those of all ranks: groups with different shards share nothing. An optimizer that has shards steps
    after backward, on every rank all that it has, and keeps state of its own there (sharded.py, Rule 4).
 7. With several machines all figures but speeds are those of one of them, and each has these devices. They sum gradients
-   once in a step, over a network of the speed that was given (simulation.py, Rule 11), and step after backward.
+   once in a step, over a network of the speed that was given (simulation.py, Rule 11).
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class _Planner:
             needs.costs,
             Schedule([cost.up_nbytes for cost in needs.costs], *sizes),
             machine,
-            optimizer_overlap=overlap and self.shards == self.run.nodes == 1,
+            optimizer_overlap=overlap and self.shards == 1,
             steps_into_forward=overlap and not self.trains_shards,
             works=needs.works,
             ranks=self.ranks,

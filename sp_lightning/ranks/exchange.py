@@ -42,7 +42,9 @@
     ones. So no backward follows one that failed once nodes had begun to sum.
 13. Before a rank posts a whole unit it posts a *mark*, which says how it would step that beside backward; 0: it would
     not. An owner has its part stepped once it has summed it, if all ranks have posted the same mark. So all owners of a
-    unit decide alike, and by what each knew when it posted the unit (sharded_step.py, Rule 6).
+    unit decide alike, and by what each knew when it posted the unit (sharded_step.py, Rule 6). With several nodes that
+    mark, or 0 if a node's ranks posted others, goes to the rail with the shares, and a part is stepped once all sums of
+    it have come, if the marks of all nodes are the same.
 """
 
 from __future__ import annotations
@@ -105,17 +107,6 @@ class StepsOfUnits(Protocol):
         """Have a unit stepped of which this rank has summed its part, and all ranks posted the same mark."""
 
 
-class NoSteps:
-    """Steps of several machines: none is beside backward."""
-
-    def announce(self, store: HostCopy, step: PendingStep) -> None: ...
-
-    def mark(self, store: HostCopy) -> int:
-        return 0
-
-    def summed(self, store: HostCopy, indices: Sequence[int]) -> None: ...
-
-
 class _Sums:
     """The slab of a unit's mean gradients, and the tensors over its face that become ``.grad``."""
 
@@ -136,8 +127,9 @@ class _Sums:
 class _Crossing:
     """A unit's sums on their way between nodes (Rule 11)."""
 
-    def __init__(self, flags: list[int], mine: dict[int, Tensor], peers: Iterable[int]) -> None:
-        self.flags, self.mine = flags, mine  # what this node posted, and its sums, by the parameter
+    def __init__(self, flags: list[int], mine: dict[int, Tensor], mark: Tensor, peers: Iterable[int]) -> None:
+        self.flags, self.mine, self.mark = flags, mine, mark  # what this node posted, and its sums, by the parameter
+        self.steps = False  # whether all nodes would step the unit beside backward (Rule 13)
         self.shown: list[int] = []  # parameters that any rank of any node reached
         self.sent: Message | None = None  # the sums of all nodes, of this one's shares
         self.left = set(peers)  # nodes whose shares are missing
@@ -189,7 +181,7 @@ class Exchange:
         self._came_to = self._stands + 1  # that of the units to which this rank came since its forward (Rule 9)
         self._marks = {store: self._came_to + 1 + number for number, store in enumerate(self.stores)}  # Rule 13
         self.board = Board(ranks, self._came_to + 1 + len(self.stores))
-        self.steps: StepsOfUnits = NoSteps()
+        self.steps: StepsOfUnits  # which the team gives it
         self._signs = count  # the first number of which each change says that a rank gets on
         self._ahead, self._until = AHEAD, 0  # units for which there is room, and the last exchange that has it
         nbytes = sum(paged(2 * store.host_layout.nbytes) for store in self.stores)
@@ -497,9 +489,10 @@ class Exchange:
             left = [store for store in list(backward.whole) if not self._is_summed(backward, store)]
             found = [store for store in left if self._all_at(self._units[store])]
             for store in found:
-                self._sum_unit(backward, store)
+                mark = self._common_mark(store)
+                self._sum_unit(backward, store, mark)
                 self.board.post(self._done[store], self._count)
-                if self._all_would_step(store):
+                if mark and store in backward.shown:
                     self.steps.summed(store, backward.shown[store])
             self._add_nodes(backward)
             if is_last:
@@ -507,10 +500,10 @@ class Exchange:
             if not found:
                 time.sleep(PAUSE_S)
 
-    def _all_would_step(self, store: HostCopy) -> bool:
-        """Whether all ranks posted the same mark of a unit (Rule 13)."""
+    def _common_mark(self, store: HostCopy) -> int:
+        """Return the mark of a whole unit that all ranks of this node posted; 0 if there is none (Rule 13)."""
         marks = {self.board.read(rank, self._marks[store]) for rank in range(self._ranks.size)}
-        return len(marks) == 1 and 0 not in marks
+        return marks.pop() if len(marks) == 1 else 0
 
     def _end_job(self, backward: _Backward) -> None:
         """Wait for the thread, which sums what all ranks have posted by now."""
@@ -663,8 +656,11 @@ class Exchange:
             sums.slab.keep_face()
             sums.make_views()
 
-    def _sum_unit(self, backward: _Backward, store: HostCopy) -> None:
-        """Sum what this rank owns of a unit's gradients; with several nodes, send each its share (Rule 11)."""
+    def _sum_unit(self, backward: _Backward, store: HostCopy, mark: int = 0) -> None:
+        """Sum what this rank owns of a unit's gradients; with several nodes, send each its share (Rule 11).
+
+        ``mark``: the one that this node's ranks have posted, of a whole unit.
+        """
         # Sums of gradients that no rank of this node has reached: if none of another one has, the mean stays.
         apart: dict[int, Tensor] = {}
         shown, transport = self._sum(store, apart), self._ranks.transport
@@ -673,13 +669,14 @@ class Exchange:
             return
         flags = self._flags(store)
         mine = {index: apart.get(index, self._own_sum(store, index)) for index, flag in enumerate(flags) if flag & AT}
+        marked = torch.tensor([mark], device="cpu")
 
         def pack(nodes: Sequence[int]) -> dict[int, Tensor]:
             shares = {node: [self._share_of(node, index, part) for index, part in mine.items()] for node in nodes}
-            return {node: packed(flags, parts) for node, parts in shares.items()}
+            return {node: packed(flags, [marked, *parts]) for node, parts in shares.items()}
 
         transport.send(PARTS, self._key(store), pack)
-        backward.begun[store] = _Crossing(flags, mine, transport.peers)
+        backward.begun[store] = _Crossing(flags, mine, marked, transport.peers)
 
     @staticmethod
     def _is_summed(backward: _Backward, store: HostCopy) -> bool:
@@ -724,6 +721,8 @@ class Exchange:
                 crossing.left.remove(node)
             if crossing.sent is not None and crossing.sent.is_packed and not crossing.left:
                 backward.shown[store] = crossing.shown
+                if crossing.steps:
+                    self.steps.summed(store, crossing.shown)
 
     def _wait_for_nodes(self, backward: _Backward) -> None:
         """Get the means of all units, once this node has sent all of its own sums (Rule 11)."""
@@ -746,6 +745,8 @@ class Exchange:
         assert transport is not None
         count = len(store.params)
         came = {node: Unpacked(message, count) for node, message in transport.take(PARTS, self._key(store)).items()}
+        marks = {int(of.part(crossing.mark)) for of in came.values()} | {int(crossing.mark)}
+        crossing.steps = len(marks) == 1 and 0 not in marks
         flags_of = [crossing.flags, *(of.flags for of in came.values())]
         used = [functools.reduce(operator.or_, flags) & USED for flags in zip(*flags_of, strict=True)]
         sums: list[Tensor] = []

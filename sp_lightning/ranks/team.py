@@ -113,8 +113,7 @@ class Team(Alone):
         self.faces = Faces(self.ranks, self.exchange.board, homes)
         self.clipping = Clipping(self.ranks, self.exchange, stores, access)
         self.owners = Owners(self.ranks, self.exchange, self.faces, self.clipping, stores, state)
-        if self.ranks.transport is None:  # else nothing says what ranks of other machines may step
-            self.exchange.steps = self.owners
+        self.exchange.steps = self.owners
         self.faces.are_true()
         _teams.add(self)
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import pretended_nodes
 import processes
 import pytest
 import stepping
@@ -38,10 +39,10 @@ def of_ddp(size, **settings):
     return processes.run(size, stepping.train, None, **settings)
 
 
-def check(size=2, options=OPTIONS, accelerator="cpu", **settings):
+def check(size=2, options=OPTIONS, accelerator="cpu", nodes=1, **settings):
     """Compare with DDP; return what each rank stepped beside backward, and how many steps it deferred."""
     expected = of_ddp(size, **{name: value for name, value in settings.items() if name not in PACE})
-    found = processes.run(size, stepping.train, options, accelerator, **settings)
+    found = processes.run(size, pretended_nodes.trainer, nodes, stepping.train, options, accelerator, **settings)
     for rank, ((theirs, *_), (ours, *_)) in enumerate(zip(expected, found, strict=True)):
         seen = dict(parity.leaves(ours))
         for path, leaf in parity.leaves(theirs):
@@ -90,6 +91,24 @@ def test_ranks_step_beside_backward_what_all_would(what):
     assert check(what=what, slow_rank=1) == ([HINDERED[what]] * 2, [0] * 2)
 
 
+@pytest.mark.parametrize("slow_rank", [None, pytest.param(2, marks=pytest.mark.seldom)])
+def test_nodes_step_all_units_beside_backward_and_equal_ddp_with_the_tree(slow_rank):
+    assert check(4, nodes=2, slow_rank=slow_rank) == ([ALL] * 4, [0] * 4)
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.slow] * ("of one rank" not in what)) for what in HINDERED]
+)
+@pytest.mark.few(1)
+def test_nodes_step_beside_backward_what_the_ranks_of_all_would(what):
+    assert check(nodes=2, what=what, slow_rank=1) == ([HINDERED[what]] * 2, [0] * 2)
+
+
+def test_blocks_that_a_node_skips_are_stepped_later():
+    (first, second), _ = check(nodes=2, what="skips", slow_rank=1)
+    assert 0 < first < ALL and first == second
+
+
 @pytest.mark.parametrize(
     ("trainer", "ahead"), [({"accumulate_grad_batches": 2}, 2 * UNITS * 2), ({"gradient_clip_val": 0.1}, 0)]
 )
@@ -124,6 +143,6 @@ def test_ranks_with_different_options_step_nothing_beside_backward():
 @pytest.mark.simgpu
 @pytest.mark.parametrize("what", ["", "skips", *HINDERED])
 @pytest.mark.parametrize("defers", [False, True])
-@pytest.mark.parametrize(("size", "accelerator"), [(2, "simgpu"), (4, "cpu")])
-def test_on_other_devices_and_more_ranks(what, defers, size, accelerator):
-    check(size, what=what, defers=defers, slow_rank=size - 1, accelerator=accelerator)
+@pytest.mark.parametrize(("size", "nodes", "accelerator"), [(2, 1, "simgpu"), (4, 1, "cpu"), (4, 2, "simgpu")])
+def test_on_other_devices_and_more_ranks(what, defers, size, nodes, accelerator):
+    check(size, nodes=nodes, what=what, defers=defers, slow_rank=size - 1, accelerator=accelerator)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import loops
+import pretended_nodes
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class Found(NamedTuple):
 @contextlib.contextmanager
 def slow(rank: int | None, seconds: float = SLOW_S) -> Iterator[None]:
     """Have a rank's thread be slow to step each unit."""
-    if rank != int(os.environ["LOCAL_RANK"]):
+    if rank != pretended_nodes.rank():
         yield
         return
     step_part = pending_step.PendingStep._step_part

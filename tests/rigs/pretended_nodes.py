@@ -19,6 +19,12 @@ def count() -> int:
     return int(os.environ.get(NODES, 1))
 
 
+def rank() -> int:
+    """Return this rank's number among those of all nodes."""
+    here = int(os.environ["WORLD_SIZE"]) // count()
+    return int(os.environ["NODE_RANK"]) * here + int(os.environ["LOCAL_RANK"])
+
+
 def run(nodes: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a function on this rank (processes.py, Rule 1), one of so many nodes with as many ranks each."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import deferring
 import lightning as L
+import pretended_nodes
 import pytest
 import ranked_runs
 import torch
@@ -182,7 +183,7 @@ def train(
     strategy = ranked_runs.plain(size) if options is None else sp_lightning.SuperpipelineStrategy(**options)
     accelerator = "cpu" if options is None else accelerator
     callbacks: list[L.Callback] = [] if defers else [HoldsBack()]
-    if "looks at gradients" in what and ("of one rank" not in what or os.environ["LOCAL_RANK"] == str(size - 1)):
+    if "looks at gradients" in what and ("of one rank" not in what or pretended_nodes.rank() == size - 1):
         callbacks.append(Looks())
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as root:
         if unseen := {"scales unseen": Scales, "clips unseen": Clips}.get(what):
@@ -195,7 +196,8 @@ def train(
             fit = L.Trainer(
                 strategy=strategy,
                 accelerator=accelerator,
-                devices=size,
+                devices=size // pretended_nodes.count(),
+                num_nodes=pretended_nodes.count(),
                 max_epochs=1,
                 default_root_dir=root,
                 logger=False,
