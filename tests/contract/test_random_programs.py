@@ -116,6 +116,14 @@ def test_random_programs_do_on_two_ranks_what_they_do_under_ddp(first, device):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("first", range(RANKED, 2 * RANKED, SHEET))
+def test_random_programs_do_on_two_nodes_what_they_do_under_ddp(first, size, device):
+    found = outcomes(range(first, first + SHEET), program_ranks.runs_on(device, size, nodes=2), ranked=True)
+    assert found["equal"] >= SHEET - TELL_NOTHING
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, RANKED, SHEET))
 def test_what_one_rank_alone_does_is_refused_or_has_the_effect_that_it_has_under_ddp(first, device):
     """Never silently another one; and no rank waits for good (processes.TIMEOUT)."""

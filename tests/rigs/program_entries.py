@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import pretended_nodes
 import torch
 import torch.distributed as dist
 from program_nets import batch
@@ -203,6 +204,8 @@ def by_hand(run: Run, size: int) -> None:
                     if size > 1:
                         call = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
                         no_sync = call.no_sync
+                    if size > 2:
+                        call.register_comm_hook(None, sp_lightning.tree_hook)
                 loop = LoopByHand(run, call, run.optimizers())
                 loop.no_sync = no_sync
                 if epoch:
@@ -271,7 +274,8 @@ def fabric_of(run: Run, streams: bool, size: int) -> Any:
     """Make and launch a Fabric."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.precision import MixedPrecision
-    from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.fabric.strategies import SingleDeviceStrategy
+    from ranked_fabric import TreeDDP
 
     accelerator: Any = "cpu"
     if run.device.type == "simgpu":
@@ -280,10 +284,11 @@ def fabric_of(run: Run, streams: bool, size: int) -> Any:
     if streams:
         strategy: Any = sp_lightning.SuperpipelineFabricStrategy(**alone, **options_of(run))
     else:
-        strategy = SingleDeviceStrategy(**alone) if size == 1 else DDPStrategy(find_unused_parameters=True)
+        strategy = SingleDeviceStrategy(**alone) if size == 1 else TreeDDP(find_unused_parameters=True)
     mixed = run.program.precision == "bf16-mixed"
     plugins = [MixedPrecision("bf16-mixed", run.device.type)] if mixed else None
-    fabric = Fabric(accelerator=accelerator, devices=size, strategy=strategy, plugins=plugins)
+    nodes = pretended_nodes.count()
+    fabric = Fabric(accelerator=accelerator, devices=size // nodes, num_nodes=nodes, strategy=strategy, plugins=plugins)
     fabric.launch()
     return fabric
 
@@ -360,12 +365,13 @@ def trainer_of(package: Any, run: Run, epoch: int, streams: bool, size: int, sav
     elif size == 1:
         strategy = package.strategies.SingleDeviceStrategy(**alone)
     else:
-        strategy = package.strategies.DDPStrategy(find_unused_parameters=True)
+        strategy = importlib.import_module("ranked_runs").plain(size)
     clips = program.clips if not program.manual else None  # which a program does by itself
     return package.Trainer(
         strategy=strategy,
         accelerator=device.type,
-        devices=size,
+        devices=size // pretended_nodes.count(),
+        num_nodes=pretended_nodes.count(),
         precision=program.precision,
         max_epochs=epoch + 1 if program.resumes else 1,
         accumulate_grad_batches=1 if program.manual else program.accumulates,

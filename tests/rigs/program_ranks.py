@@ -1,4 +1,4 @@
-"""Random programs on two ranks: under DDP on the CPU, and streamed on any device (processes.py, Rule 1)."""
+"""Random programs on several ranks: under DDP on the CPU, and streamed on any device (processes.py, Rule 1)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import os
 
 import deferring
+import pretended_nodes
 import processes
 import ranked_disk
 import torch
@@ -18,18 +19,16 @@ from ranked_runs import simulated
 import parity
 from sp_lightning.errors import SuperpipelineError
 
-SIZE = 2
-SLOW_S = 0.02  # that one rank's thread, or neither's, takes more for each unit's step
+SLOW_S = 0.02  # that one rank's thread, or none's, takes more for each unit's step
 
 
-def runs_on(device: torch.device) -> Runs:
-    """Return what runs a program on two ranks; the reference computes on the CPU, by the same kernels."""
+def runs_on(device: torch.device, size: int = 2, nodes: int = 1) -> Runs:
+    """Return what runs a program on so many ranks of pretended nodes; the reference computes on the CPU, on one."""
 
     def runs(program: Program, streams: bool) -> parity.Record:
+        on_ranks = pretended_nodes.trainer, nodes if streams else 1, ranked_disk.run, ranked
         try:
-            records = processes.run(
-                SIZE, ranked_disk.run, ranked, on(device, program), streams, device.type if streams else "cpu"
-            )
+            records = processes.run(size, *on_ranks, on(device, program), streams, device.type if streams else "cpu")
         except RankFailed as error:
             if "sp_lightning.errors." in str(error):
                 raise SuperpipelineError(str(error).strip().splitlines()[-1]) from error
@@ -55,7 +54,7 @@ def on(device: torch.device, program: Program) -> Program:
 
 def ranked(program: Program, streams: bool, accelerator: str) -> parity.Record:
     """Run a program on this rank."""
-    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = pretended_nodes.rank(), int(os.environ["WORLD_SIZE"])
     if program.entry == "by hand":
         dist.init_process_group("gloo", rank=rank, world_size=size)
     slow = deferring.slow((None, 0, 1)[program.number % 3] if streams else None, SLOW_S)

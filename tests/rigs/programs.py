@@ -1,6 +1,7 @@
 """Whole programs of users, each made from a number: `draw` makes one, `outcome` compares its runs, `shrink` cuts it.
 
-    python tests/rigs/programs.py NUMBER [--device simgpu] [--ranks | --lone] [--alone] [--shrink]
+    python tests/rigs/programs.py NUMBER [--device simgpu] [--ranks [COUNT] | --lone] [--nodes COUNT] [--alone]
+                                    [--shrink]
 
 prints a program as readable steps and runs it, with `--alone` both runs in processes of their own: what torch does the
 first time, and what it has counted until then, are as in a user's process. `--shrink` takes away what the program does
@@ -412,18 +413,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("number", type=int)
     parser.add_argument("--device", choices=parity.DEVICES, default="cpu")
-    parser.add_argument("--ranks", action="store_true", help="a program of two ranks, compared with DDP")
+    parser.add_argument("--ranks", type=int, nargs="?", const=2, help="a program of ranks, two or more, beside DDP")
+    parser.add_argument("--nodes", type=int, default=1, help="on so many pretended nodes")
     parser.add_argument("--lone", action="store_true", help="the same, where one rank does something alone")
     parser.add_argument("--alone", action="store_true", help="each run in a process of its own")
     parser.add_argument("--shrink", action="store_true")
     given = parser.parse_args()
     device = prepare(given.device)
-    program = draw_lone(given.number) if given.lone else draw(given.number, given.ranks)
+    program = draw_lone(given.number) if given.lone else draw(given.number, bool(given.ranks))
     runs = (alone_on if given.alone else runs_on)(device)
     if given.ranks or given.lone:
         import program_ranks  # which imports this file
 
-        runs = program_ranks.runs_on(device)
+        runs = program_ranks.runs_on(device, given.ranks or 2, given.nodes)
     print(program)
     found = outcome(program, runs)
     print(f"-> {found.kind} {found.what}")
