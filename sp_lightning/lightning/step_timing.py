@@ -1,11 +1,10 @@
 """When an optimizer may step: beside backward, after it, or beside the next forward, by the user hooks that run between
-them and may read gradients or weights that are not final yet.
+them.
 
 1. A hook between backward and the optimizer step may read or change gradients. If there is one, no unit is stepped
    while backward runs (pending_step.py).
-2. A hook between the optimizer step and the next forward may read weights. It would wait for the step, so that a
-   deferred step gains nothing (pending_step.py). Some callbacks of Lightning are known to read no weights; a subclass
-   of one may read them.
+2. A hook between the optimizer step and the next forward changes nothing: where it reads a weight, it waits for that
+   weight's step, as all code does (pending_step.py, Rule 6).
 3. Methods of Lightning's classes and of this package's are known. Methods of any other class, and methods set on an
    object, may read anything.
 """
@@ -19,32 +18,14 @@ from torch.optim import Optimizer
 
 from ..compat.lightning import BEFORE_STEP, data_fetcher, is_last_batch, should_validate, validation_interval
 from ..compat.modules import COUNTS_STEPS
-from .callback import SuperpipelineCallback
-from .names import (
-    Callback,
-    DeviceStatsMonitor,
-    LearningRateMonitor,
-    LightningModule,
-    ModelCheckpoint,
-    RichProgressBar,
-    Strategy,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
-)
+from .names import Callback, LightningModule, Strategy
 
 CALLBACKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 MODULE_BEFORE_STEP = (*CALLBACKS_BEFORE_STEP, "backward", "configure_gradient_clipping", "optimizer_step")
 STRATEGY_BEFORE_STEP = ("backward", "post_backward")
 PLUGIN_BEFORE_STEP = (*STRATEGY_BEFORE_STEP, "optimizer_step", "clip_gradients", *BEFORE_STEP)
 
-CALLBACKS_BEFORE_NEXT = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
-MODULE_BEFORE_NEXT = (*CALLBACKS_BEFORE_NEXT, "optimizer_zero_grad", "optimizer_step")
 SAVING = ("on_save_checkpoint",)
-READ_NO_WEIGHTS = frozenset(
-    {SuperpipelineCallback, ModelCheckpoint, LearningRateMonitor, DeviceStatsMonitor, ThroughputMonitor, Timer}
-    | {TQDMProgressBar, RichProgressBar}
-)
 
 
 def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, optimizer: Optimizer) -> str | None:
@@ -59,20 +40,15 @@ def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, opt
     if _has_replaced_step(optimizer):
         return "the optimizer's step method was replaced"
     return (
-        _hooked(module, MODULE_BEFORE_STEP, CALLBACKS_BEFORE_STEP, known=())
+        _hooked(module, MODULE_BEFORE_STEP, CALLBACKS_BEFORE_STEP)
         or _overrides(strategy, STRATEGY_BEFORE_STEP)
         or _overrides(plugin, PLUGIN_BEFORE_STEP)
     )
 
 
-def why_weights_must_be_stepped(module: LightningModule) -> str | None:
-    """Say which hook may read weights before the next forward begins, or return None (Rule 2)."""
-    return _hooked(module, MODULE_BEFORE_NEXT, CALLBACKS_BEFORE_NEXT, known=READ_NO_WEIGHTS)
-
-
 def chooses_checkpoints(module: LightningModule) -> bool:
     """Whether the user's code may leave weights out of checkpoints."""
-    return _hooked(module, SAVING, SAVING, known=()) is not None
+    return _hooked(module, SAVING, SAVING) is not None
 
 
 def next_is_a_training_step(trainer: Any) -> bool:
@@ -84,16 +60,14 @@ def next_is_a_training_step(trainer: Any) -> bool:
     return not (stops or ends or validates or should_validate(epoch)(data_fetcher(trainer.fit_loop)))
 
 
-def _hooked(
-    module: LightningModule, own: Iterable[str], of_callbacks: Collection[str], known: Collection[type]
-) -> str | None:
+def _hooked(module: LightningModule, own: Iterable[str], of_callbacks: Collection[str]) -> str | None:
     """Name the first of these hooks that the module or a callback overrides."""
     for hook in own:
         if _has_own(hook, module, LightningModule):
             return f"{type(module).__name__} overrides {hook}"
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         for hook in of_callbacks:
-            if type(callback) not in known and _has_own(hook, callback, Callback):
+            if _has_own(hook, callback, Callback):
                 return f"{type(callback).__name__} overrides {hook}"
     return None
 

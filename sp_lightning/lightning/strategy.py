@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from ..compat.lightning import EmptyInit, average_device, move_optimizers, reset_seed, set_average_device, setup_model
 from ..compat.modules import convert_tensors
 from ..errors import OptionError, PeerError, TornStepError
-from ..memory.device import check_supported
+from ..memory.device import check_supported, numbered
 from ..memory.watched_parameters import is_watched
 from ..observe.progress import waiting
 from ..optim import torn_step
@@ -219,6 +219,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         trainer: Any = self.lightning_module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_alone()
+        if self._device_given:
+            self._root_device = numbered(self.root_device)  # Lightning asks torch for the device of that number
         super().setup_environment()
         if self.is_distributed:
             reset_seed()
@@ -589,14 +591,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         return reason is None
 
     def _may_hold(self) -> bool:
-        """Decide whether the step may be deferred, to run beside the next forward (pending_step.py).
-
-        It may if no hook runs in between that is likely to read weights. Any other code that reads weights waits for
-        the step."""
+        """Decide whether the step may be deferred, to run beside the next forward: code that reads a weight waits."""
         module = self.lightning_module
         assert module is not None and self.handle is not None
-        reason = step_timing.why_weights_must_be_stepped(module)
-        reason = reason or self.handle.steps.other_hooks(module.trainer.optimizers[0], after=True)
+        reason = self.handle.steps.other_hooks(module.trainer.optimizers[0], after=True)
         self.handle.steps.say(WHOLE_STEP, reason)
         return reason is None and step_timing.next_is_a_training_step(module.trainer)
 

@@ -37,6 +37,13 @@ STAGING_NBYTES = 16 << 20  # long enough for the link to reach its speed
 STAGING_COUNT = 2  # in each direction: one is filled while the other is emptied
 
 
+def numbered(device: torch.device) -> torch.device:
+    """Return the device with its number, the current one's if it has none; the CPU without, as tensors there show it."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
+
+
 class DeviceMemoryError(SuperpipelineError, torch.OutOfMemoryError):
     """The device ran out of memory in the model's own code: torch's message, with options that would fit."""
 
@@ -179,11 +186,7 @@ class Device:
         found = torch.device(device) if not isinstance(device, int) else torch.device(_accelerator_type(), device)
         check_supported(found)
         self.is_host = found.type == "cpu"
-        if self.is_host:
-            found = torch.device("cpu")  # without a number, as tensors there show it
-        elif found.index is None:
-            found = torch.device(found.type, torch.accelerator.current_device_index())  # type: ignore[unreachable]
-        self.torch_device = found
+        self.torch_device = found = numbered(found)
         self.up: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
         self.down: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
         self._idle = _IdleStream()

@@ -13,14 +13,8 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import (
     Checkpoint,
-    DeviceStatsMonitor,
-    LearningRateMonitor,
     ModelCheckpoint,
-    RichProgressBar,
     StochasticWeightAveraging,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
     WeightAveraging,
 )
 from pytorch_lightning.loggers import Logger

@@ -261,6 +261,32 @@ print(json.dumps(said))
     assert found[0] == "DeviceMemoryError", found
 
 
+def test_a_strategy_takes_a_device_without_a_number(run):
+    found = run(
+        """
+import lightning as L
+from torch import nn
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+
+    def training_step(self, batch, _):
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+strategy = sp_lightning.SuperpipelineStrategy(window=2, device="cuda")
+trainer = L.Trainer(strategy=strategy, max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.zeros(4, 64), 2))
+print(json.dumps([str(strategy.root_device), strategy.handle.stats()["fetches"] > 0]))
+"""
+    )
+    assert found == ["cuda:0", True]
+
+
 @SLOW
 def test_another_device_than_the_first_is_streamed_to_alone(run):
     touches = run(

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from refusals import refusal
-from side_by_side import blocks, fit, squares
+from side_by_side import StepsAtOnce, blocks, fit, squares
 
 import parity
 import sp_lightning
@@ -100,16 +100,9 @@ def numbers(seen):
     return [value.sum().item() if isinstance(value, torch.Tensor) else value for _, value in parity.leaves(seen)]
 
 
-class MayLook(L.Callback):
-    """Between a step and the next: nothing of a step is left to run on then."""
-
-    def on_train_batch_start(self, *_):
-        """Nothing."""
-
-
 def compare(device, make, options=None, holds=False, **settings):
     """A plain fit and a streaming one; gives the latter's figures."""
-    settings = {"callbacks": [] if holds else [MayLook()], **settings}
+    settings = {"callbacks": [] if holds else [StepsAtOnce()], **settings}
     expected = fit(make, None, device, **settings)
     strategy = sp_lightning.SuperpipelineStrategy(device=device, **{"window": 2, **(options or {})})
     actual = fit(make, strategy, device, **settings)

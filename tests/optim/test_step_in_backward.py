@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import Precision
 from refusals import refusal
+from side_by_side import StepsAtOnce
 
 import models
 import parity
@@ -31,7 +32,7 @@ from sp_lightning.runtime.window import Window
 ROOT = Path(__file__).parents[2]
 
 
-class Watched(L.Callback):
+class Watched(StepsAtOnce):
     """Counts the parameters that were stepped ahead."""
 
     def __init__(self):
