@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,13 @@ class Row:
         return self.repetitions[0]["losses"] if self.repetitions else []
 
     @property
+    def repeated(self) -> int:
+        """Count the first losses that every process found, one for each repetition; one process shows the first."""
+        found = [repetition["losses"] for repetition in self.repetitions]
+        same = itertools.takewhile(lambda losses: len(set(losses)) == 1, zip(*found, strict=False))
+        return min(sum(1 for _ in same), 1 if len(found) == 1 else len(self.losses))
+
+    @property
     def arithmetic(self) -> tuple[Any, ...]:
         """Options of this strategy on which the bits depend."""
         names = "fused_optimizer", "optimizer_device", "master_weights", "compile_units"
@@ -133,7 +141,10 @@ class Result:
 
     @property
     def differences(self) -> list[str]:
-        """Losses that should be equal and differ, in words."""
+        """Losses that should be equal and differ, in words.
+
+        A GPU's kernels may add in another order in each run: there losses count as far as a row repeats its own.
+        """
         plain = [row for row in self.rows if row.entry.contender == "plain" and row.losses]
         alike: dict[tuple[Any, ...], Row] = {}
         found = []
@@ -157,8 +168,9 @@ class Result:
         same = self.setting.inference or ((on_host or where == "device") and not fused and not masters)
         return len(row.losses) if same else 1
 
-    @staticmethod
-    def _difference(row: Row, other: Row, count: int) -> str:
+    def _difference(self, row: Row, other: Row, count: int) -> str:
+        if self.setting.device != "cpu":
+            count = min(count, row.repeated, other.repeated)
         # Batches under way at once as a repetition ends report their losses later.
         for step, (mine, theirs) in enumerate(zip(row.losses[:count], other.losses[:count], strict=False), 1):
             if mine != theirs:

@@ -38,7 +38,7 @@ STAGING_COUNT = 2  # in each direction: one is filled while the other is emptied
 
 
 def numbered(device: torch.device) -> torch.device:
-    """Return the device with its number, the current one's if it has none; the CPU without, as tensors there show it."""
+    """Return the device with its number, or the current one's; the CPU without, as tensors there show it."""
     if device.type == "cpu":
         return torch.device("cpu")
     return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())

@@ -461,8 +461,22 @@ def test_with_another_arithmetic_only_the_first_loss_must_be(option):
 def test_with_steps_on_the_device_all_losses_must_be_the_plain_ones_there():
     for where, count in (("host", 0), ("device", 1)):
         found = result(row(), row("superpipeline", losses=(1.0, 2.5), window=1, optimizer_device=where))
+        for each in found.rows:
+            each.repetitions *= 2
         there = dataclasses.replace(found, setting=dataclasses.replace(found.setting, device="simgpu"))
         assert len(there.differences) == count
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("again, count", [((1.0, 2.5), 1), ((1.0, 2.75), 0), ((1.25, 2.5), 0), (None, 0)])
+def test_where_kernels_may_add_in_another_order_only_what_a_row_repeats_must_be_equal(again, count):
+    ours = row("superpipeline", losses=(1.0, 2.5), window=1, optimizer_device="device")
+    rows = row(), ours
+    for each, losses in ((rows[0], rows[0].losses), (ours, again)):
+        each.repetitions[1:] = [] if again is None else [{**each.repetitions[0], "losses": losses}]
+    found = result(*rows)
+    there = dataclasses.replace(found, setting=dataclasses.replace(found.setting, device="simgpu"))
+    assert len(there.differences) == count
 
 
 @pytest.mark.simgpu
