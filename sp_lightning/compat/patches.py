@@ -115,8 +115,9 @@ OPTIMIZER_GETATTR = Patch(Optimizer, "__getattr__")
 # not arrived there: garbage, now and then.
 UNSCALE_GRADS = Patch(GradScaler, "_unscale_grads_")
 
-# ranks/clipping.py, while several devices train a module. Each rank would have a copy of all gradients once they are
-# clipped. `clip_grad_norm_`, which has a list named ``grads`` by then, calls this function by this name.
+# optim/host_gradients.py, while any module is streamed. Gradients on the host would be multiplied by one, and each
+# of several ranks would have a copy of all gradients once they are clipped. `clip_grad_norm_`, which has a list named
+# ``grads`` by then, calls this function by this name.
 CLIP_GRADIENTS = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_clip_grads_with_norm_")
 
 # optim/host_gradients.py, while any module is streamed. The norm of gradients on the host would be computed on one

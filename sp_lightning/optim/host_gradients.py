@@ -10,7 +10,8 @@ may be deferred (pending_step.py).
 
 On the host torch computes the norm of one gradient on one core, and one after another. Here several are computed at
 once, each as torch does it. The norm of a gradient whose weight is stepped on a device is computed there, as plain
-Lightning has it.
+Lightning has it. Clipping multiplies by a factor, which is one where the norm is below the limit: on the host it is
+known, and then no gradient is read and written once more, for the same bits.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from ..compat.kernels import grouped_by_device_and_dtype, norms_of_each
-from ..compat.patches import TOTAL_NORM, UNSCALE_GRADS
+from ..compat.patches import CLIP_GRADIENTS, TOTAL_NORM, UNSCALE_GRADS
+from ..compat.references import caller_has
 
 FEWEST = 1 << 22  # elements for which threads are worth their start
+LEAST_BITS = torch.tensor(1, dtype=torch.int32, device="cpu")  # of the smallest number, which some settings flush
 # Types for which torch sums the squares on one core, whatever the number of threads: the bits are the same on each.
 ON_ONE_CORE = (torch.float32, torch.bfloat16)
 
@@ -135,3 +138,38 @@ def _is_on_one_core(gradient: Tensor) -> bool:
         and gradient.layout is torch.strided
         and gradient.is_contiguous()
     )
+
+
+class KeepsFactors(Protocol):
+    """Some gradients that are multiplied later than the others (ranks/clipping.py)."""
+
+    def keep(self, parameters: Iterable[Tensor], factor: Tensor, references: int) -> list[Tensor]:
+        """Store a factor for these parameters' gradients; return the parameters whose gradients are multiplied now.
+
+        ``references``: from torch's function to each gradient.
+        """
+
+
+multiplied_later: weakref.WeakSet[KeepsFactors] = weakref.WeakSet()
+
+
+def clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
+    """Clip gradients by their total norm: replaces the function that torch's clipping calls."""
+    left = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if total_norm.device.type == "cpu" and type(total_norm) is Tensor:
+        # `clip_grad_norm_` has them in a list, this function's users may have them wherever they like.
+        references = int(caller_has("grads", CLIP_GRADIENTS.holder.__name__))
+        with torch.no_grad():  # as torch computes it
+            factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+        if _keeps_all_bits(factor) and not any(map(torch.is_complex, left)):
+            return
+        for later in list(multiplied_later):
+            left = later.keep(left, factor, references)
+    if left:
+        CLIP_GRADIENTS.original(left, max_norm, total_norm, foreach)
+
+
+def _keeps_all_bits(factor: Tensor) -> bool:
+    """Whether a product with this factor has the bits of the other one, also of one that is next to zero."""
+    with torch.no_grad():
+        return bool(factor == 1) and bool((LEAST_BITS.view(torch.float32) * 1.0).view(torch.int32) == LEAST_BITS)

@@ -13,19 +13,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compat.patches import CLIP_GRADIENTS
-from ..compat.references import caller_has
 from ..memory.access import Access
 from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import HostParameter, true_dtype, true_grad
+from ..optim.host_gradients import multiplied_later
 from .board import Ranks
 from .exchange import Exchange
 from .user_edits import Alike, flat, owned
@@ -44,21 +41,15 @@ class Clipping:
         self._numbers = {place: number for number, place in enumerate(self._places.values())}
         self._factors: defaultdict[Place, list[Tensor]] = defaultdict(list)  # in the order of the calls
         self._unseen: dict[Place, Tensor] = {}  # those of gradients that this rank has not multiplied (Rule 2)
-        _all.add(self)
-        CLIP_GRADIENTS.install(clip)
-        self._remove = weakref.finalize(self, CLIP_GRADIENTS.remove)
+        multiplied_later.add(self)
 
     def close(self) -> None:
         """Leave the gradients to their users. Safe twice."""
         self.show()
-        _all.discard(self)
-        self._remove()
+        multiplied_later.discard(self)
 
     def keep(self, parameters: Iterable[Tensor], factor: Tensor, references: int) -> list[Tensor]:
-        """Store a factor for these parameters' gradients; return the parameters whose gradients are multiplied at once.
-
-        ``references``: from torch's function to each gradient (Rule 2).
-        """
+        """Store a factor for these parameters' gradients; return those of which they are multiplied at once."""
         of_units: defaultdict[HostCopy, list[int]] = defaultdict(list)
         at_once: list[Tensor] = []
         for parameter in parameters:
@@ -124,20 +115,3 @@ class Clipping:
                 for factor in of:
                     shared.mul_(factor)
         self._access.gradients.discard(self)
-
-
-_all: weakref.WeakSet[Clipping] = weakref.WeakSet()
-
-
-def clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None) -> None:
-    """Clip gradients by their total norm, shared ones later: replaces the function that torch's clipping calls."""
-    left = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if total_norm.device.type == "cpu" and type(total_norm) is Tensor:
-        # `clip_grad_norm_` has them in a list, this function's users may have them wherever they like.
-        references = int(caller_has("grads", CLIP_GRADIENTS.holder.__name__))
-        with torch.no_grad():  # as torch computes it
-            factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-        for clipping in list(_all):
-            left = clipping.keep(left, factor, references)
-    if left:
-        CLIP_GRADIENTS.original(left, max_norm, total_norm, foreach)

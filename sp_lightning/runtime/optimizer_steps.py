@@ -28,7 +28,7 @@ from torch.optim import ASGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..compat.modules import HOOKS_AFTER_EVERY_STEP, HOOKS_AFTER_STEP, HOOKS_BEFORE_EVERY_STEP, HOOKS_BEFORE_STEP
-from ..compat.patches import PUBLIC_TOTAL_NORM, TOTAL_NORM, UNSCALE_GRADS
+from ..compat.patches import CLIP_GRADIENTS, PUBLIC_TOTAL_NORM, TOTAL_NORM, UNSCALE_GRADS
 from ..compat.tensors import consists_of_tensors
 from ..core import malloc
 from ..optim import host_gradients, torn_step
@@ -58,6 +58,7 @@ class OptimizerSteps:
         self.said: dict[str, list[str]] = {AFTER_BACKWARD: [], WHOLE_STEP: []}  # the reasons that were logged
         self._note_parameters()
         UNSCALE_GRADS.install(host_gradients.unscale)
+        CLIP_GRADIENTS.install(host_gradients.clip)
         for norm in (TOTAL_NORM, PUBLIC_TOTAL_NORM):
             norm.install(host_gradients.total_norm)
         self._hooks = [
@@ -86,7 +87,7 @@ class OptimizerSteps:
         """Let optimizers step as they do without streaming."""
         self._closed = True
         malloc.as_ever()
-        for patch in (UNSCALE_GRADS, TOTAL_NORM, PUBLIC_TOTAL_NORM):
+        for patch in (UNSCALE_GRADS, CLIP_GRADIENTS, TOTAL_NORM, PUBLIC_TOTAL_NORM):
             patch.remove()
         for shadow in self._shadows.values():
             if shadow is not None:

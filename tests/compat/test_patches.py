@@ -308,7 +308,7 @@ def test_after_every_kind_of_run_nothing_is_left_patched(installed):
     # Those of several devices need several processes: loops.py and sharded.py look at them there. Hugging Face's have
     # tests/hf: conftest.py looks at them after each test.
     theirs = getattr(sys.modules.get("sp_lightning.compat.accelerate"), "PATCHES", [])
-    others = [patches.CLIP_GRADIENTS, patches.drawing_for_dtensors(), *theirs]
+    others = [patches.drawing_for_dtensors(), *theirs]
     assert installed == {patch.name for patch in patches.ALL if patch not in others}
 
 

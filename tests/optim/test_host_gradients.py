@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import sp_lightning
-from sp_lightning.compat.patches import TOTAL_NORM
+from sp_lightning.compat.patches import CLIP_GRADIENTS, TOTAL_NORM
 from sp_lightning.optim import host_gradients
 
 
@@ -71,6 +71,42 @@ def test_several_are_computed_at_once_and_clipped_as_ever(streamed, threads, use
     factor = torch.clamp(0.1 / (norm + 1e-6), max=1.0)
     assert all(p.grad.equal(one * factor) for p, one in zip(streamed.parameters(), before, strict=True))
     assert any(name.startswith("superpipeline-norms") for name in used)
+
+
+@pytest.mark.parametrize("limit, writes", [(float("inf"), False), (1e6, False), (1e-3, True)])
+def test_a_factor_of_one_writes_nothing(limit, writes, streamed, threads):
+    streamed(torch.ones(2, 300, device=next(iter(streamed.parameters())).device)).square().sum().backward()
+    before = [(parameter.grad.clone(), parameter.grad._version) for parameter in streamed.parameters()]
+    norm = clip_grad_norm_(streamed.parameters(), limit)
+    assert norm.equal(TOTAL_NORM.original([grad for grad, _ in before]))
+    for parameter, (grad, version) in zip(streamed.parameters(), before, strict=True):
+        assert (parameter.grad._version > version) is writes and parameter.grad.equal(grad) is not writes
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_a_factor_of_one_flushes_what_a_plain_one_flushes(flushes, streamed):
+    found = []
+    for plain in (False, True):
+        weight = nn.Parameter(torch.zeros(3))
+        weight.grad = torch.tensor([1e-40, 1.0, -1e-44])
+        torch.set_flush_denormal(flushes)
+        try:
+            if not plain:
+                clip_grad_norm_([weight], 2.0)
+            else:
+                CLIP_GRADIENTS.original([weight], 2.0, torch.tensor(1.0))
+        finally:
+            torch.set_flush_denormal(False)
+        found.append(weight.grad.view(torch.int32))
+    assert found[0].equal(found[1]) and bool(found[0][0] == 0) is flushes
+
+
+def test_a_factor_of_one_multiplies_complex_gradients_as_ever(streamed):
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    weight.grad = torch.tensor([complex(float("inf"), 0), complex(1, 0)])
+    expected = weight.grad * torch.tensor(1.0)
+    nn.utils.clip_grads_with_norm_([weight], 2.0, torch.tensor(1.0))
+    assert torch.view_as_real(weight.grad).isnan().equal(torch.view_as_real(expected).isnan())
 
 
 def test_a_norm_that_is_not_finite_is_told_of_as_ever(streamed, threads):
