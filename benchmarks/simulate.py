@@ -19,7 +19,7 @@ from sp_lightning.core.simulation import LowerBound, Simulation, floor, simulate
 from sp_lightning.core.unit_numbers import UnitNumbers, stepped_on_device
 from sp_lightning.planning import plan
 from sp_lightning.planning.forecast import speed_of
-from sp_lightning.planning.workloads import WORKLOADS, Workload, WorkloadPart
+from sp_lightning.planning.workloads import WORKLOADS, Moved, Workload, WorkloadPart
 
 WINDOW = 3
 HOST_BYTES = 12 + 2 + 4  # per parameter: FP32 weight and moments, bf16 wire copy, FP32 gradient
@@ -116,6 +116,8 @@ def _part(unit: UnitNumbers, count: int) -> UnitNumbers:
         cast=unit.cast // count,
         forward_flops=unit.forward_flops / count,
         backward_flops=unit.backward_flops / count,
+        forward_other=unit.forward_other / count,
+        backward_other=unit.backward_other / count,
     )
 
 
@@ -152,6 +154,7 @@ def in_rows(part: WorkloadPart) -> list[WorkloadPart]:
         parameters=part.parameters // ROWS,
         active=part.active / ROWS,
         activation_nbytes=part.activation_nbytes / ROWS,
+        moved=tuple(Moved(*(nbytes / ROWS for nbytes in of_kind)) for of_kind in part.moved),
     )
     return [replace(piece, name=f"{part.name} {index}") for index in range(ROWS)]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
+import subprocess
 import sys
 import time
 from typing import Any
@@ -72,6 +74,21 @@ class Campaign:
         waiting = self._path.with_suffix(".part")
         waiting.write_text(json.dumps(self._contents, indent=1) + "\n")
         waiting.replace(self._path)
+
+    def in_a_process(self, program: str, flag: str, order: dict[str, Any], **environment: str) -> dict[str, Any]:
+        """Run a program with an order in a process of its own; return what it prints last, or its error.
+
+        Raises `subprocess.TimeoutExpired` where that does not end in time.
+        """
+        done = subprocess.run(
+            [sys.executable, program, flag, json.dumps(order)],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=max(0.0, self.left_s + GRACE_S),
+        )
+        found: dict[str, Any] = {"error": done.stderr.strip()[-2000:]}
+        return found if done.returncode else json.loads(done.stdout.splitlines()[-1])
 
     def say(self, *lines: str) -> None:
         """Print lines at once: what comes next may take long."""

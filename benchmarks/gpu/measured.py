@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +14,7 @@ import predicted
 
 from sp_lightning.bench import Entry, Setting, compare, entries
 from sp_lightning.bench.figures import Result, Row
-from sp_lightning.core.machine import MACHINES
+from sp_lightning.core.machine import MACHINES, Machine
 from sp_lightning.errors import SuperpipelineError
 from sp_lightning.options import format_bytes
 
@@ -50,10 +52,25 @@ def parser(description: str) -> argparse.ArgumentParser:
     """Make the parser of a campaign of comparisons."""
     made = campaign.parser(description)
     made.add_argument(
-        "--predict", metavar="MACHINE", choices=MACHINES, help="run nothing: print the plan's predictions"
+        "--predict",
+        metavar="MACHINE",
+        type=machine,
+        help="run nothing: print the plan's predictions for a profile, or for the machine of a result file",
     )
     made.add_argument("--repetitions", type=int, help="of each row, in turn (default: the comparison's own)")
     return made
+
+
+def machine(given: str) -> Machine:
+    """Return the profile of this name, or the machine that a campaign measured before the first result of its file."""
+    if given in MACHINES:
+        return MACHINES[given]
+    try:
+        numbers = json.loads(pathlib.Path(given).read_text())["results"][0]["machine"]
+    except (OSError, ValueError, LookupError) as error:
+        allowed = f"one of {', '.join(MACHINES)}, or a result file with a machine"
+        raise argparse.ArgumentTypeError(f"{given} is not {allowed} ({type(error).__name__})") from error
+    return Machine(**numbers)
 
 
 def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparison]) -> int:
@@ -68,13 +85,13 @@ def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparis
     return 0
 
 
-def _predictions(comparison: Comparison, machine: str) -> list[predicted.Prediction]:
+def _predictions(comparison: Comparison, machine: Machine) -> list[predicted.Prediction]:
     given = {name: value for name, value in comparison.setting.items() if name != "device_memory"}
     setting = Setting.parse(**given, device="cpu")
     if setting.inference:
         return []
     rows = [entry for entry in comparison.entries if entry.contender == OURS]
-    return [predicted.Prediction.of(entry, setting, MACHINES[machine], "cuda") for entry in rows]
+    return [predicted.Prediction.of(entry, setting, machine, "cuda") for entry in rows]
 
 
 def _planned_line(planned: predicted.Prediction) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -93,24 +92,13 @@ def train(small: bool, options: dict[str, Any] | None, steps: int) -> dict[str, 
 
 def in_a_process(run: campaign.Campaign, options: dict[str, Any] | None, steps: int) -> dict[str, Any]:
     """Train in a process of its own."""
-    order = json.dumps({"small": run.small, "options": options, "steps": steps})
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    if run.device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    order = {"small": run.small, "options": options, "steps": steps}
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | ({"CUDA_VISIBLE_DEVICES": ""} if run.device == "cpu" else {})
+    nothing = {"error": "ended: no time left", "step_s": None, "device_peak": None}
     try:
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", order],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=max(0.0, run.left_s + campaign.GRACE_S),
-        )
+        return nothing | run.in_a_process(__file__, "--one", order, **environment)
     except subprocess.TimeoutExpired:
-        return {"error": "ended: no time left", "step_s": None, "device_peak": None}
-    if done.returncode:
-        return {"error": done.stderr.strip()[-2000:], "step_s": None, "device_peak": None}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        return nothing
 
 
 def bar(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,8 @@
 3. A batch of answers is a forward of the prompts and one of each further token. What makes logits is multiplied with
    the last token alone then.
 4. A window of all units still has a way up in training: what a step changed has to be sent again.
+5. What lies between products takes the time of the device's memory, in training, as a dry run of the step counts it:
+   not on the CPU, whose caches hold the activations of small models.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ..autograd.autocast_weights import LAYERS
-from ..core.machine import Machine
+from ..core.machine import MACHINES, Machine
 from ..core.simulation import floor
 from ..core.unit_numbers import UnitNumbers, stepped_on_device
 from ..memory.partition import Unit, partition
+from ..options import Options
 from ..planning.shapes import multiplied
+from ..planning.traced_model import TracedModel
 from .setting import Setting
 
 # Bytes that a step reads and writes, as shares of the 28 bytes a parameter of FP32 AdamW, which is measured.
@@ -80,6 +85,7 @@ class Costs:
 
 
 def _unit_costs(module: nn.Module, setting: Setting) -> list[UnitNumbers]:
+    others = {} if setting.inference or setting.device == "cpu" else _others(setting)
     active = multiplied(module)
     once = _of_last_token(module) if setting.answer else set()  # for each row
     cast = _cast(module) if setting.precision == "bf16-mixed" else set()
@@ -102,9 +108,20 @@ def _unit_costs(module: nn.Module, setting: Setting) -> list[UnitNumbers]:
             forward_flops=forward,
             backward_flops=0 if setting.inference else 2 * forward,
             resident=unit.resident,
+            forward_other=others[unit.name].forward_other if others else 0.0,
+            backward_other=others[unit.name].backward_other if others else 0.0,
         )
 
     return [cost(unit) for unit in partition(module)]
+
+
+def _others(setting: Setting) -> dict[str, UnitNumbers]:
+    """Return units as a dry run of a step counts them, by their names (Rule 5)."""
+    shape = setting.shape
+    batch = shape.inputs(setting.batch, setting.seq, torch.Generator())
+    target = torch.device(setting.device).type
+    traced = TracedModel(shape.make, batch, setting.precision, "AdamW", target, lambda module, given: module(**given))
+    return {cost.name: cost for cost in traced.needs(Options(activations="keep"), MACHINES["h200"]).costs}
 
 
 def _token_flops(module: nn.Module, setting: Setting) -> float:

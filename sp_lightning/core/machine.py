@@ -19,8 +19,10 @@ from ..options import parse_bytes
 GIB = 2**30
 
 # Assumed shares of the peaks.
-SUSTAINED_FLOPS = 0.6  # of dense bf16 with FP32 accumulation, in large matrix products and what surrounds them
-SUSTAINED_DEVICE = 0.8  # of the device's memory, in products of large matrices with few rows
+SUSTAINED_FLOPS = 0.7  # of dense bf16 with FP32 accumulation, in matrix products alone
+SUSTAINED_DEVICE = (
+    0.8  # of the device's memory, in products of large matrices with few rows, and in all that lies between
+)
 SUSTAINED_DRAM = 0.7  # of one socket's memory channels, read and written by the optimizer
 DUPLEX = 0.85  # of its bandwidth, in each direction while both run; 0.5 on some hosts
 
@@ -76,14 +78,19 @@ class Machine:
         math.inf
     )  # from each device to those with other shards, while as many come; inf: not known
 
-    def compute_s(self, flops: float, moved_nbytes: float, mesh_nbytes: float = 0.0) -> float:
-        """Return the seconds in which the device does these operations, and reads and writes these bytes.
+    def compute_s(
+        self, flops: float, moved_nbytes: float, mesh_nbytes: float = 0.0, other_nbytes: float = 0.0
+    ) -> float:
+        """Return the seconds in which the device computes.
 
-        It waits while ``mesh_nbytes`` go to devices that have other shards of its layers.
+        Args:
+            flops: Of products.
+            moved_nbytes: Bytes that products read and write, while they compute: whichever takes longer.
+            mesh_nbytes: Bytes that go to devices that have other shards of its layers, while it waits.
+            other_nbytes: Bytes that all else reads and writes, before and after the products.
         """
-        return (
-            max(flops / self.flops_per_s, moved_nbytes / self.device_bytes_per_s) + mesh_nbytes / self.mesh_bytes_per_s
-        )
+        products = max(flops / self.flops_per_s, moved_nbytes / self.device_bytes_per_s)
+        return products + other_nbytes / self.device_bytes_per_s + mesh_nbytes / self.mesh_bytes_per_s
 
     def disk_s(self, read_nbytes: int, written_nbytes: int) -> float:
         """Return the seconds in which the disk can read and write these bytes, at best at once."""

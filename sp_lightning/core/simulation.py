@@ -30,6 +30,8 @@
    come from each meanwhile. Backward ends when all have come (exchange.py, Rule 11).
 12. Where layers are cut into shards (tensor parallelism), their collectives are part of compute, which waits for them:
    each rank sends as many bytes as in a ring, at the speed of the link between these devices.
+13. Products take the time of their arithmetic or, if that is longer, of the memory that they read and write: of all
+    products of a visit together. What lies between them (norms, casts, sums) takes that of the memory that it moves.
 
 The measured time is that from the begin of a step's first forward to the begin of the next one's, after steps that are
 not counted.
@@ -80,8 +82,13 @@ class SimulatedVisit:
     stowed_nbytes: int = 0  # of activations that go to the host after this visit
     fetched_nbytes: int = 0  # of activations that come back before this visit
     nbytes: int = 0  # on the device beside weights
-    moved_nbytes: float = 0.0  # of the device's memory, read and written
+    moved_nbytes: float = 0.0  # of the device's memory, that products read and write
     mesh_nbytes: float = 0.0  # sent to devices with other shards (Rule 12)
+    other_nbytes: float = 0.0  # of the device's memory, that all else reads and writes (Rule 13)
+
+    def seconds(self, machine: Machine) -> float:
+        """Return the seconds of its compute."""
+        return machine.compute_s(self.flops, self.moved_nbytes, self.mesh_nbytes, self.other_nbytes)
 
 
 @dataclass(frozen=True)
@@ -451,7 +458,7 @@ class _Host:
         if work.fetched_nbytes:
             seconds = work.fetched_nbytes / self._machine.up_bytes_per_s
             back = self._issue("up", work.unit, seconds, [self._computing])  # whose memory it takes
-        task = self._compute(work.unit, self._machine.compute_s(work.flops, work.moved_nbytes, work.mesh_nbytes), back)
+        task = self._compute(work.unit, work.seconds(self._machine), back)
         self.peak = max(self.peak, self._resident_nbytes + self._schedule.resident_nbytes + work.nbytes)
         self._stow(work)
         for sent in work.sends:

@@ -55,7 +55,7 @@ class UnitNumbers:
     state_read_nbytes: int = 0  # from the disk, for the optimizer's step of the unit
     state_written_nbytes: int = 0
     cast: int = 0  # of the elements that the optimizer steps, those that travel in half precision and are FP32 there
-    forward_moved: float = 0.0  # bytes of the device's memory that forward reads and writes
+    forward_moved: float = 0.0  # bytes of the device's memory that forward's products read and write
     backward_moved: float = 0.0
     step_up_nbytes: int = 0  # weights, gradients and state that go up for a step on the device; 0: the host steps
     step_down_nbytes: int = 0  # and come down stepped
@@ -63,6 +63,8 @@ class UnitNumbers:
     forward_mesh: float = 0.0  # bytes that forward sends to devices with other shards of the unit
     backward_mesh: float = 0.0
     gradients_on_disk: int = 0  # bytes, of those that the step reads and that are written before it
+    forward_other: float = 0.0  # bytes of the device's memory that all else of forward reads and writes
+    backward_other: float = 0.0
 
     @property
     def trained(self) -> bool:
@@ -80,11 +82,11 @@ class UnitNumbers:
 
     def forward_s(self, machine: Machine) -> float:
         """Return the seconds in which the device computes forward."""
-        return machine.compute_s(self.forward_flops, self.forward_moved, self.forward_mesh)
+        return machine.compute_s(self.forward_flops, self.forward_moved, self.forward_mesh, self.forward_other)
 
     def backward_s(self, machine: Machine) -> float:
         """Return the seconds in which the device computes backward."""
-        return machine.compute_s(self.backward_flops, self.backward_moved, self.backward_mesh)
+        return machine.compute_s(self.backward_flops, self.backward_moved, self.backward_mesh, self.backward_other)
 
     def step_in_memory_s(self, machine: Machine) -> float:
         """Return the seconds in which host or device computes the optimizer's step, if its state is in memory."""

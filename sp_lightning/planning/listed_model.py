@@ -102,7 +102,7 @@ class ListedModel(PlannedModel):
         kind = self._kind()
         slower = machine.flops_per_s / (machine.fp32_flops_per_s or machine.flops_per_s) if kind == "full" else 1.0
         parts = sorted(self._workload.parts, key=lambda part: part.resident)  # a stable order
-        plain = {cost.name: cost for cost in self._workload.units(rows, chunked=self._chunked)}
+        plain = {cost.name: cost for cost in self._workload.units(rows, chunked=self._chunked, kind=kind)}
         costs = []
         for part in parts:
             cost, wire = plain[part.name], self._wire_width(part, options)
@@ -116,6 +116,7 @@ class ListedModel(PlannedModel):
                     cast=part.parameters * (wire != self._host_width(options)),
                     forward_flops=forward,
                     backward_flops=slower * cost.backward_flops + again * forward,
+                    backward_other=cost.backward_other + again * cost.forward_other,
                     activation_nbytes=round(SAVED[kind] * cost.activation_nbytes),
                     input_nbytes=round(INPUTS[kind] * cost.input_nbytes),
                 )
@@ -244,13 +245,15 @@ def _sweep(costs: Sequence[UnitNumbers]) -> list[SimulatedVisit]:
     """List a plain step's visits: forward over all units, what is resident, then backward in reverse order."""
     streamed = [index for index, cost in enumerate(costs) if not cost.resident]
     roots = [index for index, cost in enumerate(costs) if cost.resident]
-    extra = sum(costs[index].forward_flops for index in roots)
-    backward_extra = sum(costs[index].backward_flops for index in roots)
-    works = [SimulatedVisit(index, costs[index].forward_flops) for index in streamed]
-    works[-1] = replace(works[-1], flops=works[-1].flops + extra + backward_extra)
+    works = [SimulatedVisit(i, costs[i].forward_flops, other_nbytes=costs[i].forward_other) for i in streamed]
+    works[-1] = replace(
+        works[-1],
+        flops=works[-1].flops + sum(costs[i].forward_flops + costs[i].backward_flops for i in roots),
+        other_nbytes=works[-1].other_nbytes + sum(costs[i].forward_other + costs[i].backward_other for i in roots),
+    )
     for index in reversed(streamed):
-        cost = costs[index]
-        works.append(SimulatedVisit(index, cost.backward_flops, sends=(index,) if cost.trained else ()))
+        cost, sends = costs[index], (index,) if costs[index].trained else ()
+        works.append(SimulatedVisit(index, cost.backward_flops, sends=sends, other_nbytes=cost.backward_other))
     trained_roots = tuple(index for index in roots if costs[index].trained)
     works[-1] = replace(works[-1], sends=(*works[-1].sends, *trained_roots))
     return works

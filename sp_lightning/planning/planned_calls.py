@@ -121,6 +121,7 @@ def of_calls(needs: Requirements, count: int, kept: Mapping[str, int], tokens: i
             work,
             flops=work.flops * count * tokens,
             moved_nbytes=work.moved_nbytes * count,  # mostly of weights
+            other_nbytes=work.other_nbytes * count * tokens,
             stowed_nbytes=work.stowed_nbytes * count,
             fetched_nbytes=work.fetched_nbytes * count,
         )

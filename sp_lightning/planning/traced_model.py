@@ -64,7 +64,7 @@ from .planned_model import (
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # the axes of a mesh, by Lightning's names
 PACKAGE = pathlib.Path(__file__).parents[1]
-NO_WORK = 0.0, 0.0, 0.0
+NO_WORK = 0.0, 0.0, 0.0, 0.0
 LARGEST_REAL = 2**30  # bytes of weights of a model that may run on the CPU with data (Rule 1)
 
 
@@ -488,17 +488,17 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
     order += [unit.index for unit in trace.units if unit.index not in order]
     place = {index: position for position, index in enumerate(order)}
     ratio = machine.flops_per_s / (machine.fp32_flops_per_s or machine.flops_per_s)
-    # FLOPs, bytes of the device's memory, and bytes that go to devices with other shards
-    forward: dict[int, tuple[float, float, float]] = {}
-    backward: dict[int, tuple[float, float, float]] = {}
+    # FLOPs, bytes that products move, bytes that go to devices with other shards, and bytes that all else moves
+    forward: dict[int, tuple[float, ...]] = {}
+    backward: dict[int, tuple[float, ...]] = {}
     works: list[SimulatedVisit] = []
     first = order[0]
     for visit in trace.visits:
         index = first if visit.unit is None else visit.unit
         flops = visit.flops + ratio * visit.fp32_flops
         of_units = backward if visit.backward else forward
-        before = of_units.get(index, NO_WORK)
-        of_units[index] = before[0] + flops, before[1] + visit.moved_nbytes, before[2] + visit.mesh_nbytes
+        work = flops, visit.moved_nbytes, visit.mesh_nbytes, visit.other_nbytes
+        of_units[index] = tuple(map(sum, zip(of_units.get(index, NO_WORK), work, strict=True)))
         if visit.unit is None and not flops and not visit.sends:
             continue
         works.append(
@@ -512,6 +512,7 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
                 visit.nbytes,
                 visit.moved_nbytes,
                 visit.mesh_nbytes,
+                visit.other_nbytes,
             )
         )
     costs = [
@@ -523,6 +524,8 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
             backward_moved=backward.get(index, NO_WORK)[1],
             forward_mesh=forward.get(index, NO_WORK)[2],
             backward_mesh=backward.get(index, NO_WORK)[2],
+            forward_other=forward.get(index, NO_WORK)[3],
+            backward_other=backward.get(index, NO_WORK)[3],
         )
         for index in order
     ]

@@ -2,6 +2,7 @@
 
 A unit's costs are proportional to the tokens of a step (for a UNet: latent positions), except for the bytes of weights
 and gradients. Products of activations with each other (attention's quadratic part) are left out: they only add compute.
+So are the bytes of the device's memory that products move, and copies of gradients into the buffers of their way down.
 """
 
 from __future__ import annotations
@@ -9,12 +10,46 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..core.machine import Machine
 from ..core.simulation import floor
 from ..core.unit_numbers import UnitNumbers
 
 HALF, SINGLE = 2, 4  # bytes of a number in bf16 and in FP32
+KINDS = "half", "mixed", "full"  # of precision
+
+
+class Moved(NamedTuple):
+    """Bytes of the device's memory that all but products read and write, for each token."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+# What dry runs of blocks of many sizes count of these bytes for a feature of each sort, by kind of precision, forward
+# and backward. Of a decoder: of hidden states, of queries and keys, of those where they are normed, between the MLP's
+# products, and of hidden states for each expert that a token chooses; of experts only half precision was traced.
+DECODER = (
+    ((84, 20, 36, 10, 26), (214, 32, 92, 18, 92)),
+    ((106, 36, 48, 10, 26), (286, 58, 116, 18, 92)),
+    ((80, 40, 28, 20, 52), (244, 64, 92, 36, 184)),
+)
+LOGITS = (((14,), (22,)), ((14,), (22,)), ((8,), (16,)))  # with their loss
+TRANSFORMER = (((20, 4), (46, 8)), ((60, 4), (118, 8)), ((40, 8), (92, 16)))  # hidden states, and in the MLP
+UNET = (((2.0,), (3.5,)), ((3.8,), (5.3,)), ((3.9,), (7.1,)))  # for a byte that half precision saves, of a whole UNet
+
+
+def moved(counted: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...], *features: float) -> tuple[Moved, ...]:
+    """Return these bytes by kind of precision, for a part with as many features of each sort."""
+
+    def nbytes(each: tuple[float, ...]) -> float:
+        return math.fsum(size * count for size, count in zip(each, features, strict=True))
+
+    return tuple(Moved(nbytes(forward), nbytes(backward)) for forward, backward in counted)
+
+
+NOTHING = moved(LOGITS, 0)
 
 
 @dataclass(frozen=True)
@@ -30,6 +65,7 @@ class WorkloadPart:
     vocabulary: int = 0  # of a head, whose loss may be in chunks
     hidden: int = 0  # features that it is given
     largest: int = 0  # parameters in its largest weight
+    moved: tuple[Moved, ...] = NOTHING  # by kind of precision
 
     def in_chunks(self, tokens: float) -> float:
         """Return a head's bytes of activations, for any number of tokens, with its loss in chunks of rows.
@@ -55,13 +91,20 @@ class Workload:
         return sum(part.parameters for part in self.parts)
 
     def units(
-        self, tokens: float, up_bytes: int = HALF, down_bytes: int = HALF, chunked: bool = False
+        self,
+        tokens: float,
+        up_bytes: int = HALF,
+        down_bytes: int = HALF,
+        chunked: bool = False,
+        kind: str = "half",
     ) -> list[UnitNumbers]:
         """Return the units' costs in a step with this many tokens, for weights and gradients of these bytes each.
 
         The weights on the host are FP32.
         ``chunked``: the loss is in chunks, whose logits are made once more in backward.
+        ``kind``: of precision, on which the bytes that the device moves depend.
         """
+        of_kind = KINDS.index(kind)
         return [
             UnitNumbers(
                 name=part.name,
@@ -77,6 +120,8 @@ class Workload:
                 input_nbytes=round(part.input_nbytes * tokens),
                 resident=part.resident,
                 largest=part.largest,
+                forward_other=part.moved[of_kind].forward * tokens,
+                backward_other=part.moved[of_kind].backward * tokens,
             )
             for part in self.parts
         ]
@@ -109,10 +154,12 @@ def decoder(
     experts: int = 1,
     chosen: int = 1,
     tied: bool = False,
+    normed: bool = False,
 ) -> Workload:
     """Return a decoder with gated MLPs.
 
     `queries` and `keys` are features of all heads together. `tied`: the head multiplies with the embedding's table.
+    `normed`: queries and keys are normed.
     """
     attention = 2 * hidden * queries + 2 * hidden * keys + 2 * hidden
     mlp = 3 * hidden * intermediate
@@ -127,15 +174,23 @@ def decoder(
         activation_nbytes=saved,
         input_nbytes=HALF * hidden,
         largest=hidden * max(intermediate, queries),
+        moved=moved(
+            DECODER,
+            hidden,
+            queries + keys,
+            normed * (queries + keys),
+            chosen * intermediate,
+            (experts > 1) * chosen * hidden,
+        ),
     )
-    logits = (HALF + 4) * vocabulary  # and their FP32 softmax
+    logits, of_loss = (HALF + 4) * vocabulary, moved(LOGITS, vocabulary)  # and their FP32 softmax
     if 4 * table < block.parameters:  # small beside a block: both stay on the device, and travel as one
         embedding = WorkloadPart("embedding and head", 2 * table, 0, resident=True, largest=table)
-        head = WorkloadPart("head", 0, table, logits, HALF * hidden, True, vocabulary, hidden)
+        head = WorkloadPart("head", 0, table, logits, HALF * hidden, True, vocabulary, hidden, moved=of_loss)
     else:
         embedding = WorkloadPart("embedding", table, 0, largest=table)
         own = 0 if tied else table
-        head = WorkloadPart("head", own, table, logits, HALF * hidden, tied, vocabulary, hidden, largest=own)
+        head = WorkloadPart("head", own, table, logits, HALF * hidden, tied, vocabulary, hidden, own, of_loss)
     return Workload(name, (embedding, *_numbered(block, layers), head), uniform=True)
 
 
@@ -149,6 +204,7 @@ def vision_transformer(name: str, *, hidden: int, layers: int, intermediate: int
         activation_nbytes=HALF * (8 * hidden + 2 * intermediate),
         input_nbytes=HALF * hidden,
         largest=hidden * intermediate,
+        moved=moved(TRANSFORMER, hidden, intermediate),
     )
     embedding, head = 3 * patch * patch * hidden, hidden * classes
     parameters = embedding + 2 * hidden + head + classes
@@ -164,18 +220,21 @@ def sdxl_unet() -> Workload:
         saved = HALF * share * (3 * inputs + 4 * outputs)
         largest = 9 * max(inputs, outputs) * outputs
         inputs_nbytes = HALF * share * inputs
-        return WorkloadPart("resnet", weights + 1280 * outputs, weights * share, saved, inputs_nbytes, largest=largest)
+        return part("resnet", weights + 1280 * outputs, weights * share, saved, inputs_nbytes, largest)
 
     def transformer(width: int, blocks: int, share: float) -> Iterator[WorkloadPart]:
         weights = 18 * width * width + 2 * 2048 * width  # self and cross attention to 2048 features, a gated MLP
         saved = HALF * share * (12 * width + 3 * 4 * width)
         for _ in range(blocks):
             inputs_nbytes = HALF * share * width
-            yield WorkloadPart("transformer", weights, weights * share, saved, inputs_nbytes, largest=8 * width * width)
+            yield part("transformer", weights, weights * share, saved, inputs_nbytes, 8 * width * width)
 
     def resample(width: int, share: float) -> WorkloadPart:
         weights, saved = 9 * width * width, HALF * share * width
-        return WorkloadPart("resample", weights, weights * share, saved, saved, largest=weights)
+        return part("resample", weights, weights * share, saved, saved, weights)
+
+    def part(name: str, weights: int, active: float, saved: float, inputs: float, largest: int) -> WorkloadPart:
+        return WorkloadPart(name, weights, active, saved, inputs, largest=largest, moved=moved(UNET, saved))
 
     half, quarter = 1 / 4, 1 / 16  # shares of the positions at half and a quarter of the resolution
     parts = [
@@ -233,8 +292,26 @@ WORKLOADS = {
         ),
         decoder("llama3-8b", hidden=4096, layers=32, queries=4096, keys=1024, intermediate=14336, vocabulary=128256),
         decoder("llama3-70b", hidden=8192, layers=80, queries=8192, keys=1024, intermediate=28672, vocabulary=128256),
-        decoder("qwen3-14b", hidden=5120, layers=40, queries=5120, keys=1024, intermediate=17408, vocabulary=151936),
-        decoder("qwen3-32b", hidden=5120, layers=64, queries=8192, keys=1024, intermediate=25600, vocabulary=151936),
+        decoder(
+            "qwen3-14b",
+            hidden=5120,
+            layers=40,
+            queries=5120,
+            keys=1024,
+            intermediate=17408,
+            vocabulary=151936,
+            normed=True,
+        ),
+        decoder(
+            "qwen3-32b",
+            hidden=5120,
+            layers=64,
+            queries=8192,
+            keys=1024,
+            intermediate=25600,
+            vocabulary=151936,
+            normed=True,
+        ),
         decoder(
             "mixtral-8x7b",
             hidden=4096,

@@ -237,6 +237,7 @@ class _CountingDevice(Device):
         super().claim(storage, nbytes)
         self._packed.add(storage_id(storage))
         self.tracker.change(GRADIENTS, nbytes)
+        self.tracker.visits[-1].other_nbytes += 2 * nbytes  # read and written, by a copy that the host asks for
 
     def shrink(self, storage: torch.UntypedStorage) -> None:
         """Free packed gradients, or a unit that is loaded anew in another type, which is not counted."""

@@ -203,6 +203,11 @@ class _Traits(NamedTuple):
 _traits_of = functools.cache(_Traits.of)
 
 
+def runs_in_parts(func: Any) -> bool:
+    """Whether an operator is only those that it consists of, which are observed before it."""
+    return _traits_of(func).body is not None
+
+
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that runs each operator without data, and on values where they are known."""
 

@@ -3,9 +3,10 @@
 1. Each storage that appears is counted until it is freed, rounded up as the device's allocator rounds.
 2. A storage has the term of the moment in which it appears (step_trace.py, Rule 2), unless it turns out to be a
    gradient, or keys or values. Casts of weights, which only a run's first step makes, are counted apart as well.
-3. Operators count with the current visit: their FLOPs as torch counts them, by precision, and what collectives send.
-   What only some versions of torch count is counted here, as matrix products: attention with fewer key heads than query
-   heads, and experts.
+3. Operators count with the current visit: their FLOPs by precision, what collectives send, and the bytes of memory
+   that they move, apart for those with FLOPs and for all others (operator_work.py). Casts of weights do not count, as
+   later steps do not make them, nor does what the host and its link do. Copies of arguments that only the first
+   forward of a unit makes that is recomputed do count: they are a hundredth of these bytes, or less.
 """
 
 from __future__ import annotations
@@ -19,18 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
-from ..compat.tensors import operator_of, sent_by, storage_id
+from ..compat.tensors import operator_of, schema_of, sent_by, storage_id, written_by
 from ..core.unit_numbers import aligned
 from .fake_tensors import tensors_of
+from .operator_work import flops_of, moved_by
 from .step_trace import KEPT, OUTSIDE, WORKING, StepPhase, Visit
-
-_ATTENTION = {  # kernels, and whether each is backward's
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{suffix}"): bool(suffix)
-    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-    for suffix in ("", "_backward")
-}
 
 
 @dataclass(slots=True)
@@ -72,11 +67,19 @@ class MemoryTracker:
         for tensor in tensors_of((out,)):
             self.add(tensor)
         self.visits[-1].mesh_nbytes += sent_by(func, args, out)
-        if (flops := _flops_of(func)) is not None:
-            visit = self.visits[-1]
+        visit = self.visits[-1]
+        if (flops := flops_of(func)) is not None:
             self._count(visit, flops(args, kwargs, out), args)
             if operator_of(func) is not torch.ops.aten._grouped_mm:  # which reads the experts that have tokens alone
                 visit.moved_nbytes += sum(tensor.nbytes for tensor in tensors_of((args, out)))
+        elif not (self._on_host or self._casting or self._writes_elsewhere(func, args, kwargs)):
+            visit.other_nbytes += moved_by(func, args, kwargs, out)
+
+    def _writes_elsewhere(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator writes to host memory, or brings a unit's weights: the host or a link does that."""
+        written = tensors_of(written_by(func, args, kwargs)) if schema_of(func).is_mutable else ()
+        places = (self._live.get(storage_key(tensor)) for tensor in written)
+        return any(place is not None and not place.nbytes for place in places)
 
     @staticmethod
     def _count(visit: Visit, flops: float, args: Any) -> None:
@@ -166,38 +169,6 @@ class MemoryTracker:
             self._on_host = before
 
 
-@functools.cache
-def _flops_of(func: Any) -> Callable[[Any, Any, Any], float] | None:
-    """Return the function that counts an operator's FLOPs (Rule 3), of one that writes in place too, if there is one.
-
-    It takes the operator's arguments and its result.
-    """
-    operator = operator_of(func)
-    if operator in _ATTENTION:
-        return lambda args, _kwargs, _out: _attention_flops(_ATTENTION[operator], args)
-    if operator is torch.ops.aten.mm:  # the most frequent one; torch's formula takes ten times as long
-        return lambda args, _kwargs, _out: 2 * args[0].numel() * args[1].shape[1]
-    if operator is torch.ops.aten._grouped_mm:
-        return lambda args, _kwargs, _out: _experts_flops(args)
-    found = flop_registry.get(operator)
-    name = operator.__name__
-    if found is None and name.endswith("_") and hasattr(torch.ops.aten, name[:-1]):
-        found = flop_registry.get(getattr(torch.ops.aten, name[:-1]))
-    return found and (lambda args, kwargs, out: found(*args, **kwargs, out_val=out))
-
-
 def storage_key(tensor: Tensor) -> int:
     """Return a key for a tensor's storage; 0 if it has none."""
     return storage_id(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
-
-
-def _attention_flops(backward: bool, args: Any) -> int:
-    """Count one kernel. Backward computes the scores again, and two products for each of the two of forward."""
-    query, key, value = args[backward : backward + 3]
-    scores = query.shape[:-1].numel() * key.shape[-2]
-    return int(2 * scores * ((3 if backward else 1) * query.shape[-1] + (2 if backward else 1) * value.shape[-1]))
-
-
-def _experts_flops(args: Any) -> int:
-    rows = args[0].shape[-2:].numel() if args[1].dim() == 2 else args[0].numel()
-    return int(2 * rows * args[1].shape[-1])

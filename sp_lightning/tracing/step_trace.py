@@ -56,6 +56,7 @@ class Visit:
     flops: float = 0.0  # in half precision
     fp32_flops: float = 0.0  # in all other types
     moved_nbytes: float = 0.0  # of the device's memory, that operators with FLOPs read and write
+    other_nbytes: float = 0.0  # of the device's memory, that all other operators read and write
     mesh_nbytes: float = 0.0  # sent by collectives to devices with other shards
     sends: list[int] = field(default_factory=list)  # units whose gradients start their way down
     stowed_nbytes: int = 0  # activations offloaded to the host
@@ -123,6 +124,7 @@ class StepTrace:
                 flops=line(one.flops, two.flops),
                 fp32_flops=line(one.fp32_flops, two.fp32_flops),
                 moved_nbytes=line(one.moved_nbytes, two.moved_nbytes),
+                other_nbytes=line(one.other_nbytes, two.other_nbytes),
                 mesh_nbytes=line(one.mesh_nbytes, two.mesh_nbytes),
                 stowed_nbytes=int(line(one.stowed_nbytes, two.stowed_nbytes)),
                 fetched_nbytes=int(line(one.fetched_nbytes, two.fetched_nbytes)),

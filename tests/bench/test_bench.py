@@ -480,6 +480,17 @@ def test_where_kernels_may_add_in_another_order_only_what_a_row_repeats_must_be_
 
 
 @pytest.mark.simgpu
+def test_the_floor_on_a_device_has_the_time_of_what_lies_between_products():
+    slow = dataclasses.replace(HERE, device_bytes_per_s=1e6)
+    here, there = costs(seq=64), costs(seq=64, device="simgpu")
+    assert here.floor_s(slow, 1) == here.floor_s(HERE, 1)  # the CPU's caches hold it
+    moved = sum(unit.forward_other + unit.backward_other for unit in there.units)
+    compute = sum(unit.forward_s(slow) + unit.backward_s(slow) for unit in there.units)
+    assert compute == pytest.approx(there.flops / slow.flops_per_s + moved / 1e6)
+    assert there.floor_s(slow, 1) > compute > 2 * there.flops / slow.flops_per_s
+
+
+@pytest.mark.simgpu
 def test_the_floor_of_steps_on_the_device_is_the_links():
     link = dataclasses.replace(HERE, up_bytes_per_s=1e6, down_bytes_per_s=1e6)
     there = dataclasses.replace(costs(), setting=dataclasses.replace(setting(), device="simgpu"))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sp_lightning.core import simulation
 from sp_lightning.core.machine import MACHINES, Machine
 from sp_lightning.core.schedule import Schedule
-from sp_lightning.core.simulation import floor, simulate
+from sp_lightning.core.simulation import SimulatedVisit, floor, simulate
 from sp_lightning.core.unit_numbers import UnitNumbers, stepped_on_device
 from sp_lightning.errors import OptionError
 from sp_lightning.planning.workloads import WORKLOADS
@@ -342,6 +342,22 @@ def test_a_step_moves_what_its_optimizer_does_and_the_casts_of_what_travels_in_h
     assert not replace(whole, cast=10**9, down_nbytes=0).step_s(machine)  # a frozen one
 
 
+def test_what_lies_between_products_takes_the_time_of_the_memory_that_it_moves():
+    """Products take their arithmetic's or their own memory's time; all else comes on top."""
+    machine = replace(UNIT_MACHINE, device_bytes_per_s=2.0)
+    for moved, other in ((0, 0), (4, 0), (10, 0), (0, 6), (10, 6)):
+        whole = unit(forward=3, backward=4, forward_moved=moved, forward_other=other, backward_other=2 * other)
+        assert whole.forward_s(machine) == max(3, moved / 2) + other / 2
+        assert whole.backward_s(machine) == 4 + other
+        works = [
+            SimulatedVisit(0, 3, moved_nbytes=moved, other_nbytes=other),
+            SimulatedVisit(0, 4, other_nbytes=2 * other),
+        ]
+        swept, listed = (simulated([whole], machine=machine, works=each) for each in ((), works))
+        assert swept.compute_s == listed.compute_s == whole.forward_s(machine) + whole.backward_s(machine)
+        assert swept.floor == listed.floor
+
+
 def test_two_hundred_units_take_under_a_second():
     units = [unit(up=index % 7, backward=index % 5) for index in range(200)]
     start = time.process_time()
@@ -583,7 +599,7 @@ def test_nor_is_one_of_the_unet_once_units_are_fetched_early_enough(margin):
     """Where compute takes as long as the way up, blocks with many weights have to come while others compute."""
     for machine in MACHINES.values():
         narrow, wide = (of_what_is_possible(WORKLOADS["sdxl"], machine, margin, window=window) for window in (3, 5))
-        assert narrow >= (0.945 if margin == 1.0 else 0.95) and wide >= 0.95, machine.name
+        assert narrow >= (0.943 if margin == 1.0 else 0.95) and wide >= 0.949, machine.name
 
 
 @pytest.mark.parametrize("name", ["a100", "mi300x"])
@@ -599,7 +615,7 @@ def test_there_the_window_binds_and_not_what_comes_down(name):
         return bound / step.step_s
 
     bound = max((found := floor(units, 3, machine, recompute=True)).seconds, found.chain)
-    assert share(machine, 3) == pytest.approx(0.9465, abs=0.001)
+    assert share(machine, 3) == pytest.approx(0.944, abs=0.001)
     assert share(free, 3) < 0.953 and share(machine, len(units)) < 0.96
 
 

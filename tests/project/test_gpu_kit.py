@@ -3,6 +3,7 @@ says no more than result files do."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pathlib
@@ -143,6 +144,17 @@ def test_what_a_campaign_would_find_can_be_predicted_anywhere(name, tmp_path):
     assert not list(tmp_path.iterdir())
     for limit, needed in re.findall(r"in (\d+)GiB\n.* ([\d.]+) GiB ", done.stdout):
         assert float(needed) < 0.85 * int(limit)  # else there is no run, as an allocator can not use all it may have
+
+
+def test_a_machine_that_a_campaign_measured_is_planned_for(tmp_path):
+    import measured
+
+    there = measured.machine(str(ROOT / "benchmarks" / "results" / "peers-nvidia-h200.json"))
+    assert 700e12 < there.flops_per_s < 800e12 and measured.machine("h200").name == "h200"
+    (tmp_path / "none.json").write_text('{"results": []}')
+    for given in ("h2000", str(tmp_path / "none.json")):
+        with pytest.raises(argparse.ArgumentTypeError, match="or a result file with a machine"):
+            measured.machine(given)
 
 
 # ---- what the notes say of them
