@@ -65,10 +65,6 @@ class Options:
         if count * machines > 1 and self.optimizer_device == "device":
             allowed = "1 with optimizer_device='device', which is built for one device so far"
             raise OptionError(argument="devices", found=count, allowed=allowed)
-        if machines > 1 and self.uses_files:
-            what = "host_budget" if self.disk is None else f"disk={self.disk!r}"
-            allowed = f"1 with {what}, which is built for the devices of one machine so far"
-            raise OptionError(argument="num_nodes", found=machines, allowed=allowed)
 
     @classmethod
     def parse(cls, **given: Any) -> Options:

@@ -196,18 +196,32 @@ class HostBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class HostSharing:
-    """The ranks of one machine, which share its host memory (Rule 5)."""
+    """The ranks of one machine, which share its host memory (Rule 5), and of several (Rule 6)."""
 
     ranks: int = 1
+    nodes: int = 1  # machines with as many ranks each
     own_gradients: bool = False  # whether each has gradients of its own
     ahead: int = 0  # units whose gradients each may have on their way
+    parts_ahead: int = 0  # of which the shares of another machine may have come, and are not taken
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several ranks: each steps a part of weights that all of a machine share."""
+        return self.ranks * self.nodes > 1
+
+    def messages(self, largest: int) -> int:
+        """Return the bytes of sums between machines; ``largest`` is those of the largest unit's gradients (Rule 6)."""
+        others = self.nodes - 1
+        shares = others * (self.parts_ahead + 2) + 1 if others else 0
+        return shares * largest // self.nodes
 
     def together(self, one: HostBytes, largest: int) -> HostBytes:
         """Return what the ranks need together where ``one`` alone needs this.
 
         ``largest``: the most bytes that gradients of a unit take.
         """
-        return one.of_ranks(self.ranks, self.ahead * largest, self.own_gradients)
+        messages = self.messages(largest)
+        return one.of_ranks(self.ranks, self.ahead * largest, self.own_gradients, messages=messages)
 
 
 ONE_PROCESS = HostSharing()

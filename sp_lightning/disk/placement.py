@@ -122,7 +122,7 @@ def within(
     spills: bool = False,
     masters_ring: int = 0,
     travel_ring: int = 0,
-    ranks: int = 1,
+    sharing: HostSharing = ONE_PROCESS,
 ) -> Budgeted:
     """Choose what stays in files, and what goes to the disk, so that the run fits into the budget (Rule 3).
 
@@ -134,8 +134,9 @@ def within(
         spills: The optimizer's state may be on disk.
         masters_ring: Bytes of the buffers through which FP32 weights on disk are read as they are.
         travel_ring: Bytes of the buffers through which what travels is read.
-        ranks: The number of ranks whose budget it is (Rule 8).
+        sharing: The ranks whose budget it is (Rule 8).
     """
+    ranks, alone = sharing.ranks, not sharing.several
     most = budget
     if whole.total > budget:
         budget -= min(budget // SPARE_PART, MOST_SPARE)
@@ -156,7 +157,7 @@ def within(
     state = sum(units[index].state for index in spilled)
     host = replace(host, optimizer=host.optimizer - sum(may_spill[index] for index in spilled))
     # Weights of units follow all state. Those of units that leave weights in their files stay in memory.
-    may_follow = {index: unit.masters for index, unit in enumerate(units) if ranks == 1 and index not in chosen}
+    may_follow = {index: unit.masters for index, unit in enumerate(units) if alone and index not in chosen}
     masters: dict[int, int] = {}
     direct = bool(chosen) * ring
     if host.total > budget:
@@ -168,7 +169,7 @@ def within(
     gradients: list[int] = []
     gradient_buffer = max(units[index].slab for index in spilled)
     through = gradient_ring(gradient_buffer)
-    saved = {index: units[index].whole.trained for index in spilled if ranks == 1}
+    saved = {index: units[index].whole.trained for index in spilled if alone}
     if saved and host.total > budget and (budget <= 0 or sum(saved.values()) > through):
         gradients = evenly(saved, host.total + through - budget)
         host = replace(host, gradients=host.gradients - sum(saved[index] for index in gradients))
@@ -302,7 +303,7 @@ def choose(
     ring = sharing.ranks * (BUFFERS + converts) * min(PIECE, largest + 2 * BLOCK)
     masters_ring = sharing.ranks * BUFFERS * min(PIECE, largest_moved)
     travel_ring = sharing.ranks * BUFFERS * min(PIECE, largest_travel)
-    return within(placements, budget, whole, ring, spills and trains, masters_ring, travel_ring, sharing.ranks)
+    return within(placements, budget, whole, ring, spills and trains, masters_ring, travel_ring, sharing)
 
 
 def _travels_as(compute_dtype: torch.dtype | None, may_cast: bool, dtype: torch.dtype) -> torch.dtype:

@@ -107,7 +107,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             what is free less the system's share.
         disk: A folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``, and then of
             gradients and weights that train: it lies there in a nameless file while the run lasts, and is stepped in
-            portions, with the same bits (docs/disk.md). With several devices of one machine, state alone goes there. A
+            portions, with the same bits (docs/disk.md). With several devices, state alone goes there. A
             file over several folders, on a disk each, lies in stripes in all of them.
         predict_at_once: Batches that ``Trainer.predict`` has under way at once. They share each trip of the weights
             (docs/inference.md), with the same results in the same order; what steps draw at random depends neither on

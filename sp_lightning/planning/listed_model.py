@@ -210,8 +210,8 @@ class ListedModel(PlannedModel):
         read = 0 if options.master_weights else max(placement.masters for placement in placements)
         budget, spills = options.host_budget, options.disk is not None
         budget = whole.total if budget is None else budget
-        rings = (BUFFERS * min(PIECE, nbytes) for nbytes in (read, max(unit.weights for unit in units)))
-        return within(placements, budget, whole, 0, spills, *rings)
+        of_copies, travelling = (BUFFERS * min(PIECE, n) for n in (read, max(unit.weights for unit in units)))
+        return within(placements, budget, whole, 0, spills, of_copies, travelling)
 
     def states(self) -> float:
         return self._states

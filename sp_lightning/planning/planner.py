@@ -42,7 +42,6 @@ from ..errors import OptionError, SuperpipelineError
 from ..optim.device_step import device_nbytes, whole_nbytes
 from ..optim.pieces import ELEMENTWISE
 from ..options import Options
-from ..ranks import transport
 from ..runtime.preflight import finer_classes
 from ..tracing.answers import Answers
 from ..tracing.step_trace import GRADIENTS, KEPT, OUTSIDE, WINDOW, WORKING, StepTrace
@@ -178,9 +177,7 @@ class _Planner:
     def _of_ranks(self, host: HostBytes, needs: Requirements, optimizer: str) -> HostBytes:
         """Return the host memory of all ranks, from that of one (Rule 5)."""
         under_way = self.run.sharing.ahead * max((cost.down_nbytes for cost in needs.costs), default=0)
-        others = self.run.nodes_of_steps - 1
-        shares = others * (transport.AHEAD + 2) + 1 if others else 0
-        messages = shares * max((cost.gradient_nbytes for cost in needs.costs), default=0) // self.run.nodes_of_steps
+        messages = self.run.sharing.messages(max((cost.gradient_nbytes for cost in needs.costs), default=0))
         cut = (not optimizer or optimizer.lower() in CUT) and not self.trains_shards
         replicas = self.ranks // self.shards
         return host.of_ranks(replicas, under_way, self.run.own_gradients, cut, messages).times(self.shards)

@@ -14,7 +14,7 @@ from ..errors import OptionError
 from ..memory.device import find
 from ..optim.pieces import ELEMENTWISE, PER_PARAMETER
 from ..options import Options, is_int, parse_bytes
-from ..ranks.exchange import AHEAD
+from ..ranks.exchange import host_sharing
 from ..runtime.measure import measure
 from ..tracing.answers import Answers
 from ..tracing.dry_run import Runner
@@ -125,7 +125,7 @@ class PlannedRun:
     @property
     def sharing(self) -> HostSharing:
         """The ranks of a machine, which share its host memory."""
-        return HostSharing(ranks=self.devices, own_gradients=self.own_gradients, ahead=AHEAD + 1)
+        return host_sharing(self.devices, self.nodes_of_steps, self.own_gradients)
 
     @property
     def own_loss(self) -> Runner | None:

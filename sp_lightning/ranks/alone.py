@@ -47,11 +47,14 @@ class Alone:
         """Raise UnsupportedError unless all ranks have the same parameters in the same units."""
 
     def least(self, number: int) -> int:
-        """Return the least of the numbers with which all ranks of the machine come here."""
+        """Return the least of the numbers with which all ranks come here."""
         return number
 
-    def same_on_all(self, marks: Sequence[object]) -> Sequence[bool]:
-        """Return which of these, of which all ranks have as many, are the same on all."""
+    def same_on_all(self, marks: Sequence[object], tensors: Sequence[Tensor]) -> Sequence[bool]:
+        """Return which of these marks of tensors, of which all ranks have as many, are the same on all.
+
+        A mark may be another one on another machine: there the tensors' bytes are compared, but of those without one.
+        """
         return [True] * len(marks)
 
     def find_sharing(self, parameters: Sequence[Tensor], again: bool) -> Callable[[Tensor], bool]:

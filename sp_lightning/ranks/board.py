@@ -330,8 +330,8 @@ class Ranks(OneRank):
             raise made[0]
         return made[0]
 
-    def agree(self, purpose: int, number: int, what: str) -> bool:
-        """Whether the other nodes come with the same number, to the same place. Each one's first rank asks (Rule 8)."""
+    def numbers_of_nodes(self, purpose: int, number: int, what: str) -> list[int]:
+        """List the numbers with which other nodes come to the same place. Each one's first rank asks (Rule 8)."""
         transport, at = self.transport, self._agreements
         assert transport is not None
         self._agreements += 1
@@ -344,7 +344,7 @@ class Ranks(OneRank):
                     f"{self.name()} came to {what}, and {self.place.name(node * self.size)} to something else: all "
                     "ranks need the same number of batches, and the same collectives"
                 )
-        return all(word == number for _, word in words.values())
+        return [word for _, word in words.values()]
 
     # ---- what other nodes say (Rule 8)
 
@@ -679,8 +679,18 @@ class Board:
         same, ranks = len(set(self.exchange(number))) == 1, self._ranks
         if ranks.transport is None:
             return same
-        verdict = ranks.rank == 0 and ranks.agree(self._number, number if same else -1, what) and same
+        mine = number if same else -1
+        verdict = ranks.rank == 0 and {*ranks.numbers_of_nodes(self._number, mine, what), mine} == {number}
         return bool(self.exchange(int(verdict), TO_HEAR)[0])
+
+    def least(self, number: int) -> int:
+        """Return the least of the numbers with which all ranks come to this meeting, on every node (Rule 8)."""
+        found, ranks = min(self.exchange(number)), self._ranks
+        if ranks.transport is None:
+            return found
+        if ranks.rank == 0:
+            found = min(found, *ranks.numbers_of_nodes(self._number, found, "a meeting of all"))
+        return self.exchange(found, TO_HEAR)[0]
 
     def _wait_for_all(self, longer: int) -> None:
         now, width = self._meetings, self._width

@@ -66,6 +66,7 @@ from torch.optim import Optimizer
 
 from ..compat.references import references, storage_uses
 from ..compat.tensors import graph_task
+from ..core.unit_numbers import HostSharing
 from ..errors import ExactnessError, UnsupportedError
 from ..gradients.slab import GradientSlab
 from ..memory.device import Device
@@ -74,6 +75,7 @@ from ..memory.layout import in_order
 from ..memory.watched_parameters import set_true_grad, true_dtype, true_grad
 from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving, PendingStep
+from . import transport
 from .board import AFTER_GRADIENTS, Board, Ranks
 from .shared_memory import PAGE, Box, SharedSlab, paged
 from .transport import PARTS, SUMS, Key, Message, Unpacked, packed, same_for_all
@@ -92,6 +94,15 @@ PART = 1 << 18  # elements that an owner sums at a time
 
 
 Place = tuple[int, Tensor, Tensor]  # of a gradient: its index, its region of the box, and its tensor there
+
+
+def host_sharing(ranks: int, nodes: int, own_gradients: bool) -> HostSharing:
+    """Describe how the ranks of a machine share its memory (Rules 8 and 11).
+
+    ``own_gradients``: whether each rank certainly has gradients of its own (unit_numbers.py, Rule 5).
+    """
+    ahead = AHEAD + 1
+    return HostSharing(ranks=ranks, nodes=nodes, own_gradients=own_gradients, ahead=ahead, parts_ahead=transport.AHEAD)
 
 
 class StepsOfUnits(Protocol):

@@ -197,7 +197,7 @@ class Owners:
             self._progress.post(0, 2 * self._steps - 2)  # likewise
             raise
         if self._new:
-            self._exchange.board.meet()  # nobody steps before all have room
+            self._exchange.board.alike(0)  # nobody steps before all have room, on every node
         self._leave_kept_slabs(optimizer)
         self._pieces, self._copies = [], {}
         self._clipping.multiply()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from torch.optim import Optimizer
 
 from ..compat.references import sharing_bytes
 from ..compat.tensors import graph_task
-from ..core.unit_numbers import HostSharing
 from ..errors import PeerError, UnsupportedError
 from ..gradients.way_down import GradientReturn
 from ..memory.access import Access
@@ -29,11 +29,11 @@ from ..optim.state_in_memory import StateInMemory
 from .alone import Alone, Rest
 from .board import Board, Ranks
 from .clipping import Clipping
-from .exchange import AHEAD, Exchange
+from .exchange import Exchange, host_sharing
 from .sharded_step import Owners
 from .shared_memory import SharedHome
 from .transport import PARTS, same_for_all
-from .user_edits import Faces
+from .user_edits import Faces, fingerprint
 
 
 class Team(Alone):
@@ -44,7 +44,7 @@ class Team(Alone):
     def __init__(self, ranks: Ranks, device: Device, own_gradients: bool) -> None:
         """``own_gradients``: whether each rank certainly has gradients of its own (unit_numbers.py, Rule 5)."""
         super().__init__(device)
-        self.sharing = HostSharing(ranks=ranks.size, own_gradients=own_gradients, ahead=AHEAD + 1)
+        self.sharing = host_sharing(ranks.size, ranks.world // ranks.size, own_gradients)
         self.ranks = ranks
         self.rank, self.size = ranks.world_rank, ranks.world
         self.gives_weights = ranks.rank == 0
@@ -75,13 +75,17 @@ class Team(Alone):
         )
 
     def least(self, number: int) -> int:
-        return min(Board(self.ranks, 0).exchange(number))
+        return Board(self.ranks, 0).least(number)
 
-    def same_on_all(self, marks: Sequence[object]) -> Sequence[bool]:
-        board = Board(self.ranks, 0)
-        if board.alike(_mark(repr(marks))):
-            return super().same_on_all(marks)
-        return [board.alike(_mark(repr(mark))) for mark in marks]
+    def same_on_all(self, marks: Sequence[object], tensors: Sequence[Tensor]) -> Sequence[bool]:
+        board, is_first = Board(self.ranks, 0), self.ranks.rank == 0
+        here = _same(marks, lambda mark: len(set(board.exchange(mark))) == 1)
+        if self.ranks.transport is None:
+            return here
+        read = [is_first and same and mark is not None for same, mark in zip(here, marks, strict=True)]
+        of_node = [_fingerprint(tensor) if reads else None for reads, tensor in zip(read, tensors, strict=True)]
+        everywhere = _same(of_node, lambda mark: board.alike(board.exchange(mark)[0]))
+        return [*map(operator.and_, here, everywhere)]
 
     def find_sharing(self, parameters: Sequence[Tensor], again: bool) -> Callable[[Tensor], bool]:
         self._made = []
@@ -254,6 +258,17 @@ def _described(unit: str, name: str, parameter: torch.Tensor) -> str:
 
 def _mark(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    return fingerprint(true_data(tensor).contiguous().view(-1))
+
+
+def _same(marks: Sequence[object], alike: Callable[[int], bool]) -> list[bool]:
+    """Return which of these are alike on all ranks, which have as many."""
+    if alike(_mark(repr(marks))):
+        return [True] * len(marks)
+    return [alike(_mark(repr(mark))) for mark in marks]
 
 
 def _unlike(board: Board, text: str, rank: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core.unit_numbers import HostSharing
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Sharers(Protocol):
-    """The ranks of a machine, one or several, as far as they choose together (ranks/alone.py)."""
+    """The ranks, one or several, as far as they choose together (ranks/alone.py)."""
 
     sharing: HostSharing
 
@@ -35,8 +35,11 @@ class Sharers(Protocol):
     def least(self, number: int) -> int:
         """Return the least of the numbers with which all ranks come here."""
 
-    def same_on_all(self, marks: Sequence[object]) -> Sequence[bool]:
-        """Return which of these, of which all ranks have as many, are the same on all."""
+    def same_on_all(self, marks: Sequence[object], tensors: Sequence[Tensor]) -> Sequence[bool]:
+        """Return which of these marks of tensors, of which all ranks have as many, are the same on all.
+
+        A mark may be another one on another machine: there the tensors' bytes are compared, but of those without one.
+        """
 
 
 class InMemory:

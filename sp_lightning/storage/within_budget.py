@@ -81,7 +81,7 @@ class WithinBudget(InMemory):
         may_stay = [p for p in parameters if not (self._trains and p.requires_grad)]
         found = find_local(p for p in may_stay if not (self._device.is_host and shares_storage(p)))
         places = [found[id(p)].place if id(p) in found else None for p in parameters]
-        same = ranks.same_on_all(places)  # the first rank's weights are all ranks' (host_copy.py, Rule 8)
+        same = ranks.same_on_all(places, parameters)  # the first rank's weights are all ranks' (host_copy.py, Rule 8)
         everywhere = {id(parameter) for parameter, is_same in zip(parameters, same, strict=True) if is_same}
         found = {key: at for key, at in found.items() if key in everywhere}
         filed = {key: at.nbytes for key, at in found.items()}
@@ -118,7 +118,7 @@ class WithinBudget(InMemory):
     def open(self) -> None:
         self.files.open(self.in_files, self._moved | self._wired, self._wired)
         # Not with "0B": as little as can be had. Ranks step in memory that they share.
-        is_bounded = self.spills or self._budget or self._sharing.ranks > 1
+        is_bounded = self.spills or self._budget or self._sharing.several
         self.frozen = [p for p in self._module.parameters() if is_bounded and not p.requires_grad]
 
     def homes(self, unit: Unit) -> Sequence[FileHome]:
@@ -251,7 +251,7 @@ class WithDisk(WithinBudget):
         super().close()
 
     def _on_disk(self, file: ScratchFile, buffer_nbytes: int) -> StateOnDisk:
-        if self._ranks.size > 1:
+        if self._sharing.several:
             from .disk_of_ranks import OwnStateOnDisk  # on one device nothing needs it
 
             return OwnStateOnDisk(file, buffer_nbytes, self._counters, self._options.fused_optimizer)

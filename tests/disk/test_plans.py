@@ -323,14 +323,9 @@ def test_a_slow_disk_is_named_after_what_is_faster_and_still_named():
     assert not any("assumed" in note for note in found.notes)
 
 
-def test_no_disk_is_offered_where_there_can_be_none():
-    found = plan("llama3-8b", 2048, **EIGHT, precision="bf16-true", nodes=2, network="100Gb")
-    assert not found.fits_host and found.host_changes
-    assert not any("FOLDER" in change.what for change in found.host_changes)
-
-
-def test_several_devices_are_offered_a_disk():
-    two = {**EIGHT, "host_memory": "72GiB", "precision": "32-true", "devices": 2}
+@pytest.mark.parametrize("several", [{"devices": 2}, {"nodes": 2, "network": "100Gb"}])
+def test_several_devices_and_machines_are_offered_a_disk(several):
+    two = {**EIGHT, "host_memory": "72GiB", "precision": "32-true", **several}
     found, again = plan("llama3-8b", 2048, **two), plan("llama3-8b", 2048, **two, disk="/")
     assert not found.fits_host and again.host.optimizer < found.host.optimizer and again.on_disk
     (change,) = [change for change in found.host_changes if change.what == "disk=FOLDER"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pretended_nodes
 import processes
 import pytest
 import ranked_disk
@@ -48,24 +49,34 @@ def options(**given):
     "row", [pytest.param(row, marks=[SLOW] * (place not in DAILY)) for place, row in enumerate(COVER)]
 )
 def test_two_ranks_whose_state_is_on_a_disk_are_ddp(row):
+    check_row(row)
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[SLOW] * (place != DAILY[1])) for place, row in enumerate(COVER)]
+)
+def test_nodes_whose_state_is_on_a_disk_of_each_are_ddp(row):
+    check_row(row, size=4 if row["accumulate"] == 1 else 2, nodes=2)
+
+
+def check_row(row, **where):
     settings = dict(row)
     given = {key: settings.pop(key) for key in ("window", "activations", "optimizer_overlap")}
     if row["precision"] == "bf16-mixed":
         settings["accelerator"] = "cpu"  # on a device autocast casts at other operations
-    found = ranked_disk.check(ranked_runs.fit, settings.pop("case"), options(**given), **settings)
+    found = ranked_disk.check(ranked_runs.fit, settings.pop("case"), options(**given), **where, **settings)
     if row["optimizer"] == "adamw" and row["case"] == "llama":
         assert found[0].telemetry["disk_read"] > 0 and found[0].telemetry["disk_written"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", *(pytest.param(one, marks=SLOW) for one in ("bfloat16", "float64"))])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize(("size", "nodes"), [(2, 1), (2, 2), *(pytest.param(4, n, marks=SLOW) for n in (1, 2))])
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=SLOW)])
-def test_state_of_several_portions_is_stepped_by_its_owners(dtype, size, overlap):
-    found = ranked_disk.check(
-        ranked_disk.fit_wide, dtype, options(window=1, optimizer_overlap=overlap), size=size, batches=5
-    )
+def test_state_of_several_portions_is_stepped_by_its_owners(dtype, size, nodes, overlap):
+    given = options(window=1, optimizer_overlap=overlap)
+    found = ranked_disk.check(ranked_disk.fit_wide, dtype, given, size=size, nodes=nodes, batches=5)
     for rank, ours in enumerate(found):
-        owns = dtype != "bfloat16" or not rank  # user_edits.owned
+        owns = dtype != "bfloat16" or not rank % (size // nodes)  # user_edits.owned
         assert (ours.telemetry["disk_read"] > 0) == (ours.telemetry["disk_written"] > 0) == owns
         assert (ours.telemetry["stepped_ahead"] > 0) == overlap
 
@@ -107,16 +118,16 @@ def test_ranges_of_large_parameters_are_whole_blocks(dtype, size):
 
 
 @pytest.mark.parametrize("sides", [(1, 2, 1), pytest.param((1, 2, 4, 1), marks=SLOW)])
+@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.seldom
-def test_another_number_of_devices_resumes_with_and_without_a_disk(sides, tmp_path):
+def test_another_number_of_devices_resumes_with_and_without_a_disk(sides, nodes, tmp_path):
     plain, found = None, None
     for number, size in enumerate(sides):
         steps, places = 3 * (number + 1), [str(tmp_path / f"{side} {number}.ckpt") for side in ("plain", "streaming")]
         processes.run(size, ranked_runs.leg, "llama", "plain", plain, places[0], steps)
         disk = ranked_disk.OPTIONS | options() if size > 1 else None
-        processes.run(
-            size, ranked_disk.run, ranked_runs.leg, "llama", "streaming", found, places[1], steps, options=disk
-        )
+        on_nodes = pretended_nodes.trainer, nodes if size > 1 else 1, ranked_disk.run, ranked_runs.leg
+        processes.run(size, *on_nodes, "llama", "streaming", found, places[1], steps, options=disk)
         plain, found = places
     parity.compare(*map(contents, (plain, found)))
 
@@ -129,30 +140,35 @@ def contents(path):
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=SLOW)])
-def test_a_disk_that_fails_on_one_rank_ends_all_with_its_error(call, victim):
-    found = processes.run(2, ranked_disk.fail, call, victim, options(window=1))
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.seldom)])
+def test_a_disk_that_fails_on_one_rank_ends_all_with_its_error(call, victim, nodes):
+    found = processes.run(2, pretended_nodes.trainer, nodes, ranked_disk.fail, call, victim, options(window=1))
     assert found[victim]["error"] == "DiskError" and "Input/output error" in found[victim]["said"]
     assert found[1 - victim]["error"] == "PeerError" and f"rank {victim}" in found[1 - victim]["said"]
     assert found[0]["torn"] and found[1]["torn"]
 
 
-def test_a_plan_has_the_host_memory_and_the_disk_of_ranks():
-    found = processes.run(2, ranked_disk.host_memory, options(window=1))
+@pytest.mark.parametrize(("size", "nodes"), [(2, 1), (2, 2), pytest.param(4, 2, marks=SLOW)])
+def test_a_plan_has_the_host_memory_and_the_disk_of_ranks(size, nodes):
+    found = processes.run(size, pretended_nodes.trainer, nodes, ranked_disk.host_memory, options(window=1))
     net = ranked_disk.Wide(torch.float32)
     trained = sum(parameter.nbytes for parameter in net.parameters())
     assert found[0] == found[1] and trained * STATES["AdamW"] <= found[0]["on disk"]  # which counts whole lines
     case = ranked_disk.wide(torch.float32)
     given = ranked_disk.OPTIONS | options(window=1)
-    planned = sp_lightning.plan(net, case.batch(0), loss=case.loss, optimizer="AdamW", devices=2, **given)
+    given |= {"devices": size // nodes, "nodes": nodes, "network": "1GB" if nodes > 1 else None}
+    planned = sp_lightning.plan(net, case.batch(0), loss=case.loss, optimizer="AdamW", **given)
     assert planned.on_disk == trained * STATES["AdamW"]
     assert planned.host.optimizer == 0 < found[0]["optimizer"]  # there is room for Adafactor's (placement.py, Rule 6)
+    assert planned.host.under_way == pytest.approx(found[0]["under_way"], rel=0.01)  # without what aligns tensors
     terms = ("weights", "gradients", "ring")
     assert {name: getattr(planned.host, name) for name in terms} == {name: found[0][name] for name in terms}
 
 
-def test_ranks_that_find_unlike_memory_have_one_budget():
-    first, second = processes.run(2, ranked_disk.unlike_memory, os.getcwd())
-    assert first == second and first
+@pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 2)])
+def test_ranks_that_find_unlike_memory_have_one_budget(size, nodes):
+    first, *others = processes.run(size, pretended_nodes.trainer, nodes, ranked_disk.unlike_memory, os.getcwd())
+    assert first and others == [first] * (size - 1)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=SLOW)])
@@ -177,8 +193,10 @@ def test_what_ranks_do_not_cut_has_its_state_in_memory():
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_disk_that_is_full_on_one_rank_leaves_what_was_before_the_step(victim):
-    found = processes.run(2, ranked_disk.fill, victim, options(window=1))
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_disk_that_is_full_on_one_rank_leaves_what_was_before_the_step(victim, nodes):
+    found = processes.run(2, pretended_nodes.trainer, nodes, ranked_disk.fill, victim, options(window=1))
     assert found[victim][0] == "DiskError" and "nothing was stepped" in found[victim][1]
     assert found[1 - victim][0] == "PeerError" and f"rank {victim}" in found[1 - victim][1]
-    assert [rest for *_, torn, stepped in found for rest in (torn, stepped)] == [False] * 4
+    assert [stepped for *_, stepped in found] == [False] * 2
+    assert nodes > 1 or [torn for *_, torn, _ in found] == [False] * 2

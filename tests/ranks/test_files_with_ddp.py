@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import in_files
+import pretended_nodes
 import processes
 import pytest
 import ranked_parity
@@ -11,8 +12,6 @@ import ranked_runs
 import models
 import parity
 import sp_lightning
-from sp_lightning.errors import OptionError
-from sp_lightning.options import Options
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 COVER = parity.pairwise(
@@ -31,22 +30,34 @@ DAILY = 0, 5
     "row", [pytest.param(row, marks=[pytest.mark.slow] * (place not in DAILY)) for place, row in enumerate(COVER)]
 )
 def test_two_ranks_whose_frozen_weights_are_in_files_are_ddp(row, tmp_path):
+    check_row(row, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (place != DAILY[1])) for place, row in enumerate(COVER)]
+)
+def test_nodes_whose_frozen_weights_are_in_files_of_each_are_ddp(row, tmp_path):
+    check_row(row, tmp_path, size=4, nodes=2)
+
+
+def check_row(row, folder, **where):
     settings = dict(row)
     name, window, activations = (settings.pop(key) for key in ("case", "window", "activations"))
     options = {"window": window, "activations": activations, "host_budget": "0B"}
     if row["precision"] == "bf16-mixed":
         settings["accelerator"] = "cpu"  # on a device autocast casts at other operations
-    for ours in ranked_parity.check(ranked_runs.fit_in_files, name, options, folder=str(tmp_path), **settings):
+    settings |= {"folder": str(folder), **where}
+    for ours in ranked_parity.check(ranked_runs.fit_in_files, name, options, **settings):
         assert ours.telemetry["disk_read"] > 0 or "writes" in models.case(name).tags
 
 
 OPTIONS = {"window": 1, "host_budget": "0B"}
 
 
-def check(function, *given, folder):
+def check(function, *given, folder, nodes=1):
     """Compare two ranks whose frozen weights are in files with ranks that have them in memory; return telemetry."""
     expected = processes.run(2, function, *given, None, folder)
-    found = processes.run(2, function, *given, OPTIONS, folder)
+    found = processes.run(2, pretended_nodes.trainer, nodes, function, *given, OPTIONS, folder)
     for theirs, ours in zip(expected, found, strict=True):
         parity.compare(theirs, ours)
     return [ours.telemetry for ours in found]
@@ -54,24 +65,29 @@ def check(function, *given, folder):
 
 @pytest.mark.seldom
 @pytest.mark.parametrize("where", ["everywhere", "for a while"])
-def test_a_weight_in_a_file_that_ranks_write_is_written(where, tmp_path):
-    for telemetry in check(ranked_runs.edit_in_files, where, folder=str(tmp_path)):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_weight_in_a_file_that_ranks_write_is_written(where, nodes, tmp_path):
+    for telemetry in check(ranked_runs.edit_in_files, where, folder=str(tmp_path), nodes=nodes):
         assert telemetry["disk_read"] > 0
 
 
-def test_a_weight_in_a_file_that_one_rank_writes_is_an_error(tmp_path):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_weight_in_a_file_that_one_rank_writes_is_an_error(nodes, tmp_path):
+    edits = pretended_nodes.trainer, nodes, ranked_runs.edit_in_files
     with pytest.raises(processes.RankFailed, match="wrote different values to weights that are in files"):
-        processes.run(2, ranked_runs.edit_in_files, "on the last", OPTIONS, str(tmp_path))
+        processes.run(2, *edits, "on the last", OPTIONS, str(tmp_path))
 
 
-def test_weights_of_unlike_files_are_the_first_ranks(tmp_path):
-    for telemetry in check(ranked_runs.begin_unlike, folder=str(tmp_path)):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_weights_of_unlike_files_are_the_first_ranks(nodes, tmp_path):
+    for telemetry in check(ranked_runs.begin_unlike, folder=str(tmp_path), nodes=nodes):
         assert telemetry["disk_read"] == 0  # in memory, which the ranks share
 
 
 @pytest.mark.seldom
-def test_weights_in_files_that_come_to_train_are_shared(tmp_path):
-    for telemetry in check(ranked_runs.thaw_in_files, folder=str(tmp_path)):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_weights_in_files_that_come_to_train_are_shared(nodes, tmp_path):
+    for telemetry in check(ranked_runs.thaw_in_files, folder=str(tmp_path), nodes=nodes):
         assert telemetry["disk_read"] > 0
 
 
@@ -83,20 +99,3 @@ def test_a_plan_has_the_host_memory_of_ranks_whose_weights_are_in_files(tmp_path
     planned = sp_lightning.plan(net, case.batch(0), loss=case.loss, optimizer="AdamW", devices=2, **OPTIONS)
     terms = {name: getattr(planned.host, name) for name in found[0] if name != "in files"}
     assert terms == {name: nbytes for name, nbytes in found[0].items() if name != "in files"}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "machines, options, said",
-    [
-        (2, {"disk": "/"}, "num_nodes must be 1 with disk='/'"),
-        (2, {"host_budget": "0B"}, "num_nodes must be 1 with host_budget"),
-    ],
-)
-def test_what_several_devices_do_not_have_in_files_yet_is_an_error(machines, options, said):
-    for refused in (
-        lambda: Options.parse(**options).check_devices(2, machines),
-        lambda: sp_lightning.plan("llama3-8b", devices=2, nodes=machines, network="100Gb", **options),
-    )[: 1 if machines > 1 else 2]:
-        with pytest.raises(OptionError, match=said):
-            refused()

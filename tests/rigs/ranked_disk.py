@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import lightning as L
+import pretended_nodes
 import ranked_parity
 import ranked_runs
 import torch
@@ -49,9 +50,12 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-def check(function: Callable[..., Any], name: str, options: dict[str, Any], **settings: Any) -> list[parity.Record]:
+def check(
+    function: Callable[..., Any], name: str, options: dict[str, Any], nodes: int = 1, **settings: Any
+) -> list[parity.Record]:
     """Compare ranks whose state is on the disk with ranks under DDP, as `ranked_parity.check` does."""
-    return ranked_parity.check(function, name, OPTIONS | options, around=run, **settings)
+    around = functools.partial(pretended_nodes.trainer, nodes, run)
+    return ranked_parity.check(function, name, OPTIONS | options, around=around, **settings)
 
 
 class Wide(torch.nn.Module):
@@ -116,7 +120,7 @@ class LateFault:
 
 def fail(call: str, victim: int, options: dict[str, Any]) -> dict[str, Any]:
     """Have the disk fail on one rank; return how this rank's run ended, and whether its step can be saved."""
-    fault, is_victim = LateFault(call), int(os.environ["LOCAL_RANK"]) == victim
+    fault, is_victim = LateFault(call), pretended_nodes.rank() == victim
 
     class Fails(ranked_runs.RankedModule):
         def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
@@ -128,7 +132,8 @@ def fail(call: str, victim: int, options: dict[str, Any]) -> dict[str, Any]:
         trainer = L.Trainer(
             strategy=strategy,
             accelerator="cpu",
-            devices=2,
+            devices=2 // pretended_nodes.count(),
+            num_nodes=pretended_nodes.count(),
             max_steps=6,
             default_root_dir=root,
             logger=False,
@@ -148,8 +153,8 @@ def fail(call: str, victim: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def host_memory(options: dict[str, Any]) -> dict[str, int]:
-    """Return the bytes of host memory of all ranks that stream a wide net, and those of its state on the disk."""
-    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    """Return the bytes of host memory of a node's ranks that stream a wide net, and those of its state on the disk."""
+    dist.init_process_group("gloo", rank=pretended_nodes.rank(), world_size=int(os.environ["WORLD_SIZE"]))
     with sp_lightning.stream(Wide(torch.float32), "cpu", group=dist.group.WORLD, **(OPTIONS | options)) as handle:
         placed = handle.storage.placed
         return {"on disk": placed.on_disk, **dataclasses.asdict(placed.host)}
@@ -160,7 +165,7 @@ def unlike_memory(folder: str) -> list[int]:
 
     The last rank finds too little for the state.
     """
-    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = pretended_nodes.rank(), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     total = 1 << 30
     free = headroom(total) + (LITTLE if rank == size - 1 else total // 2)
@@ -200,7 +205,7 @@ def fill(victim: int, options: dict[str, Any]) -> tuple[str, str, bool, bool]:
 
     Returns this rank's error and what it says, whether its step is torn, and whether any weight was stepped.
     """
-    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group("gloo", rank=pretended_nodes.rank(), world_size=int(os.environ["WORLD_SIZE"]))
     allocate, allocated = os.posix_fallocate, 0
 
     def full(descriptor: int, begin: int, nbytes: int) -> None:

@@ -56,9 +56,11 @@ def fit(name: str, options: dict[str, Any] | None, optimizer: str = "adamw", **s
 def fit_in_files(
     name: str, options: dict[str, Any] | None, folder: str, precision: str = "32-true", **settings: Any
 ) -> parity.Record:
-    """Record a run whose frozen weights are in a file of all ranks, in their own type, or under DDP in memory."""
+    """Record a run whose frozen weights are in a file of a node's ranks, in their own type, or under DDP in memory."""
     dtype, case = {"bf16-true": torch.bfloat16}.get(precision), models.case(name)
-    case = in_files.frozen(case, dtype) if options is None else in_files.filed_together(case, folder, dtype)
+    of_node = os.path.join(folder, os.environ["NODE_RANK"])  # as on a disk of its own
+    os.makedirs(of_node, exist_ok=True)
+    case = in_files.frozen(case, dtype) if options is None else in_files.filed_together(case, of_node, dtype)
     return record(functools.partial(RankedModule, case), case, options, precision=precision, **settings)
 
 
@@ -223,7 +225,7 @@ def edit_in_files(where: str, options: dict[str, Any] | None, folder: str) -> pa
     """
     case = models.case("mlp")
     case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
-    writes = where == "everywhere" or int(os.environ["LOCAL_RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    writes = where == "everywhere" or pretended_nodes.rank() == int(os.environ["WORLD_SIZE"]) - 1
 
     class Edits(RankedModule):
         def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
@@ -239,7 +241,7 @@ def edit_in_files(where: str, options: dict[str, Any] | None, folder: str) -> pa
 
 def begin_unlike(options: dict[str, Any] | None, folder: str) -> parity.Record:
     """Record a run that the last rank begins with another file, of other weights: those of the first rank count."""
-    rank = int(os.environ["LOCAL_RANK"])
+    rank = pretended_nodes.rank()
     case = models.case("mlp")
 
     def make() -> torch.nn.Module:
