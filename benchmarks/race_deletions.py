@@ -1,18 +1,18 @@
 """Delete every wait, one at a time, and run the race tests: is each needed, and would its absence be noticed?
 
     python benchmarks/race_deletions.py [--only engine.py] [--jobs 2] [--cover FILE]
-                                        [--ranks | --shards | --files | --calls]
+                                        [--ranks | --nodes | --shards | --files | --calls]
 
 A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or a call that does so
-inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`; with ``--shards`` one that only models
-of DTensors need: see `OF_SHARDS`; with ``--files`` one for reads and writes of files, and what else orders them there,
-such as a lock: see `OF_FILES`; with ``--calls`` one of a call in lockstep for its turn: see `OF_CALLS`. Each is
-replaced by its arguments in a copy of the package, and `TESTS` run against the copy, or `TESTS_OF_RANKS`,
-`TESTS_OF_SHARDS`, `TESTS_OF_CALLS`, or those of the file in `FOR_FILES`: those that come to the wait, as one run
-of all without a deletion has shown. ``--cover`` keeps what that run showed in a file, and takes it from there for as
-long as the package and the tests are the same. The output has a line for each wait; the exit
-status is 1 if a deletion goes unnoticed. A complete run for steps, without one of these options, writes its result
-into CONTRIBUTING.md, between the two marks there.
+inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`; with ``--nodes`` one for those of other
+machines: see `OF_NODES`; with ``--shards`` one that only models of DTensors need: see `OF_SHARDS`; with ``--files`` one
+for reads and writes of files, and what else orders them there, such as a lock: see `OF_FILES`; with ``--calls`` one of
+a call in lockstep for its turn: see `OF_CALLS`. Each is replaced by its arguments in a copy of the package, and `TESTS`
+run against the copy, or `TESTS_OF_RANKS`, `TESTS_OF_NODES`, `TESTS_OF_SHARDS`, `TESTS_OF_CALLS`, or those of the file
+in `FOR_FILES`: those that come to the wait, as one run of all without a deletion has shown. ``--cover`` keeps what that
+run showed in a file, and takes it from there for as long as the package and the tests are the same. The output has a
+line for each wait; the exit status is 1 if a deletion goes unnoticed. A complete run for steps, without one of these
+options, writes its result into CONTRIBUTING.md, between the two marks there.
 """
 
 from __future__ import annotations
@@ -48,6 +48,19 @@ _OF_RANKS = (
     "fabric_with_ddp parity_with_ddp".split()
 )
 TESTS_OF_RANKS = tuple(f"tests/ranks/test_{name}.py" for name in _OF_RANKS)
+_FILES, _DISK = "tests/ranks/test_files_with_ddp.py", "tests/ranks/test_disk_with_ddp.py"
+_BEGIN = (  # what ranks decide together before they begin, and before they make state
+    f"{_FILES}::test_weights_of_unlike_files_are_the_first_ranks",
+    f"{_FILES}::test_nodes_whose_frozen_weights_are_in_files_of_each_are_ddp",
+    f"{_DISK}::test_ranks_that_find_unlike_memory_have_one_budget",
+    f"{_DISK}::test_a_disk_that_is_full_on_one_rank_leaves_what_was_before_the_step",
+)
+TESTS_OF_RANKS += _BEGIN
+TESTS_OF_NODES = (
+    "tests/ranks/test_nodes.py",
+    "tests/ranks/test_steps_in_backward.py::test_nodes_step_all_units_beside_backward_and_equal_ddp_with_the_tree",
+    *_BEGIN,
+)
 TESTS_OF_SHARDS = ("tests/ranks/test_tensor_parallel.py", "tests/ranks/test_tensor_parallel_fits.py")
 GUIDE = ROOT / "CONTRIBUTING.md"
 MARKS = "<!-- race deletions -->", "<!-- end -->"
@@ -60,12 +73,13 @@ WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finis
 WAITS |= {"wait_step", "before_host_access", "_complete", "before_user_code", "quiesce", "_wait_for_copies"}
 # Files, by their paths in the package, in which no step waits: they observe, plan or compare.
 BESIDE = {"runtime/measure.py", "observe/progress.py", "runtime/recorder.py", "bench/referee.py", "bench/turns.py"}
-BESIDE |= {"observe/disk_speed.py"}
+BESIDE |= {"observe/disk_speed.py", "observe/network_speed.py", "hf/report.py"}
 # Waits of one rank for others: these calls, and all waits of these files, and of these functions of other files.
 OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_any"}
 OF_RANKS |= {"_meet_handling", "_wait_for_all", "_end_job", "wait_beside"}
-OF_RANKS |= {"wait_for_nodes", "alike", "_wait_for_nodes", "_join"}  # of those of other machines
-OF_RANKS |= {"_all_at", "_all_would_step"}  # they say, where units are summed, which are not due yet, or stepped later
+OF_NODES = {"wait_for_nodes", "alike", "_wait_for_nodes", "_join"}  # for those of other machines
+OF_RANKS |= OF_NODES
+OF_RANKS |= {"_all_at", "_common_mark"}  # they say, where units are summed, which are not due yet, or stepped later
 OF_RANKS |= {"all_summed"}
 BETWEEN_RANKS = {
     f"ranks/{name}.py" for name in ("board", "exchange", "sharded_step", "team", "transport", "user_edits")
@@ -77,6 +91,7 @@ BETWEEN_RANKS |= {
     "runtime/engine.py: exchanging",
     "runtime/handle.py: settle",
 }
+BETWEEN_NODES = "ranks/transport.py"  # where all waits are for other machines
 # Waits that no model without DTensors comes to: all of these files, and of these functions of other files.
 OF_SHARDS = {"runtime/same_path.py", "compat/tensors.py: arrived", "lightning/strategy.py: load_checkpoint"}
 # Waits of calls in lockstep for their turns.
@@ -155,7 +170,7 @@ class Verdict(NamedTuple):
 
 
 def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of: str = "steps") -> list[Wait]:
-    """List the waits of a package in the order of its files: those "of" ranks, shards, files, calls, or all else.
+    """List the waits of a package in the order of its files: "of" ranks, nodes, shards, files, calls, or all else.
 
     In the files ``beside`` no step waits.
     """
@@ -169,14 +184,18 @@ def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of: str = "st
 
 
 def kind(wait: Wait) -> str:
-    """Return what the wait is for: other "ranks", "shards", "files", the turn of "calls", or "steps"."""
+    """Return what the wait is for: other "ranks", other "nodes", "shards", "files", the turn of "calls", or "steps"."""
     if called(wait) in OF_CALLS and wait.file.startswith(OF_RUNNING_CALLS):
         return "calls"
     if wait.text.startswith(OF_WRITER):
         return "files"
     if not OF_SHARDS.isdisjoint(places(wait)):
         return "shards"
-    return "files" if wait.file in FOR_FILES else "ranks" if is_between_ranks(wait) else "steps"
+    if wait.file in FOR_FILES:
+        return "files"
+    if called(wait) in OF_NODES or wait.file == BETWEEN_NODES:
+        return "nodes"
+    return "ranks" if is_between_ranks(wait) else "steps"
 
 
 def places(wait: Wait) -> set[str]:
@@ -214,7 +233,9 @@ def all_waits(package: pathlib.Path) -> list[Wait]:
 def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
     """Whether a wait is there: a call, or in what is for files a lock."""
     if isinstance(node, ast.Call):
-        names, node = WAITS | (OF_FILES if file in FOR_FILES else OF_RANKS), node.func
+        node = node.func
+        others = OF_RANKS if isinstance(node, ast.Attribute) else set()  # functions of the same names wait for nobody
+        names = WAITS | (OF_FILES if file in FOR_FILES else others)
         names |= OF_CALLS if file.startswith(OF_RUNNING_CALLS) else set()
     else:
         names = LOCKS if file in FOR_FILES and isinstance(getattr(node, "ctx", None), ast.Load) else set()
@@ -224,6 +245,7 @@ def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
 def tests_of(wait: Wait) -> Collection[str]:
     """Return the tests that may see that a wait is missing."""
     tests = {"steps": TESTS, "ranks": TESTS_OF_RANKS, "shards": TESTS_OF_SHARDS, "calls": TESTS_OF_CALLS}
+    tests["nodes"] = TESTS_OF_NODES
     return tests.get(kind(wait)) or FOR_FILES.get(wait.file, FOR_FILES["storage/checkpoint_beside.py"])
 
 
@@ -425,6 +447,7 @@ def main() -> int:
     parser.add_argument("--cover", type=pathlib.Path, help="a file that keeps which tests come to which waits")
     of = parser.add_mutually_exclusive_group()
     of.add_argument("--ranks", dest="of", action="store_const", const="ranks", help="delete waits of ranks for others")
+    of.add_argument("--nodes", dest="of", action="store_const", const="nodes", help="delete waits for other machines")
     of.add_argument("--shards", dest="of", action="store_const", const="shards", help="delete waits of DTensors alone")
     of.add_argument("--files", dest="of", action="store_const", const="files", help="delete waits for files")
     of.add_argument("--calls", dest="of", action="store_const", const="calls", help="delete waits of calls for turns")
