@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import campaign
+from measured import OURS
 
 NOTES = campaign.ROOT / "benchmarks" / "NOTES.md"
 PICTURE = campaign.ROOT / "docs" / "measured_curve.png"
@@ -68,7 +69,8 @@ def _rows(result: Found, claim: str) -> Iterator[tuple[str, str]]:
         if "error" in entry:
             yield entry["label"], entry["error"]
             continue
-        for bar in entry["bars"]:
+        ours = [row for row in entry["rows"] if row["contender"] == OURS and row["step_s"] is not None]
+        for bar in entry["bars"] if ours else ():
             yield f"{entry['label']}: {bar['bar']}", f"{bar['measured']}{'' if bar['reached'] else ' (missed)'}"
         yield entry["label"], "; ".join(_row(row) for row in entry["rows"])
 
