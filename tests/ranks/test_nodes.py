@@ -22,7 +22,7 @@ from families import FAMILIES
 import models
 import parity
 import sp_lightning
-from sp_lightning.ranks.board import LEFT
+from sp_lightning.ranks.board import LATER_S, LEFT, TO_AGREE
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 OFTEN = ["batch_norm", "mixture_of_experts", "skipped_block", "tied_embedding"]
@@ -199,6 +199,7 @@ def test_fabric_over_two_nodes_is_ddp_with_the_tree(loop, options):
 
 
 LIMIT_S = 5
+STALL_S = 1.5
 PHASES = [
     *("connecting nodes", "forward", "backward", "between post and sum", "sum of nodes", "sums of other nodes"),
     *("settle", "agreement of nodes", "in the step", "end of the step", "data"),
@@ -363,11 +364,42 @@ def test_nodes_that_send_to_each_other_at_once_do_not_take_turns(link, tmp_path)
 
 
 @SLOW
-def test_a_link_that_goes_down_ends_all_ranks_after_the_keepalive(link, tmp_path):
-    ranks = linked_nodes.start(link, "until_the_link_ends", tmp_path)
-    until = time.monotonic() + 120
-    while len(list(tmp_path.glob("*.mark"))) < len(ranks) and time.monotonic() < until:
+def test_a_link_that_carries_nothing_now_and_then_changes_nothing(link, tmp_path):
+    expected = processes.run(4, loops.train, None, clip=True)
+    ranks, stalls = linked_nodes.start(link, "train", tmp_path), 0
+    while any(rank.poll() is None for rank in ranks):
+        link.stall()
+        time.sleep(STALL_S)
+        link.go_on()
+        time.sleep(3 * STALL_S)  # packets are sent again after up to twice the time that they were not
+        stalls += 1
+    compare(expected, [loops.Found(*one) for one in linked_nodes.results(ranks, tmp_path)])
+    assert stalls > 2
+
+
+def start_steps(link, work, folder):
+    """Start ranks that train without end; return them once each has stepped."""
+    ranks, until = linked_nodes.start(link, work, folder), time.monotonic() + 120
+    while len(list(folder.glob("*.mark"))) < len(ranks) and time.monotonic() < until:
         time.sleep(0.05)
+    return ranks
+
+
+@SLOW
+def test_a_link_that_carries_nothing_any_more_ends_all_ranks_after_the_timeout(link, tmp_path):
+    ranks = start_steps(link, "until_the_timeout", tmp_path)
+    link.stall()
+    since = time.monotonic()
+    for rank, (error, at) in enumerate(linked_nodes.results(ranks, tmp_path)):
+        other = 2 - rank // 2 * 2  # the first rank of the other node
+        assert error.startswith("PeerError: ") and "did not come" in error, f"rank {rank}: {error}"
+        assert f"rank {other} on " in error or f"rank {other + 1} on " in error, f"rank {rank}: {error}"
+        assert linked_nodes.TIMEOUT_S - 1 < at - since < linked_nodes.TIMEOUT_S + TO_AGREE * LATER_S + LIMIT_S, error
+
+
+@SLOW
+def test_a_link_that_goes_down_ends_all_ranks_after_the_keepalive(link, tmp_path):
+    ranks = start_steps(link, "until_the_link_ends", tmp_path)
     link.go_down()
     down = time.monotonic()
     for rank, (error, at) in enumerate(linked_nodes.results(ranks, tmp_path)):

@@ -28,6 +28,7 @@ RIGS = pathlib.Path(__file__).parent
 MASTER = "10.77.0.1"
 WIDTH, LAYERS = 640, 4
 KEEPALIVE_S = 3.0
+TIMEOUT_S = 5.0
 PART_NBYTES, COUNT = 1 << 22, 12
 
 
@@ -69,6 +70,14 @@ class Link:
     def go_down(self) -> None:
         """End the first node's link."""
         _run(f"ip -n {self.spaces[0]} link set {self.ends[0]} down")
+
+    def stall(self) -> None:
+        """Have the first node's link carry nothing, until it goes on: the node itself sees no end of it."""
+        _run(f"ip -n {self._switch} link set port0 down")
+
+    def go_on(self) -> None:
+        """Have the link carry again."""
+        _run(f"ip -n {self._switch} link set port0 up")
 
     def close(self) -> None:
         """Remove the namespaces, and what is in them."""
@@ -172,8 +181,9 @@ def message_nbytes_of_steps() -> float:
         return nbytes_of_steps(lambda: packed[0])
 
 
-def until_the_link_ends() -> tuple[str, float]:
+def until_the_link_ends(**options: Any) -> tuple[str, float]:
     """Train without end; return the error that ended it, and when that was."""
+    options = options or {"keepalive": timedelta(seconds=KEEPALIVE_S)}
     mark = pathlib.Path(sys.argv[2]).with_suffix(".mark")
 
     def note(step: int) -> None:
@@ -181,10 +191,15 @@ def until_the_link_ends() -> tuple[str, float]:
             mark.touch()
 
     try:
-        steps(1 << 30, note, keepalive=timedelta(seconds=KEEPALIVE_S))
+        steps(1 << 30, note, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic()
     return "", 0.0
+
+
+def until_the_timeout() -> tuple[str, float]:
+    """Train without end where a machine may be silent for hours; return the error that ended it, and when that was."""
+    return until_the_link_ends(timeout=timedelta(seconds=TIMEOUT_S), keepalive=timedelta(hours=1))
 
 
 def bytes_per_s() -> float:
@@ -207,7 +222,7 @@ def bytes_per_s() -> float:
 
 
 WORKS: dict[str, Callable[[], Any]] = {
-    work.__name__: work for work in (train, nbytes_of_steps, until_the_link_ends, bytes_per_s)
+    work.__name__: work for work in (train, nbytes_of_steps, until_the_link_ends, until_the_timeout, bytes_per_s)
 }
 
 if __name__ == "__main__":
