@@ -16,7 +16,15 @@ import torch
 from ..compat.kernels import has_chunked_loss
 from ..core.machine import Machine
 from ..core.simulation import SimulatedVisit
-from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, host_bytes
+from ..core.unit_numbers import (
+    ONE_PROCESS,
+    STATES,
+    HostBytes,
+    HostSharing,
+    UnitHostBytes,
+    UnitNumbers,
+    host_bytes,
+)
 from ..disk.direct_ring import BUFFERS, PIECE
 from ..disk.placement import Budgeted, UnitPlacement, in_slab, within
 from ..errors import OptionError
@@ -56,6 +64,7 @@ class ListedModel(PlannedModel):
         precision: str = "32-true",
         optimizer: Any = None,
         chunked: bool = False,
+        sharing: HostSharing = ONE_PROCESS,
     ) -> None:
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise OptionError(argument="batch", found=tokens, allowed="the number of tokens of a workload's batch")
@@ -67,7 +76,7 @@ class ListedModel(PlannedModel):
             raise OptionError(argument="units", found=options.units, allowed=allowed)
         check_master_weights(options, precision)
         self._workload = workload
-        self._chunked = chunked
+        self._chunked, self._sharing = chunked, sharing
         self._precision = precision
         self._optimizer = optimizer
         dtype = torch.bfloat16 if self._host_width(options) == HALF_BYTES else torch.float32
@@ -174,12 +183,12 @@ class ListedModel(PlannedModel):
     def in_chunks(self) -> PlannedModel | None:
         if not self.logits_nbytes:
             return None
-        return ListedModel(self._workload, self.rows, Options(), self._precision, self._optimizer, True)
+        return ListedModel(self._workload, self.rows, Options(), self._precision, self._optimizer, True, self._sharing)
 
     def host(self, options: Options, needs: Requirements) -> HostBytes:
         units, placed = self._units(options), self._placed(options)
         units = [replace(unit, wire=unit.wire * (i not in placed.travelling)) for i, unit in enumerate(units)]
-        host = host_bytes(units, states=self._states, ring=placed.host.ring)
+        host = host_bytes(units, states=self._states, ring=placed.host.ring // self._sharing.ranks)
         return without_disk(host, placed, units, self._states)
 
     def _units(self, options: Options) -> list[UnitHostBytes]:
@@ -192,8 +201,10 @@ class ListedModel(PlannedModel):
 
     def _placed(self, options: Options) -> Budgeted:
         """Choose what is on the disk, of a workload whose weights all train (planned_model.py, Rule 3)."""
-        units = self._units(options)
-        whole = host_bytes(units, states=STATES["AdamW"])
+        ranks = self._sharing.ranks
+        units = [replace(unit, wire=ranks * unit.wire) for unit in self._units(options)]
+        whole = host_bytes(self._units(options), states=STATES["AdamW"])
+        whole = self._sharing.together(whole, max(unit.trained for unit in units))
         placements = [
             UnitPlacement(
                 whole=unit,
@@ -210,8 +221,9 @@ class ListedModel(PlannedModel):
         read = 0 if options.master_weights else max(placement.masters for placement in placements)
         budget, spills = options.host_budget, options.disk is not None
         budget = whole.total if budget is None else budget
-        of_copies, travelling = (BUFFERS * min(PIECE, n) for n in (read, max(unit.weights for unit in units)))
-        return within(placements, budget, whole, 0, spills, of_copies, travelling)
+        largest = read, max(unit.weights for unit in units)
+        of_copies, travelling = (ranks * BUFFERS * min(PIECE, nbytes) for nbytes in largest)
+        return within(placements, budget, whole, 0, spills, of_copies, travelling, self._sharing)
 
     def states(self) -> float:
         return self._states
@@ -219,7 +231,9 @@ class ListedModel(PlannedModel):
     def in_half(self) -> PlannedModel | None:
         if half_of(self._precision) and not self._precision.endswith("mixed"):
             return None
-        return ListedModel(self._workload, self.rows, Options(), "bf16-true", self._optimizer, self._chunked)
+        return ListedModel(
+            self._workload, self.rows, Options(), "bf16-true", self._optimizer, self._chunked, self._sharing
+        )
 
 
 @functools.lru_cache

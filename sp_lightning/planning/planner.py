@@ -111,7 +111,8 @@ def _source(module: Any, batch: Any, run: PlannedRun, target: str, mesh: Any) ->
     if run.answers is not None:
         allowed = "left out for a workload (give a module, or a function that makes one)"
         raise OptionError(argument="answer", found=run.answers.tokens, allowed=allowed)
-    return ListedModel(module, 8 * 2048 if batch is None else batch, run.options, run.precision, run.optimizer)
+    rows = 8 * 2048 if batch is None else batch
+    return ListedModel(module, rows, run.options, run.precision, run.optimizer, sharing=run.sharing)
 
 
 @contextlib.contextmanager

@@ -333,6 +333,15 @@ def test_several_devices_and_machines_are_offered_a_disk(several):
     assert again.host.weights == found.host.weights and again.host.gradients == found.host.gradients
 
 
+@pytest.mark.parametrize("several", [{"devices": 2}, {"nodes": 2, "network": "100Gb"}])
+def test_only_the_state_of_what_ranks_share_is_planned_to_be_on_the_disk(several):
+    given = {**EIGHT, "precision": "32-true", "host_memory": "256GiB", "disk": "/", "host_budget": "40GiB"}
+    alone, found = plan("llama3-8b", 2048, **given), plan("llama3-8b", 2048, **given, **several)
+    whole = plan("llama3-8b", 2048, **{**given, "host_budget": None}, **several)
+    assert alone.host.gradients < found.host.gradients == whole.host.gradients
+    assert found.on_disk == whole.parameters * 8 and not found.host.optimizer
+
+
 def test_a_module_that_is_traced_is_offered_a_disk():
     def traced(**options):
         layers = functools.partial(nn.Linear, 4096, 4096)
