@@ -121,7 +121,7 @@ STRIKES: dict[str, tuple[Any, str]] = {
     "connecting nodes": (transport.NodeTransport, "_connect"),
     "sum of nodes": (exchange.Exchange, "_sum_of_nodes"),
     "sums of other nodes": (exchange.Exchange, "_take_sums"),
-    "agreement of nodes": (board.Ranks, "agree"),
+    "agreement of nodes": (board.Ranks, "numbers_of_nodes"),
     "in the step": (sharded_step.Owners, "_owned"),
     "loop of the step": (importlib.import_module("torch.optim.adam"), "adam"),
     "end of the step": (sharded_step.Owners, "end"),
