@@ -408,7 +408,7 @@ class Ranks(OneRank):
         self._note_gone(self.world_rank)
         if self.transport is not None:
             assert self._state is not None
-            self.transport.close(self._state[self.world_rank], self._own())
+            self.transport.close(self._state[self.world_rank], self._own(), self._handles_exception)
         self._closed = True
         for end in (*self._lives.values(), *self._peers.values()):
             with contextlib.suppress(OSError):

@@ -19,8 +19,10 @@ node. Ranks have a local number, and one among all nodes', which errors say.
    same rank. They compare numbers when all ranks have to agree. These words never wait behind gradients.
 6. A connection that ends without a farewell is the end of a process, as far as its peer can tell. The loss of a machine
    or of the link to it may end nothing: a node of which nothing came for the keepalive's time counts as lost.
-7. A rank that leaves says farewell with its state, and waits a short time for the farewells of the others: threads that
-   wait in gloo for a peer would outlive the group. Those of peers that are gone end with the group's connections.
+7. A rank that leaves says farewell with its state, and with what its board says of others: one that stops because of
+   another rank names that one. It waits a short time for the farewells of the others, a shorter one after an error, as
+   they may be in a collective that waits for the end of its process: threads that wait in gloo for a peer would outlive
+   the group. Those of peers that are gone end with the group's connections.
 8. gloo has one connection for each group and pair, on which a receiver's "go on" waits behind what it sends itself: two
    nodes that send over one connection take turns. So each direction has a group of its own, and so have words.
 9. Until nodes are connected, a node whose rank fails says so in the store through which they find each other: gloo
@@ -232,10 +234,9 @@ class NodeTransport:
         return [self._rank_of[node] for node in late if not self._farewells[node]]
 
     def _pulse(self, numbers: list[int]) -> None:
-        payload = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
         for outbox in self._says.values():
             if outbox.qsize() < AHEAD:  # a peer that does not read gets no more
-                outbox.put(Message(PULSE, (0, 0, 0), same_for_all(lambda: payload)))
+                outbox.put(Message(PULSE, (0, 0, 0), same_for_all(lambda: _of_numbers(numbers))))
 
     # ---- threads
 
@@ -289,6 +290,9 @@ class NodeTransport:
             if nbytes and not self._take(node, payload, tag):
                 return
             self._heard_at[node] = time.monotonic()
+            if kind in (PULSE, FAREWELL):
+                numbers = payload.view(torch.int64).tolist()
+                self._listener.heard(node, numbers[: self._place.world], numbers[self._place.world :])
             if kind == FAREWELL:
                 self._farewells[node].add(tag)
                 if len(self._farewells[node]) == len(self._tags):  # all that it sent has come
@@ -301,9 +305,6 @@ class NodeTransport:
                     time.sleep(PAUSE_S)  # the sender keeps the next ones (Rule 4)
             elif kind == WORD:
                 self._words[node][key[0]] = tuple(key[1:])
-            else:
-                numbers = payload.view(torch.int64).tolist()
-                self._listener.heard(node, numbers[: self._place.world], numbers[self._place.world :])
 
     def _take(self, node: int, tensor: Tensor, tag: int) -> bool:
         try:
@@ -319,15 +320,15 @@ class NodeTransport:
 
     # ---- the end
 
-    def close(self, state: int, numbers: list[int]) -> None:
+    def close(self, state: int, numbers: list[int], after_error: bool) -> None:
         """Say farewell, and end the threads (Rule 7). Safe twice."""
         if self._closed:
             return
         self._pulse(numbers)
         self._closed = True
         for outbox in (*self._units.values(), *self._says.values()):
-            outbox.put(Message(FAREWELL, (state, 0, 0), same_for_all(_nothing)))
-        until = time.monotonic() + CLOSE_S
+            outbox.put(Message(FAREWELL, (state, 0, 0), same_for_all(lambda: _of_numbers(numbers))))
+        until = time.monotonic() + (CLOSE_S / 2 if after_error else CLOSE_S)
         self._join(until)
         if any(thread.is_alive() for thread in self._threads):
             nothing = torch.empty(HEADER, dtype=torch.int64, device="cpu")
@@ -374,6 +375,10 @@ class Unpacked:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNED) * ALIGNED
+
+
+def _of_numbers(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
 
 
 def _nothing() -> Tensor:

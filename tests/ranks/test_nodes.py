@@ -112,6 +112,12 @@ def test_a_rank_that_is_slow_to_say_farewell_has_left_and_is_not_lost():
 
 
 @pytest.mark.seldom
+def test_a_rank_that_stopped_because_of_another_one_names_that_one_to_its_peers():
+    *_, said = processes.run(4, pretended_nodes.run, 2, waiting.error_of_one_that_waits_for_one_that_stopped)
+    assert said == "rank 0 on host0 failed; its own error says why"
+
+
+@pytest.mark.seldom
 def test_a_rank_that_left_has_no_threads_that_wait_for_one_that_stays():
     assert processes.run(2, pretended_nodes.run, 2, waiting.threads_after_leaving) == [0, 0]
 
@@ -203,6 +209,7 @@ STALL_S = 1.5
 PHASES = [
     *("connecting nodes", "forward", "backward", "between post and sum", "sum of nodes", "sums of other nodes"),
     *("settle", "agreement of nodes", "in the step", "end of the step", "data"),
+    *("promise", "beside backward", "deferred part"),
 ]
 FAILURES = [(phase, way, victim) for phase in PHASES for way in ("raise", "kill") for victim in (0, 2, 3)]
 NOBODY = [case for case in FAILURES if case[0] == "agreement of nodes" and case[2] == 3]  # first ranks alone agree
@@ -216,7 +223,8 @@ EVERY_DAY = {("forward", "kill", 3), ("sum of nodes", "raise", 2)}
 @pytest.mark.seldom
 def test_all_ranks_of_all_nodes_end_with_an_error_that_names_the_one_that_failed(phase, way, victim):
     with failing_runs.nothing_left():
-        endings = failing_runs.endings(4, phase=phase, way=way, victim=victim, nodes=2)
+        slow = victim if phase == "deferred part" else None  # so that something is left for that
+        endings = failing_runs.endings(4, phase=phase, way=way, victim=victim, nodes=2, slow=slow)
     struck = endings[victim].struck
     assert struck, f"nothing failed: {endings}"
     for rank, ending in enumerate(endings):

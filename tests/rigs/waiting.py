@@ -105,12 +105,13 @@ def state_of_one_that_left() -> int:
     """Return what this rank knows of the second one, which leaves, and is slow to say so; on that one 0."""
     with connected() as ranks:
         if ranks.world_rank == 1:
+            made = transport._of_numbers
 
-            def slowly() -> Tensor:
+            def slowly(numbers: list[int]) -> Tensor:
                 time.sleep(SLOW_S)
-                return torch.empty(0, dtype=torch.uint8)
+                return made(numbers)
 
-            with mock.patch.object(transport, "_nothing", slowly):
+            with mock.patch.object(transport, "_of_numbers", slowly):
                 ranks.close()
             return 0
         assert ranks._state is not None
@@ -118,6 +119,31 @@ def state_of_one_that_left() -> int:
         while ranks._state[1] == ALIVE and time.monotonic() < until:
             time.sleep(0.01)
         return ranks._state[1]
+
+
+def error_of_one_that_waits_for_one_that_stopped() -> str:
+    """Fail on the first rank, stop on the second one because of that; return what the last one hears of the second.
+
+    The first ranks of nodes, which tell each other of all, are slow.
+    """
+    with connected() as ranks, mock.patch.object(transport.NodeTransport, "_pulse", lambda *_: None):
+        state, rank = ranks._state, ranks.world_rank
+        assert state is not None
+        if rank == 0:
+            ranks.fail()
+            stay_until_noticed()
+        until, awaited = time.monotonic() + ALIVE_S, {1: 0, 2: 3}.get(rank)
+        while awaited is not None and state[awaited] == ALIVE and time.monotonic() < until:
+            time.sleep(0.01)
+        if rank == 1:
+            ranks.fail(because_of_another=True)
+        if rank == 3:
+            try:
+                ranks.wait_for_nodes(lambda: [1], "something of the second rank")
+            except PeerError as error:
+                _noticed().touch()
+                return str(error)
+        return ""
 
 
 def threads_after_leaving() -> int:
