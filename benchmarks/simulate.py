@@ -124,7 +124,7 @@ def _part(unit: UnitNumbers, count: int) -> UnitNumbers:
 def choices(workload: Workload) -> str:
     """Return a table of floor / step, and the most that the longest chain allows, by what a schedule may choose."""
     rows: dict[str, list[str]] = {}
-    names = [name for name, machine in MACHINES.items() if _binds(workload, machine) == "optimizer"]
+    names = [name for name, machine in MACHINES.items() if _binds(workload, machine) != "compute"]
     for machine in map(MACHINES.__getitem__, names):
         units = workload.units(workload.tokens(machine, WINDOW, True, True, MARGIN / 2))
         floor = simulated(units, machine).floor
@@ -186,8 +186,8 @@ def placement() -> str:
     return table(["", *map(", ".join, columns)], [[place, *cells] for place, cells in rows.items()])
 
 
-CONSUMER = replace(MACHINES["rtx4090"], dram_bytes_per_s=100e9)
-SERVER = replace(MACHINES["h100"], dram_bytes_per_s=400e9)
+CONSUMER = replace(MACHINES["rtx4090"], dram_bytes_per_s=100e9, host_bytes_per_s=100e9)
+SERVER = replace(MACHINES["h100"], dram_bytes_per_s=400e9, host_bytes_per_s=400e9)
 
 
 def floor_of_devices(machine: Machine, ranks: int, parameters: float = 8.03e9, units: int = 1000) -> float:

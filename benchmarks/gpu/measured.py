@@ -70,7 +70,7 @@ def machine(given: str) -> Machine:
     except (OSError, ValueError, LookupError) as error:
         allowed = f"one of {', '.join(MACHINES)}, or a result file with a machine"
         raise argparse.ArgumentTypeError(f"{given} is not {allowed} ({type(error).__name__})") from error
-    return Machine(**numbers)
+    return Machine(**{"host_bytes_per_s": numbers["dram_bytes_per_s"], **numbers})  # older files lack the first
 
 
 def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparison]) -> int:

@@ -23,7 +23,7 @@ SUSTAINED_FLOPS = 0.7  # of dense bf16 with FP32 accumulation, in matrix product
 SUSTAINED_DEVICE = (
     0.8  # of the device's memory, in products of large matrices with few rows, and in all that lies between
 )
-SUSTAINED_DRAM = 0.7  # of one socket's memory channels, read and written by the optimizer
+SUSTAINED_DRAM = 0.7  # of one socket's memory channels, read and written by the optimizer and by copies
 DUPLEX = 0.85  # of its bandwidth, in each direction while both run; 0.5 on some hosts
 
 # A local drive on four lanes of PCIe 4, in large pieces: bytes/s read, bytes/s written, the share of that in each
@@ -37,6 +37,15 @@ SUSTAINED_NETWORK = 0.9
 RAIL = 0.4e9
 
 CORE_DRAM = 10e9  # bytes/s that one core reads and writes in an optimizer's step, until the channels are the limit
+
+# Bytes of the host's memory that a step of AdamW moves there for a weight in FP32: it reads the weight, two moments and
+# the gradient, and writes all but that. Copies of weights up read what they copy, those of gradients down write it
+# (simulation.py, Rule 8).
+STEPPED = 4 * 4 + 3 * 4
+# The same beside the step, for a weight that travels in half precision: its gradient is read, and written in FP32; its
+# wire copy is written. Both are written past the cache (native.cpp), so their lines are not read before.
+WIDENED = 2 + 4
+WIRED = 2
 
 # Page-locked copies over 16 lanes, of 15.8, 31.5 and 63.0 GB/s per direction on the wire (8 to 32 GT/s, 128b/130b).
 GEN3 = 12e9
@@ -60,14 +69,11 @@ class Machine:
     up_bytes_per_s: float  # host to device, alone
     down_bytes_per_s: float  # device to host, alone
     duplex: float  # the share of that in each direction while both run: 1 is full duplex, 0.5 a shared wire
-    dram_bytes_per_s: float  # for the optimizer
+    dram_bytes_per_s: float  # for the optimizer, by all cores
     device_nbytes: int
     host_nbytes: int
-    # Read and written by a step of AdamW in FP32: weight and two moments (24), and the gradient (4).
-    optimizer_bytes_per_parameter: float = 28
-    # Beside a step of any optimizer, for each weight that is FP32 on the host and travels in half precision: its
-    # gradient is widened first (2 and 4), and its wire copy is written (2).
-    cast_bytes_per_parameter: float = 8
+    optimizer_bytes_per_parameter: float = STEPPED
+    cast_bytes_per_parameter: float = WIDENED + WIRED  # beside a step of any optimizer
     fp32_flops_per_s: float | None = None  # sustained, of FP32 that stays FP32; None: the same as in half precision
     disk_bytes_per_s: float = DISK_READ
     disk_out_bytes_per_s: float = DISK_WRITE  # sustained
@@ -77,6 +83,9 @@ class Machine:
     mesh_bytes_per_s: float = (
         math.inf
     )  # from each device to those with other shards, while as many come; inf: not known
+    host_bytes_per_s: float = (
+        math.inf
+    )  # of the host's memory, for the optimizer and all copies together; inf: not known
 
     def compute_s(
         self, flops: float, moved_nbytes: float, mesh_nbytes: float = 0.0, other_nbytes: float = 0.0
@@ -198,6 +207,7 @@ def _profile(
         host_nbytes=host_nbytes,
         fp32_flops_per_s=peak_fp32 * SUSTAINED_FLOPS,
         device_bytes_per_s=peak_device * SUSTAINED_DEVICE,
+        host_bytes_per_s=peak_dram * SUSTAINED_DRAM,
     )
 
 

@@ -14,11 +14,11 @@
 6. Each direction of the link is slowed down by the machine's duplex factor while the other one runs; so is each of the
    disk's.
 7. Units that stay on the device are loaded on demand, at their first visit after a step changed them.
-8. Several ranks, one for each device, share the host's memory. All do the same at the same time, so one rank's lanes
-   are simulated. A copy up reads the memory, for each rank. A copy down writes it, and the owner of the sum reads it.
-   The optimizer, which the ranks cut, takes as much of the memory's bandwidth as there is. What runs at a time and
-   would take more than all of it is slowed down, each by the same factor.
-
+8. The optimizer and the copies share the host's memory. A copy up reads it, a copy down writes it; the optimizer takes
+   as much of the bandwidth as the cores can. What runs at a time and would take more than there is is slowed down, each
+   by the same factor. Several ranks, one for each device, do the same at the same time, so one rank's lanes are
+   simulated: each rank's copies take their share, gradients that are down are read once more, by the owner of the sum,
+   and the ranks cut the optimizer's work.
 9. What is read from files goes up while more is read: a load is over when both lanes are done. State on the disk is
    read, stepped and written in pieces, one after the other; the unit is stepped when all are written, because the
    buffers between the lanes are small. Weights are read first.
@@ -36,8 +36,8 @@
 The measured time is that from the begin of a step's first forward to the begin of the next one's, after steps that are
 not counted.
 
-Not modelled: launches, the competition of the optimizer and the link for host memory with one device, and of the
-network with both, that of collectives with the copies to and from the host, memory that the device allocator wastes.
+Not modelled: launches, what disks and the network take of the host's memory, threads that hinder each other, the
+competition of collectives with the copies to and from the host, memory that the device allocator wastes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -64,9 +64,6 @@ NETWORK: dict[LaneName, str] = {"network": "network"}
 ON_DISK: dict[LaneName, str] = {"disk in": "disk", "disk out": "disk"}
 ON_LINK: tuple[LaneName, LaneName] = ("up", "down")
 
-DOWN_ACCESSES = (
-    2  # to the host's memory, for each byte of a gradient: written by its rank, read by the owner of the sum
-)
 PARTS = 4  # pieces of a unit's step, between which the host or the device can turn to a more urgent unit
 STEPS = 4  # simulated steps: the first ones fill the pipeline, the time between the last two counts
 
@@ -113,7 +110,7 @@ class LowerBound:
     duplex: float
     chain: float  # the longest chain of work that the order of units makes sequential; no step can be shorter
     link: float = 0.0  # of all copies, with those of a step on the device, but for the first unit's
-    host: float = 0.0  # of the host's memory, with several ranks: all that they read and write there in a step
+    host: float = 0.0  # of the host's memory: all that is read and written there in a step
     network: float = 0.0  # of all but the first unit's sums
     first_network: float = 0.0
 
@@ -160,7 +157,7 @@ class LowerBound:
     def binds(self) -> str:
         """Part that sets the lower bound.
 
-        "compute", "link", "disk" or "optimizer"; with ranks "host memory", with several machines "network".
+        "compute", "link", "disk", "optimizer" or "host memory"; with several machines "network".
         """
         if self.host > self._of_one:
             return "host memory"
@@ -232,7 +229,7 @@ def simulate(
     for _ in range(STEPS):
         starts.append(host.step())
         read.append(host.disk_nbytes)
-    run(host.lanes, _rates(machine, ranks))
+    run(host.lanes, _rates(machine, ranks, any(unit.step_up_nbytes for unit in units)))
     begin, end = starts[-2].start, starts[-1].start
     waits = _waits([task for task in host.tasks if task.lane == "compute"], units, begin, end)
     lanes: dict[str, str] = {str(lane): cause for lane, cause in WAITS.items()}
@@ -256,13 +253,15 @@ def simulate(
     )
 
 
-def _rates(machine: Machine, ranks: int) -> Callable[[Collection[LaneName]], dict[LaneName, float]]:
+def _rates(
+    machine: Machine, ranks: int, steps_on_device: bool
+) -> Callable[[Collection[LaneName]], dict[LaneName, float]]:
     """Return a function of the lanes that are busy: the part of its own speed at which each works (Rules 6 and 8)."""
     shares: dict[LaneName, float] = {}  # of the host's memory that a lane of all ranks takes at its own speed
-    if ranks > 1:
-        shares["up"] = ranks * machine.up_bytes_per_s / machine.dram_bytes_per_s
-        shares["down"] = ranks * DOWN_ACCESSES * machine.down_bytes_per_s / machine.dram_bytes_per_s
-        shares["optimizer"] = 1.0
+    if machine.host_bytes_per_s < math.inf:
+        shares["up"] = ranks * machine.up_bytes_per_s / machine.host_bytes_per_s
+        shares["down"] = ranks * accesses_down(ranks) * machine.down_bytes_per_s / machine.host_bytes_per_s
+        shares["optimizer"] = 0.0 if steps_on_device else min(1.0, machine.dram_bytes_per_s / machine.host_bytes_per_s)
 
     both: list[tuple[tuple[LaneName, LaneName], float]]
     both = [(("up", "down"), machine.duplex), (("disk in", "disk out"), machine.disk_duplex)]
@@ -274,9 +273,21 @@ def _rates(machine: Machine, ranks: int) -> Callable[[Collection[LaneName]], dic
             if all(way in busy for way in ways):
                 found |= dict.fromkeys(ways, share)
         taken = sum(found[name] * shares.get(name, 0.0) for name in busy)
-        return found if taken <= 1 else {name: found[name] / (taken if name in shares else 1.0) for name in busy}
+        return found if taken <= 1 else {name: found[name] / (taken if shares.get(name) else 1.0) for name in busy}
 
     return lambda busy: rates(tuple(busy))
+
+
+def accesses_down(ranks: int) -> int:
+    """Return how often a byte of a gradient is moved in the host's memory until the optimizer reads it (Rule 8)."""
+    return 2 if ranks > 1 else 1
+
+
+def host_s(units: Iterable[UnitNumbers], ups: float, downs: float, machine: Machine, ranks: int) -> float:
+    """Return the seconds in which the host's memory moves these copies, and what the host's steps of units move."""
+    stepped = math.fsum(0.0 if unit.step_up_nbytes else unit.step_in_memory_s(machine) for unit in units)
+    copied = ranks * (ups + accesses_down(ranks) * downs)
+    return (copied + stepped * min(machine.dram_bytes_per_s, machine.host_bytes_per_s)) / machine.host_bytes_per_s
 
 
 def has_backward(units: Sequence[UnitNumbers]) -> bool:
@@ -296,9 +307,6 @@ def floor(
     come = [unit for unit in rest if unit.trained or not (unit.resident or unit in stay)]
     forward = math.fsum(unit.forward_s(machine) for unit in units)
     backward = math.fsum(unit.backward_s(machine) for unit in units) + recompute * forward
-    copied = sum(unit.up_nbytes for unit in (*come, *again)) + first.trained * first.up_nbytes
-    copied += DOWN_ACCESSES * sum(unit.down_nbytes for unit in units)
-    stepped = math.fsum(unit.step_s(machine) for unit in units)
     ups = sum(unit.up_nbytes for unit in (*come, *again)) + sum(unit.trained * unit.step_up_nbytes for unit in rest)
     downs = sum(unit.down_nbytes + unit.trained * unit.step_down_nbytes for unit in rest)
     return LowerBound(
@@ -322,7 +330,13 @@ def floor(
         link=both_ways(ups, downs, machine) * any(unit.step_up_nbytes for unit in units),
         network=sum(_network_s(unit, machine, nodes) for unit in rest),
         first_network=_network_s(first, machine, nodes),
-        host=ranks * copied / machine.dram_bytes_per_s + stepped if ranks > 1 else 0.0,
+        host=host_s(
+            units,
+            ups + first.trained * (first.up_nbytes + first.step_up_nbytes),
+            downs + first.down_nbytes + first.trained * first.step_down_nbytes,
+            machine,
+            ranks,
+        ),
     )
 
 
@@ -337,21 +351,22 @@ def _apart(units: Sequence[UnitNumbers], window: int, machine: Machine, recomput
 
     From a streamed unit's forward to the end of its backward it computes, and the units behind it. Beside that the link
     moves what is theirs, and brings earlier units for their backward, as many as the window has room for beside the
-    unit. All other copies of it and of earlier units are over by then, or begin later, and so do their steps: with
-    several ranks all that takes the time of the host's memory.
+    unit. All other copies of it and of earlier units are over by then, or begin later, and so do their steps: all that
+    takes the time of the host's memory.
     """
     if not has_backward(units):
         return 0.0
     left = math.fsum(unit.forward_s(machine) * (1 + recompute) + unit.backward_s(machine) for unit in units)
-    longest, up, down, stepped = 0.0, 0.0, 0.0, 0.0
+    longest, up, down = 0.0, 0.0, 0.0
+    stepped: list[UnitNumbers] = []
     earlier = deque[int]()  # bytes that the last units loaded again have
     for unit in units:
         if unit.trained:
             up += unit.up_nbytes + unit.step_up_nbytes
             down += unit.down_nbytes + unit.step_down_nbytes
-            stepped += unit.step_in_memory_s(machine)
+            stepped.append(unit)
         if not unit.resident:
-            host = ranks * (up + DOWN_ACCESSES * down) / machine.dram_bytes_per_s + stepped if ranks > 1 else 0.0
+            host = host_s(stepped, up, down, machine, ranks)
             longest = max(longest, left + max(both_ways(up, down, machine), host))
             earlier.append(unit.up_nbytes)
             if len(earlier) >= window:

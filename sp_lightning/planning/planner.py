@@ -185,11 +185,14 @@ class _Planner:
 
     def _stepping(self, states: float, optimizer: str) -> Machine:
         """Return the machine with the bytes that an optimizer with this state reads and writes per parameter."""
-        words = PACE.get(optimizer, 1) * (3 + 2 * states)
+        pace, words = PACE.get(optimizer, 1), 3 + 2 * states
         at_once = self.ranks if self.trains_shards else self.shards  # ranks that step by themselves, beside each other
-        scaled = at_once * self.profile.optimizer_bytes_per_parameter * words / ADAMW_WORDS
-        cast = at_once * self.profile.cast_bytes_per_parameter
-        return replace(self.profile, optimizer_bytes_per_parameter=scaled, cast_bytes_per_parameter=cast)
+        return replace(
+            self.profile,
+            dram_bytes_per_s=self.profile.dram_bytes_per_s / pace,
+            optimizer_bytes_per_parameter=at_once * self.profile.optimizer_bytes_per_parameter * words / ADAMW_WORDS,
+            cast_bytes_per_parameter=at_once * self.profile.cast_bytes_per_parameter / pace,
+        )
 
     def plan(self) -> Plan:
         chosen, paced = self.tried.sizes()

