@@ -109,8 +109,8 @@ class Module(L.LightningModule):
         return made(self.what, self)
 
 
-class HoldsBack(L.Callback):
-    """What runs after a step here reads weights, for all that is known: none is deferred.
+class AfterSteps(L.Callback):
+    """What runs after a step that is not deferred.
 
     Autograd sees each step of a weight by its version: a backward that needs the earlier weight is an error.
     """
@@ -175,17 +175,19 @@ def train(
 ) -> tuple[Found, int, int]:
     """Train on this rank: under DDP if ``options`` is None, else with these under the strategy.
 
-    ``defers``: no callback holds back what is not stepped beside backward.
+    ``defers``: what is not stepped beside backward is deferred, as where nothing holds it back.
 
     Returns how many parameters were stepped beside backward, and how many steps were deferred, too.
     """
     size = int(os.environ["WORLD_SIZE"])
     strategy = ranked_runs.plain(size) if options is None else sp_lightning.SuperpipelineStrategy(**options)
     accelerator = "cpu" if options is None else accelerator
-    callbacks: list[L.Callback] = [] if defers else [HoldsBack()]
+    callbacks: list[L.Callback] = [] if defers else [AfterSteps()]
     if "looks at gradients" in what and ("of one rank" not in what or pretended_nodes.rank() == size - 1):
         callbacks.append(Looks())
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as root:
+        if not defers:
+            patch.setattr(step_timing, "next_is_a_training_step", lambda trainer: False)
         if unseen := {"scales unseen": Scales, "clips unseen": Clips}.get(what):
             callbacks.append(unseen())
             patch.setattr(step_timing, "why_gradients_must_be_final", lambda *_: None)
