@@ -6,7 +6,9 @@
 is torch's fused kernel, whose bits are different. All but `fused` must have the loop's bits after every step, or
 nothing is printed. `+ wire` is the compiled step that also converts the weights to bfloat16 for their way up, and
 `copy` a copy of tensors of so many bytes that it reads and writes as many as that step does. `widen` and `widen, torch`
-make FP32 gradients of as many in bfloat16, in compiled code and by torch's operators. Each repetition times all of them
+make FP32 gradients of as many in bfloat16, in compiled code and by torch's operators. `wide` and `narrow` begin with
+gradients that came down in bfloat16: `wide` widens all and then steps as `+ wire` does, `narrow` widens each block as
+it is stepped. Each repetition times all of them
 in turn, small sizes more often; the tables have the medians in milliseconds, and of the ratios within a repetition.
 Beside them as many processes as --busy says compute all the time.
 """
@@ -24,17 +26,21 @@ import time
 import torch
 
 from sp_lightning.gradients.slab import widened
+from sp_lightning.memory.watched_parameters import NarrowGradient
 from sp_lightning.memory.weights import Conversion
 from sp_lightning.optim import native, pieces
 
 FEWEST = native.FEWEST
-STEPS = ("loop", "pieces", "compiled", "fused", "+ wire")
+STEPS = ("loop", "pieces", "compiled", "fused", "+ wire", "wide", "narrow")
+WITH_WIRE = ("+ wire", "wide", "narrow")
+OURS = ("pieces", "compiled", *WITH_WIRE)
 WAYS = (*STEPS, "copy", "widen", "widen, torch")
 RATIOS = {  # a way's speed in that of another one
     "pieces: x loop": ("pieces", "loop"),
     "compiled: x fused": ("compiled", "fused"),
     "+ wire: x copy": ("+ wire", "copy"),
     "widen: x torch": ("widen", "widen, torch"),
+    "narrow: x wide": ("narrow", "wide"),
 }
 BUSY = "import torch\ntorch.set_num_threads(1)\nx = torch.randn(1 << 16)\nwhile True: x.mul_(1.0001).clamp_(-1, 1)"
 
@@ -96,10 +102,33 @@ def widening(elements):
     return lambda: narrow.copy_(grads), {"widen": compiled, "widen, torch": lambda: widened(narrow, room)}, check
 
 
+class CameDown:
+    """Gradients of an optimizer that come down in bfloat16 (slab.py, Rules 2 and 3)."""
+
+    def __init__(self, optimizer, stay):
+        self._params = optimizer.param_groups[0]["params"]
+        numels = [param.numel() for param in self._params]
+        self._room = torch.zeros(sum(numels))
+        self._narrow = self._room.view(torch.bfloat16)[sum(numels) :]
+        parts = zip(self._params, self._narrow.split(numels), self._room.split(numels), strict=True)
+        self._places = [(narrow.view_as(param), wide.view_as(param)) for param, narrow, wide in parts]
+        self._stay = stay
+
+    def lay(self, grads):
+        for param, grad, (narrow, wide) in zip(self._params, grads, self._places, strict=True):
+            narrow.copy_(grad)
+            param.grad = NarrowGradient.of(narrow, torch.float32, lambda: None) if self._stay else wide
+
+    def step(self, step):
+        assert self._stay or native.LIBRARY.widen(self._narrow, self._room)
+        step()
+
+
 def measure(cls, elements, repeat):
     """Return the milliseconds of each repetition, by way."""
     made = optimizers(cls, elements)
-    shadows = {way: pieces.step_in_pieces(made[way]) for way in ("pieces", "compiled", "+ wire")}
+    shadows = {way: pieces.step_in_pieces(made[way]) for way in OURS}
+    came_down = {way: CameDown(made[way], way == "narrow") for way in ("wide", "narrow")}
     native.LIBRARY.steps(made["compiled"], made["compiled"].param_groups[0])
     native.LIBRARY.wait()
     if native.LIBRARY.failure:
@@ -108,17 +137,24 @@ def measure(cls, elements, repeat):
     runs |= {way: made[way].step for way in STEPS}
     times = {way: [] for way in WAYS}
     for step in range(repeat + 2):
-        for index in range(len(made["loop"].param_groups[0]["params"])):
-            grad = torch.randn_like(made["loop"].param_groups[0]["params"][index])
-            for optimizer in made.values():
-                optimizer.param_groups[0]["params"][index].grad = grad.clone()
+        grads = [torch.randn_like(param).bfloat16() for param in made["loop"].param_groups[0]["params"]]
+        for way, optimizer in made.items():
+            if step and way in came_down:
+                came_down[way].lay(grads)
+                continue
+            for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+                param.grad = grad.float()
         if step == 1:  # there is state now
-            (group,) = made["+ wire"].param_groups
-            wires = {param: torch.empty_like(param, dtype=torch.bfloat16) for param in group["params"]}
-            runs["+ wire"] = functools.partial(step_with_wire, shadows["+ wire"], made["+ wire"], wires)
-            runs["copy"] = copy_of(made["+ wire"], wires)
+            wires = {}
+            for way in WITH_WIRE:
+                (group,) = made[way].param_groups
+                wires[way] = {param: torch.empty_like(param, dtype=torch.bfloat16) for param in group["params"]}
+                runs[way] = functools.partial(step_with_wire, shadows[way], made[way], wires[way])
+                if way in came_down:
+                    runs[way] = functools.partial(came_down[way].step, runs[way])
+            runs["copy"] = copy_of(made["+ wire"], wires["+ wire"])
         for way in WAYS if step % 2 else reversed(WAYS):
-            native.FEWEST = FEWEST if way in ("compiled", "+ wire") else sys.maxsize
+            native.FEWEST = FEWEST if way in ("compiled", *WITH_WIRE) else sys.maxsize
             if way in ("widen", "widen, torch"):
                 lay()
             start = time.perf_counter()
@@ -126,12 +162,13 @@ def measure(cls, elements, repeat):
             times[way].append((time.perf_counter() - start) * 1e3)
             if way in ("widen", "widen, torch"):
                 check_widened()
-        for way in ("pieces", "compiled", "+ wire"):
+        for way in OURS:
             for ours, loops in zip(
                 made[way].param_groups[0]["params"], made["loop"].param_groups[0]["params"], strict=True
             ):
                 assert native.same_bits(ours, loops), f"{way} differs from the loop in step {step}"
-        assert step == 0 or all(torch.equal(wire, param.bfloat16()) for param, wire in wires.items())
+        for way in WITH_WIRE if step else ():
+            assert all(torch.equal(wire, param.bfloat16()) for param, wire in wires[way].items())
     for shadow in shadows.values():
         shadow.close()
     native.FEWEST = FEWEST

@@ -50,7 +50,7 @@ class Run:
     steps: int | None  # of the optimizer, in the whole run, or batches of prompts, those at once as one; None: no end
     devices: int = 1  # of each machine, each with such a batch
     nodes: int = 1  # machines
-    own_gradients: bool = False  # whether each of several devices has gradients of its own (unit_numbers.py, Rule 5)
+    own_gradients: bool = False  # whether each of several devices has its own, one FP32 ones (unit_numbers.py, Rule 5)
     answer: int | None = None  # tokens of each answer, if the run generates them (Rule 5)
     cache: str | None = None
     predict_at_once: int = 1

@@ -148,6 +148,9 @@ has_storage: Callable[[Tensor], bool] = torch._C._has_storage  # sparse tensors 
 # locked slab in a forked process, would be read as zeros or crash the process.
 forbid_access: Callable[[int, str], None] = torch._C._set_storage_data_ptr_access_error_msg
 
+# Without it no gradient could wait in the type in which it came down: torch's own code accumulates into ``.grad``.
+without_bytes: Callable[..., Any] = Tensor._make_wrapper_subclass
+
 # Without these a saved tensor would come back with its sign lost, or one without bytes of its own be sent to the host.
 negated_view: Callable[[Tensor], Tensor] = torch._neg_view
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor

@@ -46,6 +46,8 @@ STEPPED = 4 * 4 + 3 * 4
 # wire copy is written. Both are written past the cache (native.cpp), so their lines are not read before.
 WIDENED = 2 + 4
 WIRED = 2
+# Of a gradient that is widened as it is stepped (gradients/slab.py, Rule 3) the step reads 2 bytes in the place of 4.
+NARROW = 2 - 4 + WIRED
 
 # Page-locked copies over 16 lanes, of 15.8, 31.5 and 63.0 GB/s per direction on the wire (8 to 32 GT/s, 128b/130b).
 GEN3 = 12e9

@@ -2,7 +2,9 @@
 
 1. Weights lie in one slab per unit, exact to the page: no allocator rounds them up.
 2. Wire copies lie in a second slab (``wire``); small weights that travel as they are, and join them, do not count.
-3. A unit that trains has a slab for its gradients, in the types of its weights: 4 bytes per parameter of FP32.
+3. A unit that trains has a slab for its gradients, in the types of its weights: 4 bytes per parameter of FP32. They are
+   2 where gradients come down in bfloat16 and no code asks for them (gradients/slab.py, Rule 3): a plan knows that, but
+   a check that a run fits does not count on it.
 4. Optimizer state is torch's, in ordinary memory: tensors of the parameters' sizes and types, one by one. Adafactor has
    means over a matrix's rows and columns instead.
 5. Ranks share weights, gradients and state (sp_lightning/ranks). Each has wire copies, offloaded activations, keys and

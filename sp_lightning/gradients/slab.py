@@ -7,14 +7,24 @@
    of FP32 master weights) is widened in place. The FP32 views of all such gradients lie side by side; the narrow ones
    arrive in the second half of those bytes and are widened from the front, so that a write never reaches bytes that are
    not read yet. So they need no memory of their own, and a unit's gradients come down in one piece.
+3. One that comes down in bfloat16 stays so until code asks for it (watched_parameters.py, Rule 9), where the host steps
+   with its own code, which widens it in the cache: the same bits, less memory, and fewer bytes on their way to and from
+   memory. When code asks for one, or a second gradient is added to one, all of its unit are widened into a slab as in
+   Rule 2, in which the unit's gradients arrive from then on. Those that are FP32 have memory of their own, because code
+   may refer to them while the others' becomes free.
+4. Only memory is exchanged then: values, and what other code has of them, stay as they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +38,7 @@ from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, as_few_runs
 from ..memory.staging import Copies
-from ..memory.watched_parameters import set_true_grad, true_dtype, true_grad
+from ..memory.watched_parameters import NarrowGradient, quietly, set_true_grad, true_dtype, true_grad
 from ..memory.weights import layout_with
 from ..optim import native
 
@@ -46,6 +56,7 @@ class GradientSlot:
     wide_view: Tensor | None = None  # into which the gradient is widened (Rule 2)
     wide_offset: int = 0  # where that is in the same buffer
     lands_in: Tensor | None = None  # the tensor over a file into whose bytes it goes from there (slab_on_disk.py)
+    narrow: Callable[[], NarrowGradient] | None = None  # makes what ``.grad`` becomes, if it stays as it came (Rule 3)
 
 
 class PackedGradients:
@@ -91,6 +102,10 @@ class GradientSlab:
 
     alignment = ALIGNMENT
     transfer: Callable[..., Any] | None = None  # makes what gradients come down in, if it is no `GradientTransfer`
+    is_read = False  # whether code has asked for gradients that could have stayed as they came down (Rule 3)
+    wide: GradientSlab | None = None  # in which the unit's gradients arrive from now on (Rule 3)
+    # Around an exchange of the memory of gradients of these parameters (Rule 4).
+    exchanging: Callable[[Collection[Tensor]], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __init__(self, store: HostCopy, device: Device, allocate: Callable[[int], Tensor] | None = None) -> None:
         self._made_for = store.autocast, dict(store.cast_gradients)
@@ -98,12 +113,12 @@ class GradientSlab:
         types = [store.cast_gradients.get(index, field.dtype) for index, field in enumerate(fields)]
         self._fields = layout_with(fields, types).fields
         self._device = device
-        self.narrow = store.narrow | store.cast_gradients.keys()
+        self.narrow = narrow_in(store)
         trained = [index for index, parameter in enumerate(store.params) if parameter.requires_grad]
         narrow = sum(self._rounded(self._fields[index].nbytes) for index in trained if index in self.narrow)
         wide = sum(self._rounded(store.host_layout.fields[i].nbytes) for i in trained if i not in self.narrow)
-        self.nbytes = max(2 * narrow + wide, self.alignment)
-        self._slots = dict(self._lay_out(store, (allocate or device.slab)(self.nbytes), trained, narrow))
+        self.nbytes = 0
+        self._slots = dict(self._lay_out(store, allocate or device.slab, trained, narrow, wide))
         self._widened = {index for index, slot in self._slots.items() if slot.wide_view is not None}
         self._tensors = [slot.tensor for slot in self._slots.values()]
         self._tensors += [slot.wide_view for slot in self._slots.values() if slot.wide_view is not None]
@@ -113,27 +128,40 @@ class GradientSlab:
         self._packed: dict[tuple[Any, ...], tuple[list[GradientSlot], PackedGradients]] = {}
 
     def _lay_out(
-        self, store: HostCopy, flat: Tensor, trained: list[int], narrow: int
+        self, store: HostCopy, allocate: Callable[[int], Tensor], trained: list[int], narrow: int, wide: int
     ) -> Iterator[tuple[int, GradientSlot]]:
-        """Lay out the slots: those of gradients to widen first (Rule 2), then the others, in the parameters' types."""
+        """Lay out the slots: those of gradients to widen first (Rule 2), then the others, in the parameters' types.
+
+        ``narrow`` and ``wide`` are the bytes in which they come down.
+        """
+        self.nbytes = max(2 * narrow + wide, self.alignment)
+        flat = allocate(self.nbytes)
         storage = flat.untyped_storage()
         first, then = 0, 2 * narrow
         for index in trained:
             field, travelling = store.host_layout.fields[index], self._fields[index]
             if index in self.narrow:
                 at = narrow + first
-                wide = Layout.own_view(storage, replace(field, offset=2 * first))
+                view = Layout.own_view(storage, replace(field, offset=2 * first))
                 yield (
                     index,
-                    GradientSlot(Layout.own_view(storage, replace(travelling, offset=at)), flat, at, wide, 2 * first),
+                    GradientSlot(Layout.own_view(storage, replace(travelling, offset=at)), flat, at, view, 2 * first),
                 )
                 first += self._rounded(travelling.nbytes)
             else:
                 yield index, GradientSlot(Layout.own_view(storage, replace(field, offset=then)), flat, then)
                 then += self._rounded(field.nbytes)
 
+    def widen(self) -> None:
+        """Widen what arrived here and stayed as it came down (Rule 3): nothing."""
+
     def _rounded(self, nbytes: int) -> int:
         return aligned(nbytes, self.alignment)
+
+    def place_of(self, index: int) -> Tensor | None:
+        """Return the tensor that becomes ``.grad`` where a gradient arrives here; None: it was frozen back then."""
+        slot = self._slots.get(index)
+        return None if slot is None else slot.tensor if slot.wide_view is None else slot.wide_view
 
     def fits(self, store: HostCopy) -> bool:
         """Whether the unit's gradients still come down in the types that the slab was made for."""
@@ -200,6 +228,80 @@ class GradientSlab:
         return GradientSlot(tensor, flat, 0)
 
 
+def narrow_in(store: HostCopy) -> Collection[int]:
+    """Return which of a unit's gradients come down in a narrower type than ``.grad`` has, by index."""
+    return store.narrow | store.cast_gradients.keys()
+
+
+def can_stay_narrow(store: HostCopy) -> bool:
+    """Whether gradients of a unit come down in a narrower type, and all of these as Rule 3 has it."""
+    fields = store.on_device.layout.fields
+    types = {store.cast_gradients.get(index, fields[index].dtype) for index in narrow_in(store)}
+    return types == {torch.bfloat16}
+
+
+class NarrowSlab(GradientSlab):
+    """A slab in which gradients stay in the type in which they came down (Rule 3)."""
+
+    def __init__(self, store: HostCopy, device: Device) -> None:
+        self._store = store
+        self._lock = threading.Lock()  # of whoever widens
+        super().__init__(store, device)
+
+    def _lay_out(
+        self, store: HostCopy, allocate: Callable[[int], Tensor], trained: list[int], narrow: int, wide: int
+    ) -> Iterator[tuple[int, GradientSlot]]:
+        widen = weakref.WeakMethod(self.widen)  # what ``.grad`` leads to would live as long as the parameter
+        for stays, nbytes in ((True, narrow), (False, wide)):
+            flat, at = allocate(max(nbytes, self.alignment)) if nbytes else torch.empty(0), 0
+            self.nbytes += flat.nbytes
+            for index in trained:
+                if (index in self.narrow) is not stays:
+                    continue
+                field = (self._fields if stays else store.host_layout.fields)[index]
+                tensor = Layout.own_view(flat.untyped_storage(), replace(field, offset=at))
+                dtype = store.host_layout.fields[index].dtype
+                made = functools.partial(NarrowGradient.of, tensor, dtype, widen) if stays else None
+                yield index, GradientSlot(tensor, flat, at, narrow=made)
+                at += self._rounded(field.nbytes)
+
+    def references(self, index: int, grad: Tensor | None) -> int:
+        wide = 0 if self.wide is None else self.wide.references(index, grad)
+        return super().references(index, grad) + wide
+
+    def slots_for(self, indices: list[int], grads: list[Tensor]) -> tuple[list[GradientSlot], PackedGradients]:
+        with self._lock:  # another thread may widen
+            return super().slots_for(indices, grads) if self.wide is None else self.wide.slots_for(indices, grads)
+
+    def widen(self) -> None:
+        """Widen all gradients of the unit that are as they came down, into another slab."""
+        with self._lock, quietly(), torch.inference_mode(False), torch.no_grad():
+            kept = {
+                index: grad
+                for index, slot in self._slots.items()
+                if type(grad := true_grad(self._store.params[index])) is NarrowGradient
+                and grad.came_down is slot.tensor
+            }
+            if not kept:
+                return
+            # Where there is one already, gradients may be on their way into it.
+            slab = GradientSlab(self._store, self._device) if self.wide is None else None
+            params = [self._store.params[index] for index in kept]
+            with self.exchanging(params):
+                for parameter, (index, grad) in zip(params, kept.items(), strict=True):
+                    place = None if slab is None else slab.place_of(index)
+                    grad.wide = grad.came_down.to(grad.dtype) if place is None else place.copy_(grad.came_down)
+                    set_true_grad(parameter, grad.wide)
+            if slab is not None:
+                self.is_read = slab.is_read = True
+                self.wide, self.nbytes = slab, slab.nbytes
+                # Nothing arrives here any more: the memory is free once nothing is on its way there.
+                self._slots = {index: slot for index, slot in self._slots.items() if slot.narrow is None}
+                self._tensors = [slot.tensor for slot in self._slots.values()]
+                self._storages = list(map(Tensor.untyped_storage, self._tensors))
+                self._packed.clear()
+
+
 def _references_to_grad(parameter: Tensor) -> tuple[list[int], ...]:
     """Count the references to a parameter's gradient from Python and from C++, and those to its storage."""
     grads = [_known(true_grad(parameter))]
@@ -217,6 +319,8 @@ def is_own(parameter: Tensor, slab: GradientSlab | None, index: int) -> bool:
     No count shows who refers to memory that is neither torch's nor a slab's, such as NumPy's.
     """
     grad = _known(true_grad(parameter))
+    if type(grad) is NarrowGradient:  # of which no code knows
+        return True
     from_slab = 0 if slab is None else slab.references(index, grad)
     if not from_slab and not grad.untyped_storage().resizable():
         return False

@@ -18,10 +18,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,14 +40,16 @@ from ..memory.layout import Layout
 from ..memory.staging import Arrival
 from ..memory.watched_parameters import (
     HostParameter,
+    NarrowGradient,
     has_hooks,
     keep_from_hooks,
     quietly,
     set_true_grad,
     true_grad,
+    wide_grad,
 )
 from ..optim.pending_step import Arriving, PendingStep
-from .slab import GradientSlab, GradientSlot, PackedGradients, accumulate, is_own, widen
+from .slab import GradientSlab, GradientSlot, NarrowSlab, PackedGradients, accumulate, can_stay_narrow, is_own, widen
 
 Mark = tuple[list[int], list[int]]
 
@@ -69,6 +72,16 @@ class GradientVersions:
         if len(known) != len(parameters) or mark != before:
             self._changed.append(parameters[0])
         self._marks[id(parameters[0])] = parameters, mark_of(map(true_grad, parameters))
+
+    @contextlib.contextmanager
+    def exchanging(self, parameters: Collection[Tensor]) -> Iterator[None]:
+        """Have gradients of these parameters get other memory in a context: with the same values it is no change."""
+        theirs = set(map(id, parameters))
+        marks = [known for known in self._marks.values() if not theirs.isdisjoint(map(id, known[0]))]
+        unchanged = [known for known, mark in marks if mark_of(map(true_grad, known)) == mark]
+        yield
+        for known in unchanged:
+            self._marks[id(known[0])] = known, mark_of(map(true_grad, known))
 
     def changed(self) -> list[Tensor]:
         """List the first parameter of each packed group in which other code changed a gradient."""
@@ -117,10 +130,14 @@ class GradientTransfer:
         """Wait for the gradients, accumulate them into ``.grad``, and return their parameters."""
         self.wait()
         before = list(map(true_grad, self.parameters))
+        if NarrowGradient in map(type, before):
+            before = list(map(wide_grad, self.parameters))
         mark = mark_of(before)
         widening: list[tuple[Tensor, Tensor, GradientSlot]] = []
         for parameter, so_far, slot in zip(self.parameters, before, self.slots, strict=True):
-            if slot.wide_view is None or so_far is not None:
+            if slot.narrow is not None and so_far is None:
+                set_true_grad(parameter, slot.narrow())
+            elif slot.wide_view is None or so_far is not None:
                 accumulate(parameter, so_far, slot.tensor)  # now: widening may write over it
             else:
                 widening.append((parameter, slot.wide_view, slot))
@@ -158,10 +175,15 @@ class GradientReturn:
     """The way of all units' gradients to the host."""
 
     def __init__(
-        self, device: Device, counters: Counters, slab_of: Callable[[HostCopy, Device], GradientSlab] = GradientSlab
+        self,
+        device: Device,
+        counters: Counters,
+        slab_of: Callable[[HostCopy, Device], GradientSlab] = GradientSlab,
+        may_stay_narrow: Callable[[], bool] = bool,
     ) -> None:
         self.device = device
         self._slab_of = slab_of
+        self._may_stay_narrow = may_stay_narrow  # slab.py, Rule 3
         self.counters = counters
         self.exchange: GradientExchange | None = None  # of several ranks
         self._slabs: dict[HostCopy, GradientSlab] = {}
@@ -226,7 +248,12 @@ class GradientReturn:
 
     def close(self) -> None:
         """Forget what makes slabs, which leads to the user's module: graphs that are kept lead here."""
-        self._slab_of = GradientSlab
+        self._slab_of, self._may_stay_narrow = GradientSlab, bool
+
+    def widen(self, store: HostCopy) -> None:
+        """Have a unit's gradients as in plain Lightning, whose parameters are plain from here on."""
+        if store in self._slabs:
+            self._slabs[store].widen()
 
     def drop(self) -> None:
         """Discard the gradients under way: their backward failed."""
@@ -245,8 +272,8 @@ class GradientReturn:
         self.let_go()
         exchange = self.exchange if self.exchange is not None and self.exchange.active else None
         slab = self._slabs.get(store) if exchange is None else exchange.slab_for(store)
-        if slab is None or not slab.fits(store):
-            slab = self._slabs[store] = self._slab_of(store, self.device)
+        if slab is None or slab.wide is not None or not slab.fits(store):
+            slab = self._slabs[store] = self._next_slab(store)
         indices = list(taken)
         if slab.narrow:
             indices.sort(key=lambda index: index not in slab.narrow)  # slab.py, Rule 2
@@ -272,6 +299,21 @@ class GradientReturn:
             step.take(store, transfer)
         else:
             self._under_way.append(transfer)
+
+    def _next_slab(self, store: HostCopy) -> GradientSlab:
+        before = self._slabs.get(store)
+        if before is not None:
+            before.widen()  # what is in it: nobody will know the slab any more
+            if before.wide is not None and before.wide.fits(store):
+                return before.wide
+        is_read = before is not None and before.is_read
+        if is_read or self.exchange is not None or not self._may_stay_narrow() or not can_stay_narrow(store):
+            slab = self._slab_of(store, self.device)
+            slab.is_read = is_read
+            return slab
+        slab = NarrowSlab(store, self.device)
+        slab.exchanging = self.marks.exchanging
+        return slab
 
     def _send(
         self,

@@ -121,6 +121,11 @@ class DeviceCopy:
                 self._failed()
                 raise
 
+    def let_go(self) -> None:
+        """Let go of the host bytes: nothing is loaded any more."""
+        self.own_aliases -= len(self._copies)
+        self._runs, self._copies = (), []
+
     def free(self) -> None:
         """Free the buffer's memory after all queued readers (Rule 2)."""
         self._let_readers_finish()

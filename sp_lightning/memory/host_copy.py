@@ -220,8 +220,11 @@ class HostCopy:
             self._settle_on_device()
         for weight in self.weights:
             weight.storage = _NONE  # a reference of ours would count as another's where the module is streamed again
+            weight.wire = weight.buffer = None  # there is no way up any more
         if self.on_device.is_loaded and not kept:
             self.on_device.free()
+        self._runs = None
+        self.on_device.let_go()
 
     def _settle_on_device(self) -> None:
         """Have the parameters lie in the device buffer, where they have their own types there."""

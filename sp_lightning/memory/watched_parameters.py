@@ -23,6 +23,10 @@
    the parameter's true class back for the time of each call, so that results and copies are of that class.
 8. So it is with a DTensor, whose gradient is one over that of its shard, which is a host parameter (sharded.py). An
    operator that writes to it moves the shard's version too: torch moves that of the DTensor alone.
+9. A gradient may keep the narrower type in which it came down (slab.py, Rule 3) until code asks for ``.grad``: then it
+   is widened, and ``.grad`` is a plain tensor from there on. Until then it is a tensor without bytes. Only torch's
+   ``zero_grad``, which takes it away, is shown that one. Code in C++ comes to it without asking, as autograd does to
+   accumulate: then the operator is called with the widened gradient.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ from ..compat.tensors import (
     spec_of,
     tensor_hooks,
     with_dispatch,
+    without_bytes,
     without_dispatch,
     without_function_modes,
     written_by,
@@ -84,8 +89,8 @@ true_grad_fn: Callable[[Tensor], Any] = _grad_fn.__get__
 true_device: Callable[[Tensor], torch.device] = _device.__get__
 is_on_host: Callable[[Tensor], bool] = _is_cpu.__get__
 true_dtype: Callable[[Tensor], torch.dtype] = _dtype.__get__
-true_grad: Callable[[Tensor], Tensor | None] = _grad.__get__  # whatever is under way
-set_true_grad: Callable[[Tensor, Tensor], None] = _grad.__set__
+true_grad: Callable[[Tensor], Tensor | None] = _grad.__get__  # whatever is under way; it may have no bytes (Rule 9)
+set_true_grad: Callable[[Tensor, Tensor | None], None] = _grad.__set__
 
 
 class ReadPhases(Protocol):
@@ -175,6 +180,61 @@ class DataWatcher(Protocol):
         """Return the whole that a host parameter is (partition.py, rule 10)."""
 
 
+class NarrowGradient(Tensor):
+    """A ``.grad`` without bytes of its own, whose values are still in the type in which they came down (Rule 9)."""
+
+    came_down: Tensor
+    wide: Tensor | None = None
+    _widen: Callable[[], Callable[[], None] | None]  # weakly what widens the gradients of the unit
+
+    __torch_function__ = never_dispatched  # type: ignore[assignment]
+
+    @classmethod
+    def of(
+        cls, came_down: Tensor, dtype: torch.dtype, widen: Callable[[], Callable[[], None] | None]
+    ) -> NarrowGradient:
+        """Make one with these values, which the function behind the reference ``widen`` widens to this type."""
+        made: NarrowGradient = without_bytes(
+            cls, came_down.shape, strides=came_down.stride(), dtype=dtype, device="cpu"
+        )
+        made.came_down, made._widen = came_down, widen
+        return made
+
+    def widened(self) -> Tensor:
+        """Return the gradient as plain Lightning has it, which is made now if this is the first time."""
+        if self.wide is None and (widen := self._widen()) is not None:
+            widen()
+        if self.wide is None:  # no parameter has it any more, or nothing is streamed
+            with quietly(), torch.inference_mode(False), torch.no_grad():
+                self.wide = self.came_down.to(true_dtype(self))
+        return self.wide
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*_widened(args), **_widened(kwargs or {}))
+
+
+def _widened(value: Any) -> Any:
+    if type(value) is NarrowGradient:
+        return value.widened()
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_widened, value))
+    return {key: _widened(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def wide_grad(parameter: Tensor) -> Tensor | None:
+    """Return ``.grad`` for code that reads or writes its bytes."""
+    grad = true_grad(parameter)
+    if type(grad) is not NarrowGradient:
+        return grad
+    wide = grad.widened()
+    if true_grad(parameter) is grad:
+        set_true_grad(parameter, wide)
+    return wide
+
+
 HOST_OF_WHOLE = "superpipeline_host"  # an attribute of the stand-in of a parameter that consists of tensors
 
 _new = nn.Parameter.__new__
@@ -220,7 +280,8 @@ class HostParameter(nn.Parameter):
             if owner.access.changes_gradients or (_has_grad(self) and not grad_is_taken_away()):
                 owner.land()
         with without_dispatch():
-            return true_grad(self)
+            grad = true_grad(self)
+            return wide_grad(self) if type(grad) is NarrowGradient and not grad_is_taken_away() else grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -584,7 +645,7 @@ def finished_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     """Wait for gradients under way and return ``parameter.grad``."""
     owner_of(parameter).land()
     with without_dispatch():
-        return true_grad(parameter)
+        return wide_grad(parameter)
 
 
 def watch(parameter: nn.Parameter, watcher: DataWatcher) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from ..core.host import peak_memory, usable_cores
-from ..core.machine import Machine
+from ..core.machine import NARROW, Machine
 from ..core.telemetry import Lane
 from ..core.unit_numbers import STATES, HostBytes, host_bytes, state_nbytes
 from ..core.window_choice import DeviceBudget
@@ -205,6 +205,8 @@ class RunReport:
         schedule = self._handle.engine.window.schedule
         sizes = [unit.sizes() for unit in self._handle.engine.window.units]
         window = len(sizes) if self._handle.options.window == "auto" else schedule.window
+        if self._handle.storage.may_stay_narrow:
+            machine = replace(machine, cast_bytes_per_parameter=NARROW)
         return least_s(sizes, window, machine, schedule.transfer)
 
     def _host_bytes(self) -> HostBytes:

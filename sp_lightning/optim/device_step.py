@@ -183,6 +183,8 @@ class Portion(NamedTuple):
 class StepsOnDevice(StateInMemory):
     """The steps of optimizers on one device, and the state that they made."""
 
+    steps_narrow = False
+
     def __init__(self, device: Device, host_memory: HostMemory) -> None:
         self.streamed: dict[int, Tensor] = {}  # the parameters that these steps are for, by their ids
         self._device = device

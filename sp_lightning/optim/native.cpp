@@ -13,6 +13,7 @@
 //    ascending order and read before they are written, and what a block is written over are blocks up to itself: it
 //    waits until these have been read, and those never wait for a later one. Of NaNs in FP16, unlike those in bfloat16,
 //    ATen makes several: it widens what has any.
+// 7. Gradients may be in bfloat16, as they came down: a block's are widened while the block is in the cache.
 
 #include <sched.h>
 
@@ -40,12 +41,13 @@ using MklRoot = void (*)(const int32_t* count, const float* in, float* out, cons
 
 struct Tensors {
   float* param;
-  const float* grad;
+  const void* grad;
   float* state[3];
   int64_t count;
   float scalar[8];
   uint16_t* wire;
   int32_t wire_type, wire_has_nan;
+  int32_t grad_type, unused;
 };
 
 struct Request {
@@ -275,6 +277,13 @@ void widen(const uint16_t* in, float* out, int64_t n, int32_t, bool) {
 }
 #endif
 
+// Returns the gradients of a block, widened into a buffer in the first-level cache if they are not FP32 (Rule 7).
+const float* gradient_of(const Tensors& t, int64_t at, int64_t n, float* wide) {
+  if (t.grad_type == kNone) return static_cast<const float*>(t.grad) + at;
+  widen(static_cast<const uint16_t*>(t.grad) + at, wide, n, t.grad_type, false);
+  return wide;
+}
+
 // ---- the loops, for the elements of one block
 
 template <bool Fused, int32_t Flags>
@@ -284,9 +293,8 @@ inline float gradient(float grad, float param, float decay) {
 }
 
 template <bool Fused, int32_t Flags>
-void adam(const Request& request, const Tensors& t, int64_t at, int64_t n) {
+void adam(const Request& request, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
   float* __restrict__ p = t.param + at;
-  const float* __restrict__ g = t.grad + at;
   float *__restrict__ m = t.state[0] + at, *__restrict__ v = t.state[1] + at;
   const float decay = t.scalar[0], shrink = t.scalar[1], w1 = t.scalar[2], b2 = t.scalar[3], w2 = t.scalar[4];
   const float correction = t.scalar[5], eps = t.scalar[6], size = t.scalar[7];
@@ -304,9 +312,8 @@ void adam(const Request& request, const Tensors& t, int64_t at, int64_t n) {
 }
 
 template <bool Fused, int32_t Flags>
-void sgd(const Request&, const Tensors& t, int64_t at, int64_t n) {
+void sgd(const Request&, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
   float* __restrict__ p = t.param + at;
-  const float* __restrict__ g = t.grad + at;
   float* __restrict__ b = t.state[0] + at;
   const float decay = t.scalar[0], momentum = t.scalar[1], damped = t.scalar[2], rate = t.scalar[3];
   for (int64_t i = 0; i < n; i++) {
@@ -318,9 +325,8 @@ void sgd(const Request&, const Tensors& t, int64_t at, int64_t n) {
 }
 
 template <bool Fused, int32_t Flags>
-void adagrad(const Request& request, const Tensors& t, int64_t at, int64_t n) {
+void adagrad(const Request& request, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
   float* __restrict__ p = t.param + at;
-  const float* __restrict__ g = t.grad + at;
   float* __restrict__ sum = t.state[0] + at;
   const float decay = t.scalar[0], eps = t.scalar[1], rate = t.scalar[2];
   alignas(64) float root[kBlock];
@@ -333,9 +339,8 @@ void adagrad(const Request& request, const Tensors& t, int64_t at, int64_t n) {
 }
 
 template <bool Fused, int32_t Flags>
-void rmsprop(const Request& request, const Tensors& t, int64_t at, int64_t n) {
+void rmsprop(const Request& request, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
   float* __restrict__ p = t.param + at;
-  const float* __restrict__ g = t.grad + at;
   float *__restrict__ square = t.state[0] + at, *__restrict__ b = t.state[1] + at, *__restrict__ mean = t.state[2] + at;
   const float decay = t.scalar[0], alpha = t.scalar[1], w = t.scalar[2], eps = t.scalar[3];
   const float momentum = t.scalar[4], rate = t.scalar[5];
@@ -362,7 +367,7 @@ void rmsprop(const Request& request, const Tensors& t, int64_t at, int64_t n) {
 
 // ---- from a request to its loop
 
-using Loop = void (*)(const Request&, const Tensors&, int64_t, int64_t);
+using Loop = void (*)(const Request&, const Tensors&, const float*, int64_t, int64_t);
 
 template <int32_t Kind, bool Fused, int32_t Flags, int32_t Next = 1>
 Loop loop_of(int32_t flags) {
@@ -408,18 +413,19 @@ extern "C" int32_t sp_lightning_step(const Request* request) {
   if (loop == nullptr || (request->root != kRounded && request->mkl == nullptr)) return 1;
   int64_t total = 0;
   for (int64_t i = 0; i < request->count; i++) {
-    if (!can_convert(request->tensors[i].wire_type)) return 1;
+    if (!can_convert(request->tensors[i].wire_type) || !can_convert(request->tensors[i].grad_type)) return 1;
     total += blocks_of(request->tensors[i]);
   }
 #pragma omp parallel num_threads(request->threads)
   {
+    alignas(64) float wide[kBlock];
     int64_t index = 0, first = 0;  // a thread is given blocks in ascending order
 #pragma omp for schedule(dynamic, kTaken) nowait
     for (int64_t block = 0; block < total; block++) {
       while (block - first >= blocks_of(request->tensors[index])) first += blocks_of(request->tensors[index++]);
       Tensors& tensors = request->tensors[index];
       const int64_t at = (block - first) * kBlock, n = std::min(kBlock, tensors.count - at);
-      loop(*request, tensors, at, n);
+      loop(*request, tensors, gradient_of(tensors, at, n, wide), at, n);
       if (tensors.wire_type != kNone && convert(tensors.param + at, tensors.wire + at, n, tensors.wire_type)) {
 #pragma omp atomic write
         tensors.wire_has_nan = 1;

@@ -57,8 +57,9 @@ ROUNDED, NEWTON, NEWTON_FUSED, NEWTON_14, MKL = range(5)  # native.cpp, Rule 2
 
 
 SCALARS = 8  # that a parameter's step takes beside its tensors
-# Parameter, gradient, state and their elements; scalars; the wire copy, its type, and whether it has a NaN.
-PACKED = struct.Struct(f"=5Qq{SCALARS}fQ2i")
+# Parameter, gradient, state and their elements; scalars; the wire copy, its type, whether it has a NaN; the gradient's
+# type.
+PACKED = struct.Struct(f"=5Qq{SCALARS}fQ4i")
 
 
 class Tensors(ctypes.Structure):
@@ -73,6 +74,8 @@ class Tensors(ctypes.Structure):
         ("wire", ctypes.c_void_p),
         ("wire_type", ctypes.c_int32),
         ("wire_has_nan", ctypes.c_int32),
+        ("grad_type", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     ]
 
 
@@ -224,6 +227,10 @@ class Library:
         """Return the type to which a wire copy is converted, as a number; 0 if torch has to."""
         return self._wires.get(wire.dtype, 0)
 
+    def grad_type(self, grad: Tensor) -> int | None:
+        """Return the type of a gradient as a number, 0 for FP32; None if it has to be widened before."""
+        return 0 if grad.dtype is torch.float32 else self._widened.get(grad.dtype)
+
     def widen(self, narrow: Tensor, wide: Tensor) -> bool:
         """Widen flat gradients into memory whose second half they lie in, in one parallel region.
 
@@ -332,9 +339,9 @@ def packed(
     """Return a ``Tensors`` of a parameter as bytes: addresses, which the caller keeps alive, and numbers."""
     first, second, third = [0 if tensor is None else tensor.data_ptr() for tensor in state] + [0] * (3 - len(state))
     to = 0 if wire is None else wire.data_ptr()
-    return PACKED.pack(
-        param.data_ptr(), grad.data_ptr(), first, second, third, param.numel(), *scalars, to, wire_type, 0
-    )
+    places = param.data_ptr(), grad.data_ptr(), first, second, third
+    grad_type = LIBRARY.grad_type(grad) or 0
+    return PACKED.pack(*places, param.numel(), *scalars, to, wire_type, 0, grad_type, 0)
 
 
 def _converted(conversion: Conversion | None) -> tuple[Tensor | None, int]:
@@ -481,7 +488,10 @@ os.register_at_fork(before=_unforked.acquire, after_in_parent=_unforked.release,
 
 
 class Candidate(NamedTuple):
-    """A parameter with its gradient, its state and its wire copy, which have the same order in flat memory."""
+    """A parameter with its gradient, its state and its wire copy, which have the same order in flat memory.
+
+    The gradient may be in the type in which it came down.
+    """
 
     param: Tensor
     grad: Tensor
@@ -506,7 +516,7 @@ def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) ->
         return False
     if group.get("amsgrad"):  # the bits of a NaN in ATen's maximum depend on where in a thread's share it lies
         return False
-    if not LIBRARY.steps(optimizer, group):
+    if not LIBRARY.steps(optimizer, group) or any(LIBRARY.grad_type(one.grad) is None for one in candidates):
         return False
     names = recipe.state(group)
     needed = {name for name in names if name is not None}

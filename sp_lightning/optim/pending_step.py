@@ -73,7 +73,15 @@ from ..core.telemetry import Counters
 from ..errors import DiskError, ExactnessError, SuperpipelineError
 from ..memory.access import Access
 from ..memory.host_copy import HostCopy
-from ..memory.watched_parameters import HostParameter, quietly, set_true_data, true_data, true_dtype, true_grad
+from ..memory.watched_parameters import (
+    HostParameter,
+    NarrowGradient,
+    quietly,
+    set_true_data,
+    true_data,
+    true_dtype,
+    true_grad,
+)
 from ..memory.weights import Conversion
 from . import torn_step
 from .pieces import Group, ShadowStep, State, keeps_no_state, shadow_of
@@ -677,7 +685,8 @@ def _check_bytes(param: nn.Parameter, store: HostCopy, index: int) -> None:
 
 def _check_gradient(param: nn.Parameter, name: str) -> None:
     grad: Any = true_grad(param)
-    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.dtype is not true_dtype(param):
+    is_known = type(grad) in (Tensor, NarrowGradient)
+    if not is_known or grad.layout is not torch.strided or grad.dtype is not true_dtype(param):
         raise CannotDefer(f"the gradient of {name} is not as the weight is")
 
 

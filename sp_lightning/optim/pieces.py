@@ -16,15 +16,19 @@ update of these classes is elementwise: the same loop over pieces that fit into 
 6. An operator that several threads share ends when the slowest of them does, and where other processes take the cores,
    each of thousands would wait so. So a step has threads of its own that take pieces in turn, each with operators that
    it shares with nobody. Nothing but the end of the step waits for the slowest one.
+7. A gradient that is still in the type in which it came down (watched_parameters.py, Rule 9) is widened as it is
+   stepped: in compiled code block by block, else a few pieces at a time, or a whole parameter where that is not cut, in
+   the order of the loop. The bits are the same. If a group does not take the loop, all are widened first.
 """
 
 import functools
 import itertools
 import operator
 from collections import ChainMap, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,8 +52,15 @@ from torch.optim import (
 
 from ..compat.kernels import can_share_operators, share_operators
 from ..compat.modules import run_first
-from ..compat.tensors import dispatch_mode_count, function_mode_count
-from ..memory.watched_parameters import HostParameter, is_on_host
+from ..compat.tensors import dispatch_mode_count, function_mode_count, without_dispatch
+from ..memory.watched_parameters import (
+    HostParameter,
+    NarrowGradient,
+    is_on_host,
+    set_true_grad,
+    true_grad,
+    wide_grad,
+)
 from ..memory.weights import Conversion
 from . import native
 
@@ -57,6 +68,7 @@ Group = dict[str, Any]
 State = dict[str, Any]
 Regrouped = tuple[list[Group], Any]  # with their state
 Conversions = dict[Tensor, Conversion]  # by the parameter
+Narrow = dict[int, Tensor]  # gradients as they came down, by the ids of the parameters and pieces (Rule 7)
 _params = operator.itemgetter("params")
 _nbytes = operator.attrgetter("nbytes")
 
@@ -96,8 +108,9 @@ def all_of(optimizer: Optimizer) -> tuple[list[Group], Any]:
 class ShadowStep:
     """A pair of step hooks that run each ``optimizer.step()`` on a shadow with regrouped parameters, until closed."""
 
-    def __init__(self, regroup: Callable[[Optimizer, Conversions], Regrouped]) -> None:
+    def __init__(self, regroup: Callable[[Optimizer, Conversions], Regrouped], steps_narrow: bool = False) -> None:
         self.regroup = regroup
+        self._steps_narrow = steps_narrow  # Rule 7
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # Called after the closure; returns the groups and the state for the step itself. The optimizer thread may step
         # other parameters (pending_step.py).
@@ -141,6 +154,8 @@ class ShadowStep:
             if self.before is not None:
                 self.before(shadow.param_groups)
             for step in shadow.shadow_steps:
+                if not step._steps_narrow:
+                    widen_all(shadow.param_groups)
                 if step.first is not None:  # also where the closure made units anew, and these need a disk
                     shadow.param_groups = step.first(shadow, {}, adopts=step is not self)
             shadow.param_groups, shadow.state = self.regroup(shadow, {})
@@ -158,6 +173,8 @@ class ShadowStep:
         """Step these groups only, whose parameters have gradients, with this state, and convert what is at hand."""
         shadow = shadow_of(optimizer)
         shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
+        if not self._steps_narrow:
+            widen_all(shadow.param_groups)
         if self.before is not None:
             self.before(shadow.param_groups)
         if self.first is not None:
@@ -188,7 +205,7 @@ def step_in_pieces(optimizer: Optimizer, piece: int = PIECE) -> ShadowStep | Non
     """
     if type(optimizer) not in ELEMENTWISE:
         return None
-    return ShadowStep(functools.partial(regroup_in_pieces, piece=piece)).attach(optimizer)
+    return ShadowStep(functools.partial(regroup_in_pieces, piece=piece), steps_narrow=True).attach(optimizer)
 
 
 def step_each(optimizer: Optimizer) -> ShadowStep | None:
@@ -240,14 +257,14 @@ class Cutting:
     given: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by ids, of parameters that are cut already
 
     @classmethod
-    def of(cls, optimizer: Optimizer, piece: int) -> "Cutting":
+    def of(cls, optimizer: Optimizer, piece: int, narrow: Mapping[int, Tensor] = MappingProxyType({})) -> "Cutting":
         """Find out how this optimizer's parameters are cut in a step."""
         threads = torch.get_num_threads()
         params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
         numel = sum(map(Tensor.numel, params))
         in_turn = threads > 1 and numel >= FEWEST_IN_TURN * piece * threads and function_mode_count() == 0
         compiles = numel >= native.FEWEST and type(optimizer) in native.RECIPES
-        if (in_turn or compiles) and needs_order(optimizer):
+        if (in_turn or compiles) and needs_order(optimizer, narrow):
             in_turn = compiles = False
         in_turn = in_turn and dispatch_mode_count() == 0 and can_share_operators()
         return cls(piece, threads, in_turn, compiles)
@@ -278,10 +295,16 @@ def regroup_in_pieces(
 ) -> Regrouped:
     """List pieces in the place of parameters, having stepped what threads or compiled code can step."""
     state: ChainMap[Tensor, State] = ChainMap({}, optimizer.state)  # of the pieces, and of parameters left whole
-    cutting = cutting or Cutting.of(optimizer, piece)
+    params = list(itertools.chain.from_iterable(map(_params, optimizer.param_groups)))
+    with without_dispatch():
+        narrow = _as_came(params) if NarrowGradient in map(type, map(true_grad, params)) else {}
+    if narrow and not all(map(takes_the_loop, optimizer.param_groups)):
+        widen_all(optimizer.param_groups)
+        narrow = {}
+    cutting = cutting or Cutting.of(optimizer, piece, narrow)
     scalars_seen: set[int] = set()
 
-    def cut(param: Tensor) -> list[Tensor]:
+    def cut(param: Tensor, group: Group) -> list[Tensor]:
         # An earlier parameter that shares this scalar updates it first: copies made now would be too old.
         scalars = {id(value) for value in optimizer.state.get(param, {}).values() if is_scalar(value)}
         shared = not scalars_seen.isdisjoint(scalars)
@@ -289,25 +312,99 @@ def regroup_in_pieces(
         lengths = cutting.lengths_of(param)
         if shared or lengths is None:
             return [param]
-        param_state = state_in_step(optimizer, param)
+        came_down = narrow.get(id(param))
+        param_state = state_in_step(optimizer, param, came_down)
+        if came_down is not None and keeps_no_state(optimizer, group) and has_gradient_in_step(param, came_down):
+            param_state = {}  # the pass is one more than the widening
         if param_state is None:
             return [param]
-        pieces = _cut(param, param_state, lengths)
+        pieces = _cut(param, param_state, lengths, came_down)
+        if came_down is not None:
+            del narrow[id(param)]
+            narrow.update(zip(map(id, pieces), _parts(came_down, lengths), strict=True))
         state.update(pieces)
         return list(pieces)
 
-    left = functools.partial(_left_to_torch, optimizer, conversions) if cutting.compiles else _params
+    left = functools.partial(_left_to_torch, optimizer, conversions, narrow) if cutting.compiles else _params
     groups = [
-        {**group, "params": [part for param in left(group) for part in cut(param)]} if takes_the_loop(group) else group
+        {**group, "params": [part for param in left(group) for part in cut(param, group)]}
+        if takes_the_loop(group)
+        else group
         for group in optimizer.param_groups
     ]
     if cutting.in_turn:
-        groups = _left_by_threads(optimizer, groups, state, cutting.threads // cutting.sharers, cutting.sharers)
-    return groups, state
+        threads = cutting.threads // cutting.sharers
+        groups = _left_by_threads(optimizer, groups, state, narrow, threads, cutting.sharers)
+    return (_step_in_order(optimizer, groups, state, narrow, AT_ONCE * piece) if narrow else groups), state
+
+
+def _step_in_order(optimizer: Optimizer, groups: list[Group], state: Any, narrow: Narrow, most: int) -> list[Group]:
+    """Step all parameters, few at once, and return the groups without parameters (Rule 7).
+
+    Parameters that are stepped at once have at most ``most`` elements, unless it is one parameter.
+    """
+    left: list[Group] = []
+    for group in groups:
+        left.append({**group, "params": []})
+        few: list[Tensor] = []
+        room = most
+        for param in group["params"]:
+            if few and param.numel() > room:
+                _step_few(optimizer, {**group, "params": few}, state, narrow)
+                few, room = [], most
+            few.append(param)
+            room -= param.numel()
+        if few:
+            _step_few(optimizer, {**group, "params": few}, state, narrow)
+    return left
+
+
+def _step_few(optimizer: Optimizer, group: Group, state: Any, narrow: Narrow) -> None:
+    shadow = shadow_of(optimizer)
+    shadow.param_groups, shadow.state = [group], state
+    before = []
+    try:
+        if narrow:
+            with without_dispatch():
+                for param in group["params"]:
+                    if (came_down := narrow.get(id(param))) is not None:
+                        before.append((param, true_grad(param)))
+                        set_true_grad(param, came_down.float())
+        type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: see step_groups
+    finally:
+        with without_dispatch():
+            for param, grad in before:
+                set_true_grad(param, grad)
+
+
+def widen_all(groups: Iterable[Group]) -> None:
+    """Have all gradients of these groups as plain Lightning has them."""
+    for group in groups:
+        for param in group["params"]:
+            with without_dispatch():
+                wide_grad(param)
+
+
+def _as_came(params: Iterable[Tensor]) -> Narrow:
+    """Return the gradients that are still in the type in which they came down (Rule 7)."""
+    found = {}
+    for param in params:
+        grad = true_grad(param)
+        if type(grad) is NarrowGradient:
+            if grad.wide is None:
+                found[id(param)] = grad.came_down
+            else:
+                wide_grad(param)
+    return found
 
 
 def _left_by_threads(
-    optimizer: Optimizer, groups: list[Group], state: ChainMap[Tensor, State], count: int, sharers: int
+    optimizer: Optimizer,
+    groups: list[Group],
+    state: ChainMap[Tensor, State],
+    narrow: Narrow,
+    count: int,
+    sharers: int,
 ) -> list[Group]:
     """Step all pieces in this many threads, which take them in turn; return the groups with the other parameters."""
     pieces = set(map(id, state.maps[0]))
@@ -327,9 +424,7 @@ def _left_by_threads(
                     group = todo.popleft()
                 except IndexError:  # another thread was faster
                     return
-                shadow = shadow_of(optimizer)
-                shadow.param_groups, shadow.state = [group], state
-                type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: see step_groups
+                _step_few(optimizer, group, state, narrow)
 
     count = min(count, len(todo))
     if count:
@@ -338,16 +433,18 @@ def _left_by_threads(
     return left
 
 
-def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group) -> list[Tensor]:
+def _left_to_torch(optimizer: Optimizer, conversions: Conversions, narrow: Narrow, group: Group) -> list[Tensor]:
     """Step what compiled code can step with the same bits; list the other parameters of the group."""
     params: list[Tensor] = group["params"]
     if keeps_no_state(optimizer, group):  # state that is there is of another momentum
         return params
     candidates: list[native.Candidate] = []
     for param in params:
-        state = state_in_step(optimizer, param) if param.dtype is torch.float32 else None
-        grad = param.grad
-        if state is not None and grad is not None and native.reads(param, grad, *state.values()):
+        came_down = narrow.get(id(param))
+        state = state_in_step(optimizer, param, came_down) if param.dtype is torch.float32 else None
+        grad = param.grad if came_down is None else came_down
+        wide = () if came_down is not None or grad is None else (grad,)
+        if state is not None and grad is not None and native.reads(param, *wide, *state.values()):
             conversion = conversions.get(param)
             if conversion is not None and not same_order(param, conversion.wire):
                 conversion = None
@@ -355,17 +452,19 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, group: Group)
     if not native.step(optimizer, group, candidates):
         return params
     stepped = {id(candidate.param) for candidate in candidates}
+    for key in stepped.intersection(narrow):
+        del narrow[key]
     return [param for param in params if id(param) not in stepped]
 
 
-def needs_order(optimizer: Optimizer) -> bool:
+def needs_order(optimizer: Optimizer, narrow: Mapping[int, Tensor] = MappingProxyType({})) -> bool:
     """Whether the loop's order decides: parameters, gradients or state share bytes, or torch may refuse one."""
     stepped: list[Tensor] = []
     state: list[Any] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             stepped.append(param)
-            if (grad := param.grad) is not None:
+            if (grad := param.grad if (came_down := narrow.get(id(param))) is None else came_down) is not None:
                 stepped.append(grad)
             state += optimizer.state.get(param, {}).values()
     if not all(map(_is_plain, stepped)):
@@ -421,10 +520,10 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
+def state_in_step(optimizer: Optimizer, param: Tensor, came_down: Tensor | None = None) -> State | None:
     """Return the state to update if parameter, gradient and state have the same order in flat memory; else None."""
     state: State | None = optimizer.state.get(param)
-    if not state or not has_gradient_in_step(param):
+    if not state or not has_gradient_in_step(param, came_down):
         return None
     if isinstance(optimizer, SGD) and "momentum_buffer" not in state:
         return None
@@ -436,12 +535,14 @@ def state_in_step(optimizer: Optimizer, param: Tensor) -> State | None:
     return state
 
 
-def has_gradient_in_step(param: Tensor) -> bool:
-    """Whether a parameter and its gradient have the same order in flat memory."""
+def has_gradient_in_step(param: Tensor, came_down: Tensor | None = None) -> bool:
+    """Whether a parameter and its gradient, which may be as it came down, have the same order in flat memory."""
     if type(param) not in (Tensor, torch.nn.Parameter, HostParameter) or not _is_plain(param):
         return False
-    grad = param.grad
-    return type(grad) is Tensor and grad.dtype == param.dtype and _is_plain(grad) and same_order(param, grad)
+    grad = param.grad if came_down is None else came_down
+    if type(grad) is not Tensor or (came_down is None and grad.dtype != param.dtype):
+        return False
+    return _is_plain(grad) and same_order(param, grad)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -470,15 +571,16 @@ def keep_order(shadow: Any) -> None:
                 shadow.state[param]  # a defaultdict
 
 
-def _cut(param: Tensor, state: State, lengths: tuple[int, ...]) -> dict[Tensor, State]:
-    assert param.grad is not None
+def _cut(param: Tensor, state: State, lengths: tuple[int, ...], came_down: Tensor | None = None) -> dict[Tensor, State]:
     states: list[State] = [{} for _ in lengths]
     for key, value in state.items():
         for piece_state, part in zip(states, _parts(value, lengths), strict=True):
             piece_state[key] = part
     pieces = _parts(param, lengths)
-    for piece, grad in zip(pieces, _parts(param.grad, lengths), strict=True):
-        piece.grad = grad
+    if came_down is None:
+        assert param.grad is not None
+        for piece, grad in zip(pieces, _parts(param.grad, lengths), strict=True):
+            piece.grad = grad
     return dict(zip(pieces, states, strict=True))
 
 

@@ -18,6 +18,7 @@ class StateInMemory:
     """The memory that the state of optimizers is in."""
 
     is_on_disk = False
+    steps_narrow = True  # gradients in the type in which they came down (slab.py, Rule 3)
     parameters: Collection[int] = ()  # ids of those whose state lies on a disk
     to_come = ring_nbytes = 0
 

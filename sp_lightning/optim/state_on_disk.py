@@ -220,6 +220,7 @@ class StateOnDisk(StateInMemory):
     """The state of optimizers in one scratch file, and their steps."""
 
     is_on_disk = True
+    steps_narrow = False
     _reads_gradients = True  # into the buffer
     gradients_to_come: Callable[[], int] = int  # bytes that will be in the file and are not
     _allocate: Callable[[int], Tensor] | None = None  # memory for buffers, other than plain memory

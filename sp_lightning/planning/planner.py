@@ -32,7 +32,7 @@ import torch
 
 from ..compat.kernels import has_chunked_loss
 from ..core import remedies
-from ..core.machine import Machine
+from ..core.machine import NARROW, Machine
 from ..core.remedies import HostRemedy, Remedy
 from ..core.schedule import Schedule
 from ..core.simulation import Simulation, floor, simulate
@@ -167,7 +167,7 @@ class _Planner:
         self.tried = _Sizes(self, self.options, self.needs, self.machine)
 
     def _host(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
-        return self._of_ranks(self._host_of_one(source, options, needs), needs, self.optimizer)
+        return self._of_ranks(self._host_of_one(source, options, needs), needs, self.optimizer, options)
 
     def _host_of_one(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
         host = source.host(options, needs)
@@ -175,23 +175,37 @@ class _Planner:
         trained = host.gradients + needs.gradients_on_disk
         return replace(host, copies=self.run.copies * weights + self.run.trained_copies * trained)
 
-    def _of_ranks(self, host: HostBytes, needs: Requirements, optimizer: str) -> HostBytes:
+    def _of_ranks(
+        self, host: HostBytes, needs: Requirements, optimizer: str, options: Options | None = None
+    ) -> HostBytes:
         """Return the host memory of all ranks, from that of one (Rule 5)."""
         under_way = self.run.sharing.ahead * max((cost.down_nbytes for cost in needs.costs), default=0)
         messages = self.run.sharing.messages(max((cost.gradient_nbytes for cost in needs.costs), default=0))
-        cut = (not optimizer or optimizer.lower() in CUT) and not self.trains_shards
+        cut = _is_elementwise(optimizer) and not self.trains_shards
+        if self._stays_narrow(optimizer, options or self.options):
+            came = sum(cost.down_nbytes for cost in needs.costs)
+            host = replace(host, gradients=host.gradients * came // max(1, sum(c.gradient_nbytes for c in needs.costs)))
         replicas = self.ranks // self.shards
         return host.of_ranks(replicas, under_way, self.run.own_gradients, cut, messages).times(self.shards)
 
-    def _stepping(self, states: float, optimizer: str) -> Machine:
+    def _stays_narrow(self, optimizer: str, options: Options) -> bool:
+        """Whether gradients stay on the host in the type in which they come down (gradients/slab.py, Rule 3)."""
+        run = self.run
+        steps_here = options.optimizer_device == "host" and not options.fused_optimizer and options.disk is None
+        alone = self.ranks == run.nodes == 1 and not run.own_gradients
+        return steps_here and alone and run.precision.startswith("bf16") and _is_elementwise(optimizer)
+
+    def _stepping(self, states: float, optimizer: str, options: Options | None = None) -> Machine:
         """Return the machine with the bytes that an optimizer with this state reads and writes per parameter."""
         pace, words = PACE.get(optimizer, 1), 3 + 2 * states
         at_once = self.ranks if self.trains_shards else self.shards  # ranks that step by themselves, beside each other
+        stays_narrow = self._stays_narrow(optimizer, options or self.options)
+        cast = NARROW if stays_narrow else self.profile.cast_bytes_per_parameter
         return replace(
             self.profile,
             dram_bytes_per_s=self.profile.dram_bytes_per_s / pace,
             optimizer_bytes_per_parameter=at_once * self.profile.optimizer_bytes_per_parameter * words / ADAMW_WORDS,
-            cast_bytes_per_parameter=at_once * self.profile.cast_bytes_per_parameter / pace,
+            cast_bytes_per_parameter=at_once * cast / pace,
         )
 
     def plan(self) -> Plan:
@@ -406,10 +420,11 @@ class _Planner:
             return  # not with the others
         if place == "device" and self.optimizer and self.optimizer not in ON_DEVICE:
             return
-        now, other = self.tried.batch_s(self.tried.sizes()[1]), _Sizes(self, options, self.needs, self.machine)
+        machine = self._stepping(self.source.states(), self.optimizer, options)
+        now, other = self.tried.batch_s(self.tried.sizes()[1]), _Sizes(self, options, self.needs, machine)
         if EQUAL * other.floor_s(other.most) > now:
             return  # with any sizes
-        change = self._change(remedy.what, self.needs, options)
+        change = self._change(remedy.what, self.needs, options, machine)
         if EQUAL * change.batch_s(self.run.accumulate) < now:
             yield change
 
@@ -536,12 +551,12 @@ class _Planner:
             )
         what = remedy.what + " and activations='recompute'" * recomputes
         how = remedy.how + " --trainer.strategy.activations recompute" * recomputes
-        host_nbytes = self._of_ranks(host, needs, optimizer).total
+        host_nbytes = self._of_ranks(host, needs, optimizer, options).total
         change = self._change(
             what,
             needs,
             options,
-            self._stepping(states, optimizer),
+            self._stepping(states, optimizer, options),
             steps=remedy.optimizer is not None or remedy.has_disk,
         )
         return replace(change, host_nbytes=host_nbytes, bits=remedy.bits, how=how)
@@ -754,6 +769,11 @@ def _own_dtype(trace: StepTrace | None, precision: str) -> str:
             sizes[parameter.dtype] += parameter.is_floating_point() * parameter.nbytes
     ((most, _),) = sizes.most_common(1) or [(torch.float32, 0)]
     return "" if most == torch.float32 else str(most).removeprefix("torch.")
+
+
+def _is_elementwise(optimizer: str) -> bool:
+    """Whether an optimizer of this name, or one that is not known, is stepped in pieces."""
+    return not optimizer or optimizer.lower() in CUT
 
 
 def _frozen(needs: Requirements, share: float, bits: int) -> Requirements:

@@ -62,7 +62,7 @@ class PlannedRun:
     copies: int  # of all weights, beside the module
     trained_copies: int  # of the weights that are trained
     devices: int
-    own_gradients: bool  # whether each rank has all gradients once more (unit_numbers.py, Rule 5)
+    own_gradients: bool  # whether each rank has all gradients once more, or, alone, FP32 ones (unit_numbers.py, Rule 5)
     accumulate: int  # batches in a step of the optimizer
     calls: PlannedCalls | None = None  # in lockstep, of such batches
     predict_at_once: int = 1  # batches that are answered in lockstep; one has all figures of a plan

@@ -91,7 +91,9 @@ class Engine:
         self.device = device
         self.options = options
         self.counters = counters
-        self.gradient_return = GradientReturn(device, self.counters, storage.gradients_of)
+        self.gradient_return = GradientReturn(
+            device, self.counters, storage.gradients_of, lambda: storage.may_stay_narrow and not options.fused_optimizer
+        )
         self.units: list[StreamedUnit] = []
         with quietly():  # other modules may be streamed already, and have reads of weights watched
             for unit in units:
@@ -548,6 +550,7 @@ class Engine:
             self.team.close()
             for unit in self.units:
                 unit.store.release(kept=unit.stand_ins.in_use())
+                self.gradient_return.widen(unit.store)  # once there is room: wire copies are gone
                 unit.forget()
 
 

@@ -68,6 +68,11 @@ class InMemory:
         """Return the files in which weights of a unit lie, none or one."""
         return ()
 
+    @property
+    def may_stay_narrow(self) -> bool:
+        """Whether gradients may stay in the type in which they come down (slab.py, Rule 3)."""
+        return self.state.steps_narrow
+
     def gradients_of(self, store: HostCopy, device: Device) -> GradientSlab:
         """Make the memory in which a unit's gradients arrive."""
         return GradientSlab(store, device)

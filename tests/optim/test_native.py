@@ -18,6 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import models
 import parity
+from sp_lightning.memory.watched_parameters import NarrowGradient
 from sp_lightning.memory.weights import Conversion
 from sp_lightning.optim import native
 from sp_lightning.optim.pieces import step_in_pieces
@@ -164,6 +165,46 @@ def test_a_step_converts_wire_copies_as_torch_does(cls, dtype):
         else:
             assert conversion.source == (param._version, param.data_ptr())
             assert not parity.difference(param.detach().to(dtype), conversion.wire)
+
+
+@pytest.mark.parametrize("cls", list(OPTIONS))
+def test_gradients_are_widened_as_they_are_stepped(cls):
+    """All numbers of bfloat16, in tensors that end within a block or a vector."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).short().view(torch.bfloat16)
+    shapes = [(native.FEWEST // 512, 512), (1 << 16,), (40_003,), (4_099,), (7,)]
+    found = []
+    for narrow in (True, False):
+        optimizer = make(cls, {"lr": 1e-3, **({"momentum": 0.9} if cls is SGD else {})}, shapes)
+        shadow = step_in_pieces(optimizer)
+        for step in range(3):
+            for index, param in enumerate(optimizer.param_groups[0]["params"]):
+                came_down = every.roll(257 * (index + step)).repeat(1 + param.numel() // len(every))[: param.numel()]
+                if index != 1:
+                    came_down = came_down.nan_to_num(1.0, 2.0, 3.0)
+                came_down = came_down.view(param.shape)
+                stays = NarrowGradient.of(came_down, torch.float32, lambda: None)
+                param.grad = stays if narrow else came_down.float()
+            with compiled_at_once() as results:
+                optimizer.step()
+        shadow.close()
+        assert results == [True]
+        found.append(bits(optimizer))
+        for ours, wide in zip(found[0], found[-1], strict=True):
+            assert torch.equal(ours, wide)
+
+
+def test_gradients_that_compiled_code_widens_in_another_way_are_torchs_matter(library, monkeypatch):
+    monkeypatch.setattr(native, "_widens", lambda *_: False)
+    optimizer = make(AdamW, {}, SHAPES)
+    shadow = step_in_pieces(optimizer)
+    for _ in range(2):
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = NarrowGradient.of(torch.ones(param.shape).bfloat16(), torch.float32, lambda: None)
+        with compiled_at_once() as results:
+            optimizer.step()
+    shadow.close()
+    assert results == [False]
+    assert all(param.grad.wide is None for param in optimizer.param_groups[0]["params"])
 
 
 WRONG = {

@@ -121,9 +121,9 @@ def cuts(monkeypatch):
     """The sizes of the parameters that were stepped in pieces."""
     sizes = []
 
-    def cut(param, state, lengths):
+    def cut(param, *others):
         sizes.append(param.numel())
-        return original(param, state, lengths)
+        return original(param, *others)
 
     original = host._cut
     monkeypatch.setattr(host, "_cut", cut)

@@ -798,16 +798,40 @@ def test_under_autocast_half_of_the_linear_weights_travels():
     [
         ({"precision": "32-true"}, 0),
         ({"precision": "bf16-true"}, 0),
-        ({"precision": "bf16-mixed"}, 6 * 2 * 256 * 1024),
+        ({"precision": "bf16-mixed", "own_gradients": True}, 6 * 2 * 256 * 1024),
+        ({"precision": "16-mixed"}, 6 * 2 * 256 * 1024),
         ({"precision": "bf16-mixed", "wire_dtype": "as-is"}, 0),
-        ({"precision": "bf16-true", "master_weights": True}, 6 * (2 * 256 * 1024 + 1024 + 256)),
+        ({"precision": "bf16-true", "master_weights": True}, 0),
+        ({"precision": "bf16-mixed"}, 0),
+        ({"precision": "bf16-mixed", "fused_optimizer": True}, 6 * 2 * 256 * 1024),
+        ({"precision": "16-true", "master_weights": True}, 6 * (2 * 256 * 1024 + 1024 + 256)),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 def test_gradients_are_widened_and_wire_copies_written_on_the_host_as_well(options, cast):
+    """But for those that stay as they came down: of each 2 bytes are read less, and 2 of its wire copy written."""
     found, seconds = planned(**options).simulation.floor, 1 / MACHINE.dram_bytes_per_s
     moved = 28 * 6 * (2 * 256 * 1024 + 1024 + 256) + 8 * cast
     assert found.optimizer + found.first_step == pytest.approx(seconds * moved)
+
+
+@pytest.mark.parametrize(
+    "options, halved",
+    [
+        ({"precision": "bf16-true", "master_weights": True}, 6 * (2 * 256 * 1024 + 1024 + 256)),
+        ({"precision": "bf16-mixed"}, 6 * 2 * 256 * 1024),
+        ({"precision": "bf16-mixed", "accumulate": 2}, 0),
+        ({"precision": "bf16-mixed", "own_gradients": True}, 0),
+        ({"precision": "bf16-mixed", "devices": 2}, 0),
+        ({"precision": "bf16-mixed", "optimizer_device": "device"}, 0),
+        ({"precision": "bf16-mixed", "optimizer": "Adafactor"}, 0),
+        ({"precision": "16-mixed"}, 0),
+        ({"precision": "32-true"}, 0),
+    ],
+)
+def test_gradients_that_nobody_asks_for_take_half_of_the_memory(options, halved):
+    found = planned(**options).host.gradients
+    assert found == pytest.approx(4 * 6 * (2 * 256 * 1024 + 1024 + 256) - 2 * halved, rel=0.001)
 
 
 @pytest.mark.simgpu
