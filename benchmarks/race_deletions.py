@@ -58,6 +58,7 @@ _BEGIN = (  # what ranks decide together before they begin, and before they make
 TESTS_OF_RANKS += _BEGIN
 TESTS_OF_NODES = (
     "tests/ranks/test_nodes.py",
+    "tests/ranks/test_refusals.py",
     "tests/ranks/test_steps_in_backward.py::test_nodes_step_all_units_beside_backward_and_equal_ddp_with_the_tree",
     *_BEGIN,
 )

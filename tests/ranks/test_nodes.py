@@ -327,6 +327,12 @@ def test_machines_with_a_group_in_a_loop_by_hand_that_differ_are_refused():
         assert error.startswith("OptionError: ") and "host0 1, host1 7" in error, error
 
 
+def test_models_that_differ_from_machine_to_machine_are_refused():
+    for said, _, forward in processes.run(2, pretended_nodes.run, 2, refused_runs.unlike_by_hand):
+        assert said.startswith("UnsupportedError: the models of the machines differ: rank "), said
+        assert forward.shape == (4,)  # the next run works
+
+
 @pytest.mark.seldom
 def test_a_machine_that_does_not_come_is_named_after_the_timeout():
     first, second, *_ = processes.run(4, refused_runs.without_a_node, 3)
