@@ -29,6 +29,7 @@ from torch.amp import GradScaler
 from ..compat.kernels import grouped_by_device_and_dtype, norms_of_each
 from ..compat.patches import CLIP_GRADIENTS, TOTAL_NORM, UNSCALE_GRADS
 from ..compat.references import caller_has
+from ..compat.tensors import dispatch_mode_count
 
 FEWEST = 1 << 22  # elements for which threads are worth their start
 LEAST_BITS = torch.tensor(1, dtype=torch.int32, device="cpu")  # of the smallest number, which some settings flush
@@ -161,7 +162,8 @@ def clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | N
         references = int(caller_has("grads", CLIP_GRADIENTS.holder.__name__))
         with torch.no_grad():  # as torch computes it
             factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-        if _keeps_all_bits(factor) and not any(map(torch.is_complex, left)):
+        # Under a mode nothing may be known of values: it may be a dry run.
+        if not dispatch_mode_count() and _keeps_all_bits(factor) and not any(map(torch.is_complex, left)):
             return
         for later in list(multiplied_later):
             left = later.keep(left, factor, references)

@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import time
-from types import SimpleNamespace
 
 import forks
 import in_files
@@ -31,8 +30,7 @@ from sp_lightning.disk.direct_ring import GAP
 from sp_lightning.disk.homes import SourceFiles
 from sp_lightning.errors import DiskError, HostMemoryError, OptionError, SourceFileError
 from sp_lightning.observe import timeline
-from sp_lightning.options import Options, format_bytes
-from sp_lightning.runtime.handle import Handle
+from sp_lightning.options import format_bytes
 
 
 def stack(width=33, dtype=None, count=4):
@@ -188,13 +186,6 @@ def test_a_budget_that_cannot_be_met_says_what_would_have_to_change(nets):
         pass  # "0B" takes what it can get
     with streamed(net, "cpu", host_budget=re.search("takes (.*) of host", str(e.value))[1]):
         pass  # what the error says is enough
-
-
-def test_several_machines_are_refused(nets):
-    with pytest.raises(OptionError, match=r"num_nodes must be 1 with host_budget.*, got 2"):
-        L.Trainer(strategy=sp_lightning.SuperpipelineStrategy(host_budget="0B"), accelerator="cpu", num_nodes=2)
-    with pytest.raises(OptionError, match=r"num_nodes must be 1 with host_budget.*, got 2"):
-        Handle(nets[1], "cpu", Options(host_budget=0), ranks=SimpleNamespace(size=1, world=2))
 
 
 def test_another_system_is_refused(nets, monkeypatch):

@@ -893,11 +893,6 @@ def test_a_device_of_the_users_is_refused_with_several_devices(several):
         trainer_with(sp_lightning.SuperpipelineStrategy(device="cpu"), **several)
 
 
-def test_state_on_a_disk_is_refused_with_several_machines():
-    with pytest.raises(OptionError, match=r"num_nodes must be 1 with disk=.*, got 2"):
-        trainer_with(sp_lightning.SuperpipelineStrategy(disk="/"), num_nodes=2)
-
-
 def test_mps_is_refused_and_told_what_to_use():
     said = r"device 'mps' shares its memory with the host.*use Lightning's default strategy \(strategy='auto'\)"
     with pytest.raises(UnsupportedError, match=said):
