@@ -107,20 +107,25 @@ def run(lanes: dict[LaneName, InOrder], rates_of: Callable[[Collection[LaneName]
     """Compute every task's start and end, with the rates of the lanes in which tasks run at a time."""
     now = 0.0
     running: dict[LaneName, Task] = {}
+    changed = set(lanes)  # in which a task may start that could not before
     while True:
         for name, lane in lanes.items():
-            if name not in running and (task := lane.take()) is not None:
-                _start(task, lane, now)
-                running[name] = task
+            if name in changed and name not in running and (begun := lane.take()) is not None:
+                _start(begun, lane, now)
+                running[name] = begun
+        changed.clear()
         if not running:
             return
         rates = rates_of(running)
-        passed = min(task.left / rates[name] for name, task in running.items())
+        left = {name: task.left / rates[name] for name, task in running.items()}
+        passed = min(left.values())
         now += passed
-        for name, task in list(running.items()):
-            if task.left / rates[name] <= passed:
+        for name, seconds in left.items():
+            task = running[name]
+            if seconds <= passed:
                 del running[name]
-                _end(task, lanes, now)
+                changed.add(name)
+                _end(task, lanes, now, changed)
             else:
                 task.left -= passed * rates[name]
 
@@ -133,11 +138,12 @@ def _start(task: Task, lane: InOrder, now: float) -> None:
     lane.last = task
 
 
-def _end(task: Task, lanes: dict[LaneName, InOrder], now: float) -> None:
+def _end(task: Task, lanes: dict[LaneName, InOrder], now: float, changed: set[LaneName]) -> None:
     task.end = now
     for other in task.then:
         other.blocker = task
         other.waits -= 1
         if not other.waits:
             lanes[other.lane].may_start(other)
+            changed.add(other.lane)
     task.then.clear()  # tasks that refer to each other would wait for the garbage collector

@@ -604,7 +604,7 @@ class _Host:
         earlier = [task for task in after if task is not None]
         if len(earlier) > 1:
             earlier = list({*earlier})
-        task = Task(lane, unit, work, number=len(self.tasks), phase=phase, waits=len(earlier), left=work)
+        task = Task(lane, unit, work, len(self.tasks), phase, len(earlier), left=work)
         for other in earlier:
             other.then.append(task)
         self.tasks.append(task)
