@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import gc
@@ -716,16 +717,13 @@ class _Sizes:
         A larger window is taken to be no slower. What is as fast as the lower bound is not compared with others.
         """
         largest = max(pair.window for pair in fitting)
-        enough = EQUAL * self.floor_s(largest)
-        compared = False
-        for _, alike in itertools.groupby(sorted(fitting, key=self.nbytes), self.nbytes):
-            best = min(alike, key=self.batch_s)
-            if self.batch_s(best) > enough and not compared:
-                enough = EQUAL * min(self.batch_s(pair) for pair in fitting if pair.window == largest)
-                compared = True
-            if self.batch_s(best) <= enough:
-                return best
-        return min(fitting, key=self.batch_s)
+        alike = [list(pairs) for _, pairs in itertools.groupby(sorted(fitting, key=self.nbytes), self.nbytes)]
+        smallest = min(alike[0], key=self.batch_s)
+        if self.batch_s(smallest) <= EQUAL * self.floor_s(largest):
+            return smallest
+        enough = EQUAL * min(self.batch_s(pair) for pair in fitting if pair.window == largest)
+        place = bisect.bisect_left(alike, True, key=lambda pairs: min(map(self.batch_s, pairs)) <= enough)
+        return min(alike[place], key=self.batch_s)
 
     def floor_s(self, window: int) -> float:
         planner, count = self._planner, self._accumulate
