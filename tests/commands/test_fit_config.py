@@ -182,6 +182,7 @@ def test_what_is_planned_is_what_runs(recipe, more):
         copies=run.copies,
         trained_copies=run.trained_copies,
         machine="rtx4060",
+        own_gradients=run.own_gradients,
         **run.options,
     )
     seen, given = trained(arguments)

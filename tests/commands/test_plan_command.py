@@ -709,8 +709,8 @@ def test_a_disk_has_its_bytes_times_and_wear_in_the_plan(capsys, tmp_path, monke
     arguments = ["--model", "llama3-8b", "--host-budget", "0B", "--disk", tmp_path]
     run(*arguments, "--machine", "rtx4090", "--disk-speed", "7GB,5GB,1")
     out = " ".join(capsys.readouterr().out.split())
-    assert "reading 120.64 GiB from files 18.5 writing 103.72 GiB to files 22.27" in out  # also of what travels
-    assert "Wear: a step writes 111 GB to the disk: 10,800 steps to 1,200 TB, the rating of a consumer drive" in out
+    assert "reading 150.55 GiB from files 23.09 writing 133.64 GiB to files 28.7" in out  # of gradients, too
+    assert "Wear: a step writes 143 GB to the disk: 8,360 steps to 1,200 TB, the rating of a consumer drive" in out
     monkeypatch.setattr(disk_speed, "LARGEST", 16 << 20)
     monkeypatch.setattr(command, "MEASURED_S", 0.1)
     with pytest.raises(SystemExit):

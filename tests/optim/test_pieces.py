@@ -204,7 +204,7 @@ def check_bits_with_threads(in_turn, most, flushes=False):
         host.can_share_operators = lambda: False
     torch.set_flush_denormal(flushes)  # threads that begin from here on do as this one
     threads, teams, by_threads = torch.get_num_threads(), [], host._left_by_threads
-    host._left_by_threads = lambda *args: teams.append(args[3:]) or by_threads(*args)
+    host._left_by_threads = lambda *args: teams.append(args[4:]) or by_threads(*args)
     sizes = [threads * 5 * host.GRAIN, threads * 5 * host.GRAIN + 1, threads * 7 * host.GRAIN - 101, 7]
     for (cls, options), dtype in ((CASES[1], torch.bfloat16), (CASES[7], torch.bfloat16), (CASES[14], torch.float32)):
         check_bits(cls, options, dtype, sizes, host.GRAIN)
