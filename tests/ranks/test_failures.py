@@ -154,8 +154,7 @@ def each_step(tmp_path_factory):
         ("promise", 1, "raise", None),
         ("beside backward", 1, "raise", None),
         pytest.param("beside backward", 1, "kill", None, marks=pytest.mark.slow),
-        ("end of the step", 1, "raise", None),
-        pytest.param("end of the step", 1, "kill", None, marks=pytest.mark.slow),
+        ("end of the step", 1, "raise", 2),  # the threads of all go on with it
     ],
 )
 @pytest.mark.seldom
@@ -165,6 +164,15 @@ def test_a_checkpoint_on_exception_has_a_step_of_all_ranks(phase, victim, way, s
     endings = failing_runs.endings(2, phase=phase, way=way, victim=victim, saves_to=str(tmp_path), slow=slow)
     assert endings[1 - victim].error == "PeerError", endings
     check_saved(tmp_path, saved, each_step)
+
+
+@pytest.mark.parametrize("way", ["raise", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.seldom
+def test_no_checkpoint_is_saved_of_a_step_that_is_not_deferred_and_some_have_not_ended(way, tmp_path, each_step):
+    phase = "end of the step"
+    endings = failing_runs.endings(2, phase=phase, way=way, victim=1, saves_to=str(tmp_path), overlap=False)
+    assert endings[0].error == "PeerError", endings
+    check_saved(tmp_path, None, each_step)
 
 
 # What a rank does after it began to step beside backward. An error in it leaves a step that some have not taken, but

@@ -186,6 +186,7 @@ def endings(
     keepalive: float = 60,
     beside: bool = False,
     slow: int | None = None,
+    overlap: bool = True,
 ) -> list[Ending]:
     """Run a Trainer on each rank, in which the victim (None: every rank) fails; return how each ended.
 
@@ -193,7 +194,7 @@ def endings(
 
     With ``saves_to`` it saves a checkpoint on exception, which takes the first rank longer than a hanging one is given;
     in phase "none" one of each step. ``slow``: a rank whose thread steps two units beside backward, and leaves the
-    rest, while those of others leave nothing.
+    rest, while those of others leave nothing. Without ``overlap`` no step is deferred.
     """
     context = server()
     port = processes.free_port()
@@ -203,7 +204,7 @@ def endings(
         of_victim = victim is not None and rank * nodes // size == victim * nodes // size
         strikes = rank == victim or victim is None or (nodes > 1 and way == "stop" and of_victim)
         its_way = way if strikes else ""
-        args = rank, size, port, phase, its_way, timeout, writes, saves_to, nodes, keepalive, beside, slow
+        args = rank, size, port, phase, its_way, timeout, writes, saves_to, nodes, keepalive, beside, slow, overlap
         process = context.Process(target=run, args=args)
         process.start()
         writes.close()
@@ -243,6 +244,7 @@ def run(
     keepalive: float,
     beside: bool,
     slow: int | None,
+    overlap: bool,
 ) -> None:
     """Run a Trainer on one rank, of the first, second, ... of as many pretended nodes (pretended_nodes.py)."""
     torch.set_num_threads(1)
@@ -282,7 +284,7 @@ def run(
         with contextlib.redirect_stdout(None), paced(None if slow is None else slow == rank):
             torch.manual_seed(rank)
             net = NoHooks(strike) if beside or phase in BESIDE else Net(strike)
-            fit(size, net, timeout, tell, savers(saves_to, phase), nodes, keepalive)
+            fit(size, net, timeout, tell, savers(saves_to, phase), nodes, keepalive, overlap)
     except BaseException as error:
         tell.send({"error": type(error).__name__, "message": str(error), "at": time.monotonic()})
         traceback.print_exc()
@@ -360,6 +362,7 @@ def fit(
     callbacks: Sequence[L.Callback] = (),
     nodes: int = 1,
     keepalive: float = 60,
+    overlap: bool = True,
 ) -> None:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
@@ -371,6 +374,7 @@ def fit(
             units=["Linear"],
             timeout=timedelta(seconds=timeout),
             keepalive=timedelta(seconds=keepalive),
+            optimizer_overlap=overlap,
         ),
         max_epochs=1,
         callbacks=list(callbacks),
