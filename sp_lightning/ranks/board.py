@@ -296,7 +296,11 @@ class Ranks(OneRank):
                 raise PeerError(self._silent(what, missing))
             time.sleep(POLL_S[1])
         if any(came % GONE < now for came in self._came_handling):
-            raise PeerError(self._news((STOPPED, LEFT)))
+            others = [
+                state or LEFT * (came >= GONE) for state, came in zip(self._state, self._came_handling, strict=True)
+            ]
+            others[self.world_rank] = ALIVE  # it may have failed, but its own error says that
+            raise PeerError(self._news((STOPPED, LEFT), others))
 
     @property
     def _handles_exception(self) -> bool:

@@ -175,6 +175,19 @@ def test_no_checkpoint_is_saved_of_a_step_that_is_not_deferred_and_some_have_not
     check_saved(tmp_path, None, each_step)
 
 
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.seldom
+def test_a_rank_that_fails_as_the_others_leave_is_not_told_that_it_failed(victim, nodes, tmp_path):
+    endings = failing_runs.endings(
+        2, phase="validation", way="raise", victim=victim, saves_to=str(tmp_path), nodes=nodes
+    )
+    other = 1 - victim
+    assert f"rank {victim}" not in endings[victim].message, endings
+    assert endings[victim].error == "ValueError" or f"rank {other}" in endings[victim].message, endings
+    assert endings[other].error in ("", "PeerError"), endings
+
+
 # What a rank does after it began to step beside backward. An error in it leaves a step that some have not taken, but
 # for those in `WHOLE`: all have taken their parts, or their threads go on with them.
 AFTER_BEGUN = [
