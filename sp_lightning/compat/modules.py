@@ -56,6 +56,11 @@ CALL = "_call_impl"
 # and not replaced: a function in its place would hide what others wrapped around it.
 ZERO_GRADS = {inspect.unwrap(kind.zero_grad).__code__ for kind in (nn.Module, Optimizer)}
 
+# The code of torch's clipping by norm, with that of the list that it makes, which asks for gradients only to have their
+# norm computed and to have them multiplied, both by functions that are replaced while a module is streamed.
+_clip = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__
+CLIPS = {_clip, *filter(inspect.iscode, _clip.co_consts)}
+
 # Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.
 _compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
 
@@ -74,6 +79,12 @@ def grad_is_taken_away() -> bool:
     """Whether the caller of the calling function is a ``zero_grad`` that sets gradients to None."""
     frame = sys._getframe(2)
     return frame.f_code in ZERO_GRADS and bool(frame.f_locals["set_to_none"])
+
+
+def looks_at_no_value() -> bool:
+    """Whether the caller of the calling function is a function of torch's that looks at no number of a gradient."""
+    frame = sys._getframe(2)
+    return frame.f_code in CLIPS or (frame.f_code in ZERO_GRADS and bool(frame.f_locals["set_to_none"]))
 
 
 def run_first(optimizer: Optimizer, hook: torch.utils.hooks.RemovableHandle) -> None:

@@ -290,7 +290,7 @@ class NarrowSlab(GradientSlab):
             with self.exchanging(params):
                 for parameter, (index, grad) in zip(params, kept.items(), strict=True):
                     place = None if slab is None else slab.place_of(index)
-                    grad.wide = grad.came_down.to(grad.dtype) if place is None else place.copy_(grad.came_down)
+                    grad.wide = grad.made(place)
                     set_true_grad(parameter, grad.wide)
             if slab is not None:
                 self.is_read = slab.is_read = True

@@ -341,14 +341,12 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def writes_gradients(self) -> bool:
         """Whether every rank accumulates gradients, or writes to them, by what the user passed to the Trainer.
 
-        One that is alone does so by clipping the norm, too.
+        Clipping the norm writes nothing (ranks/clipping.py, optim/host_gradients.py).
         """
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         scales = getattr(self.precision_plugin, "scaler", None) is not None
-        clips = bool(trainer.gradient_clip_val)
-        if self.world_size > 1:  # clipping the norm writes nothing then (ranks/clipping.py)
-            clips = clips and trainer.gradient_clip_algorithm == "value"
+        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm == "value"
         return clips or scales or bool(trainer.accumulate_grad_batches > 1)
 
     def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:

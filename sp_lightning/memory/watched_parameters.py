@@ -24,8 +24,9 @@
 8. So it is with a DTensor, whose gradient is one over that of its shard, which is a host parameter (sharded.py). An
    operator that writes to it moves the shard's version too: torch moves that of the DTensor alone.
 9. A gradient may keep the narrower type in which it came down (slab.py, Rule 3) until code asks for ``.grad``: then it
-   is widened, and ``.grad`` is a plain tensor from there on. Until then it is a tensor without bytes. Only torch's
-   ``zero_grad``, which takes it away, is shown that one. Code in C++ comes to it without asking, as autograd does to
+   is widened, and ``.grad`` is a plain tensor from there on. Until then it is a tensor without bytes. Only two of
+   torch's functions are shown that one: ``zero_grad``, which takes it away, and ``clip_grad_norm_``, which asks for its
+   norm and has it multiplied (host_gradients.py). Code in C++ comes to it without asking, as autograd does to
    accumulate: then the operator is called with the widened gradient.
 """
 
@@ -40,7 +41,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ..compat.modules import grad_is_taken_away
+from ..compat.modules import grad_is_taken_away, looks_at_no_value
 from ..compat.patches import PARAMETER_NEW
 from ..compat.tensors import (
     HOOKS_AFTER_ACCUMULATION,
@@ -184,6 +185,7 @@ class NarrowGradient(Tensor):
     """A ``.grad`` without bytes of its own, whose values are still in the type in which they came down (Rule 9)."""
 
     came_down: Tensor
+    factor = 1.0  # by which the widened gradient is multiplied
     wide: Tensor | None = None
     _widen: Callable[[], Callable[[], None] | None]  # weakly what widens the gradients of the unit
 
@@ -206,8 +208,13 @@ class NarrowGradient(Tensor):
             widen()
         if self.wide is None:  # no parameter has it any more, or nothing is streamed
             with quietly(), torch.inference_mode(False), torch.no_grad():
-                self.wide = self.came_down.to(true_dtype(self))
+                self.wide = self.made()
         return self.wide
+
+    def made(self, place: Tensor | None = None) -> Tensor:
+        """Return the gradient's values in its own type, at this place if there is one."""
+        wide = self.came_down.to(true_dtype(self)) if place is None else place.copy_(self.came_down)
+        return wide if self.factor == 1.0 else wide.mul_(self.factor)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -281,7 +288,7 @@ class HostParameter(nn.Parameter):
                 owner.land()
         with without_dispatch():
             grad = true_grad(self)
-            return wide_grad(self) if type(grad) is NarrowGradient and not grad_is_taken_away() else grad
+            return wide_grad(self) if type(grad) is NarrowGradient and not looks_at_no_value() else grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

@@ -12,6 +12,9 @@ On the host torch computes the norm of one gradient on one core, and one after a
 once, each as torch does it. The norm of a gradient whose weight is stepped on a device is computed there, as plain
 Lightning has it. Clipping multiplies by a factor, which is one where the norm is below the limit: on the host it is
 known, and then no gradient is read and written once more, for the same bits.
+
+A gradient that is still in the type in which it came down (watched_parameters.py, Rule 9) stays so. Compiled code has
+its norm, and the factor is left with it, for the step to multiply by.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from torch.amp import GradScaler
 from ..compat.kernels import grouped_by_device_and_dtype, norms_of_each
 from ..compat.patches import CLIP_GRADIENTS, TOTAL_NORM, UNSCALE_GRADS
 from ..compat.references import caller_has
-from ..compat.tensors import dispatch_mode_count
+from ..compat.tensors import dispatch_mode_count, without_dispatch
+from ..memory.watched_parameters import NarrowGradient, true_grad
+from . import native
 
 FEWEST = 1 << 22  # elements for which threads are worth their start
 LEAST_BITS = torch.tensor(1, dtype=torch.int32, device="cpu")  # of the smallest number, which some settings flush
@@ -80,28 +85,57 @@ def total_norm(
     """Compute the norm of all gradients, each where its weight is stepped: replaces torch's."""
     gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     kind = float(norm_type)
+    known = _narrow_norms(gradients, kind) if NarrowGradient in map(type, gradients) else {}
+    gradients = [_wide(one) if type(one) is NarrowGradient and id(one) not in known else one for one in gradients]
     owners = {id(gradient): steps for steps in list(stepped_there) for gradient in steps.gradients()}
-    if any(id(gradient) in owners for gradient in gradients) or (not foreach and _are_many(gradients, kind)):
+    if known or any(id(one) in owners for one in gradients) or (not foreach and _are_many(gradients, kind)):
         norms: list[Tensor] = []
         there = [owners[id(one)].beside(one) if id(one) in owners else one for one in gradients]
         for places in grouped_by_device_and_dtype(there):
-            found = _norms([gradients[place] for place in places], owners, kind, foreach)
-            norms += [norm.to(there[0].device) for norm in found]
+            some = [gradients[place] for place in places]
+            found = iter(_norms([one for one in some if id(one) not in known], owners, kind, foreach))
+            norms += [(known[id(one)] if id(one) in known else next(found)).to(there[0].device) for one in some]
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
         if not error_if_nonfinite or total.isfinite():
             return total
+    gradients = [_wide(one) if type(one) is NarrowGradient else one for one in gradients]
     original: Tensor = TOTAL_NORM.original(gradients, norm_type, error_if_nonfinite, foreach)
     return original
 
 
+def _narrow_norms(gradients: Iterable[Tensor], kind: float) -> dict[int, Tensor]:
+    """Compute the norms, by ids, of the gradients that are as they came down, if compiled code has their bits."""
+    narrow = [
+        one
+        for one in gradients
+        if type(one) is NarrowGradient and one.wide is None and one.factor == 1.0 and one.came_down.is_contiguous()
+    ]
+    if not narrow or kind != 2.0:
+        return {}
+    came_down = [one.came_down for one in narrow]
+    found = native.LIBRARY.norms(came_down) if sum(map(Tensor.numel, came_down)) >= native.FEWEST else None
+    if found is not None:
+        return {id(one): torch.tensor(norm, dtype=one.dtype) for one, norm in zip(narrow, found, strict=True)}
+    if native.LIBRARY.has_no_norms:
+        return {}
+    with torch.no_grad():  # until the code is there, or of a NaN: one after another, and none is widened for good
+        return {id(one): torch.linalg.vector_norm(one.came_down.to(one.dtype)) for one in narrow}
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    assert isinstance(gradient, NarrowGradient)
+    return gradient.widened()
+
+
 def _norms(
     gradients: Sequence[Tensor], owners: Mapping[int, SteppedThere], kind: float, foreach: bool | None
-) -> Iterator[Tensor]:
+) -> list[Tensor]:
     """Compute the norms of gradients of one type, on the devices where their weights are stepped."""
+    found: list[Tensor] = []
     for steps, some in itertools.groupby(gradients, lambda gradient: owners.get(id(gradient))):
-        together = list(some)
         with torch.no_grad():
-            yield from (_norms_here if steps is None else steps.norms)(together, kind, foreach)
+            found += (_norms_here if steps is None else steps.norms)(list(some), kind, foreach)
+    return found
 
 
 def _norms_here(gradients: list[Tensor], kind: float, foreach: bool | None) -> list[Tensor]:
@@ -167,8 +201,25 @@ def clip(parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | N
             return
         for later in list(multiplied_later):
             left = later.keep(left, factor, references)
+        if references and not dispatch_mode_count():
+            left = _left_to_multiply(left, factor)
     if left:
         CLIP_GRADIENTS.original(left, max_norm, total_norm, foreach)
+
+
+def _left_to_multiply(parameters: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """Leave a factor with the gradients that are as they came down and have none; return the other parameters."""
+    with without_dispatch():
+        grads = list(map(true_grad, parameters))
+    if NarrowGradient not in map(type, grads) or not 0 < (number := factor.item()) < 1:
+        return parameters
+    left = []
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if type(grad) is NarrowGradient and grad.wide is None and grad.factor == 1.0:
+            grad.factor = number
+        else:
+            left.append(parameter)
+    return left
 
 
 def _keeps_all_bits(factor: Tensor) -> bool:

@@ -13,7 +13,10 @@
 //    ascending order and read before they are written, and what a block is written over are blocks up to itself: it
 //    waits until these have been read, and those never wait for a later one. Of NaNs in FP16, unlike those in bfloat16,
 //    ATen makes several: it widens what has any.
-// 7. Gradients may be in bfloat16, as they came down: a block's are widened while the block is in the cache.
+// 7. Gradients may be in bfloat16, as they came down: a block's are widened while the block is in the cache, and
+//    multiplied by the factor of clipping, if there is one.
+// 8. The norm of a gradient is the root of sums that ATen has in as many lanes as a vector has numbers. How many those
+//    are, and whether their products and those of the last numbers are fused, native.py finds by comparing bits.
 
 #include <sched.h>
 
@@ -47,7 +50,15 @@ struct Tensors {
   float scalar[8];
   uint16_t* wire;
   int32_t wire_type, wire_has_nan;
-  int32_t grad_type, unused;
+  int32_t grad_type;
+  float factor;
+};
+
+struct Norm {
+  const uint16_t* grad;
+  int64_t count;
+  float norm;
+  int32_t unused;
 };
 
 struct Request {
@@ -277,12 +288,53 @@ void widen(const uint16_t* in, float* out, int64_t n, int32_t, bool) {
 }
 #endif
 
-// Returns the gradients of a block, widened into a buffer in the first-level cache if they are not FP32 (Rule 7).
+// Returns the gradients of a block, as they are if they are FP32, else made in a buffer in the first-level cache (Rule 7).
 const float* gradient_of(const Tensors& t, int64_t at, int64_t n, float* wide) {
   if (t.grad_type == kNone) return static_cast<const float*>(t.grad) + at;
   widen(static_cast<const uint16_t*>(t.grad) + at, wide, n, t.grad_type, false);
+  if (t.factor != 1) {
+    for (int64_t i = 0; i < n; i++) wide[i] *= t.factor;
+  }
   return wide;
 }
+
+// ---- norms (Rule 8)
+
+inline float upper(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+// The numbers behind the last vector are summed one by one. Where a compiler computes `End` products at once, only those
+// of the numbers behind these are fused.
+template <int Lanes, bool Fused, int End>
+float norm_of(const uint16_t* in, int64_t n) {
+  if (n == 1) return std::fabs(upper(in[0]));
+  alignas(64) float sums[Lanes] = {};
+  int64_t i = 0;
+  for (; i + Lanes <= n; i += Lanes) {
+    for (int lane = 0; lane < Lanes; lane++) {
+      const float x = upper(in[i + lane]);
+      sums[lane] = fma<Fused>(x, x, sums[lane]);
+    }
+  }
+  float sum = sums[0];
+  for (int lane = 1; lane < Lanes; lane++) sum += sums[lane];
+  const int64_t end = n - (n - i) % End;
+  for (; i < end; i++) sum += upper(in[i]) * upper(in[i]);
+  for (; i < n; i++) sum = __builtin_fmaf(upper(in[i]), upper(in[i]), sum);
+  return std::sqrt(sum);
+}
+
+using NormOf = float (*)(const uint16_t*, int64_t);
+
+template <int Lanes>
+constexpr NormOf kNorms[] = {
+    norm_of<Lanes, false, 1>, norm_of<Lanes, false, 2>, norm_of<Lanes, false, 4>, norm_of<Lanes, false, Lanes>,
+    norm_of<Lanes, true, 1>,  norm_of<Lanes, true, 2>,  norm_of<Lanes, true, 4>,  norm_of<Lanes, true, Lanes>,
+};
 
 // ---- the loops, for the elements of one block
 
@@ -433,6 +485,18 @@ extern "C" int32_t sp_lightning_step(const Request* request) {
     }
     finish_stores();
   }
+  return 0;
+}
+
+// Computes the norms of gradients in bfloat16, each on one thread. Returns 0, or 1 as above.
+extern "C" int32_t sp_lightning_norms(Norm* norms, int64_t count, int32_t lanes, int32_t fused, int32_t threads) {
+#if defined(__x86_64__)
+  if (_mm_getcsr() & 0xe040) return 1;
+#endif
+  if (lanes != 4 && lanes != 8 && lanes != 16) return 1;
+  const NormOf norm = (lanes == 4 ? kNorms<4> : lanes == 8 ? kNorms<8> : kNorms<16>)[fused];
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (int64_t i = 0; i < count; i++) norms[i].norm = norm(norms[i].grad, norms[i].count);
   return 0;
 }
 

@@ -1,8 +1,9 @@
 """torch's own optimizers on the host in compiled code: the speed of memory, and the bits of torch's default loop.
 
 1. Compiled code steps nothing that was not compared: its roots over every mantissa, conversions over every case of
-   rounding, widening over every number, and each optimizer's options, once, against torch's loop over random, extreme
-   and special values. One different bit, and torch's operators step, convert or widen instead.
+   rounding, widening over every number, norms over many lengths and sizes, and each optimizer's options, once, against
+   torch's loop over random, extreme and special values. One different bit, and torch's operators step, convert, widen
+   or compute norms instead.
 2. No step waits: sources are compiled, and options compared, in a thread of their own, while torch's operators step.
    One process of a machine compiles; the others use what it made as soon as it is there.
 3. Bits depend on the processor, on torch and on ``ATEN_CPU_CAPABILITY``: which products ATen's kernels fuse, and which
@@ -20,6 +21,7 @@ import fcntl
 import hashlib
 import itertools
 import logging
+import math
 import os
 import pathlib
 import shlex
@@ -58,8 +60,8 @@ ROUNDED, NEWTON, NEWTON_FUSED, NEWTON_14, MKL = range(5)  # native.cpp, Rule 2
 
 SCALARS = 8  # that a parameter's step takes beside its tensors
 # Parameter, gradient, state and their elements; scalars; the wire copy, its type, whether it has a NaN; the gradient's
-# type.
-PACKED = struct.Struct(f"=5Qq{SCALARS}fQ4i")
+# type, and its factor.
+PACKED = struct.Struct(f"=5Qq{SCALARS}fQ3if")
 
 
 class Tensors(ctypes.Structure):
@@ -75,6 +77,17 @@ class Tensors(ctypes.Structure):
         ("wire_type", ctypes.c_int32),
         ("wire_has_nan", ctypes.c_int32),
         ("grad_type", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+    ]
+
+
+class Norm(ctypes.Structure):
+    """One gradient in bfloat16, and its norm, as native.cpp has them."""
+
+    _fields_ = [
+        ("grad", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("norm", ctypes.c_float),
         ("unused", ctypes.c_int32),
     ]
 
@@ -186,6 +199,9 @@ class Library:
         self._mkl: int | None = None
         self._wires: dict[torch.dtype, int] = {}  # the types to which it converts with torch's bits
         self._widened: dict[torch.dtype, int] = {}  # the types that it widens with torch's bits
+        self._summed: tuple[int, int] | None = (
+            None  # how norms are: lanes, and which products are fused; None: by torch
+        )
         self._reasons: dict[Any, str] = {}  # by options: why they are not used, or empty
         self._asked: list[tuple[Any, Callable[[], bool]]] = []
         self._lock = threading.Lock()
@@ -248,6 +264,18 @@ class Library:
             torch.autograd.graph.increment_version(wide)
         return bool(done)
 
+    @property
+    def has_no_norms(self) -> bool:
+        """Whether torch has to compute norms on this machine."""
+        return bool(self.failure) or (self._code is not None and self._summed is None)
+
+    def norms(self, grads: Sequence[Tensor]) -> list[float] | None:
+        """Compute the norms of contiguous gradients in bfloat16, summed in FP32; None if torch has to."""
+        if self._code is None or self._summed is None or dispatch_mode_count():
+            return None
+        found = _norms(self._code, grads, *self._summed, torch.get_num_threads())
+        return None if any(map(math.isnan, found)) else found  # of several NaNs ATen keeps one
+
     # ---- in the thread of its own (Rule 2)
 
     def _find_out(self) -> None:
@@ -266,6 +294,7 @@ class Library:
                         self._pick_rounding(code)
                         self._wires = {dtype: number for dtype, number in WIRES.items() if _converts(code, dtype)}
                         widened = {dtype: number for dtype, number in WIRES.items() if _widens(code, dtype)}
+                        self._summed = _summed(code)
                     self._code, self._widened = code, widened
                 with _unforked:
                     reason = "" if equals() else f"{DIFFERENT} for {key[0].__name__}{key[1:]}"
@@ -335,13 +364,14 @@ def packed(
     scalars: tuple[float, ...],
     wire: Tensor | None = None,
     wire_type: int = 0,
+    factor: float = 1.0,
 ) -> bytes:
     """Return a ``Tensors`` of a parameter as bytes: addresses, which the caller keeps alive, and numbers."""
     first, second, third = [0 if tensor is None else tensor.data_ptr() for tensor in state] + [0] * (3 - len(state))
     to = 0 if wire is None else wire.data_ptr()
     places = param.data_ptr(), grad.data_ptr(), first, second, third
     grad_type = LIBRARY.grad_type(grad) or 0
-    return PACKED.pack(*places, param.numel(), *scalars, to, wire_type, 0, grad_type, 0)
+    return PACKED.pack(*places, param.numel(), *scalars, to, wire_type, 0, grad_type, factor)
 
 
 def _converted(conversion: Conversion | None) -> tuple[Tensor | None, int]:
@@ -405,6 +435,26 @@ def _widens(code: ctypes.CDLL, dtype: torch.dtype) -> bool:
         if not (same_bits(found, numbers.float()) and same_bits(found, at_ends)):
             return False
     return True
+
+
+def _norms(code: ctypes.CDLL, grads: Sequence[Tensor], lanes: int, fused: int, threads: int) -> list[float]:
+    """Compute norms, the largest gradient first; return NaNs if this thread rounds in a way of its own."""
+    order = sorted(range(len(grads)), key=lambda place: -grads[place].numel())
+    norms = (Norm * len(grads))(*[Norm(grads[place].data_ptr(), grads[place].numel(), math.nan, 0) for place in order])
+    code.sp_lightning_norms(norms, ctypes.c_int64(len(grads)), lanes, fused, min(threads, len(grads)))
+    return [norm for _, norm in sorted((place, one.norm) for place, one in zip(order, norms, strict=True))]
+
+
+def _summed(code: ctypes.CDLL) -> tuple[int, int] | None:
+    """Find out how ATen sums the squares of which it takes the root for a norm; None if it is in no known way."""
+    generator = torch.Generator().manual_seed(2)
+    grads = []
+    for numel in (*range(1, 70), 1000, 1003, 65537):
+        for exponent in (0, -10, -19, -20, -20.5, -21, 18):  # some, with squares that are next to zero or to infinity
+            grads.append((torch.randn(numel, generator=generator) * 10.0**exponent).bfloat16())
+    expected = [torch.linalg.vector_norm(grad.float()).item() for grad in grads]
+    ways = itertools.product((4, 8, 16), range(8))
+    return next((way for way in ways if _norms(code, grads, *way, 1) == expected), None)
 
 
 def _samples(generator: torch.Generator) -> Iterator[Tensor]:
@@ -490,13 +540,14 @@ os.register_at_fork(before=_unforked.acquire, after_in_parent=_unforked.release,
 class Candidate(NamedTuple):
     """A parameter with its gradient, its state and its wire copy, which have the same order in flat memory.
 
-    The gradient may be in the type in which it came down.
+    The gradient may be in the type in which it came down, and is multiplied by the factor once it is widened.
     """
 
     param: Tensor
     grad: Tensor
     state: State
     conversion: Conversion | None = None
+    factor: float = 1.0
 
 
 def reads(param: Tensor, *others: Tensor) -> bool:
@@ -535,8 +586,8 @@ def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) ->
     partners = [[None if name is None else candidate.state[name] for name in names] for candidate in candidates]
     tensors = _array(
         [
-            packed(param, grad, partner, scalars[count], *_converted(conversion))
-            for (param, grad, _, conversion), partner, count in zip(candidates, partners, done, strict=True)
+            packed(param, grad, partner, scalars[count], *_converted(conversion), factor)
+            for (param, grad, _, conversion, factor), partner, count in zip(candidates, partners, done, strict=True)
         ]
     )
     if not LIBRARY.run(recipe.kind, recipe.flags(group), tensors, torch.get_num_threads()):
@@ -546,7 +597,7 @@ def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) ->
     written = [candidate.param for candidate in candidates]
     written += [tensor for partner in partners for tensor in partner if tensor is not None]
     torch.autograd.graph.increment_version(written)
-    for place, (param, _, _, conversion) in enumerate(candidates):
+    for place, (param, _, _, conversion, _) in enumerate(candidates):
         if conversion is not None and tensors[place].wire_type and not tensors[place].wire_has_nan:
             conversion.done(param)
     return True

@@ -18,7 +18,8 @@ update of these classes is elementwise: the same loop over pieces that fit into 
    it shares with nobody. Nothing but the end of the step waits for the slowest one.
 7. A gradient that is still in the type in which it came down (watched_parameters.py, Rule 9) is widened as it is
    stepped: in compiled code block by block, else a few pieces at a time, or a whole parameter where that is not cut, in
-   the order of the loop. The bits are the same. If a group does not take the loop, all are widened first.
+   the order of the loop. The bits are the same. If a group does not take the loop, all are widened first. Where
+   clipping left a factor for it, it is multiplied by that where it is widened.
 """
 
 import functools
@@ -29,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,7 +69,6 @@ Group = dict[str, Any]
 State = dict[str, Any]
 Regrouped = tuple[list[Group], Any]  # with their state
 Conversions = dict[Tensor, Conversion]  # by the parameter
-Narrow = dict[int, Tensor]  # gradients as they came down, by the ids of the parameters and pieces (Rule 7)
 _params = operator.itemgetter("params")
 _nbytes = operator.attrgetter("nbytes")
 
@@ -90,6 +90,20 @@ LINE = 256
 # Threads of a step (Rule 6), which take turns in Python. On a machine with more cores they share operators with others.
 MOST_THREADS = 8
 AT_ONCE = 4  # pieces that a thread takes
+
+
+class CameDown(NamedTuple):
+    """A gradient in the type in which it came down, and the factor that clipping left for it (Rule 7)."""
+
+    values: Tensor
+    factor: float = 1.0
+
+    def widened(self) -> Tensor:
+        """Make the gradient that a plain run steps with."""
+        return self.values.float() if self.factor == 1.0 else self.values.float().mul_(self.factor)
+
+
+Narrow = dict[int, CameDown]  # by the ids of parameters and pieces
 
 
 def shadow_of(optimizer: Optimizer) -> Any:
@@ -257,7 +271,7 @@ class Cutting:
     given: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by ids, of parameters that are cut already
 
     @classmethod
-    def of(cls, optimizer: Optimizer, piece: int, narrow: Mapping[int, Tensor] = MappingProxyType({})) -> "Cutting":
+    def of(cls, optimizer: Optimizer, piece: int, narrow: Mapping[int, CameDown] = MappingProxyType({})) -> "Cutting":
         """Find out how this optimizer's parameters are cut in a step."""
         threads = torch.get_num_threads()
         params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -312,16 +326,18 @@ def regroup_in_pieces(
         lengths = cutting.lengths_of(param)
         if shared or lengths is None:
             return [param]
-        came_down = narrow.get(id(param))
+        came = narrow.get(id(param))
+        came_down = None if came is None else came.values
         param_state = state_in_step(optimizer, param, came_down)
-        if came_down is not None and keeps_no_state(optimizer, group) and has_gradient_in_step(param, came_down):
+        if came is not None and keeps_no_state(optimizer, group) and has_gradient_in_step(param, came_down):
             param_state = {}  # the pass is one more than the widening
         if param_state is None:
             return [param]
         pieces = _cut(param, param_state, lengths, came_down)
-        if came_down is not None:
+        if came is not None:
             del narrow[id(param)]
-            narrow.update(zip(map(id, pieces), _parts(came_down, lengths), strict=True))
+            parts = _parts(came.values, lengths)
+            narrow.update((id(one), came._replace(values=part)) for one, part in zip(pieces, parts, strict=True))
         state.update(pieces)
         return list(pieces)
 
@@ -367,9 +383,9 @@ def _step_few(optimizer: Optimizer, group: Group, state: Any, narrow: Narrow) ->
         if narrow:
             with without_dispatch():
                 for param in group["params"]:
-                    if (came_down := narrow.get(id(param))) is not None:
+                    if (came := narrow.get(id(param))) is not None:
                         before.append((param, true_grad(param)))
-                        set_true_grad(param, came_down.float())
+                        set_true_grad(param, came.widened())
         type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: see step_groups
     finally:
         with without_dispatch():
@@ -392,7 +408,7 @@ def _as_came(params: Iterable[Tensor]) -> Narrow:
         grad = true_grad(param)
         if type(grad) is NarrowGradient:
             if grad.wide is None:
-                found[id(param)] = grad.came_down
+                found[id(param)] = CameDown(grad.came_down, grad.factor)
             else:
                 wide_grad(param)
     return found
@@ -440,7 +456,8 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, narrow: Narro
         return params
     candidates: list[native.Candidate] = []
     for param in params:
-        came_down = narrow.get(id(param))
+        came = narrow.get(id(param))
+        came_down, factor = (None, 1.0) if came is None else came
         state = state_in_step(optimizer, param, came_down) if param.dtype is torch.float32 else None
         grad = param.grad if came_down is None else came_down
         wide = () if came_down is not None or grad is None else (grad,)
@@ -448,7 +465,7 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, narrow: Narro
             conversion = conversions.get(param)
             if conversion is not None and not same_order(param, conversion.wire):
                 conversion = None
-            candidates.append(native.Candidate(param, grad, state, conversion))
+            candidates.append(native.Candidate(param, grad, state, conversion, factor))
     if not native.step(optimizer, group, candidates):
         return params
     stepped = {id(candidate.param) for candidate in candidates}
@@ -457,14 +474,14 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, narrow: Narro
     return [param for param in params if id(param) not in stepped]
 
 
-def needs_order(optimizer: Optimizer, narrow: Mapping[int, Tensor] = MappingProxyType({})) -> bool:
+def needs_order(optimizer: Optimizer, narrow: Mapping[int, CameDown] = MappingProxyType({})) -> bool:
     """Whether the loop's order decides: parameters, gradients or state share bytes, or torch may refuse one."""
     stepped: list[Tensor] = []
     state: list[Any] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             stepped.append(param)
-            if (grad := param.grad if (came_down := narrow.get(id(param))) is None else came_down) is not None:
+            if (grad := param.grad if (came := narrow.get(id(param))) is None else came.values) is not None:
                 stepped.append(grad)
             state += optimizer.state.get(param, {}).values()
     if not all(map(_is_plain, stepped)):

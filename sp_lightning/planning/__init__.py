@@ -87,8 +87,8 @@ def plan(
         trained_copies: Copies of those weights that are trained.
         devices: The devices of this machine that train together, each with a batch of its own.
         own_gradients: Whether each rank has all gradients once more, as with clipping of values or
-            ``zero_grad(set_to_none=False)``. With one device: whether code reads gradients, as clipping does, which are
-            FP32 then. Accumulation and gradient scaling are known without it.
+            ``zero_grad(set_to_none=False)``. With one device: whether code reads gradients, as clipping of values does,
+            which are FP32 then; clipping of the norm does not. Accumulation and gradient scaling are known without it.
         accumulate: Batches whose gradients are added up before the optimizer steps.
         predict_at_once: With ``answer``: batches under way at once, as by the strategy's option of this name. The plan
             is of all of them, and its rows are theirs together.

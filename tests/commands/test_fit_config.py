@@ -406,7 +406,8 @@ def test_devices_of_a_config_are_planned_with_a_share_of_the_data_each():
     clips = ["--trainer.gradient_clip_val", "1", "--trainer.gradient_clip_algorithm", "value"]
     both = fit_config.find([*given, *QUIET, *clips, "--trainer.devices", "2"])
     assert not fit_config.find([*given, *QUIET, *clips[:2], "--trainer.devices", "2"]).own_gradients  # by norm
-    assert fit_config.find([*given, *QUIET, *clips[:2]]).own_gradients  # a device that is alone has them in FP32 then
+    assert not fit_config.find([*given, *QUIET, *clips[:2]]).own_gradients
+    assert fit_config.find([*given, *QUIET, *clips]).own_gradients  # a device that is alone has them in FP32 then
     assert (alone.devices, both.devices) == (1, 2)
     assert (alone.own_gradients, both.own_gradients) == (False, True)
     assert (alone.steps, both.steps) == (2 * 8, 2 * 4)

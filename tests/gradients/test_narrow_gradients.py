@@ -176,6 +176,81 @@ def test_code_that_looks_twice_finds_what_a_plain_run_has(first, then):
     check(OPTIMIZERS["AdamW"], [(("backward", 1), LOOKS[first]), (("backward", 1), LOOKS[then])])
 
 
+def clip(net, norm=0.01, **options):
+    return torch.nn.utils.clip_grad_norm_(net.parameters(), norm, **options)
+
+
+CLIPS = {
+    "once": lambda net, _: clip(net),
+    "lists": lambda net, _: clip(net, foreach=True),
+    "singly": lambda net, _: clip(net, foreach=False),
+    "not at all": lambda net, _: clip(net, norm=1e9),
+    "to nothing": lambda net, _: clip(net, norm=0.0),
+}
+WIDE = {
+    "twice": lambda net, _: (clip(net), clip(net, norm=0.005)),
+    "one of them twice": lambda net, _: torch.nn.utils.clip_grad_norm_(
+        [net.embed.weight, net.head.weight, net.embed.weight], 0.01
+    ),
+    "by another norm": lambda net, _: clip(net, norm_type=float("inf")),
+    "and reads": lambda net, _: (clip(net), grads_of(net)),
+    "reads and": lambda net, _: (grads_of(net), clip(net), grads_of(net)),
+    "and adds": lambda net, _: (clip(net), net.head.weight.grad.add_(1)),
+    "in two functions": lambda net, _: torch.nn.utils.clip_grads_with_norm_(
+        net.parameters(), 0.01, torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    ),
+    "what is infinite": lambda net, _: (net.head.weight.grad.fill_(float("inf")), clip(net)),
+}
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Have the compiled code take gradients of any size, and have it compared."""
+    monkeypatch.setattr(native, "FEWEST", 1)
+    weights = [nn.Parameter(torch.randn(600, 600)) for _ in range(2)]
+    optimizer = AdamW(weights, lr=1e-2, weight_decay=0.1)
+    native.LIBRARY.steps(optimizer, optimizer.param_groups[0])
+    native.LIBRARY.wait()
+    assert native.LIBRARY.steps(optimizer, optimizer.param_groups[0])
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("way", [*CLIPS, *WIDE])
+def test_clipped_steps_have_the_bits_of_a_plain_run(way, overlap, compiled, request):
+    if compiled:
+        request.getfixturevalue("large")
+    looks = [(("backward", step), {**CLIPS, **WIDE}[way]) for step in range(STEPS)]
+    for name in ("AdamW", "SGD", "Rprop"):
+        ours = check(OPTIMIZERS[name], looks, optimizer_overlap=overlap)
+        if way in CLIPS and way != "to nothing":
+            assert ours.narrow[1] > 0 and ours.narrow[-1] > 0
+
+
+@pytest.mark.parametrize("moment", ["backward", "step"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_code_that_looks_at_clipped_gradients_finds_what_a_plain_run_has(look, moment):
+    looks = [(("backward", step), CLIPS["once"]) for step in range(STEPS)]
+    check(OPTIMIZERS["momentum"], [*looks, ((moment, 2), LOOKS[look])])
+
+
+def test_gradients_are_widened_once_for_their_norm_where_there_is_no_compiled_code(monkeypatch):
+    monkeypatch.setattr(native, "LIBRARY", library := native.Library())
+    looks = [(("backward", step), CLIPS["once"]) for step in range(STEPS)]
+    assert check(OPTIMIZERS["AdamW"], looks).narrow[-1] > 0  # nothing has been compiled yet
+    library.failure = "there is no compiler"
+    assert check(OPTIMIZERS["AdamW"], looks).narrow[-1] == 0
+
+
+def test_a_norm_that_is_not_finite_is_torchs_error():
+    def spoiled(net, _):
+        net.head.weight.grad.fill_(float("inf"))
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip(net, error_if_nonfinite=True)
+
+    check(OPTIMIZERS["AdamW"], [(("backward", 1), spoiled)])
+
+
 @pytest.mark.parametrize("moment", ["backward", "step"])
 def test_gradients_that_code_keeps_stay_as_they_are(moment):
     kept = []

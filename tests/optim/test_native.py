@@ -578,3 +578,16 @@ def test_state_of_compiled_steps_crosses_over_in_checkpoints(small_steps, first,
     for name, value in expected.items():
         value, found = (item.cpu() if isinstance(item, torch.Tensor) else item for item in (value, actual[name]))
         assert not (wrong := parity.difference(value, found)), f"{name}: {wrong}"
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 4096, 100003])
+@pytest.mark.parametrize("exponent", [0, -19, -20, -30, 18])
+def test_norms_have_the_bits_of_torchs_of_the_widened_gradients(library, numel, exponent):
+    natively()
+    grads = [(torch.randn(numel) * 10.0**exponent).bfloat16() for _ in range(3)]
+    found = library.norms(grads)
+    assert found == [torch.linalg.vector_norm(grad.float()).item() for grad in grads]
+    grads[1][numel // 2] = float("inf")
+    assert library.norms(grads)[1] == float("inf")
+    grads[1][numel // 2] = float("nan")
+    assert library.norms(grads) is None
