@@ -2,7 +2,8 @@
 
 1. An entry replaces ``forward`` on the instance. Forward hooks would not do: torch's evaluation fast paths and other
    code check whether a module has any and then run other kernels, and a hook is not called after Ctrl-C.
-2. A copy or a pickle of the module has the forward of its class: an entry belongs to one module.
+2. A copy or a pickle of the module has the forward of its class, as an entry belongs to one module; a copy has the one
+   that was set on the instance, if there was one.
 3. A unit's forward may run once more in backward, for recomputation. It is called through the entry, not through the
    module, so that the user's hooks around it are not called again.
 4. ``torch.compile`` traces a module's call into its entry. An entry that enters a unit breaks the graph there and runs
@@ -103,6 +104,8 @@ class ForwardEntry(InPlaceOfForward):
         return self.forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.own is not None:
+            return copy.deepcopy(self.own, memo)
         copied = memo.get(id(self.module), self.module)
         return types.MethodType(getattr(type(copied), self.method), copied)
 

@@ -618,3 +618,22 @@ def test_a_mapping_that_is_no_node_is_moved_as_a_copy(device, kind):
     kept = None if kind is Sealed else "kept"  # made anew from its items, as accelerate and Lightning do
     assert model.seen == (kind, kept if device.type != "cpu" else "kept", {device.type})
     assert torch.equal(found.cpu(), expected) and given["x"] is x
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_copy_of_a_module_has_the_forward_that_was_set_on_it(bound):
+    def outcome(context):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
+        block = net[1]
+        if bound:
+            block.forward = types.MethodType(lambda self, x: self[0](x) * 3, block)
+        else:
+            block.forward = lambda x, forward=block.forward: forward(x) * 3
+        with context(net):
+            net(torch.ones(2, 4))
+            net[1] = copy.deepcopy(block)
+            return net(torch.ones(2, 4))
+
+    plain = outcome(lambda net: contextlib.nullcontext())
+    assert torch.equal(plain, outcome(lambda net: sp_lightning.stream(net, "cpu", window=1)))
