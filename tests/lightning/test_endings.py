@@ -42,11 +42,16 @@ class Boom(Exception):
 
 class FailingBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, may_fail=lambda: True):
+        ctx.may_fail = may_fail
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
+        deadline = time.monotonic() + 60
+        while not ctx.may_fail():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         raise Boom("in backward")
 
 
@@ -252,17 +257,25 @@ def test_steps_that_are_taken_by_hand_after_a_run_are_plain(place, threads, acce
 class Overlapping(models.ZooModule):
     """Overrides nothing that keeps its optimizer from stepping while backward runs."""
 
-    def __init__(self):
+    def __init__(self, fails_at=2, once_stepped=False):
         super().__init__(CASE)
-        self.fails_at = 2
+        self.fails_at, self.once_stepped = fails_at, once_stepped
 
     def on_train_batch_start(self, batch, index):
         """Keeps a step from running on into the next forward: what has arrived is stepped, however busy the host."""
 
+    def stepped(self):
+        return self.trainer.strategy.handle.stats()["stepped_ahead"]
+
     def training_step(self, batch, index):
         hooks = []
         if index == self.fails_at:
-            hooks = [self.net.blocks[0].register_forward_hook(lambda *args: FailingBackward.apply(args[2]))]
+            before = self.stepped()
+
+            def fail(module, args, output):
+                return FailingBackward.apply(output, lambda: self.stepped() > before or not self.once_stepped)
+
+            hooks = [self.net.blocks[0].register_forward_hook(fail)]
         try:
             return super().training_step(batch, index)
         finally:
@@ -276,7 +289,7 @@ class Overlapping(models.ZooModule):
 def test_a_failure_while_the_optimizer_already_steps_says_which_weights_it_left(overlap, accelerator, caplog):
     """Each parameter is that of before or of after the step; without overlap all are those of before."""
     L.seed_everything(0, verbose=False)
-    module = Overlapping()
+    module = Overlapping(once_stepped=overlap)
     with pytest.raises(Boom):
         fit("streaming", accelerator, module, optimizer_overlap=overlap)
     before, after = finished_steps(accelerator)[2:4]
@@ -303,8 +316,7 @@ class EarlierOnes(L.Callback):
 def torn(accelerator, folder):
     """A run of which the fourth step failed in backward, when units were stepped, with all that saves on exception."""
     L.seed_everything(0, verbose=False)
-    module = Overlapping()
-    module.fails_at = 3
+    module = Overlapping(fails_at=3)
     saving = [
         ModelCheckpoint(folder / "kept", every_n_train_steps=2, save_last="link", save_on_exception=True),
         OnExceptionCheckpoint(folder / "exception"),
@@ -344,7 +356,7 @@ def test_a_module_of_such_a_step_goes_on_from_a_checkpoint_and_from_nothing_else
         fit("streaming", accelerator, module)
     if with_state:
         fit("streaming", accelerator, module, ckpt_path=last)
-        (plain := Overlapping()).fails_at = None
+        plain = Overlapping(fails_at=None)
         fit("plain", accelerator, plain, ckpt_path=last)
         assert_same(weights(plain), weights(module))
     else:
