@@ -9,10 +9,10 @@ machines: see `OF_NODES`; with ``--shards`` one that only models of DTensors nee
 for reads and writes of files, and what else orders them there, such as a lock: see `OF_FILES`; with ``--calls`` one of
 a call in lockstep for its turn: see `OF_CALLS`. Each is replaced by its arguments in a copy of the package, and `TESTS`
 run against the copy, or `TESTS_OF_RANKS`, `TESTS_OF_NODES`, `TESTS_OF_SHARDS`, `TESTS_OF_CALLS`, or those of the file
-in `FOR_FILES`: those that come to the wait, as one run of all without a deletion has shown. ``--cover`` keeps what that
-run showed in a file, and takes it from there for as long as the package and the tests are the same. The output has a
-line for each wait; the exit status is 1 if a deletion goes unnoticed. A complete run for steps, without one of these
-options, writes its result into CONTRIBUTING.md, between the two marks there.
+in `FOR_FILES`: those that come to the wait, as one run of all without a deletion has shown, the quickest first; tests
+that failed in that run are left out, and named at the end. ``--cover`` keeps what that run showed in a file, and takes
+it from there for as long as the package and the tests are the same. The output has a line for each wait; the exit
+status is 1 if a deletion goes unnoticed, or if a test was left out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import argparse
 import ast
 import hashlib
 import json
+import operator
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -63,10 +63,9 @@ TESTS_OF_NODES = (
     *_BEGIN,
 )
 TESTS_OF_SHARDS = ("tests/ranks/test_tensor_parallel.py", "tests/ranks/test_tensor_parallel_fits.py")
-GUIDE = ROOT / "CONTRIBUTING.md"
-MARKS = "<!-- race deletions -->", "<!-- end -->"
 NEEDED = ("sp_lightning", "tests", "pyproject.toml")
 BESIDE_IT = ROOT / "benchmarks" / "wait_cover.py"  # goes into each copy
+END = [""]  # its last line, after those of tests
 
 # torch's own waits, and functions of this package whose purpose is a wait.
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "result", "exception"}
@@ -139,6 +138,7 @@ class Came(NamedTuple):
 
     seconds: float
     waits: list[int]  # to which it came, by their numbers
+    failed: bool = False
 
 
 Cover = Mapping[str, Came]  # by the names of tests
@@ -340,9 +340,9 @@ def verdict(
     tests: Collection[str] = TESTS,
     marks: str = NOT_SLOW,
     env: Mapping[str, str] | None = None,
-    longest_s: float = LONGEST_TEST_S,
+    stop: bool = True,
 ) -> Verdict:
-    """Run tests with these marks on a package that was changed, or on the unchanged one, until the first fails."""
+    """Run tests with these marks on a package that was changed, or on the unchanged one; until the first fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = copied(source, pathlib.Path(name))
         if change is not None:
@@ -351,7 +351,6 @@ def verdict(
             sys.executable,
             "-m",
             "pytest",
-            "-x",
             "-q",
             "--tb=no",
             "-rfE",
@@ -361,7 +360,7 @@ def verdict(
             marks,
             *tests,
         ]
-        command += ["--timeout", str(longest_s), "--timeout-method", "thread"]
+        command += ["--timeout", str(LONGEST_TEST_S), "--timeout-method", "thread", *["-x"] * stop]
         env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -369,16 +368,18 @@ def verdict(
 
 
 def without(source: pathlib.Path, wait: Wait, number: int, cover: Cover) -> Verdict:
-    """Run without a wait the tests that come to it."""
-    tests = [test for test, came in cover.items() if number in came.waits]
-    if not tests:
+    """Run without a wait the tests that come to it, the quickest first."""
+    came = sorted(
+        ((of.seconds, test) for test, of in cover.items() if number in of.waits and not of.failed),
+        key=operator.itemgetter(0),
+    )
+    if not came:
         return Verdict(5, "no test comes to it")
     with tempfile.NamedTemporaryFile("w") as only:
-        only.write("\n".join(tests))
+        json.dump({test: TIMES * seconds + MORE_S for seconds, test in came}, only)
         only.flush()
-        longest = TIMES * max(cover[test].seconds for test in tests) + MORE_S
-        files = dict.fromkeys(test.partition("::")[0] for test in tests)
-        return verdict(source, partial(delete, wait), files, env={"WAIT_ONLY": only.name}, longest_s=longest)
+        files = dict.fromkeys(test.partition("::")[0] for _, test in came)
+        return verdict(source, partial(delete, wait), files, env={"WAIT_ONLY": only.name})
 
 
 def record(source: pathlib.Path, found: Sequence[Wait]) -> tuple[Verdict, Cover]:
@@ -387,9 +388,11 @@ def record(source: pathlib.Path, found: Sequence[Wait]) -> tuple[Verdict, Cover]
         file, lines = pathlib.Path(name, "cover"), pathlib.Path(name, "cover.lines")
         file.write_bytes(bytes(len(found)))
         tests = dict.fromkeys(test for wait in found for test in tests_of(wait))
-        result = verdict(source, partial(mark, found), tests, env={"WAIT_COVER": str(file)})
-        came = map(json.loads, lines.read_text().splitlines() if lines.exists() else ())
-        return result, {test: Came(seconds, waits) for test, seconds, waits in came}
+        result = verdict(source, partial(mark, found), tests, env={"WAIT_COVER": str(file)}, stop=False)
+        came = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+        if result.status == 1 and came[-1:] == [END]:
+            result = Verdict(0, "")  # tests that failed are left out
+        return result, {test: Came(*of) for test, *of in came if test}
 
 
 def digest(source: pathlib.Path, found: Sequence[Wait]) -> str:
@@ -410,30 +413,6 @@ def known(source: pathlib.Path, found: Sequence[Wait], file: pathlib.Path | None
     if file is not None and not result.status:
         file.write_text(json.dumps({"of": now, "tests": cover}))
     return result, cover
-
-
-def summary(results: list[tuple[Wait, Verdict]]) -> str:
-    """List for CONTRIBUTING.md the functions that wait, how often if more than once, and what a complete run missed."""
-    missed = [f"{wait.file}: {wait.text} in {wait.function}" for wait, verdict in results if not verdict.caught]
-    files = []
-    for file in dict.fromkeys(wait.file for wait, _ in results):
-        counts = Counter(wait.function for wait, _ in results if wait.file == file)
-        functions = (name if count == 1 else f"{name} ({count})" for name, count in counts.items())
-        files.append(f"{file}: {', '.join(functions)}")
-    return "\n".join(
-        [
-            f"It deletes {len(results)} waits, each by itself.",
-            "; ".join(files) + ".",
-            *(f"- not caught: {text}" for text in missed),
-        ]
-    )
-
-
-def write(text: str) -> None:
-    """Write a summary between the marks."""
-    before, _, rest = GUIDE.read_text().partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    GUIDE.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
 
 
 def say(line: str) -> None:
@@ -470,14 +449,15 @@ def main() -> int:
             for (number, wait), result in zip(
                 meant, pool.map(lambda one: without(source, one[1], one[0], cover), meant), strict=True
             ):
-                came = sum(number in came.waits for came in cover.values())
+                came = sum(number in came.waits and not came.failed for came in cover.values())
                 say(f"{wait.file}:{wait.line:<4} {wait.function:24} {wait.text:58} {came:4} tests  {result}")
                 results.append((wait, result))
     missed = sum(not result.caught for _, result in results)
-    if not options.only and options.of == "steps":
-        write(summary(results))
+    failed = [test for test, came in cover.items() if came.failed]
     say(f"{len(results)} waits, {missed} of them can go unnoticed")
-    return 1 if missed else 0
+    for test in failed:
+        say(f"left out, as it fails without any deletion: {test}")
+    return 1 if missed or failed else 0
 
 
 if __name__ == "__main__":

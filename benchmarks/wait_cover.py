@@ -2,8 +2,8 @@
 
 1. In a copy whose waits are marked each one calls `hit` with its number, in whichever process: all of them map one file
    with a byte for each wait. After each test pytest's process writes down which bytes are set, and clears them.
-2. Without ``WAIT_COVER`` in the environment nothing is noted. With ``WAIT_ONLY``, a file of tests in lines, no other
-   tests run.
+2. Without ``WAIT_COVER`` in the environment nothing is noted. With ``WAIT_ONLY``, a file of tests with the seconds that
+   each may take, no other tests run, and these in its order.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def _mapped(path: str | None) -> mmap.mmap | bytearray:
 
 
 _hits = _mapped(os.environ.get("WAIT_COVER"))
+_failed: set[str] = set()  # tests
 
 
 def hit(number: int) -> None:
@@ -36,7 +37,7 @@ def hit(number: int) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: Any) -> Iterator[None]:
-    """Write a line for a test: its name, the seconds that it took, and the numbers of the waits (Rule 1)."""
+    """Write a line for a test: its name, the seconds that it took, the numbers of the waits, and if it failed."""
     path = os.environ.get("WAIT_COVER")
     _hits[:] = bytes(len(_hits))
     begin = time.monotonic()
@@ -44,13 +45,30 @@ def pytest_runtest_protocol(item: Any) -> Iterator[None]:
     if path is not None:
         came = [number for number, byte in enumerate(_hits[:]) if byte]
         with open(f"{path}.lines", "a") as file:
-            file.write(json.dumps([item.nodeid, round(time.monotonic() - begin, 1), came]) + "\n")
+            seconds = round(time.monotonic() - begin, 1)
+            file.write(json.dumps([item.nodeid, seconds, came, item.nodeid in _failed]) + "\n")
     return found
+
+
+def pytest_sessionfinish() -> None:
+    """Write a line without a test: none is missing before it."""
+    if path := os.environ.get("WAIT_COVER"):
+        with open(f"{path}.lines", "a") as file:
+            file.write('[""]\n')
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Note a test that failed, or whose fixtures did."""
+    if report.failed:
+        _failed.add(report.nodeid)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Leave out what is not to run (Rule 2)."""
     path = os.environ.get("WAIT_ONLY")
     if path is not None:
-        only = set(pathlib.Path(path).read_text().splitlines())
-        items[:] = [item for item in items if item.nodeid in only]
+        seconds = json.loads(pathlib.Path(path).read_text())
+        named = {item.nodeid: item for item in items}
+        items[:] = [named[test] for test in seconds if test in named]
+        for item in items:
+            item.add_marker(pytest.mark.timeout(seconds[item.nodeid]), append=False)

@@ -481,13 +481,6 @@ def deletions():
     return loaded(ROOT / "benchmarks" / "race_deletions.py")
 
 
-@pytest.mark.seldom
-def test_the_guide_names_every_wait_of_the_runtime(deletions):
-    caught = [(wait, deletions.Verdict(1, "")) for wait in deletions.waits(ROOT / "sp_lightning")]
-    begin, end = deletions.MARKS
-    assert deletions.GUIDE.read_text().split(begin)[1].split(end)[0].strip() == deletions.summary(caught)
-
-
 def test_every_file_with_waits_or_events_has_its_waits_deleted_or_is_beside_the_step(deletions):
     says = re.compile(r"\.(wait|wait_event|wait_stream|synchronize|record_event)\(|\bEvent\(")
     package = ROOT / "sp_lightning"
@@ -604,3 +597,23 @@ def test_a_deletion_runs_the_tests_that_come_to_the_wait(small, deletions, monke
     monkeypatch.setattr(deletions, "record", lambda *_: (deletions.Verdict(1, "again"), {}))
     assert deletions.known(small, found, file)[0].first_failure == "again"  # since a test is another one
     assert not deletions.without(small, found[1], 2, cover).caught  # no test comes to it
+
+
+@pytest.mark.seldom
+def test_a_test_that_fails_without_a_deletion_is_left_out_and_the_others_run(small, deletions, monkeypatch):
+    monkeypatch.setattr(deletions, "tests_of", lambda wait: ["tests/test_small.py"])
+    with open(small / "tests/test_small.py", "a") as file:
+        file.write("\n\ndef test_of_fault():\n    assert sp_lightning.both(There()) is False\n")
+    found = deletions.waits(small / "sp_lightning", ())
+    result, cover = deletions.known(small, found, None)
+    assert result.status == 0
+    assert [test.partition("::")[2] for test, came in cover.items() if came.failed] == ["test_of_fault"]
+    for seconds, first in ((0, "one"), (9, "both")):  # the quickest runs first
+        cover["tests/test_small.py::test_of_one"] = deletions.Came(seconds, [0])
+        assert deletions.without(small, found[0], 0, cover).first_failure == f"test_of_{first}"
+
+
+def test_a_run_that_was_cut_off_is_no_cover(small, deletions, monkeypatch):
+    (small / "tests/test_small.py").write_text("import os\n\n\ndef test_of_end():\n    os._exit(1)\n")
+    monkeypatch.setattr(deletions, "tests_of", lambda wait: ["tests/test_small.py"])
+    assert deletions.known(small, deletions.waits(small / "sp_lightning", ()), None)[0].status == 1
