@@ -66,6 +66,7 @@ class GuardedEntry(Protocol):
     """The entry in front of a module's forward (runtime/entries.py)."""
 
     module: nn.Module
+    own: Any  # set on the instance by the user
     hidden: bool
     guard: Callable[..., Any] | None  # is called instead of the forward
 
@@ -157,7 +158,7 @@ class CastCandidate(InPlaceOfForward):
         casts: dict[int, Callable[[Tensor], SavedCast]],
     ) -> None:
         self.unit = unit
-        self.module = entry.module
+        self.module, self.own = entry.module, entry.own
         self.index = unit.store.index_of[id(self.module._parameters[NAME])]
         self.dtype: torch.dtype | None = None  # autocast's, in all of its uses
         self.seen_in: set[bool] = set()  # kinds of passes that ran its forward: with gradients, without
@@ -195,7 +196,7 @@ class CastCandidate(InPlaceOfForward):
                 self.module.__dict__["_parameters"] = self._parameters
             self._entry.guard = None
             if self.module.__dict__.get("forward") is self:
-                del self.module.__dict__["forward"]
+                self.restore()
 
     @never_compiled_hook
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

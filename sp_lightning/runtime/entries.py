@@ -2,8 +2,9 @@
 
 1. An entry replaces ``forward`` on the instance. Forward hooks would not do: torch's evaluation fast paths and other
    code check whether a module has any and then run other kernels, and a hook is not called after Ctrl-C.
-2. A copy or a pickle of the module has the forward of its class, as an entry belongs to one module; a copy has the one
-   that was set on the instance, if there was one.
+2. An entry belongs to one module. Copies and pickles of the module are made from a state without entries, in which is
+   what the module itself has in their places. A class that copies its attributes by itself gets for an entry what was
+   set on the instance, or the method of its class.
 3. A unit's forward may run once more in backward, for recomputation. It is called through the entry, not through the
    module, so that the user's hooks around it are not called again.
 4. ``torch.compile`` traces a module's call into its entry. An entry that enters a unit breaks the graph there and runs
@@ -29,6 +30,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import operator
 import types
 import weakref
 from collections import UserDict
@@ -110,6 +112,8 @@ class ForwardEntry(InPlaceOfForward):
         return types.MethodType(getattr(type(copied), self.method), copied)
 
     def __reduce__(self) -> Any:
+        if self.own is not None:
+            return operator.itemgetter(0), ([self.own],)
         return getattr, (self.module, self.method)  # finds the class's: the copy has no attributes yet
 
 
@@ -126,7 +130,38 @@ def as_method(entry: ForwardEntry) -> Callable[..., Any]:
             return getattr(type(module), name)(module, *args, **kwargs)
         return entry(*args, **kwargs)
 
+    method.entry = refer  # type: ignore[attr-defined]
     return types.MethodType(method, entry.module)
+
+
+def without_entries(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's attributes with what it has itself in the places of entries (Rule 2)."""
+    plain = {}
+    for name, value in attributes.items():
+        refer = getattr(getattr(value, "__func__", None), "entry", None) if type(value) is types.MethodType else None
+        entry = value if refer is None else refer()
+        if not isinstance(entry, InPlaceOfForward):
+            plain[name] = value
+        elif entry.own is not None:
+            plain[name] = entry.own
+    return plain
+
+
+class CopyEntry(ForwardEntry):
+    """An entry in front of what copies and pickles of a module are made from (Rule 2)."""
+
+    method = "__reduce_ex__"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        made = self.forward(*args, **kwargs)
+        if not isinstance(made, tuple) or len(made) < 3:
+            return made
+        make, of, state, *more = made
+        if isinstance(state, dict):
+            state = without_entries(state)
+        elif isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], dict):  # the other has slots
+            state = without_entries(state[0]), state[1]
+        return make, of, state, *more
 
 
 def has_method(module: nn.Module, name: str) -> bool:

@@ -47,6 +47,7 @@ from .engine import Engine
 from .entries import (
     CallEntry,
     ConversionEntry,
+    CopyEntry,
     EncoderFastPathEntry,
     ForwardEntry,
     Generation,
@@ -515,6 +516,7 @@ class Handle:
             self._entries.extend(
                 StepEntry(self.module, self, name) for name in self._methods if has_method(self.module, name)
             )
+            self._entries.extend(map(CopyEntry, dict.fromkeys(entry.module for entry in self._entries)))
         except BaseException:
             self._abandon()
             raise

@@ -1168,6 +1168,56 @@ def test_copies_made_inside_a_forward_are_plain_modules(device, make_copy):
     assert torch.equal(copied.to(device)(next(inputs(device))).cpu(), expected.cpu())
 
 
+class Tripling(models.Block):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+class Quarter(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 4
+
+
+def tripling(block, make_copy):
+    copied = make_copy(block)
+    copied.__class__ = Tripling
+    return copied
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickled, saved])
+def test_a_copy_that_is_given_another_class_runs_its_forward(device, make_copy):
+    def run(net, device):
+        yield from training(steps=1)(net, device)
+        net.blocks[1] = tripling(net.blocks[1], make_copy)
+        yield from training()(net, device)
+
+    check(blocks, run, device)
+
+
+@pytest.mark.parametrize("units", [None, ["Linear"]])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_shallow_copy_runs_its_own_forward_with_the_same_weights(device, activations, units):
+    def run(net, device):
+        beside = net.blocks[1].register_forward_hook(
+            lambda block, args, out: out + tripling(block, copy.copy).forward(*args)
+        )
+        yield from training()(net, device)
+        beside.remove()
+        yield from training()(net, device)
+
+    def linear(net, device):
+        def quarter(layer, args, out):
+            copied = copy.copy(layer)
+            copied.__class__ = Quarter
+            return copied.forward(*args)  # a copy has the same hooks
+
+        net.blocks[1].up.register_forward_hook(quarter)
+        yield from training()(net, device)
+
+    for use in (run, linear):
+        check(blocks, use, device, activations=activations, **({"units": units} if units else {}))
+
+
 # --- Functional calls and function transforms
 
 

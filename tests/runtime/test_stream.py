@@ -9,6 +9,7 @@ import copy
 import gc
 import itertools
 import logging
+import pickle
 import time
 import types
 
@@ -637,3 +638,31 @@ def test_a_copy_of_a_module_has_the_forward_that_was_set_on_it(bound):
 
     plain = outcome(lambda net: contextlib.nullcontext())
     assert torch.equal(plain, outcome(lambda net: sp_lightning.stream(net, "cpu", window=1)))
+
+
+def tripled(x):
+    return x * 3
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
+def test_copies_of_a_module_have_the_attributes_of_one_that_is_not_streamed(make_copy):
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
+    net[1].forward = tripled
+    names = [set(vars(make_copy(part))) for part in net.modules()]
+    with sp_lightning.stream(net, "cpu", window=1):
+        net(torch.ones(2, 4))
+        assert [set(vars(make_copy(part))) for part in net.modules()] == names
+        assert make_copy(net[1]).forward is tripled
+    assert [set(vars(make_copy(part))) for part in net.modules()] == names
+
+
+def test_a_forward_that_was_set_on_a_linear_layer_stays_there_under_autocast():
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
+    layer = net[1][0]
+    layer.forward = own = layer.forward
+    with sp_lightning.stream(net, "cpu", window=1), torch.autocast("cpu", torch.bfloat16):
+        before = layer.forward
+        for _ in range(3):
+            net(torch.ones(2, 4)).sum().backward()
+        assert before is not own and layer.forward is before
+    assert layer.forward is own
