@@ -118,6 +118,10 @@ def _endings(result: Result) -> Iterator[Text]:
     if failed:
         yield Text("\nDid not run, or did not finish:")
     yield from (Text(f"  {row.entry.label}: {row.error}") for row in failed)
+    if any((row.merit or 0) > 1 for row in result.rows):
+        yield Text(
+            "\nThe machine was not quiet while it was measured: a step took less than its floor", style="bold red"
+        )
     if result.differences:
         yield Text("\nLosses that must be equal differ:", style="bold red")
     yield from (Text(f"  {words}") for words in result.differences)

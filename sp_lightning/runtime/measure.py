@@ -105,6 +105,14 @@ def _without_compute(device: Device, link: LinkSpeed, parameters_per_s: float) -
     )
 
 
+def best_of(one: Machine, other: Machine) -> Machine:
+    """Return one machine that was measured twice with the better figure of each kind (Rule 1)."""
+    rates = "flops_per_s up_bytes_per_s down_bytes_per_s duplex dram_bytes_per_s device_bytes_per_s host_bytes_per_s"
+    best = {name: max(getattr(one, name), getattr(other, name)) for name in rates.split()}
+    steps = max(each.dram_bytes_per_s / each.optimizer_bytes_per_parameter for each in (one, other))
+    return replace(one, **best, optimizer_bytes_per_parameter=best["dram_bytes_per_s"] / steps)
+
+
 def measure_flops(device: Device, dtype: torch.dtype, effort: Effort = QUICK) -> float:
     """Measure the FLOP/s of the products of a transformer's MLP, forward and backward."""
     largest = device.memory()[0] // MEMORY_SHARE  # on a fast device no less takes long enough (Rule 2)

@@ -197,6 +197,38 @@ def test_what_was_measured_is_kept_after_each_turn_and_when_time_is_over(monkeyp
     assert [row.error for row in rows] == [None, "not begun: no time left"] and len(rows[0].repetitions) == 1
 
 
+def test_a_machine_that_was_busy_at_first_has_the_figures_of_the_end(monkeypatch):
+    busy = dataclasses.replace(HERE, flops_per_s=HERE.flops_per_s / 30, optimizer_bytes_per_parameter=28, duplex=0.5)
+    quiet = dataclasses.replace(HERE, up_bytes_per_s=HERE.up_bytes_per_s / 2, dram_bytes_per_s=14e7)
+    measured = iter([busy, quiet])
+    monkeypatch.setattr(referee, "_measured", lambda _: {"machine": vars(next(measured)), "device": "cpu"})
+    monkeypatch.setattr(referee, "COMMAND", [sys.executable, "-c", TURNS])
+    found = compare(setting(), [Entry("superpipeline", {"window": 1})])
+    assert found.machine == dataclasses.replace(HERE, optimizer_bytes_per_parameter=28)
+    assert found.rows[0].floor_s == found.costs.floor_s(found.machine, 1)
+
+
+def test_a_machine_that_cannot_be_measured_again_has_the_figures_of_the_beginning(monkeypatch):
+    said = iter([{"machine": vars(HERE), "device": "cpu"}])
+
+    def measured(_):
+        for found in said:
+            return found
+        raise referee.ContenderError("ended by SIGKILL")
+
+    monkeypatch.setattr(referee, "_measured", measured)
+    monkeypatch.setattr(referee, "COMMAND", [sys.executable, "-c", TURNS])
+    assert compare(setting(), [Entry("plain")]).machine == HERE
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1e6])
+def test_a_step_that_took_less_than_its_floor_tells_that_the_machine_was_not_quiet(seconds):
+    said = "The machine was not quiet while it was measured" in text(
+        result(row("superpipeline", (1,), [seconds], window=1))
+    )
+    assert said == (seconds < 1)
+
+
 def test_an_error_is_told_in_one_line():
     assert worker.in_one_line(RuntimeError("out of memory\nTried to allocate")) == "RuntimeError: out of memory"
     assert worker.in_one_line(KeyError()) == "KeyError"
