@@ -138,8 +138,9 @@ class StepOwner:
             self._current.finish()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and forget the steps: they lead to the module, which a graph that is kept would keep."""
         self.thread.close()
+        self._announced = self._current = self.in_backward = None
 
     # ---- errors (Rules 4 and 5)
 

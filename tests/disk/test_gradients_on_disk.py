@@ -364,7 +364,8 @@ def test_two_threads_may_have_gradients_land_at_once(device, monkeypatch):
 
 
 @pytest.mark.simgpu
-def test_a_graph_that_a_module_keeps_keeps_nothing_of_a_run_that_ended():
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_graph_that_a_module_keeps_keeps_nothing_of_a_run_that_ended(stepped):
     """A graph leads to what streamed its weights, in a way that no collection of garbage sees."""
 
     class Keeps(nn.Linear):
@@ -376,8 +377,12 @@ def test_a_graph_that_a_module_keeps_keeps_nothing_of_a_run_that_ended():
     net[3][0] = Keeps(65, 65)
     before, gone = torch.accelerator.memory_allocated(), weakref.ref(net)
     with streamed(net, "simgpu"):
-        backward(net, "simgpu")
-    del net
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+        for _ in range(2):
+            backward(net, "simgpu")
+            if stepped:
+                optimizer.step()
+    del net, optimizer
     for _ in range(3):  # what a collection ends may free the graph, whose end leaves garbage
         gc.collect()
     assert gone() is None and torch.accelerator.memory_allocated() == before
