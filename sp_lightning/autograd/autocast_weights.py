@@ -158,7 +158,7 @@ class CastCandidate(InPlaceOfForward):
         casts: dict[int, Callable[[Tensor], SavedCast]],
     ) -> None:
         self.unit = unit
-        self.module, self.own = entry.module, entry.own
+        self.module = entry.module
         self.index = unit.store.index_of[id(self.module._parameters[NAME])]
         self.dtype: torch.dtype | None = None  # autocast's, in all of its uses
         self.seen_in: set[bool] = set()  # kinds of passes that ran its forward: with gradients, without
@@ -196,7 +196,7 @@ class CastCandidate(InPlaceOfForward):
                 self.module.__dict__["_parameters"] = self._parameters
             self._entry.guard = None
             if self.module.__dict__.get("forward") is self:
-                self.restore()
+                del self.module.__dict__["forward"]
 
     @never_compiled_hook
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -392,6 +392,8 @@ class AutocastWeights:
         module, parameters = entry.module, entry.module._parameters
         weight = parameters.get(NAME)
         if not self.enabled or type(module) not in LAYERS or len(set(units)) != 1 or weight is None:
+            return
+        if entry.own is not None:  # whose place the guard would take
             return
         if any(type(p) not in (HostParameter, type(None)) for p in parameters.values()):
             return

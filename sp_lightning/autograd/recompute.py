@@ -44,7 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compat.dynamo import never_compiled
 from ..compat.kernels import choose_kernels, kernel_choices
-from ..compat.modules import CONVERT, HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
+from ..compat.modules import CONVERT, COPY, HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
 from ..compat.tensors import FLATTEN, storage_id, without_function_modes
 from ..errors import ExactnessError
 from ..memory.device import Device
@@ -65,7 +65,7 @@ _COPIED_BY_ITSELF = {
     "__getnewargs_ex__",
 }
 # Attributes of a module that forward does not change, or that are restored in another way.
-FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward", CONVERT}  # in whose places entries are
+FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward", CONVERT, COPY}  # in whose places entries are
 # Types whose objects cannot change.
 CONSTANTS = frozenset((str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, type(None)))
 # What a copy has as it is.

@@ -47,6 +47,10 @@ COUNTS_STEPS = "_wrapped_by_lr_sched"
 # would be copied to the device and back, and gradients be left there, where a plain run does nothing.
 CONVERT = "_apply"
 
+# The method of any object that tells what its copies and pickles are made from. Without it those of a module would have
+# what is of ours in the places of its methods.
+COPY = "__reduce_ex__"
+
 # What a call of a module calls, hooks included. Without it a model whose ``forward`` was replaced while it is streamed
 # would run outside of any step.
 CALL = "_call_impl"

@@ -141,7 +141,7 @@ class GradientTransfer:
                 accumulate(parameter, so_far, slot.tensor)  # now: widening may write over it
             else:
                 widening.append((parameter, slot.wide_view, slot))
-        widen(slot for *_, slot in widening)
+        widen([slot for *_, slot in widening])
         for parameter, wide, _ in widening:
             set_true_grad(parameter, wide)
         self.marks.note_accumulated(self.parameters, mark)

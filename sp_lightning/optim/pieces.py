@@ -194,7 +194,7 @@ class ShadowStep:
         if self.first is not None:
             shadow.param_groups = self.first(shadow, conversions)
         shadow.param_groups, shadow.state = self.regroup(shadow, conversions)
-        if any(group["params"] for group in shadow.param_groups):  # else all were stepped
+        if any(map(_params, shadow.param_groups)):  # else all were stepped
             type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: they belong to the whole step
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
@@ -274,7 +274,7 @@ class Cutting:
     def of(cls, optimizer: Optimizer, piece: int, narrow: Mapping[int, CameDown] = MappingProxyType({})) -> "Cutting":
         """Find out how this optimizer's parameters are cut in a step."""
         threads = torch.get_num_threads()
-        params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        params = itertools.chain.from_iterable(map(_params, optimizer.param_groups))
         numel = sum(map(Tensor.numel, params))
         in_turn = threads > 1 and numel >= FEWEST_IN_TURN * piece * threads and function_mode_count() == 0
         compiles = numel >= native.FEWEST and type(optimizer) in native.RECIPES
@@ -342,8 +342,9 @@ def regroup_in_pieces(
         return list(pieces)
 
     left = functools.partial(_left_to_torch, optimizer, conversions, narrow) if cutting.compiles else _params
+    cuts = bool(cutting.given) or not cutting.leaves_whole(max(map(Tensor.numel, params), default=0))
     groups = [
-        {**group, "params": [part for param in left(group) for part in cut(param, group)]}
+        {**group, "params": [part for param in left(group) for part in cut(param, group)] if cuts else left(group)}
         if takes_the_loop(group)
         else group
         for group in optimizer.param_groups

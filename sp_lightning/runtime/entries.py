@@ -46,7 +46,7 @@ from ..autograd.backward_pass import in_backward
 from ..autograd.saved_tensors import tensors_in
 from ..autograd.stand_ins import HiddenInVisits, InPlaceOfForward, StreamedUnit
 from ..compat.dynamo import never_compiled, not_compiled_itself
-from ..compat.modules import CALL, CONVERT, context_decorator, tree_leaves, tree_map_only
+from ..compat.modules import CALL, CONVERT, COPY, context_decorator, tree_leaves, tree_map_only
 from ..compat.tensors import tracing_state
 from ..memory.device import Device
 from ..memory.watched_parameters import is_watched, quietly, true_dtype, true_grad, true_version
@@ -150,7 +150,7 @@ def without_entries(attributes: dict[str, Any]) -> dict[str, Any]:
 class CopyEntry(ForwardEntry):
     """An entry in front of what copies and pickles of a module are made from (Rule 2)."""
 
-    method = "__reduce_ex__"
+    method = COPY
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         made = self.forward(*args, **kwargs)

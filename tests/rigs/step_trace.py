@@ -27,8 +27,8 @@ from torch import Tensor, nn
 import sp_lightning
 
 ROOT = pathlib.Path(sp_lightning.__file__).parent
-STEPS = 5
-ALIKE = 3  # of them, the last ones: the first learn the order of visits, and which units may be stepped in backward
+STEPS = 12
+ALIKE = 10  # of them, the last ones: the first learn the order of visits, and which units may be stepped in backward
 
 
 class Way(NamedTuple):
