@@ -528,10 +528,11 @@ def is_elementwise(optimizer: Optimizer, group: Group) -> bool:
     """Whether torch steps this group of one of `ELEMENTWISE` with the same bits in parts of whole lines, cut by others.
 
     So it does by its loop, its operators for lists (``foreach``) and its fused kernels, if these do not write to
-    gradients for a scaler as well.
+    gradients as well: the latter for a scaler, the former for Nesterov's momentum.
     """
     scaled = group.get("fused") and vars(optimizer).get("grad_scale") is not None
-    return not (scaled or group.get("capturable") or group.get("differentiable"))
+    writes = scaled or (group.get("foreach") and group.get("nesterov"))
+    return not (writes or group.get("capturable") or group.get("differentiable"))
 
 
 def is_scalar(value: Any) -> bool:

@@ -501,6 +501,13 @@ class NeverClears(KeepsGradients):
         pass
 
 
+class StepsGradients(NeverClears):
+    """Steps by Nesterov's momentum over lists, in which torch writes to the gradients, and never clears them."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, nesterov=True, foreach=True)
+
+
 class Gathers(Plain):
     """Gathers from all ranks, with gradients too."""
 
@@ -739,6 +746,7 @@ FEATURES = {
     "kept gradients, accumulation": Feature(KeepsGradients, "skipped_block", settings={"batches": 6, "accumulate": 2}),
     "kept gradients, zeros": Feature(KeepsGradientsAndZeros, settings={"batches": 6}),
     "gradients never cleared": Feature(NeverClears, settings={"batches": 6}),
+    "gradients that are stepped": Feature(StepsGradients, settings={"batches": 6}),
     "gradients never cleared, clipping": Feature(LeavesOneOut, settings={"batches": 6, "clip": ("norm", 0.1)}),
     "gathering": Feature(Gathers),
     "gathering in backward, dropped layers": Feature(NormalisesOverRanks, settings={"batches": 6}),
