@@ -37,6 +37,7 @@ from ..memory.watched_parameters import NarrowGradient, true_grad
 from . import native
 
 FEWEST = 1 << 22  # elements for which threads are worth their start
+MOST_WIDENED = 1 << 27  # elements that are widened at a time
 LEAST_BITS = torch.tensor(1, dtype=torch.int32, device="cpu")  # of the smallest number, which some settings flush
 # Types for which torch sums the squares on one core, whatever the number of threads: the bits are the same on each.
 ON_ONE_CORE = (torch.float32, torch.bfloat16)
@@ -104,7 +105,7 @@ def total_norm(
 
 
 def _narrow_norms(gradients: Iterable[Tensor], kind: float) -> dict[int, Tensor]:
-    """Compute the norms, by ids, of the gradients that are as they came down, if compiled code has their bits."""
+    """Compute the norms, by ids, of the gradients that are as they came down."""
     narrow = [
         one
         for one in gradients
@@ -113,13 +114,22 @@ def _narrow_norms(gradients: Iterable[Tensor], kind: float) -> dict[int, Tensor]
     if not narrow or kind != 2.0:
         return {}
     came_down = [one.came_down for one in narrow]
-    found = native.LIBRARY.norms(came_down) if sum(map(Tensor.numel, came_down)) >= native.FEWEST else None
+    numels = list(map(Tensor.numel, came_down))
+    found = native.LIBRARY.norms(came_down) if sum(numels) >= native.FEWEST else None
     if found is not None:
         return {id(one): torch.tensor(norm, dtype=one.dtype) for one, norm in zip(narrow, found, strict=True)}
-    if native.LIBRARY.has_no_norms:
-        return {}
-    with torch.no_grad():  # until the code is there, or of a NaN: one after another, and none is widened for good
-        return {id(one): torch.linalg.vector_norm(one.came_down.to(one.dtype)) for one in narrow}
+
+    def norm(one: NarrowGradient) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = torch.linalg.vector_norm(one.came_down.to(one.dtype))
+            return found
+
+    # Without the code, or of a NaN: few at a time, and none is widened for good.
+    few = min(torch.get_num_threads(), MOST_WIDENED // max(1, *numels))
+    if few < 2 or sum(numels) < FEWEST or dispatch_mode_count():
+        return {id(one): norm(one) for one in narrow}
+    with ThreadPoolExecutor(few, "superpipeline-norms") as threads:
+        return dict(zip(map(id, narrow), threads.map(norm, narrow), strict=True))
 
 
 def _wide(gradient: Tensor) -> Tensor:

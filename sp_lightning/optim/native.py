@@ -264,11 +264,6 @@ class Library:
             torch.autograd.graph.increment_version(wide)
         return bool(done)
 
-    @property
-    def has_no_norms(self) -> bool:
-        """Whether torch has to compute norms on this machine."""
-        return bool(self.failure) or (self._code is not None and self._summed is None)
-
     def norms(self, grads: Sequence[Tensor]) -> list[float] | None:
         """Compute the norms of contiguous gradients in bfloat16, summed in FP32; None if torch has to."""
         if self._code is None or self._summed is None or dispatch_mode_count():

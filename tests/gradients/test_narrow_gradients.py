@@ -5,6 +5,7 @@ import contextlib
 import copy
 import gc
 import sys
+import threading
 import weakref
 
 import pytest
@@ -15,7 +16,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, A
 import parity
 import sp_lightning
 from sp_lightning.memory.watched_parameters import NarrowGradient, true_grad
-from sp_lightning.optim import native, pieces
+from sp_lightning.optim import host_gradients, native, pieces
 
 OPTIMIZERS = {
     "AdamW": (AdamW, {"weight_decay": 0.1}),
@@ -234,12 +235,32 @@ def test_code_that_looks_at_clipped_gradients_finds_what_a_plain_run_has(look, m
     check(OPTIMIZERS["momentum"], [*looks, ((moment, 2), LOOKS[look])])
 
 
-def test_gradients_are_widened_once_for_their_norm_where_there_is_no_compiled_code(monkeypatch):
+@pytest.fixture
+def widening(monkeypatch):
+    """Note the threads that compute norms without compiled code."""
     monkeypatch.setattr(native, "LIBRARY", library := native.Library())
-    looks = [(("backward", step), CLIPS["once"]) for step in range(STEPS)]
-    assert check(OPTIMIZERS["AdamW"], looks).narrow[-1] > 0  # nothing has been compiled yet
     library.failure = "there is no compiler"
-    assert check(OPTIMIZERS["AdamW"], looks).narrow[-1] == 0
+    used, norm = [], torch.linalg.vector_norm
+
+    def noting(*args, **kwargs):
+        used.append(threading.current_thread().name)
+        return norm(*args, **kwargs)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", noting)
+    return used
+
+
+@pytest.mark.parametrize("fewest, threads", [(1, 1), (1, 3), (1 << 20, 3)])
+def test_gradients_stay_narrow_where_there_is_no_compiled_code_for_their_norm(monkeypatch, widening, fewest, threads):
+    monkeypatch.setattr(host_gradients, "FEWEST", fewest)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        looks = [(("backward", step), CLIPS["once"]) for step in range(STEPS)]
+        assert check(OPTIMIZERS["AdamW"], looks).narrow[-1] > 0
+    finally:
+        torch.set_num_threads(before)
+    assert any(name.startswith("superpipeline-norms") for name in widening) == (threads > 1 and fewest == 1)
 
 
 def test_a_norm_that_is_not_finite_is_torchs_error():
