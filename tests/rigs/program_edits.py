@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -408,6 +410,17 @@ def copy_block(scene: Scene, at: int) -> None:
     scene.net.blocks[at % len(scene.net.blocks)] = copy.deepcopy(scene.block(at))
 
 
+@edit("copy block shallowly", OUTSIDE)
+def copy_block_shallowly(scene: Scene, at: int) -> None:
+    scene.net.blocks[at % len(scene.net.blocks)] = copy.copy(scene.block(at))
+
+
+@edit("pickle block", OUTSIDE)
+def pickle_block(scene: Scene, at: int) -> None:
+    with contextlib.suppress(AttributeError, pickle.PicklingError, TypeError):  # hooks may be local functions
+        scene.net.blocks[at % len(scene.net.blocks)] = pickle.loads(pickle.dumps(scene.block(at)))
+
+
 @edit("drop block", OUTSIDE)
 def drop_block(scene: Scene, at: int) -> None:
     if sum(type(block) is type(scene.block(at)) for block in scene.net.blocks) > 1:  # units may name its class
@@ -754,6 +767,13 @@ def evaluate(scene: Scene, at: int) -> None:
     scene.net.train()
 
 
+@edit("evaluate a copy", (*QUIET, *GRADS))
+def evaluate_copy(scene: Scene, at: int) -> None:
+    copied = copy.copy(scene.block(at))
+    copied.__class__ = other(type(copied))
+    scene.see("evaluation", copied(scene.batch(at)))
+
+
 @edit("evaluate a block", (*QUIET, *GRADS), ranked=True)
 def evaluate_block(scene: Scene, at: int) -> None:
     scene.see("evaluation", scene.block(at)(scene.batch(at)))
@@ -822,8 +842,8 @@ def fault_in_backward(scene: Scene, at: int) -> None:
 
 FAULTS = {"fault", "fault in forward", "fault in backward"}
 STRUCTURE = {"new weights in the optimizer by a group", "drop block", "weight norm", "prune", "tie", "exchange blocks"}
-CALLS = {"evaluate a block", "autograd.grad of a block", "backward of a block"}  # by itself
-NEW = {"copy block", "load_state_dict, assign", "new weight", "new weight in the optimizer"}  # weights
+CALLS = {"evaluate a block", "evaluate a copy", "autograd.grad of a block", "backward of a block"}  # by itself
+NEW = {"copy block", "pickle block", "load_state_dict, assign", "new weight", "new weight in the optimizer"}  # weights
 HOOKED = {name for name in EDITS if "hook" in name or name.startswith("inside: backward")}
 INSIDE = {name for name in EDITS if name.startswith("inside: ")}
 AGAIN = {name for name in INSIDE if "keeps" not in name}  # does more where a forward runs again
