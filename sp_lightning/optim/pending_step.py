@@ -9,8 +9,8 @@
    change results are taken over from the caller's: whether denormal numbers are flushed to zero, and how many threads
    share an operator, which decides where its vectorized loops end. ``optimizer.step()`` steps all that is left.
 3. Beside backward the thread chooses the newest unit whose gradients have arrived, and again after each part of a unit.
-   If the rest may be deferred, nothing waits for units that it has not stepped when the last gradients arrive: their
-   gradients are accumulated, and they are left. So those are left that the next forward needs last.
+   The end of backward waits for the thread. If the rest may be deferred, it waits only for the part that the thread is
+   at: other units are left, with their gradients accumulated. So those are left that the next forward needs last.
 4. The thread never creates optimizer state: new state depends on the caller's default types and modes, and so does its
    order. Beside backward a parameter without state is left to ``optimizer.step()``; a step that creates state is not
    deferred.
