@@ -180,7 +180,7 @@ class StandIns:
         return changed
 
     def _whole(self, whole: Whole) -> Tensor:
-        """Make the stand-in of a whole of those of its parts."""
+        """Make a whole's stand-in from the stand-ins of its parts."""
         parts = [self.outputs[self.index_of[id(part)]] for _, part in whole.parts]
         made = parts[0] if whole.is_shard else stand_in_of_parts(whole, parts)
         return stand_in_of_whole(made, whole.parameter, self.data_exposed)
@@ -205,7 +205,7 @@ class StandIns:
         return receive
 
     def _local(self, grads: Gradients) -> Gradients:
-        """Return gradients, of which those of shards are DTensors, as this rank's own."""
+        """Return this rank's own part of gradients, those of shards being DTensors."""
         local = list(grads)
         for index, sharded in self.sharded.items():
             if (grad := local[index]) is not None:
@@ -475,7 +475,7 @@ class StandIns:
                 self._part(weight, False, output, place)
 
     def _leave(self, index: int) -> None:
-        """Copy a weight's device bytes to the host for what autograd saved of them, before an overwrite."""
+        """Save a weight's device bytes on the host before they are overwritten, if a graph refers to the unit."""
         if self.store.remembered():
             self.store.weights[index].leave(lambda: self.store.on_device.view(index).to("cpu", copy=True))
 

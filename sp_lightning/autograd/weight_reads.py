@@ -236,7 +236,7 @@ def _not_compiled(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
 
 
 def holds_parameters(args: Any, kwargs: Any) -> bool:
-    """Whether any argument is a host parameter of which reads are given stand-ins now."""
+    """Whether any argument is a host parameter whose reads are given its stand-in now."""
     return any(owner_of(host).phases.serving for host in _hosts(args, kwargs))
 
 

@@ -133,7 +133,7 @@ def _token_flops(module: nn.Module, setting: Setting) -> float:
 
 
 def _of_last_token(module: nn.Module) -> set[int]:
-    """Return the ids of the weights that make logits, in an answer those of the last token alone (Rule 3)."""
+    """Return the ids of the weights that make logits, which an answer needs of its last token alone (Rule 3)."""
     return {id(module.model.get_output_embeddings().weight)}  # type: ignore[operator, union-attr]
 
 

@@ -215,7 +215,7 @@ class _Worker:
         )
 
     def watch(self, before: int) -> None:
-        """Count memory from now on, beyond this many bytes: of several processes, beyond what they have now."""
+        """Count memory from now on, beyond these bytes; that of several processes beyond what they have now."""
         self._before = before if len(self._memory) == 1 else self._in_use()
 
     def go(self) -> None:

@@ -118,7 +118,7 @@ class ModuleState:
             MODULE_DELATTR.install(_delete_attribute)
 
     def close(self) -> None:
-        """Watch no longer what is set."""
+        """Stop watching which attributes code sets on modules."""
         if self._tracks:
             self._tracks = False
             _listeners[:] = [one for one in _listeners if one is not self._set_in]

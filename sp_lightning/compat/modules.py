@@ -97,7 +97,7 @@ def run_first(optimizer: Optimizer, hook: torch.utils.hooks.RemovableHandle) -> 
 
 
 def convert_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Convert a module's parameters, buffers and other tensors, as ``module.to`` does, which takes no function.
+    """Convert a module's parameters, buffers and other tensors by a function, in the way of ``module.to``.
 
     A DTensor parameter stays as it is: torch would give it another local tensor, even one with the same bytes.
     """

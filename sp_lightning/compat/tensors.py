@@ -371,7 +371,7 @@ def _group_of(group: Any) -> Any:
 
 @contextlib.contextmanager
 def without_ranks(size: int) -> Iterator[None]:
-    """Have torch.distributed take this process for the first one of as many, of which there is no other."""
+    """Have torch.distributed take this process for the first of as many ranks, though there is no other."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore  # which no other run needs
 

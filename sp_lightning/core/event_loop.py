@@ -41,7 +41,7 @@ class InOrder:
         self._queue.append(task)
 
     def may_start(self, task: Task) -> None:
-        """Note that this task waits for nothing any more."""
+        """Note that this task no longer waits for another."""
 
     def take(self) -> Task | None:
         """Remove and return the task to start now, if there is one."""

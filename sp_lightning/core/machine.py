@@ -166,7 +166,7 @@ def with_network(machine: Machine, network: str, devices: int) -> Machine:
 
 
 def with_mesh(machine: Machine, mesh_link: str | float | None) -> Machine:
-    """Return the machine with another link between devices that have shards of one layer; None: that to the host."""
+    """Return the machine with this link (None: the one to the host) between devices that have shards of one layer."""
     to_host = min(machine.up_bytes_per_s, machine.down_bytes_per_s)
     rate = to_host if mesh_link is None else link_bytes_per_s(mesh_link, "mesh_link")
     return replace(machine, mesh_bytes_per_s=rate)

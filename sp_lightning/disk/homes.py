@@ -59,7 +59,7 @@ class _Files:
         self._jobs, self._slices = None, 0
 
     def _find_read(self, indices: Collection[int], stamp: Stamp) -> None:
-        """Find what a fill reads: wire copies, and these weights without one as far as they lie where they did."""
+        """Note what a fill reads from files: wire copies there, and these weights, if they lie there and have none."""
         read = {
             index: range_
             for index, (address, range_) in self._here.items()
@@ -70,7 +70,7 @@ class _Files:
             self._have_jobs(None)
 
     def _have_jobs(self, jobs: list[Job] | None) -> None:
-        """Count the tensors that fills write to among our own, not among user code's (device_copy.py, Rule 5)."""
+        """Set the jobs of fills, and count the tensors that they write to as our own (device_copy.py, Rule 5)."""
         slices = sum(len(targets) for _, targets in jobs or ())
         self._on_device.own_aliases += slices - self._slices
         self._jobs, self._slices = jobs, slices
@@ -134,7 +134,7 @@ class SourceFiles(_Files):
         return left
 
     def _leave_files(self, stamp: Stamp, left: dict[int, Callable[[], Tensor]]) -> None:
-        """Find the weights that left their files (Rule 2)."""
+        """Add the weights that left their files to ``left``, with functions that read their bytes (Rule 2)."""
         stayed = {i: place for i, place in self._places.items() if stamp.addresses[i] == place.address}
         found = written([(place.address, place.nbytes) for place in stayed.values()])
         for index in self._places.keys() - stayed.keys() | {list(stayed)[number] for number in found}:

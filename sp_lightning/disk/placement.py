@@ -230,7 +230,7 @@ def may_move(
 def may_travel(
     parameters: Sequence[torch.Tensor], moved: Sequence[torch.Tensor], narrow: bool, shared: Collection[int] = ()
 ) -> list[torch.Tensor]:
-    """List a unit's weights that train and of which what travels can be on disk, those of `moved` among them.
+    """List the weights of a unit that train and can travel from the disk, those of `moved` among them.
 
     With `narrow` weights in FP32 travel as wire copies.
     """

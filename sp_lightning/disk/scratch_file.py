@@ -205,7 +205,7 @@ class ScratchFile(_Part):
             return [layout.own_view(flat.untyped_storage(), field) for field in layout.fields]
 
     def share(self, nbytes: int, what: int) -> SharedSegment:
-        """Take a segment with the other ranks, which they take for the same if ``what`` is the same number (Rule 6)."""
+        """Take a segment with the other ranks; ``what``: a number for its purpose, the same on all ranks (Rule 6)."""
         begin, last = self._end, max(0, nbytes - BLOCK)
         self._allocate(begin + last, nbytes - last)  # so that the file has it all; nobody may make it shorter
         self._end = -(-(begin + nbytes) // SEGMENT) * SEGMENT
@@ -230,7 +230,7 @@ class ScratchFile(_Part):
             self._places.pop(one, None)
 
     def divide(self, whole: Tensor, parts: Iterable[Tensor]) -> None:
-        """Find these parts of a tensor from now on, instead of the whole; each has whole blocks of its own."""
+        """Know the places of these parts of a tensor from now on, not the tensor's; each has blocks of its own."""
         begin, place = whole.data_ptr(), self._places.pop(whole.data_ptr())
         for part in parts:
             self._places[part.data_ptr()] = Extent(place.offset + part.data_ptr() - begin, part.nbytes)

@@ -159,7 +159,7 @@ class GradientSlab:
         return aligned(nbytes, self.alignment)
 
     def place_of(self, index: int) -> Tensor | None:
-        """Return the tensor that becomes ``.grad`` where a gradient arrives here; None: it was frozen back then."""
+        """Return what becomes ``.grad`` once a gradient came here; None if its weight was frozen when this was made."""
         slot = self._slots.get(index)
         return None if slot is None else slot.tensor if slot.wide_view is None else slot.wide_view
 

@@ -216,7 +216,7 @@ class SeveralDevices:
 
     @property
     def _machines_expected(self) -> int | None:
-        """The number of machines on which the ranks have to be; None: any."""
+        """The number of machines on which the ranks have to be; None if it may be any."""
         return self._machines
 
     def _take_devices(self, devices: list[torch.device]) -> list[torch.device]:

@@ -55,7 +55,7 @@ class Layout:
         return cls(tuple(fields), end, frozenset(index for index in range(len(fields)) if index in without))
 
     def indices_in(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
-        """List the tensors of which any byte is in these ranges of the buffer, each a first byte and the one after."""
+        """List the tensors with bytes in any of these ranges of the buffer (first byte, byte after the last)."""
         return [
             index
             for index, field in enumerate(self.fields)

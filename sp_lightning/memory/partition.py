@@ -79,7 +79,7 @@ class Unit:
 
     @functools.cached_property
     def parts(self) -> frozenset[int]:
-        """The ids of those of `params` that are parts of wholes: they travel as they are (rule 10)."""
+        """The ids of the parameters that are parts of wholes, which travel in their own types (rule 10)."""
         return frozenset(id(part) for whole in self.wholes for _, part in whole.parts)
 
     @property

@@ -203,7 +203,7 @@ class NarrowGradient(Tensor):
         return made
 
     def widened(self) -> Tensor:
-        """Return the gradient as plain Lightning has it, which is made now if this is the first time."""
+        """Return the gradient in its parameter's type, as plain Lightning has it; the first call makes it."""
         if self.wide is None and (widen := self._widen()) is not None:
             widen()
         if self.wide is None:  # no parameter has it any more, or nothing is streamed
@@ -656,7 +656,7 @@ def finished_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def watch(parameter: nn.Parameter, watcher: DataWatcher) -> None:
-    """Begin to manage a parameter (Rule 1). A subclass of nn.Parameter keeps its class, which may have a meaning."""
+    """Begin to manage a parameter (Rule 1). A subclass of nn.Parameter keeps its class: code may look for it."""
     PARAMETER_NEW.install(_new_plain)
     _watchers[id(parameter)] = watcher
     if type(parameter) is nn.Parameter:

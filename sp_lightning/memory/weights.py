@@ -100,7 +100,7 @@ class Weight:
         return self.buffer, int(self.wire.storage_offset()) * self.wire.itemsize
 
     def check_data(self, data: Tensor, dtype: torch.dtype) -> None:
-        """Raise if this data, which becomes the parameter's within a step, is not as it was, of this type."""
+        """Raise if data given to the parameter in a step has another type than this, or another shape or strides."""
         field = self.host
         if data.shape != field.shape or true_dtype(data) != dtype:
             raise ExactnessError(

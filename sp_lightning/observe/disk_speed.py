@@ -110,7 +110,7 @@ def measure_disks(folders: Sequence[str | os.PathLike[str]], seconds: float) -> 
 
 
 def _together(disks: Sequence[DiskSpeed]) -> DiskSpeed:
-    """Return the speed of a file in stripes over disks that were measured at once, of which the slowest sets it."""
+    """Return the speed of a file in stripes over disks that were measured at once: the slowest disk sets it."""
     count = len(disks)
     return DiskSpeed(
         folder=", ".join(disk.folder for disk in disks),

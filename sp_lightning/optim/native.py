@@ -441,7 +441,7 @@ def _norms(code: ctypes.CDLL, grads: Sequence[Tensor], lanes: int, fused: int, t
 
 
 def _summed(code: ctypes.CDLL) -> tuple[int, int] | None:
-    """Find out how ATen sums the squares of which it takes the root for a norm; None if it is in no known way."""
+    """Find out how ATen sums squares for a norm; return None if it is in no known way."""
     generator = torch.Generator().manual_seed(2)
     grads = []
     for numel in (*range(1, 70), 1000, 1003, 65537):

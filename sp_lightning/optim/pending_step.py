@@ -386,7 +386,7 @@ class PendingStep:
             self._say(AFTER_BACKWARD, self.given_up)
 
     def close(self) -> None:
-        """Forget the optimizer: nothing is pending. Safe twice."""
+        """Forget the optimizer, drop what is queued, and leave the ledger. Safe twice."""
         with self._lock:
             self._takes_units = self._parts.is_open = False
         self.give_back()
@@ -430,7 +430,7 @@ class PendingStep:
             self._guard = None
 
     def promise(self, store: HostCopy, parts: Parts = WHOLE) -> None:
-        """Note a unit to be stepped in these parts when it comes to the thread, and this thread's settings."""
+        """Enter a unit in the ledger, to be stepped in these parts once it is taken; note this thread's settings."""
         self._parts, self._settings = parts, _settings()
         if self._options is None:
             self._options = _options(self.optimizer)

@@ -630,7 +630,7 @@ def piece_lengths(numel: int, threads: int, sharers: int, piece: int) -> tuple[i
 
 
 def _evenly_shared(length: int, threads: int) -> int:
-    """Return the most elements, up to ``length``, of which every thread gets whole vectors."""
+    """Return the most elements, up to ``length``, that threads share without cutting a vector."""
     if length <= GRAIN:
         return length
     sharers = min(threads, length // GRAIN)

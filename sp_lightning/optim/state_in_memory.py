@@ -36,9 +36,9 @@ class StateInMemory:
         """Move the state of one parameter, which was loaded, to where it lies."""
 
     def segment(self, parameter: Tensor, nbytes: int, what: int) -> SharedSegment | None:
-        """Take a segment of the file of all ranks for state of a parameter and those beside it; None: in memory.
+        """Take a segment of the ranks' scratch file for one key of a unit's state; return None if that lies in memory.
 
-        ``what`` is the same number on all ranks, which say by it for what they take the segment.
+        ``what`` is a number for its purpose, the same on all ranks; ``parameter`` is any of the unit's on the disk.
         """
         return None
 

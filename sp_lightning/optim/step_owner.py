@@ -145,7 +145,7 @@ class StepOwner:
     # ---- errors (Rules 4 and 5)
 
     def _state_is_read(self) -> None:
-        """React to a read of the optimizer's state while it is guarded in backward (pending_step.py, Rule 6)."""
+        """Finish the step, as code reads its state; in backward step no unit, or raise if one is submitted (Rule 4)."""
         step = self._current
         assert step is not None
         if not in_backward():

@@ -41,7 +41,7 @@ class RunTimes(NamedTuple):
     reading_s: float
 
     def batch_s(self, accumulate: int) -> float:
-        """Return the mean time of a batch, of which this many are accumulated."""
+        """Return the mean time of a batch where this many are accumulated."""
         return mean_s(self.step_s, self.accumulating_s, accumulate)
 
     def answer_s(self, tokens: int) -> float:
@@ -67,7 +67,7 @@ class Change:
     written_nbytes: int = 0  # by a step, to a disk that the run has with this change alone
 
     def batch_s(self, accumulate: int) -> float:
-        """Return the mean time of a batch, of which this many are accumulated."""
+        """Return the mean time of a batch where this many are accumulated."""
         return mean_s(self.step_s, self.accumulating_s or 0.0, accumulate)
 
     def cost(self, plan: Plan) -> float:
@@ -208,7 +208,7 @@ class Plan:
 
     @property
     def batch_s(self) -> float:
-        """Predicted mean seconds of a batch, of which the last one of those accumulated takes `step_s`."""
+        """Predicted mean seconds of a batch: the last of those that are accumulated takes `step_s`."""
         return mean_s(self.step_s, self.accumulating_s, self.accumulate)
 
     @property

@@ -192,7 +192,7 @@ class _Tower:
         return (self.image // self.patch) ** 2
 
     def settings(self) -> dict[str, int]:
-        """Return the settings by the names of transformers."""
+        """Return the tower's settings, under the names that transformers gives them."""
         return {
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
@@ -283,7 +283,7 @@ class Llava(_Tower):
         return {"input_ids": tokens, "pixel_values": self.noise(batch, generator), "labels": labels}
 
     def tokens(self, parameter: str, batch: int, seq: int) -> int:
-        """Count patches and a class for the tower, patches for the projector, all tokens for the decoder."""
+        """Count patches and a class token in the tower, patches in the projector, all tokens in the decoder."""
         if "vision_tower" in parameter:
             return batch * (self.patches + 1)
         return batch * self.patches if "multi_modal_projector" in parameter else batch * seq

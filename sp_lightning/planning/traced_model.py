@@ -70,7 +70,7 @@ LARGEST_REAL = 2**30  # bytes of weights of a model that may run on the CPU with
 
 @contextlib.contextmanager
 def mesh_of(shards: int) -> Iterator[Any]:
-    """Make a mesh of as many devices with shards of one layer, of which this process is the first, and alone."""
+    """Make a mesh of as many devices with shards of one layer; this process is its first rank, without any other."""
     if torch.distributed.is_initialized():
         allowed = "left out in a process of a group, whose modules are cut: plan one of them"
         raise OptionError(argument="tensor_parallel_size", found=shards, allowed=allowed)
@@ -212,7 +212,7 @@ class TracedModel(PlannedModel):
         return may_move(parameters, self._half() if options.master_weights else None, trace.castable)
 
     def _travelling(self, trace: StepTrace, index: int, options: Options) -> list[Tensor]:
-        """List a unit's weights of which what travels can be on disk."""
+        """List a unit's weights that can travel from the disk."""
         parameters = [parameter for _, parameter in trace.units[index].params]
         moved = self._may_move(trace, index, options)
         return may_travel(parameters, moved, options.master_weights and self._half() is not None)

@@ -51,7 +51,7 @@ class Alone:
         return number
 
     def same_on_all(self, marks: Sequence[object], tensors: Sequence[Tensor]) -> Sequence[bool]:
-        """Return which of these marks of tensors, of which all ranks have as many, are the same on all.
+        """Return which of these marks of tensors are the same on all ranks, each of which has as many.
 
         A mark may be another one on another machine: there the tensors' bytes are compared, but of those without one.
         """
@@ -81,7 +81,7 @@ class Alone:
         self._is_own = gradients.is_own
 
     def close(self) -> None:
-        """Leave weights, gradients and state to their users. The team may begin again, with units made anew."""
+        """Leave weights, gradients and state to the user's objects. The team may begin again, with units made anew."""
 
     def leave(self) -> None:
         """Leave the other ranks for good."""
@@ -110,7 +110,7 @@ class Alone:
     # ---- an optimizer's step
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise an error if an optimizer steps two modules of which each is shared by several ranks."""
+        """Raise an error if an optimizer steps two modules that ranks share."""
 
     def rest(self, optimizer: Optimizer, alone: Rest) -> tuple[list[Group], Any]:
         """Return the groups and the state that an optimizer's own code steps.

@@ -93,14 +93,14 @@ class OneRank:
         """Wait until all ranks have come here as often as this one: before a collective, which would not name them."""
 
     def together(self, what: str | None) -> AbstractContextManager[None]:
-        """Run a collective of torch, which may fail, once all ranks have come to it; None: where they need not meet."""
+        """Run a collective of torch, which may fail; with ``what`` once all ranks have come to it."""
         return contextlib.nullcontext()
 
     def fail(self, because_of_another: bool = False) -> None:
         """Tell the other ranks that this one cannot go on."""
 
     def close(self) -> None:
-        """Leave: this rank's end is no longer news to the others. Safe twice."""
+        """Leave the run: when this rank ends, the others go on. Safe twice."""
 
     def pass_on(self, make: Callable[[], int], what: int = 0) -> int:
         """Return the descriptor that the first rank makes, which all come to have; each caller closes its own.

@@ -44,12 +44,12 @@ class Clipping:
         multiplied_later.add(self)
 
     def close(self) -> None:
-        """Leave the gradients to their users. Safe twice."""
+        """Multiply the gradients that this rank has not multiplied yet, and take no more factors. Safe twice."""
         self.show()
         multiplied_later.discard(self)
 
     def keep(self, parameters: Iterable[Tensor], factor: Tensor, references: int) -> list[Tensor]:
-        """Store a factor for these parameters' gradients; return those of which they are multiplied at once."""
+        """Store a factor for these parameters' gradients; return the parameters whose gradients are multiplied now."""
         of_units: defaultdict[HostCopy, list[int]] = defaultdict(list)
         at_once: list[Tensor] = []
         for parameter in parameters:

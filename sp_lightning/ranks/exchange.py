@@ -115,7 +115,7 @@ class StepsOfUnits(Protocol):
         """Return what says how this rank would step a unit, which it posts; 0 if it would not."""
 
     def summed(self, store: HostCopy, indices: Sequence[int]) -> None:
-        """Have a unit stepped of which this rank has summed its part, and all ranks posted the same mark."""
+        """Have a unit stepped: this rank has summed its part, and all ranks posted the same mark."""
 
 
 class _Sums:
@@ -541,7 +541,7 @@ class Exchange:
         self.board.post(self._firsts[store] + index, (place * len(TYPES) + TYPES.index(grad.dtype)) * 4 + AT + used)
 
     def _post_rest(self, backward: _Backward) -> None:
-        """Post what lies in ``.grad`` alone, or "none", for each parameter of which nothing was posted (Rules 1 and 5).
+        """Post ``.grad``, or "none", for each parameter that was not posted in this backward (Rules 1 and 5).
 
         A name for a gradient that outlived this would count as user code's reference to it (Rule 3).
         """
@@ -557,7 +557,7 @@ class Exchange:
                         self._post(backward, store, index, None, grad)
 
     def end_backward(self) -> None:
-        """Note that this rank's backward has ended: others wait for its gradients no longer (Rule 8)."""
+        """Note that this rank's backward has ended: others no longer wait for its gradients (Rule 8)."""
         self._stand(ENDED)
 
     def finish(self) -> None:
@@ -645,7 +645,7 @@ class Exchange:
         return {index for index, seen in zip(indices, traces, strict=True) if seen == _own_traces(True, references)}
 
     def unreferenced(self) -> Callable[[HostCopy, int], bool]:
-        """Return what says of a mean gradient whether only the parameter refers to it, as it is now."""
+        """Return a function that says whether only a parameter refers to its mean gradient, as of now."""
 
         @functools.cache
         def unseen(store: HostCopy) -> set[int]:

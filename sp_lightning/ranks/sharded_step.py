@@ -170,7 +170,7 @@ class Owners:
         return type(optimizer) in ELEMENTWISE
 
     def stores_of(self, parameters: Iterable[Tensor]) -> set[HostCopy]:
-        """Find the units of which these parameters are."""
+        """Find the units that have these parameters."""
         return {self._places[id(parameter)][0] for parameter in parameters if id(parameter) in self._places}
 
     def begin(self, optimizer: Optimizer, gradients: Alike) -> OwnParts:
@@ -237,7 +237,7 @@ class Owners:
             self._early.summed(store, indices)
 
     def all_summed(self) -> None:
-        """Note that the exchange of the backward is over: no unit comes to be stepped beside it any more."""
+        """Note that the exchange of the backward is over: no other unit is stepped beside it."""
         if self._early is not None:
             self._early.all_summed()
 
@@ -559,7 +559,7 @@ class Owners:
         return None if any(posted[rank] < last - 1 for rank in given_up) else optimizer
 
     def close(self) -> None:
-        """Leave state to the optimizers that have it. Safe twice."""
+        """Forget the slabs of state: the optimizers' tensors keep them. Safe twice."""
         self._slabs.clear()
         self._early = None
 
@@ -680,7 +680,7 @@ class EarlyParts(Parts):
         """Do nothing: where all are is known once they come to the step itself."""
 
     def all_summed(self) -> None:
-        """Note that no unit comes any more: of those on which not all agreed nobody steps a part."""
+        """Note that no other unit comes. Where ranks did not agree on a unit, none of them steps a part of it."""
         self.promised = {store: self.promised[store] for store in self._agreed}
         self.is_open = False
 

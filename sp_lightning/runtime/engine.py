@@ -129,7 +129,7 @@ class Engine:
             return any(store.was_reshaped for store in self._with_data())
 
     def _with_data(self) -> Iterator[HostCopy]:
-        """Yield the units' stores, but for those of which a deferred step replaced the data itself."""
+        """Yield the units' stores, but for those being stepped: their parameters may be vacant (pending_step.py)."""
         return (unit.store for unit in self.units if unit.store not in self.access.steps)
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
@@ -345,11 +345,11 @@ class Engine:
                 saved = self.saved.offload.end()
         else:
             output = call(*args, **kwargs)
-        self._announce(unit, saved, output)
+        self._hook_outputs(unit, saved, output)
         return output
 
     @never_compiled
-    def _announce(self, unit: StreamedUnit, saved: list[OffloadedTensor], output: Any) -> None:
+    def _hook_outputs(self, unit: StreamedUnit, saved: list[OffloadedTensor], output: Any) -> None:
         """Have the unit fetched as soon as backward arrives at any of its outputs (Rule 3)."""
 
         def before_backward(_grads: Any) -> None:

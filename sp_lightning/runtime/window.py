@@ -223,7 +223,7 @@ class Window:
 
     @never_compiled
     def collect_from_borrowed(self) -> None:
-        """Write back what code wrote to borrowed weights; forget the units of which no view is left."""
+        """Write back what code wrote to borrowed weights; forget the units to which no view is left."""
         self.collect_writes(self.borrowed)
         with quietly():
             self.borrowed = {unit for unit in self.borrowed if unit.stand_ins.may_be_written()}

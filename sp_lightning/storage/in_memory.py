@@ -36,7 +36,7 @@ class Sharers(Protocol):
         """Return the least of the numbers with which all ranks come here."""
 
     def same_on_all(self, marks: Sequence[object], tensors: Sequence[Tensor]) -> Sequence[bool]:
-        """Return which of these marks of tensors, of which all ranks have as many, are the same on all.
+        """Return which of these marks of tensors are the same on all ranks, each of which has as many.
 
         A mark may be another one on another machine: there the tensors' bytes are compared, but of those without one.
         """

@@ -240,7 +240,7 @@ class _CountingDevice(Device):
         self.tracker.visits[-1].other_nbytes += 2 * nbytes  # read and written, by a copy that the host asks for
 
     def shrink(self, storage: torch.UntypedStorage) -> None:
-        """Free packed gradients, or a unit that is loaded anew in another type, which is not counted."""
+        """Free memory, and count that of packed gradients; a unit's is not counted (`device_bytes`)."""
         if storage_id(storage) in self._packed:
             self._packed.remove(storage_id(storage))
             self.tracker.change(GRADIENTS, -storage.nbytes())
@@ -321,4 +321,4 @@ class _NeverExposed(list[bool]):
     """A mark that stays False: nothing can compare weights without data with their host copies."""
 
     def __setitem__(self, *_: Any) -> None:
-        """Leave it as it is."""
+        """Ignore what is set."""

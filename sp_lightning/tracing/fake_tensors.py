@@ -487,7 +487,7 @@ def unknown_numbers_are_one(where: Callable[[], bool]) -> Iterator[None]:
 
 
 def without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor of which nothing is known from here on: memory that is allocated, and not written yet."""
+    """Return a tensor whose values are unknown from here on: memory that is allocated, and not written yet."""
     if (attributes := getattr(_here, "attributes", None)) is not None:  # else tensors have data
         attributes.forget(tensor)
     return tensor
