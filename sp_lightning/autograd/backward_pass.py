@@ -73,8 +73,8 @@ class BackwardPass:
         if graph_task() != self._task:
             return False
         self._complete.add(unit)
-        whole = not unit.stand_ins.full_precision.gradients_split and all(map(_requires_grad, unit.store.params))
-        return whole and not unit.store.is_shared() and unit in self._never_revisited
+        has_all = not unit.stand_ins.full_precision.gradients_split and all(map(_requires_grad, unit.store.params))
+        return has_all and not unit.store.is_shared() and unit in self._never_revisited
 
     def needs_unit(self, unit: StreamedUnit) -> bool:
         """Record that backward needs the unit; return whether its gradients were complete before (Rule 1)."""

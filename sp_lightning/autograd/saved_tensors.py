@@ -76,7 +76,7 @@ class SavedWeight(NamedTuple):
     @classmethod
     def of(cls, unit: StreamedUnit, tensor: Tensor) -> SavedWeight:
         """Note the place of a tensor: a weight of the unit, or a view of one."""
-        store, stand_ins, whole = unit.store, unit.stand_ins, is_stand_in(tensor)
+        store, stand_ins, is_weight = unit.store, unit.stand_ins, is_stand_in(tensor)
         place = tensor
         if is_stand_in(tensor):
             index = store.index_of[id(tensor.host)]
@@ -97,7 +97,7 @@ class SavedWeight(NamedTuple):
             true_version(stand_ins.outputs[index]),
             stand_ins.build,
             store.memory,
-            None if whole and index not in store.autocast else store.saved_bytes(index),
+            None if is_weight and index not in store.autocast else store.saved_bytes(index),
         )
 
     def tensor(self) -> Tensor:

@@ -164,7 +164,7 @@ class Parts:
         """Note that a unit's parameters have their data again."""
 
 
-WHOLE = Parts()
+ALL_PARTS = Parts()
 
 
 class HostThread:
@@ -288,7 +288,7 @@ class PendingStep:
         self._jobs: list[Future[None]] = []  # to be waited for
         self._deferred: dict[HostCopy, _Unit] = {}
         self._failed = False
-        self._parts = WHOLE  # that this process steps (Rule 10)
+        self._parts = ALL_PARTS  # that this process steps (Rule 10)
         self._writes = False  # since the thread stepped a parameter
         self.has_ended = False  # but for what is deferred: the optimizer's own step returned
         self._leaving = False  # the thread ends with the part that it is at (Rule 3)
@@ -397,7 +397,7 @@ class PendingStep:
         self._left((*self._deferred, *self.submitted))
         _cancel(self._queue)
         self._queue, self._deferred = [], {}
-        self._parts = WHOLE
+        self._parts = ALL_PARTS
         self.params = self.stepped = set()
 
     def _left(self, stores: Iterable[HostCopy]) -> None:
@@ -429,7 +429,7 @@ class PendingStep:
             self._guard.give_back()
             self._guard = None
 
-    def promise(self, store: HostCopy, parts: Parts = WHOLE) -> None:
+    def promise(self, store: HostCopy, parts: Parts = ALL_PARTS) -> None:
         """Enter a unit in the ledger, to be stepped in these parts once it is taken; note this thread's settings."""
         self._parts, self._settings = parts, _settings()
         if self._options is None:

@@ -22,7 +22,7 @@ from ..memory.access import Access
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy, OwnSlab, Slab
 from ..memory.partition import Unit
-from ..optim.pending_step import WHOLE, IsOwn, Parts
+from ..optim.pending_step import ALL_PARTS, IsOwn, Parts
 from ..optim.pieces import Group
 from ..optim.state_in_memory import StateInMemory
 from .board import ONE_RANK, OneRank
@@ -117,7 +117,7 @@ class Alone:
 
         ``alone`` finds them, having deferred what this process may step later.
         """
-        return alone(optimizer, self._is_own, WHOLE)
+        return alone(optimizer, self._is_own, ALL_PARTS)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """End a step that was cut, before hooks of the user's read what other ranks have stepped."""

@@ -16,14 +16,14 @@
    accumulates a parameter's gradient after the unit's came, and gets that as well, to be one summand as in a plain run.
 6. Owners sum on a thread of their own beside backward, unit by unit: those that all ranks have posted, and of which
    nothing more comes. Autograd comes to a parameter's leaf once in a backward, after all parts of its gradient. So a
-   unit is *whole* once it has come to all of its leaves with nothing to accumulate. A nested backward (a reentrant
-   checkpoint) brings parts; what it reaches is summed at the end, as is all else that is not whole. A second backward
-   that brings more of a whole unit in the same exchange is an error, as it is under DDP.
+   unit is *complete* once it has come to all of its leaves with nothing to accumulate. A nested backward (a reentrant
+   checkpoint) brings parts; what it reaches is summed at the end, as is every unit that is not complete. A second
+   backward that brings more of a complete unit in the same exchange is an error, as it is under DDP.
 7. A reentrant backward may bring a unit's gradients several times: each is added to what was posted before.
 8. Gradients exist once, but for those on their way: at most those of `AHEAD` units in each rank's box. A rank that is
    further ahead posts what has arrived, and then waits until owners have summed more. It waits only for ranks that go
    on: none that waits here itself, or whose backward has ended, so no order of units can hang the ranks. Beyond that
-   number boxes hold only units that are not whole before the end of backward. Where several models are streamed, one
+   number boxes hold only units that are not complete before the end of backward. Where several models are streamed, one
    backward may exchange for all of them, and a rank would not see that another one waits for a unit of another model:
    there no rank waits.
 9. A rank in its backward may wait for this one where nothing on the board says so: in a collective of the user's, as
@@ -40,11 +40,11 @@
     shares of all its units before it waits for any. For 2^n ranks on each node the two trees are the one of Rule 2.
 12. What was sent cannot be taken back: after a backward that failed in between, nodes would add sums of different
     ones. So no backward follows one that failed once nodes had begun to sum.
-13. Before a rank posts a whole unit it posts a *mark*, which says how it would step that beside backward; 0: it would
-    not. An owner has its part stepped once it has summed it, if all ranks have posted the same mark. So all owners of a
-    unit decide alike, and by what each knew when it posted the unit (sharded_step.py, Rule 6). With several nodes that
-    mark, or 0 if a node's ranks posted others, goes to the rail with the shares, and a part is stepped once all sums of
-    it have come, if the marks of all nodes are the same.
+13. Before a rank posts a complete unit it posts a *mark*, which says how it would step that beside backward; 0 says
+    that it would not. An owner has its part stepped once it has summed it, if all ranks have posted the same mark. So
+    all owners of a unit decide alike, and by what each knew when it posted the unit (sharded_step.py, Rule 6). With
+    several nodes that mark, or 0 if a node's ranks posted others, goes to the rail with the shares, and a part is
+    stepped once all sums of it have come, if the marks of all nodes are the same.
 """
 
 from __future__ import annotations
@@ -153,11 +153,11 @@ class _Backward:
         self.task = task  # autograd's number of it, if it is known: nested ones have others (Rule 6)
         self.has_any = False  # whether it made gradients
         self.under_way: list[tuple[HostCopy, Arriving, Sequence[Place]]] = []
-        # By a parameter's id, what ``.grad`` was, and what came; None once the unit is whole.
+        # By a parameter's id, what ``.grad`` was, and what came; None once the unit is complete.
         self.posted: dict[int, tuple[Tensor | None, Tensor] | None] = {}
         self.came: defaultdict[HostCopy, set[int]] = defaultdict(set)  # indices of the parameters that were posted
         self.passed: defaultdict[HostCopy, set[int]] = defaultdict(set)  # of those to whose leaves autograd came
-        self.whole: dict[HostCopy, None] = {}  # units that may be summed beside backward (Rule 6)
+        self.complete: dict[HostCopy, None] = {}  # units that may be summed beside backward (Rule 6)
         self.shown: dict[HostCopy, list[int]] = {}  # units that were, with the parameters that any rank reached
         self.begun: dict[HostCopy, _Crossing] = {}  # units that this node has summed, and sends (Rule 11)
         self.lent: list[tuple[HostCopy, Tensor]] = []  # regions that owners have not summed
@@ -245,14 +245,14 @@ class Exchange:
             if grad is None:
                 if backward.task is not None and graph_task() == backward.task:
                     backward.passed[store].add(index)
-                    self._look_whether_whole(backward, store)
+                    self._sum_if_complete(backward, store)
                 return None
             backward.has_any = True
             while any(of is store and index in [at for at, *_ in places] for of, _, places in backward.under_way):
                 self._post_next(backward)
             if id(parameter) not in backward.posted:
                 return None
-            self._check_not_whole(backward, store)
+            self._check_not_complete(backward, store)
             posted = backward.posted.pop(id(parameter))
             assert posted is not None
             before, came = posted
@@ -417,15 +417,15 @@ class Exchange:
         return missing and (exchange != self._count or until < summed)  # else it waits, and has no reason to wake up
 
     def _reclaim(self, backward: _Backward) -> list[HostCopy]:
-        """Give back the regions of units that all owners have summed; return the whole units that they have not."""
+        """Give back the regions of units that all owners have summed; return the complete units that they have not."""
         held: list[HostCopy] = []
         kept: list[tuple[HostCopy, Tensor]] = []
         for store, region in backward.lent:
-            if store in backward.whole and self._all_at(self._done[store]):
+            if store in backward.complete and self._all_at(self._done[store]):
                 self.box.give_back(region)
                 continue
             kept.append((store, region))
-            if store in backward.whole:
+            if store in backward.complete:
                 held.append(store)
         backward.lent = kept
         return held
@@ -434,9 +434,9 @@ class Exchange:
         """Whether all ranks posted the number of this exchange."""
         return all(self.board.read(rank, number) == self._count for rank in range(self._ranks.size))
 
-    def _check_not_whole(self, backward: _Backward, store: HostCopy) -> None:
-        """Raise ExactnessError if gradients of a whole unit came again (Rule 6)."""
-        if store in backward.whole:
+    def _check_not_complete(self, backward: _Backward, store: HostCopy) -> None:
+        """Raise ExactnessError if gradients of a complete unit came again (Rule 6)."""
+        if store in backward.complete:
             raise ExactnessError(
                 f"gradients of {store.unit.name} came again after autograd was done with its weights: the ranks may "
                 "have summed the first ones; run one backward for each exchange, or set optimizer_overlap=False"
@@ -459,7 +459,7 @@ class Exchange:
     def _post_next(self, backward: _Backward) -> None:
         """Post the gradients that have been under way longest (Rule 1)."""
         store, arriving, arrived = backward.under_way.pop(0)
-        self._check_not_whole(backward, store)
+        self._check_not_complete(backward, store)
         arriving.wait()
         self._keep_old(backward, store)
         for index, region, grad in arrived:
@@ -470,12 +470,12 @@ class Exchange:
             backward.posted[id(parameter)] = before, grad
             self._post(backward, store, index, region, _sum_of(before, grad))
             backward.came[store].add(index)
-        self._look_whether_whole(backward, store)
+        self._sum_if_complete(backward, store)
 
-    def _look_whether_whole(self, backward: _Backward, store: HostCopy) -> None:
+    def _sum_if_complete(self, backward: _Backward, store: HostCopy) -> None:
         """Have a unit summed beside backward if nothing more comes of it on this rank (Rule 6)."""
         came, passed = backward.came.get(store), backward.passed[store]
-        if came is None or not came <= passed or store in backward.whole or not self.overlaps:
+        if came is None or not came <= passed or store in backward.complete or not self.overlaps:
             return
         trained = {index for index, parameter in enumerate(store.params) if parameter.requires_grad}
         rest = [index for index in range(len(store.params)) if index not in came]
@@ -489,7 +489,7 @@ class Exchange:
             backward.posted[id(store.params[index])] = None  # a reference to a slot would keep it from further use
         self.board.post(self._marks[store], self.steps.mark(store))
         self.board.post(self._units[store], self._count)
-        backward.whole[store] = None
+        backward.complete[store] = None
         if backward.job is None:
             backward.job = self._thread.submit(self._sum_beside, backward)
 
@@ -497,7 +497,7 @@ class Exchange:
         """Sum units that all ranks have posted, on the thread (Rule 6)."""
         while True:
             is_last = backward.all_posted
-            left = [store for store in list(backward.whole) if not self._is_summed(backward, store)]
+            left = [store for store in list(backward.complete) if not self._is_summed(backward, store)]
             found = [store for store in left if self._all_at(self._units[store])]
             for store in found:
                 mark = self._common_mark(store)
@@ -512,7 +512,7 @@ class Exchange:
                 time.sleep(PAUSE_S)
 
     def _common_mark(self, store: HostCopy) -> int:
-        """Return the mark of a whole unit that all ranks of this node posted; 0 if there is none (Rule 13)."""
+        """Return the mark of a complete unit that all ranks of this node posted; 0 if there is none (Rule 13)."""
         marks = {self.board.read(rank, self._marks[store]) for rank in range(self._ranks.size)}
         return marks.pop() if len(marks) == 1 else 0
 
@@ -548,7 +548,7 @@ class Exchange:
         for store in self.stores:
             self._keep_old(backward, store)
             for index, parameter in enumerate(store.params):
-                if store not in backward.whole and id(parameter) not in backward.posted:
+                if store not in backward.complete and id(parameter) not in backward.posted:
                     grad = true_grad(parameter)
                     if grad is None:
                         used = USED if id(parameter) in self._used else NONE
@@ -670,7 +670,7 @@ class Exchange:
     def _sum_unit(self, backward: _Backward, store: HostCopy, mark: int = 0) -> None:
         """Sum what this rank owns of a unit's gradients; with several nodes, send each its share (Rule 11).
 
-        ``mark``: the one that this node's ranks have posted, of a whole unit.
+        ``mark``: the one that this node's ranks have posted, of a complete unit.
         """
         # Sums of gradients that no rank of this node has reached: if none of another one has, the mean stays.
         apart: dict[int, Tensor] = {}

@@ -512,7 +512,7 @@ class Owners:
             if not moved:
                 self._progress.post(0, 2 * self._steps)
             self.wait(self.units, self._steps)
-            self._faces.are_true()
+            self._faces.note_all_true()
         for piece in moved:  # perhaps to the face of another one's place, and all beside it is stepped now
             true_data(piece.parameter).copy_(piece.data)
             torch.autograd.graph.increment_version(piece.parameter)
@@ -539,9 +539,9 @@ class Owners:
             missing = functools.partial(self.missing, store, step)
             self._ranks.wait_beside(missing, "their parts of an optimizer's step")
 
-    def is_true(self, store: HostCopy) -> None:
-        """Note that a unit's face is equal to the truth: all ranks have stepped it, and it was hidden meanwhile."""
-        self._faces.is_true(store)
+    def note_true(self, store: HostCopy) -> None:
+        """Note that a unit's face is equal to the truth: it was hidden until all ranks had stepped the unit."""
+        self._faces.note_true(store)
 
     def check_deferrable(self) -> None:
         """Raise CannotDefer if this rank still has pages of its own of the state (Rule 5)."""
@@ -632,7 +632,7 @@ class OwnParts(Parts):
         self._owners.wait([store], self._step)
 
     def done(self, store: HostCopy) -> None:
-        self._owners.is_true(store)
+        self._owners.note_true(store)
 
 
 class EarlyParts(Parts):

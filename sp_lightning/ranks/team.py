@@ -118,7 +118,7 @@ class Team(Alone):
         self.clipping = Clipping(self.ranks, self.exchange, stores, access)
         self.owners = Owners(self.ranks, self.exchange, self.faces, self.clipping, stores, state)
         self.exchange.steps = self.owners
-        self.faces.are_true()
+        self.faces.note_all_true()
         _teams.add(self)
 
     def close(self) -> None:

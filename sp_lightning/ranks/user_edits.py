@@ -146,7 +146,7 @@ class Faces:
         here = Alike("came to different places", f"came to {place}", place.encode())
         self._compare([here, weights, in_files, *self._bytes_between_nodes(written, names), *others])
         if not written:
-            self.are_true()
+            self.note_all_true()
             return
         for store, pages in written.items():
             shared = self.slabs[store]
@@ -166,7 +166,7 @@ class Faces:
         self._board.meet()  # a rank that found a difference ends here, before the others give up their bytes
         for store, pages in written.items():
             self.slabs[store].drop(pages)
-        self.are_true()
+        self.note_all_true()
 
     def _bytes_between_nodes(self, written: Mapping[HostCopy, list[SlabRange]], names: Sequence[str]) -> list[Alike]:
         """Describe the bytes that this rank wrote, where other nodes settle them by themselves (Rule 7)."""
@@ -193,12 +193,12 @@ class Faces:
         mark = int.from_bytes(hashlib.sha256(digest).digest()[:7], "big")
         return self._board.alike(mark)
 
-    def are_true(self) -> None:
+    def note_all_true(self) -> None:
         """Note that all faces are equal to the truth."""
         for store in self._homes:
-            self.is_true(store)
+            self.note_true(store)
 
-    def is_true(self, store: HostCopy) -> None:
+    def note_true(self, store: HostCopy) -> None:
         """Note that a unit's face is equal to the truth."""
         self._homes[store].settled = store.stamp()
 

@@ -474,16 +474,16 @@ def after_a_step_that_failed(where: str) -> str:
             if rank == 0 and where == "settle":
                 owners, faces = handle.team.owners, handle.team.faces
 
-                are_true = faces.are_true
+                note_all_true = faces.note_all_true
 
                 def fail_at_the_end() -> None:
                     if owners._progress.read(0, 0) < 2:
-                        return are_true()
+                        return note_all_true()
                     while owners._progress.read(1, 0) < 2:
                         time.sleep(0.01)
                     return fail()
 
-                patch.setattr(faces, "are_true", fail_at_the_end)
+                patch.setattr(faces, "note_all_true", fail_at_the_end)
             optimizer.step()
     try:
         optimizer.step()
