@@ -12,8 +12,9 @@
 5. Before a step the ranks also compare what else has to be alike for it, since each steps a part: what user code wrote
    to gradients and to the state, and the options of the optimizer. One number of each rank is compared; once it
    differs, they find out by which of these.
-6. A weight in a file (disk/homes.py) has no face: a rank has the file's bytes, or what it wrote. So what differs from
-   the file is compared, too, once a stamp says that somebody may have written.
+6. A weight in a file (disk/homes.py) has no face: a rank has the file's bytes, or what it wrote. A weight that user
+   code gave other data (``p.data = ...``) is each rank's own. So what differs from the file, or from what the ranks
+   share, is compared, too, once a stamp says that somebody may have written.
 7. Nodes have equal copies of the weights, and each settles its own. So with several nodes all compare before that what
    they wrote as well, of which each node's ranks convince themselves as above.
 """
@@ -32,7 +33,8 @@ from torch import Tensor
 
 from ..errors import ExactnessError
 from ..memory.host_copy import HostCopy
-from ..memory.layout import Field
+from ..memory.layout import Field, in_order
+from ..memory.watched_parameters import true_data
 from ..memory.weights import same_bytes
 from .board import Board, Ranks
 from .shared_memory import SharedHome, SlabRange
@@ -103,7 +105,7 @@ class Faces:
     def __init__(self, ranks: Ranks, board: Board, homes: Mapping[HostCopy, SharedHome]) -> None:
         self._ranks, self._board, self._homes = ranks, board, homes
         self.slabs = {store: home.slab for store, home in homes.items()}
-        self._left: dict[str, bytes] = {}  # digests of weights that are not as their files have them, by name
+        self._left: dict[str, bytes] = {}  # digests of weights that are not as their homes have them, by name
 
     def written(self) -> dict[HostCopy, list[SlabRange]]:
         """Find what this rank wrote since it was settled last (Rule 4)."""
@@ -111,17 +113,24 @@ class Faces:
         for store in self._homes:
             if self._may_differ(store):
                 found[store] = self.slabs[store].changed()
-                self._look_at_files(store)
+                self._look_outside(store)
         return {store: pages for store, pages in found.items() if pages}
 
-    def _look_at_files(self, store: HostCopy) -> None:
-        """Note which weights of a unit are not as their files have them (Rule 6)."""
-        for home in store.files:
-            changed = home.changed()
-            for index in home.indices:
-                self._left.pop(store.names[index], None)
-                if index in changed:
-                    self._left[store.names[index]] = hashlib.sha256(changed[index].numpy().data).digest()
+    def _look_outside(self, store: HostCopy) -> None:
+        """Note which weights of a unit are not as their files, or the shared memory, have them (Rule 6)."""
+        filed = {index for home in store.files for index in home.indices}
+        found = {index: data for home in store.files for index, data in home.changed().items()}
+        for index, (parameter, field) in enumerate(zip(store.params, store.host_layout.fields, strict=True)):
+            self._left.pop(store.names[index], None)
+            if index in filed or store.at_home(index):
+                continue
+            data, truth = true_data(parameter), flat(self.slabs[store].truth, field, slice(None))
+            alike = (data.shape, data.dtype) == (field.shape, field.dtype)
+            mine = in_order(data, field) if alike else data.contiguous().view(-1)
+            if not (alike and same_bytes(mine, truth)):
+                found[index] = mine.view(torch.uint8)
+        for index, data in found.items():
+            self._left[store.names[index]] = hashlib.sha256(data.numpy().data).digest()
 
     def _may_differ(self, store: HostCopy) -> bool:
         """Whether user code may have written to the face since it was last equal to the truth (Rule 4)."""
@@ -142,9 +151,9 @@ class Faces:
         names = [name for store, pages in written.items() for name in _names(store, pages)]
         weights = Alike("wrote to different parameters", f"wrote {listed(names)}", lists.encode())
         wrote, digests = f"wrote {listed(list(self._left))}", repr(sorted(self._left.items())).encode()
-        in_files = Alike("wrote different values to weights that are in files", wrote, digests)
+        outside = Alike("wrote different values to weights that have other data or are in files", wrote, digests)
         here = Alike("came to different places", f"came to {place}", place.encode())
-        self._compare([here, weights, in_files, *self._bytes_between_nodes(written, names), *others])
+        self._compare([here, weights, outside, *self._bytes_between_nodes(written, names), *others])
         if not written:
             self.note_all_true()
             return

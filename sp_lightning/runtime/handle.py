@@ -257,6 +257,8 @@ class Handle:
         )
         if changed or (known is not None and between_steps and known.runs_other_code()):
             log.info("superpipeline: the module's parameters or classes changed; its units are made anew")
+            if known is not None:
+                self.team.settle()  # else what another rank than the first wrote would be lost
             self._fingerprint = None
             self._detach()
             try:

@@ -67,6 +67,10 @@ SAID = {
     "group of one rank": r"wrote different optimizer state.*rank 1 has .* of net\.blocks\.0\.up\.weight .* in group 0",
     "rate of one rank": r"gave their optimizers different options.*rank 1 steps with lr=\[0\.02",
     "cleared gradient of one rank": "changed gradients in different ways",
+    "other data on each rank": r"wrote different values to weights that have other data.*wrote net\.stem\.weight",
+    "other data of frozen weights": r"wrote different values to weights that have other data",
+    "other data that one rank writes": r"wrote different values to weights that have other data",
+    "weights of one rank, other units": r"wrote to different parameters since.*rank 1 wrote net\.stem\.weight",
 }
 GRADIENT = r"changed gradients in different ways since.*rank 1 changed net\.stem\.weight"
 

@@ -352,6 +352,44 @@ class MovesToAnotherGroupOnOneRank(Plain):
             second.insert(0, first.pop())
 
 
+class GivesOtherDataOnEachRank(Plain):
+    """Gives a weight, which may be frozen, other data with other values on each rank."""
+
+    trains = True
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        weight = self.net.stem.weight.requires_grad_(self.trains)
+        if batch_index == 1:
+            weight.data = weight.data * (1 + self.global_rank)
+
+
+class GivesOtherDataToFrozenWeights(GivesOtherDataOnEachRank):
+    trains = False
+
+
+class WritesToOtherDataOnOneRank(Plain):
+    """Gives a weight other data on every rank, and writes to that on the second rank alone."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        weight = self.net.stem.weight
+        if batch_index == 1:
+            weight.data = weight.data.clone()
+        if batch_index == 2 and self.global_rank == 1:
+            weight.mul_(2)
+
+
+class EditsBeforeAnotherStructure(Plain):
+    """The second rank alone writes to a weight, before another one is registered on every rank."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        if batch_index == 1:
+            if self.global_rank == 1:
+                self.net.stem.weight.mul_(2)
+            self.net.late = nn.Parameter(torch.zeros(3))
+
+
 class RateOfOneRank(Plain):
     def on_train_batch_end(self, *args: Any) -> None:
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 1 + self.global_rank
@@ -801,6 +839,10 @@ MISTAKES = {
     "rate of one rank": Feature(RateOfOneRank),
     "group of one rank": Feature(MovesToAnotherGroupOnOneRank),
     "cast state of one rank": Feature(WritesCastStateOnOneRank, settings={"batches": 6}),
+    "other data on each rank": Feature(GivesOtherDataOnEachRank),
+    "other data of frozen weights": Feature(GivesOtherDataToFrozenWeights),
+    "other data that one rank writes": Feature(WritesToOtherDataOnOneRank),
+    "weights of one rank, other units": Feature(EditsBeforeAnotherStructure),
     **{
         f"{what}, {kernels}": Feature(functools.partial(module, **{kernels: True}))
         for what, module in {
