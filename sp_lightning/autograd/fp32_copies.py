@@ -146,7 +146,7 @@ class FullPrecisionCopies:
     def refresh(self) -> bool:
         """Give old copies that other code refers to the bytes that their weights have now (Rule 3).
 
-        True: there are some, and it has to be done again.
+        Return True if there are any: then it has to be done again.
         """
         self.collect_writes()
         self.old_copies = [copy for copy in self.old_copies if shares_storage(copy.data)]

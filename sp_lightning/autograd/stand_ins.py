@@ -148,7 +148,7 @@ class StandIns:
     def refresh(self) -> bool:
         """Make the stand-ins if there are none, or if ``requires_grad`` of a parameter changed (Rule 3).
 
-        True: it changed, so other parameters train than before.
+        Return True if it changed: then other parameters train than before.
         """
         trainable = list(map(_requires_grad, self.hosts))
         changed = trainable != self._trainable and bool(self._trainable)

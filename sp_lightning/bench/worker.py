@@ -32,7 +32,7 @@ Report = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
-    """Do one job."""
+    """Do the job that is read from standard input, and report on standard output."""
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     with os.fdopen(os.dup(1), "w", buffering=1) as replies:
         os.dup2(2, 1)  # standard output is for reports alone

@@ -172,7 +172,7 @@ set_class: Callable[[object, type], None] = vars(object)["__class__"].__set__
 
 
 def consists_of_tensors(tensor: Tensor) -> bool:
-    """Whether a tensor's attributes in Python are its values."""
+    """Whether a tensor's values lie in other tensors, which are its attributes."""
     return hasattr(type(tensor), FLATTEN)
 
 

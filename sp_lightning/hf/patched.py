@@ -11,7 +11,7 @@ from ..errors import MissingExtraError
 
 
 def names_of_accelerate(feature: str) -> ModuleType:
-    """Return the module of accelerate's names; an error says what a feature needs that is not installed."""
+    """Return the module of accelerate's names; raise MissingExtraError for this feature if it is not installed."""
     try:
         from ..compat import accelerate as names
     except ModuleNotFoundError as error:

@@ -353,7 +353,7 @@ def _new_file(path: str) -> Iterator[IO[bytes]]:
 
 
 def _nameless_file(folder: str) -> IO[bytes] | None:
-    """Open a file in this folder that has no name, or None where there is no such thing."""
+    """Open a file without a name in this folder; return None if its filesystem has no such files."""
     with contextlib.suppress(AttributeError, OSError):
         file = os.fdopen(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), "w+b")
         if os.path.exists(_by_number(file)):

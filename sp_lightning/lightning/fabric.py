@@ -179,7 +179,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def precision(self) -> FabricPrecision:
         """The precision plugin; with master weights, one that leaves parameters in FP32.
 
-        What Fabric wrapped asks for it first when it is called: a copy begins to stream."""
+        A module that Fabric set up reads this first when it is called: then a deep copy of one begins to stream."""
         while self._copies:
             if self.is_distributed:
                 raise UnsupportedError(
@@ -240,9 +240,9 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         return RankedModule(module, self) if self.is_distributed else module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Set up an optimizer as the base class does, if its budget and its disk have room for its state.
+        """Set up an optimizer as the base class does, if host budget and disk have room for its state.
 
-        A budget has to have room for all of the module's, and the disk for all that were set up.
+        Each has to have room for the state of the optimizers that were set up before, too.
         """
         states = []
         for handle in self.handles:

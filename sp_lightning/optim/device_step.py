@@ -611,7 +611,7 @@ def _within(tensors: Iterable[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
 
 
 def _stays(key: str, value: Tensor) -> bool:
-    """Whether a tensor of the state is on the host where torch's code reads it (Rule 3)."""
+    """Whether torch's code reads a tensor of the state on the host, where it stays (Rule 3)."""
     return key in SCALARS and value.dtype in (torch.float32, torch.float64)
 
 

@@ -209,11 +209,11 @@ class Library:
         self.failure = ""
 
     def steps(self, optimizer: Optimizer, group: Group) -> bool:
-        """Return whether code with torch's bits is at hand for this group; if that is not known, begin to find out."""
+        """Whether code with torch's bits may step this group. If that is not known, begin to find out."""
         return not self.why_not(optimizer, group)
 
     def why_not(self, optimizer: Optimizer, group: Group) -> str:
-        """Say why no such code is at hand, or nothing if it is; if that is not known, begin to find out."""
+        """Say why no such code may step this group; empty if it may. If that is not known, begin to find out."""
         recipe = RECIPES[type(optimizer)]
         options = {name: group[name] for name in recipe.options}
         key = (type(optimizer), *map(repr, options.values()))

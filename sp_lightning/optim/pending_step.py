@@ -444,7 +444,7 @@ class PendingStep:
     def take(self, store: HostCopy, gradients: Arriving) -> None:
         """Have a promised unit stepped, and its wire copies converted, when its gradients have arrived.
 
-        On any thread, and unless the step failed.
+        Any thread may call this. It does nothing once the step failed.
         """
         timed = self._counters.listener.work("optimizer", store.unit.name, "step")
         self._enqueue(_Unit(store, next(self._places), timed, gradients))

@@ -26,7 +26,7 @@ class StateInMemory:
         """Note the parameters that are streamed from now on."""
 
     def shadow(self, optimizer: Optimizer, fuses: bool) -> ShadowStep | None:
-        """Make what steps an optimizer faster than its own code; None if there is nothing."""
+        """Make what steps an optimizer faster than its own code does; return None if nothing does."""
         return (fuse if fuses else step_in_pieces)(optimizer)
 
     def attach(self, optimizer: Optimizer, shadow: ShadowStep | None) -> None:

@@ -444,11 +444,11 @@ class Ranks(OneRank):
             self._came_handling[rank] += GONE
 
     def name(self, rank: int | None = None) -> str:
-        """Name a rank, this one or that of a number among all."""
+        """Return what messages call this rank, or the one with this number among all ranks."""
         return self.place.name(self.world_rank if rank is None else rank)
 
     def local(self, rank: int) -> str:
-        """Name a rank of this node."""
+        """Return what messages call a rank of this node."""
         return self.name(self.place.first + rank)
 
     def _silent(self, what: str, ranks: Sequence[int]) -> str:
@@ -457,7 +457,7 @@ class Ranks(OneRank):
     def _news(
         self, others: Sequence[int] = (), states: Sequence[int] | None = None, of: Sequence[int] | None = None
     ) -> str:
-        """Describe the ranks that failed by themselves; if there are none, those (of these) in one of these states."""
+        """Describe the ranks that failed by themselves, or if none did, those of ``of`` in a state of ``others``."""
         found = list(enumerate((self._state or ()) if states is None else states))
         causes = [(rank, state) for rank, state in found if state in CAUSES]
         rest = [(rank, state) for rank, state in found if state in others and (of is None or rank in of)]

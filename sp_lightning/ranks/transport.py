@@ -75,7 +75,7 @@ class NodePlace(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The number among all ranks of this node's first one."""
+        """The number that this node's first rank has among all ranks."""
         return self.node * self.size
 
     @property
@@ -84,7 +84,7 @@ class NodePlace(NamedTuple):
         return self.size * len(self.hosts)
 
     def name(self, rank: int) -> str:
-        """Name a rank of any node, by its number among all."""
+        """Return what messages call the rank with this number among all ranks."""
         return f"rank {rank}" if len(self.hosts) == 1 else f"rank {rank} on {self.hosts[rank // self.size]}"
 
 

@@ -140,7 +140,7 @@ class _Pass:
         return self.reference.query() and all(isinstance(end, float) or end.query() for end in ends)
 
     def read(self) -> RecordedStep:
-        """Convert the events to times."""
+        """Return the recorded step: its events, converted to times."""
         spans = [
             Span(e.lane, e.unit, self._at(e.start), self._at(e.end), e.phase, e.stall, e.nbytes) for e in self.entries
         ]

@@ -377,7 +377,7 @@ _NAMES = {"FlashAttentionForCpu": "cpu", "FlashAttention": "flash", "CudnnAttent
 
 @functools.cache
 def _picked(device: torch.device, call: Attention) -> str:
-    """Find the kernel that a device at hand picks, by running a tiny attention on it."""
+    """Return the kernel that this device picks, by running a tiny attention on it."""
     # Detached: an output that is saved as it is refers to its own node, which would never be freed.
     detached = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     same_numbers = torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=device.type)

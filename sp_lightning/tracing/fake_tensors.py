@@ -284,7 +284,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._known_values.learn(tensor, value, floats)
 
     def _result(self, func: Any, traits: _Traits, args: Any, kwargs: Any) -> Any:
-        """Return an operator's result, as an earlier call tells, where it is new tensors or the first argument."""
+        """Return an operator's result: what an equal call returned before, if that is known, else by a call of it."""
         if not (traits.is_fresh or traits.keeps_shapes):
             return func(*args, **kwargs)
         try:
