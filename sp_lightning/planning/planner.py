@@ -23,7 +23,6 @@ import bisect
 import contextlib
 import functools
 import gc
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -716,14 +715,19 @@ class _Sizes:
 
         A larger window is taken to be no slower. What is as fast as the lower bound is not compared with others.
         """
-        largest = max(pair.window for pair in fitting)
-        alike = [list(pairs) for _, pairs in itertools.groupby(sorted(fitting, key=self.nbytes), self.nbytes)]
-        smallest = min(alike[0], key=self.batch_s)
-        if self.batch_s(smallest) <= EQUAL * self.floor_s(largest):
+        windows = sorted({pair.window for pair in fitting})
+        least = min(map(self.nbytes, fitting))
+        smallest = min((pair for pair in fitting if self.nbytes(pair) == least), key=self.batch_s)
+        if self.batch_s(smallest) <= EQUAL * self.floor_s(windows[-1]):
             return smallest
-        enough = EQUAL * min(self.batch_s(pair) for pair in fitting if pair.window == largest)
-        place = bisect.bisect_left(alike, True, key=lambda pairs: min(map(self.batch_s, pairs)) <= enough)
-        return min(alike[place], key=self.batch_s)
+
+        def fastest_s(window: int) -> float:
+            return min(self.batch_s(pair) for pair in fitting if pair.window == window)
+
+        enough = EQUAL * fastest_s(windows[-1])
+        place = bisect.bisect_left(windows, True, hi=len(windows) - 1, key=lambda window: fastest_s(window) <= enough)
+        fast = [pair for pair in fitting if pair.window == windows[place] and self.batch_s(pair) <= enough]
+        return min(fast, key=lambda pair: (self.nbytes(pair), self.batch_s(pair)))
 
     def floor_s(self, window: int) -> float:
         planner, count = self._planner, self._accumulate

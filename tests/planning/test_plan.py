@@ -22,7 +22,7 @@ from sp_lightning.core.machine import GIB, Machine
 from sp_lightning.errors import MemoryBudgetError, OptionError, PartitionError, UnsupportedError
 from sp_lightning.optim import device_step
 from sp_lightning.options import Options
-from sp_lightning.planning import Plan, SweepPoint, plan, simulate
+from sp_lightning.planning import Plan, SweepPoint, plan, planner, simulate
 from sp_lightning.planning.planned_model import states_of
 from sp_lightning.planning.shapes import SHAPES
 from sp_lightning.planning.traced_model import TracedModel
@@ -1056,6 +1056,25 @@ def test_what_is_refused(arguments, message):
 def test_answers_have_nothing_of_a_training(options, message):
     with pytest.raises(OptionError, match=message):
         planned(**options)
+
+
+@pytest.mark.parametrize("card", ["rtx4060", pytest.param("rtx4090", marks=slow)])
+def test_the_sizes_of_a_plan_are_those_of_the_smallest_window_that_is_as_fast_as_the_largest(card, monkeypatch):
+    asked, fastest = [], planner._Sizes._fastest
+
+    def noting(sizes, fitting):
+        asked.append((sizes, fitting, found := fastest(sizes, fitting)))
+        return found
+
+    monkeypatch.setattr(planner._Sizes, "_fastest", noting)
+    prompts = {"input_ids": torch.zeros(32, 512, dtype=torch.long)}
+    plan(SHAPES["llama-8b"].make, prompts, machine=card, precision="bf16-true", answer=256, host_memory=4096 * GIB)
+    assert len(asked) > 1
+    for sizes, fitting, found in asked:
+        largest = max(pair.window for pair in fitting)
+        enough = planner.EQUAL * min(sizes.batch_s(pair) for pair in fitting if pair.window == largest)
+        fast = [pair for pair in fitting if sizes.batch_s(pair) <= enough]
+        assert found in fast and found.window == min(pair.window for pair in fast)
 
 
 def test_a_plan_without_a_batch_is_refused():
