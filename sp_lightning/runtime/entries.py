@@ -138,13 +138,19 @@ def without_entries(attributes: dict[str, Any]) -> dict[str, Any]:
     """Return a module's attributes with what it has itself in the places of entries (Rule 2)."""
     plain = {}
     for name, value in attributes.items():
-        refer = getattr(getattr(value, "__func__", None), "entry", None) if type(value) is types.MethodType else None
-        entry = value if refer is None else refer()
-        if not isinstance(entry, InPlaceOfForward):
+        while (entry := entry_behind(value)) is not None:  # a module above units may have parameters: two entries
+            value = entry.own
+        if value is not None or attributes[name] is None:
             plain[name] = value
-        elif entry.own is not None:
-            plain[name] = entry.own
     return plain
+
+
+def entry_behind(value: Any) -> InPlaceOfForward | None:
+    """Return the entry that an attribute of a module is, or leads to."""
+    if type(value) is types.MethodType:
+        refer = getattr(value.__func__, "entry", None)
+        value = refer and refer()
+    return value if isinstance(value, InPlaceOfForward) else None
 
 
 class CopyEntry(ForwardEntry):

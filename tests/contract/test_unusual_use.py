@@ -1218,6 +1218,31 @@ def test_a_shallow_copy_runs_its_own_forward_with_the_same_weights(device, activ
         check(blocks, use, device, activations=activations, **({"units": units} if units else {}))
 
 
+class Offsetting(nn.Module):
+    """Has a weight and a buffer of its own, above its blocks."""
+
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.offset = blocks(), nn.Parameter(torch.ones(models.FEATURES))
+        self.register_buffer("factor", torch.full((models.FEATURES,), 0.5))
+
+    def forward(self, x):
+        return self.net(x * self.factor * self.scale + self.offset)
+
+
+def test_a_shallow_copy_of_the_net_trains_its_weights_with_attributes_of_its_own(device):
+    def run(net, device):
+        for scale in (1.0, 2.0):
+            copied = copy.copy(net)
+            copied.scale = scale
+            yield from training()(copied, device)
+            yield from training(steps=1)(net, device)
+
+    check(Offsetting, run, device)
+
+
 # --- Functional calls and function transforms
 
 

@@ -774,6 +774,13 @@ def evaluate_copy(scene: Scene, at: int) -> None:
     scene.see("evaluation", copied(scene.batch(at)))
 
 
+@edit("evaluate a copy of the net", (*QUIET, *GRADS))
+def evaluate_copy_of_net(scene: Scene, at: int) -> None:
+    copied = copy.copy(scene.net)
+    copied.__class__ = other(type(copied))
+    scene.see("evaluation", copied(scene.batch(at)))
+
+
 @edit("evaluate a block", (*QUIET, *GRADS), ranked=True)
 def evaluate_block(scene: Scene, at: int) -> None:
     scene.see("evaluation", scene.block(at)(scene.batch(at)))
@@ -842,7 +849,10 @@ def fault_in_backward(scene: Scene, at: int) -> None:
 
 FAULTS = {"fault", "fault in forward", "fault in backward"}
 STRUCTURE = {"new weights in the optimizer by a group", "drop block", "weight norm", "prune", "tie", "exchange blocks"}
-CALLS = {"evaluate a block", "evaluate a copy", "autograd.grad of a block", "backward of a block"}  # by itself
+CALLS = {  # by itself
+    *("evaluate a block", "evaluate a copy", "evaluate a copy of the net"),
+    *("autograd.grad of a block", "backward of a block"),
+}
 NEW = {"copy block", "pickle block", "load_state_dict, assign", "new weight", "new weight in the optimizer"}  # weights
 HOOKED = {name for name in EDITS if "hook" in name or name.startswith("inside: backward")}
 INSIDE = {name for name in EDITS if name.startswith("inside: ")}

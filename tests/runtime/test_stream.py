@@ -649,6 +649,7 @@ def tripled(x):
 def test_copies_of_a_module_have_the_attributes_of_one_that_is_not_streamed(make_copy, activations):
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
     net[1].forward = tripled
+    net.offset = nn.Parameter(torch.ones(4))  # the net is above units and has a weight
     names = [set(vars(make_copy(part))) for part in net.modules()]
     with sp_lightning.stream(net, "cpu", window=1, activations=activations):
         for _ in range(2):
