@@ -144,6 +144,7 @@ class Ranks(OneRank):
         self._peers: dict[int, socket.socket] = {}  # for descriptors
         self._lives: dict[int, socket.socket] = {}
         self._state: ctypes.Array[ctypes.c_int64] | None = None
+        self._early: dict[int, int] = {}  # states of ranks until there is a board
         self._slab: SharedSlab | None = None
         self._deadline = time.monotonic() + timeout.total_seconds()
         _mind_forks(self)
@@ -156,7 +157,10 @@ class Ranks(OneRank):
             # Of each rank its state, and how often it came to a meeting, before an exception and while it handles one.
             world = self.world
             self._slab = self.share(3 * world * WORD)
-        except BaseException:
+        except BaseException as error:
+            self.fail(because_of_another=isinstance(error, PeerError))
+            if failures is not None:
+                failures.tell([*(self._early.get(rank, ALIVE) for rank in range(self.world)), *[0] * size])
             self.close()
             raise
         self._state = (ctypes.c_int64 * world).from_address(self._slab.truth.data_ptr())
@@ -433,7 +437,9 @@ class Ranks(OneRank):
         return self._boards
 
     def _note(self, rank: int, state: int) -> None:
-        if self._state is not None and self._state[rank] == ALIVE:
+        if self._state is None:
+            self._early.setdefault(rank, state)
+        elif self._state[rank] == ALIVE:
             self._state[rank] = state
             if self.transport is not None:
                 self.transport.drains = True  # what nobody will take must not hide a farewell
@@ -522,16 +528,20 @@ class Ranks(OneRank):
     def _look_for_the_missing(self) -> None:
         for rank, life in self._lives.items():
             if _is_readable(life):
+                self._note(self.place.first + rank, ENDED)
                 raise PeerError(f"{self.local(rank)} ended while the ranks connected")
         missing = [rank for rank in range(1, self.size) if not (rank in self._peers and rank in self._lives)]
         for rank in missing:
             self._check_process(rank)
         if missing and time.monotonic() > self._deadline:
+            for rank in missing:
+                self._note(self.place.first + rank, SILENT)
             names = ", ".join(map(self.local, missing))
             raise PeerError(f"{names} did not come within {self.timeout}")
 
     def _check_process(self, rank: int) -> None:
         if self._processes is not None and _is_gone(self._processes[rank]):
+            self._note(self.place.first + rank, ENDED)
             raise PeerError(f"{self.local(rank)} ended before the ranks were connected")
 
     def _connect(self, address: str) -> None:

@@ -108,12 +108,12 @@ def meet_launched(address: str, port: int, rank: int, size: int, timeout: timede
 
 @contextlib.contextmanager
 def typed(place: str) -> Iterator[None]:
-    """Raise what torch says of connections that it cannot make as a PeerError, with what to look at."""
+    """Raise what torch says of connections that it cannot make, or lost, as a PeerError, with what to look at."""
     try:
         yield
     except RuntimeError as error:
         raise PeerError(
-            f"{place} could not connect to the processes of other machines: {str(error).splitlines()[0]}. "
+            f"{place} could not connect to the other processes: {str(error).splitlines()[0]}. "
             "GLOO_SOCKET_IFNAME names each host's network interface, and NCCL_SOCKET_IFNAME that for NCCL"
         ) from error
 
@@ -142,17 +142,20 @@ def connect(
     check_keepalive(keepalive)
     check_possible()
     gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, _known(device), group)
+    mine, here = _known(device), f"rank {rank} on {socket.gethostname()}"
+    with typed(here):  # a rank may end before the others know more of it
+        dist.all_gather_object(gathered, mine, group)
     known = [_Known(*one) for one in gathered]
     names = list(dict.fromkeys(one.node for one in known))
     _check(known, names, nodes)
     store = store_beside() if len(names) > 1 else None
     tokens: list[Any] = [None] * size  # of all: whoever fails from here on, the others are connected to the store
-    dist.all_gather_object(tokens, os.urandom(16), group)
+    with typed(here):
+        dist.all_gather_object(tokens, os.urandom(16), group)
     ranks_of = size // len(names)
     place = NodePlace(rank // ranks_of, ranks_of, tuple(one.host for one in known[::ranks_of]))
-    here = known[place.first : place.first + ranks_of]
-    spaces, processes = zip(*[one.process for one in here], strict=True)
+    beside = known[place.first : place.first + ranks_of]
+    spaces, processes = zip(*[one.process for one in beside], strict=True)
     numbers = processes if len(set(spaces)) == 1 else None
     failures = store and Failures(store, place, tokens[0])
     return Ranks(rank - place.first, ranks_of, tokens[0], timeout, numbers, place, keepalive, failures)

@@ -212,6 +212,8 @@ PHASES = [
     *("promise", "beside backward", "deferred part"),
 ]
 FAILURES = [(phase, way, victim) for phase in PHASES for way in ("raise", "kill") for victim in (0, 2, 3)]
+BEFORE_A_BOARD = [("accepting", 2), ("connecting", 3)]
+FAILURES += [(phase, way, victim) for phase, victim in BEFORE_A_BOARD for way in ("raise", "kill")]
 NOBODY = [case for case in FAILURES if case[0] == "agreement of nodes" and case[2] == 3]  # first ranks alone agree
 EVERY_DAY = {("forward", "kill", 3), ("sum of nodes", "raise", 2)}
 
@@ -234,6 +236,15 @@ def test_all_ranks_of_all_nodes_end_with_an_error_that_names_the_one_that_failed
             # While nodes connect, they hear of each other through the store, which ends with the first rank's process.
             is_named = f"rank {victim} on host{victim // 2} " in f"{ending.message} "
             assert is_named or (phase, victim) == ("connecting nodes", 0), f"rank {rank}: {ending}"
+
+
+@SLOW
+@pytest.mark.parametrize("way", ["raise", "kill"])
+def test_a_rank_that_ends_as_all_meet_first_ends_the_others(way):
+    *others, victim = failing_runs.endings(4, phase="meeting", way=way, victim=3, nodes=2)
+    for rank, ending in enumerate(others):
+        assert ending.at - victim.struck < LIMIT_S, f"rank {rank}: {ending}"
+        assert (ending.error, ending.status) == ("PeerError", 1), f"rank {rank}: {ending}"
 
 
 @pytest.mark.slow

@@ -112,6 +112,7 @@ BESIDE_BACKWARD = "beside backward"
 
 # Functions of the library, and one of torch, in which a rank fails before they do anything.
 STRIKES: dict[str, tuple[Any, str]] = {
+    "meeting": (connection, "_known"),
     "connecting": (board.Ranks, "_connect"),
     "accepting": (board.Ranks, "_accept"),
     "descriptors": (board.Ranks, "descriptor"),
@@ -136,8 +137,10 @@ IN_MODULE = [
 BESIDE = ("deferred part", "promise", BESIDE_BACKWARD)  # other work, where no hooks keep steps from there
 # The ranks of one machine never come there.
 BETWEEN_NODES = ("connecting nodes", "sum of nodes", "sums of other nodes", "agreement of nodes")
-PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in BETWEEN_NODES]
+UNNAMED = ("meeting",)  # where the others know of a rank what torch says
+PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in (*BETWEEN_NODES, *UNNAMED)]
 ONCE = {
+    "meeting",
     "connecting",
     "accepting",
     "connecting nodes",
