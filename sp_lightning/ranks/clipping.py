@@ -5,7 +5,8 @@
    when an optimizer steps (sharded_step.py), after all ranks met: the same product of each element.
 2. This rank does not see the product before that. So its own gradient is multiplied at once as well if anything could
    tell: if ``.grad`` is not the mean's face, if code other than torch's function refers to it, or if this rank wrote to
-   any gradient of the unit, since a page of its own has old bytes of the gradients beside that one.
+   any gradient of the unit, since a page of its own has old bytes of the gradients beside that one. A mean that is no
+   longer ``.grad``, and that code refers to, gets pages of its own, since owners multiply the shared bytes.
 3. Before user code reads or replaces a gradient, and before a backward, which may add to it, this rank multiplies all
    that it does not see yet. Other ranks may still not see it: owners multiply all the same.
 4. Ranks that clip differently would step with different gradients: at the step, this is an error (user_edits.py).
@@ -57,6 +58,7 @@ class Clipping:
             if place is None or true_grad(parameter) is None:
                 at_once.append(parameter)
             elif not self._exchange.is_mean(*place):  # but it may show the mean, on this rank alone
+                self._exchange.keep_old_bytes(*place)  # before it is said below whether this rank has pages of its own
                 self._factors[place].append(factor)
                 at_once.append(parameter)
             else:

@@ -633,6 +633,13 @@ class Exchange:
         sums = self._sums[store]
         return true_grad(store.params[index]) is sums.views[index] and not sums.is_altered(index)
 
+    def keep_old_bytes(self, store: HostCopy, index: int) -> None:
+        """Have a mean that is no longer ``.grad`` keep its bytes on this rank, if code may refer to them (Rule 4)."""
+        sums = self._sums[store]
+        if sums.is_altered(index) or _traces([sums.views[index]])[0] != _own_traces():
+            face = flat(sums.slab.face, store.host_layout.fields[index], slice(None))
+            face.copy_(face.clone())  # a write gives this rank pages of its own
+
     def unseen(self, store: HostCopy, indices: Sequence[int], references: int) -> set[int]:
         """Return the indices of gradients that have at most ``references`` references beside our own.
 

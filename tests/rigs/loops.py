@@ -278,6 +278,9 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
                     p.grad.mul_(0.5)
             held = [p.grad for p in weights] if how == "holds" and rank == 0 else []
             held += [weights[2].grad[:1]] if how == "holds a view" and rank == 0 else []
+            if how == "replaces":
+                held = [weights[2].grad]
+                weights[2].grad = 2 * weights[2].grad
             clipped = weights[1::2] if how == "some" else net.parameters()
             clip = nn.utils.clip_grads_with_norm_ if how == "with a norm" else nn.utils.clip_grad_norm_
             norm = clip(clipped, 0.3, *[torch.tensor(2.0)] * (how == "with a norm"))
@@ -297,7 +300,7 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
                 ours = handle.team.exchange
                 pages.append(sum(len(ours._sums[store].slab.private()) for store in ours.stores))
                 faces.add(ours._sums[ours.stores[0]].slab.face.data_ptr())
-            if how == "holds" and held:
+            if how in ("holds", "replaces") and held:
                 found[f"{step}, held"] = [grad.clone() for grad in held]
             found[f"{step}, gradients"] = [p.grad.clone() for p in net.parameters()]
             if how != "accumulates":
