@@ -114,5 +114,7 @@ def test_what_is_loaded_is_shared_at_once(tmp_path):
     assert processes.run(2, waiting.state_when_it_was_loaded, str(tmp_path / "half.ckpt")) == [True, True]
 
 
-def test_what_fabric_loaded_is_shared_at_once(tmp_path):
-    assert processes.run(2, waiting.loaded_with_fabric, str(tmp_path / "half.ckpt")) == [(0, True), (0, True)]
+@pytest.mark.parametrize("also_optimizer", [True, False])
+def test_what_fabric_loaded_is_shared_at_once(also_optimizer, tmp_path):
+    found = processes.run(2, waiting.loaded_with_fabric, str(tmp_path / "half.ckpt"), also_optimizer)
+    assert found == [(0, True), (0, True)]
