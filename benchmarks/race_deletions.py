@@ -9,10 +9,11 @@ machines: see `OF_NODES`; with ``--shards`` one that only models of DTensors nee
 for reads and writes of files, and what else orders them there, such as a lock: see `OF_FILES`; with ``--calls`` one of
 a call in lockstep for its turn: see `OF_CALLS`. Each is replaced by its arguments in a copy of the package, and `TESTS`
 run against the copy, or `TESTS_OF_RANKS`, `TESTS_OF_NODES`, `TESTS_OF_SHARDS`, `TESTS_OF_CALLS`, or those of the file
-in `FOR_FILES`: those that come to the wait, as one run of all without a deletion has shown, the quickest first; tests
-that failed in that run are left out, and named at the end. ``--cover`` keeps what that run showed in a file, and takes
-it from there for as long as the package and the tests are the same. The output has a line for each wait; the exit
-status is 1 if a deletion goes unnoticed, or if a test was left out.
+in `FOR_FILES`: those that come to the wait, as one run of all without a deletion has shown, first those of the file
+that is named first there, and the quickest first; tests that failed in that run are left out, and named at the end.
+``--cover`` keeps what that run showed in a file, and takes it from there for as long as the package and the tests are
+the same. The output has a line for each wait; the exit status is 1 if a deletion goes unnoticed, or if a test was left
+out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import operator
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -130,7 +130,7 @@ OF_FILES |= {"_allocate", "keep_order"}
 LOCKS = {"_lock", "landing"}
 NOT_SLOW = "not slow or seldom"  # the tests that are slow for their products alone
 LONGEST_TEST_S = 240  # without a deletion; with one, this many times what the longest test took, and seconds more
-TIMES, MORE_S = 4, 20
+TIMES, MORE_S = 4, 40
 
 
 class Came(NamedTuple):
@@ -348,10 +348,7 @@ def verdict(
         if change is not None:
             change(folder / "sp_lightning")
         command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
+            "-v",
             "--tb=no",
             "-rfE",
             "-p",
@@ -362,23 +359,61 @@ def verdict(
         ]
         command += ["--timeout", str(LONGEST_TEST_S), "--timeout-method", "thread", *["-x"] * stop]
         env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-        failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return Verdict(done.returncode, failures[0].split("::")[-1].split(" - ")[0] if failures else done.stdout[-300:])
+        status, output = forked(command, folder, env)
+        lines = output.splitlines()
+        failures = [
+            line.split("::")[-1].split(" - ")[0] for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))
+        ]
+        begun = [line.split("::")[-1].split(" ")[0] for line in lines if line.startswith("tests/") and "::" in line]
+        hangs = [f"{test} hangs" for test in begun[-1:] if "Timeout" in output and not failures]
+        return Verdict(status, [*failures, *hangs, output[-300:]][0])
+
+
+def forked(arguments: Sequence[str], folder: pathlib.Path, env: Mapping[str, str]) -> tuple[int, str]:
+    """Run pytest in a fork of this process, which has imported torch and Lightning; return its status and output."""
+    import lightning  # noqa: F401
+    import pytest
+
+    with tempfile.TemporaryFile() as output:
+        if (process := os.fork()) == 0:
+            status = 70
+            try:
+                for stream in (1, 2):
+                    os.dup2(output.fileno(), stream)
+                sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)
+                for name in [name for name in sys.modules if name.partition(".")[0] == "sp_lightning"]:
+                    del sys.modules[name]  # a process that tests this file has the package itself
+                os.chdir(folder)
+                os.environ.clear()
+                os.environ.update(env)
+                sys.path[:1] = [str(folder)]
+                sys.dont_write_bytecode = True
+                status = int(pytest.main([*arguments]))
+                sys.stdout.flush()
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        output.seek(0)
+        return status, output.read().decode(errors="replace")
 
 
 def without(source: pathlib.Path, wait: Wait, number: int, cover: Cover) -> Verdict:
-    """Run without a wait the tests that come to it, the quickest first."""
+    """Run without a wait the tests that come to it: first those of the file for such waits, the quickest first."""
+    (first, *_) = tests_of(wait)
     came = sorted(
-        ((of.seconds, test) for test, of in cover.items() if number in of.waits and not of.failed),
-        key=operator.itemgetter(0),
+        (
+            (not test.startswith(first), of.seconds, test)
+            for test, of in cover.items()
+            if number in of.waits and not of.failed
+        ),
+        key=operator.itemgetter(0, 1),
     )
     if not came:
         return Verdict(5, "no test comes to it")
     with tempfile.NamedTemporaryFile("w") as only:
-        json.dump({test: TIMES * seconds + MORE_S for seconds, test in came}, only)
+        json.dump({test: TIMES * seconds + MORE_S for _, seconds, test in came}, only)
         only.flush()
-        files = dict.fromkeys(test.partition("::")[0] for _, test in came)
+        files = dict.fromkeys(test.partition("::")[0] for *_, test in came)
         return verdict(source, partial(delete, wait), files, env={"WAIT_ONLY": only.name})
 
 

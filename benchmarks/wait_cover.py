@@ -4,14 +4,22 @@
    with a byte for each wait. After each test pytest's process writes down which bytes are set, and clears them.
 2. Without ``WAIT_COVER`` in the environment nothing is noted. With ``WAIT_ONLY``, a file of tests with the seconds that
    each may take, no other tests run, and these in its order.
+3. The ranks of tests are forks of a process that is forked as this file is imported, when torch and Lightning are
+   there, but nothing of the package: else each of them would import these again. They end with pytest.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import mmap
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import pathlib
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +34,26 @@ def _mapped(path: str | None) -> mmap.mmap | bytearray:
         return mmap.mmap(file.fileno(), 0)
 
 
+def _serve_forks() -> None:
+    """Have ranks forked by a fork of this process (Rule 3)."""
+
+    def fork(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
+        if "forkserver" not in arguments[-1]:
+            return spawn(path, arguments, descriptors)
+        if (process := os.fork()) == 0:
+            with contextlib.suppress(BaseException):
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+                exec(arguments[-1], {})
+            os._exit(0)
+        return process
+
+    spawn, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, fork
+    multiprocessing.forkserver.ensure_running()
+    given = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: given("forkserver" if method == "spawn" else method)  # type: ignore[assignment]
+
+
+_serve_forks()
 _hits = _mapped(os.environ.get("WAIT_COVER"))
 _failed: set[str] = set()  # tests
 
