@@ -11,7 +11,8 @@ may be deferred (pending_step.py).
 On the host torch computes the norm of one gradient on one core, and one after another. Here several are computed at
 once, each as torch does it. The norm of a gradient whose weight is stepped on a device is computed there, as plain
 Lightning has it. Clipping multiplies by a factor, which is one where the norm is below the limit: on the host it is
-known, and then no gradient is read and written once more, for the same bits.
+known, and then no gradient is read and written once more, for the same bits. Norms of gradients on the host and on the
+device are summed in the order that they have in a plain run, where all are on the device.
 
 A gradient that is still in the type in which it came down (watched_parameters.py, Rule 9) stays so. Compiled code has
 its norm, and the factor is left with it, for the step to multiply by.
@@ -20,6 +21,7 @@ its norm, and the factor is left with it, for the step to multiply by.
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,13 +91,17 @@ def total_norm(
     known = _narrow_norms(gradients, kind) if NarrowGradient in map(type, gradients) else {}
     gradients = [_wide(one) if type(one) is NarrowGradient and id(one) not in known else one for one in gradients]
     owners = {id(gradient): steps for steps in list(stepped_there) for gradient in steps.gradients()}
-    if known or any(id(one) in owners for one in gradients) or (not foreach and _are_many(gradients, kind)):
+    there = [owners[id(one)].beside(one) if id(one) in owners else one for one in gradients]
+    first = there[0].device if there else None
+    devices = sorted({one.device for one in there}, key=lambda device: device.type == "cpu")
+    if len(devices) == 2 and devices[1].type == "cpu":  # where a plain run has what is on the host: on the device
+        there = [torch.empty(0, dtype=one.dtype, device=devices[0]) for one in there]
+    if known or not all(map(operator.is_, there, gradients)) or (not foreach and _are_many(gradients, kind)):
         norms: list[Tensor] = []
-        there = [owners[id(one)].beside(one) if id(one) in owners else one for one in gradients]
         for places in grouped_by_device_and_dtype(there):
             some = [gradients[place] for place in places]
             found = iter(_norms([one for one in some if id(one) not in known], owners, kind, foreach))
-            norms += [(known[id(one)] if id(one) in known else next(found)).to(there[0].device) for one in some]
+            norms += [(known[id(one)] if id(one) in known else next(found)).to(first) for one in some]
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
         if not error_if_nonfinite or total.isfinite():
             return total
@@ -142,7 +148,7 @@ def _norms(
 ) -> list[Tensor]:
     """Compute the norms of gradients of one type, on the devices where their weights are stepped."""
     found: list[Tensor] = []
-    for steps, some in itertools.groupby(gradients, lambda gradient: owners.get(id(gradient))):
+    for (steps, _), some in itertools.groupby(gradients, lambda one: (owners.get(id(one)), one.device)):
         with torch.no_grad():
             found += (_norms_here if steps is None else steps.norms)(list(some), kind, foreach)
     return found

@@ -1,5 +1,6 @@
 """The norm of gradients on the host: computed on several cores, with the bits of torch's on one."""
 
+import contextlib
 import threading
 
 import pytest
@@ -71,6 +72,30 @@ def test_several_are_computed_at_once_and_clipped_as_ever(streamed, threads, use
     factor = torch.clamp(0.1 / (norm + 1e-6), max=1.0)
     assert all(p.grad.equal(one * factor) for p, one in zip(streamed.parameters(), before, strict=True))
     assert any(name.startswith("superpipeline-norms") for name in used)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_on_the_host_and_on_the_device_are_summed_in_the_order_of_a_plain_run(first):
+    """The sum of squares of 17 norms has other bits in another order."""
+
+    def norms(streamed):
+        torch.manual_seed(0)
+        net, scale = (
+            nn.Sequential(*(nn.Linear(16, 16) for _ in range(8))),
+            nn.Parameter(torch.randn(16, device="simgpu")),
+        )
+        params = [*([scale] * first), *net.parameters(), *([scale] * (not first))]
+        with sp_lightning.stream(net, "simgpu", window=2) if streamed else contextlib.nullcontext(net.to("simgpu")):
+            for _ in range(8):
+                for parameter in params:
+                    parameter.grad = None
+                (net(torch.randn(6, 16).to("simgpu")) * scale).square().mean().backward()
+                yield clip_grad_norm_(params, 0.01).item()
+                yield from [parameter.grad.cpu() for parameter in params]
+
+    for expected, found in zip(list(norms(False)), list(norms(True)), strict=True):
+        assert expected.equal(found) if isinstance(expected, torch.Tensor) else expected == found
 
 
 @pytest.mark.parametrize("limit, writes", [(float("inf"), False), (1e6, False), (1e-3, True)])
