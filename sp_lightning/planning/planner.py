@@ -360,7 +360,7 @@ class _Planner:
         return low
 
     def _host_is_short(self, options: Options, needs: Requirements, source: PlannedModel) -> bool:
-        """Whether these needs exceed the host's memory, and the plan's own needs: more offloaded activations may."""
+        """Whether these needs exceed both the host's memory and the plan's own needs, as offloading more may."""
         nbytes = self._host(source, options, needs).total
         return nbytes > max(self.host_available, self._host(self.source, self.options, self.needs).total)
 
@@ -705,7 +705,7 @@ class _Sizes:
         return step_s if count == 1 else mean_s(step_s, self.accumulating_s(sizes), count)
 
     def sizes(self) -> tuple[Pair, Pair]:
-        """Return the sizes whose bytes count, and those whose times count: the same ones, if any fit."""
+        """Return the sizes to plan bytes with, and those to plan times with: the same ones, if any fit."""
         fitting = [pair for pair in self._allowed if self.nbytes(pair) <= self._planner.available]
         chosen = self._fastest(fitting or self._allowed)
         return chosen if fitting else self.smallest, chosen

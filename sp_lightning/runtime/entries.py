@@ -99,7 +99,7 @@ class ForwardEntry(InPlaceOfForward):
             self.retire()
 
     def retire(self) -> None:
-        """Delegate only, from now on: other code may still refer to this entry, or put it back."""
+        """Only call the forward from now on: other code may still refer to this entry, or put it back."""
         self.__class__ = ForwardEntry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
