@@ -40,6 +40,7 @@ def test_another_model_on_one_rank(other, named):
         assert error.startswith("UnsupportedError: the ranks' models differ"), error
         assert f"rank {rank} has" in error
     assert named in errors[0]
+    assert (" 6 parameters, and another one has more or less" in errors[1]) == (named == "4 parameters")
 
 
 def test_ranks_that_were_refused_in_a_loop_by_hand_no_longer_watch_each_other():
