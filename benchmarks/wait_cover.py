@@ -4,7 +4,7 @@
    with a byte for each wait. After each test pytest's process writes down which bytes are set, and clears them.
 2. Without ``WAIT_COVER`` in the environment nothing is noted. With ``WAIT_ONLY``, a file of tests with the seconds that
    each may take, no other tests run, and these in its order.
-3. The ranks of tests are forks of a process that is forked as this file is imported, when torch and Lightning are
+3. The ranks of tests are forks of a process that is forked before tests are looked for, when torch and Lightning are
    there, but nothing of the package: else each of them would import these again. They end with pytest.
 """
 
@@ -53,9 +53,14 @@ def _serve_forks() -> None:
     multiprocessing.get_context = lambda method=None: given("forkserver" if method == "spawn" else method)  # type: ignore[assignment]
 
 
-_serve_forks()
 _hits = _mapped(os.environ.get("WAIT_COVER"))
 _failed: set[str] = set()  # tests
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Make the process whose forks are ranks: not in this file's import, which would not end there."""
+    _serve_forks()
 
 
 def hit(number: int) -> None:

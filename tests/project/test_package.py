@@ -613,6 +613,20 @@ def test_a_test_that_fails_without_a_deletion_is_left_out_and_the_others_run(sma
         assert deletions.without(small, found[0], 0, cover).first_failure == f"test_of_{first}"
 
 
+@pytest.mark.seldom
+def test_waits_that_a_process_of_a_test_comes_to_are_noted(small, deletions, monkeypatch):
+    (small / "tests/test_small.py").write_text(
+        "import multiprocessing\n\nimport sp_lightning\n\n\n"
+        "def rank():\n    sp_lightning.ready.set()\n    sp_lightning.both(sp_lightning.ready)\n\n\n"
+        "def test_of_rank():\n    process = multiprocessing.get_context('spawn').Process(target=rank)\n"
+        "    process.start()\n    process.join()\n    assert process.exitcode == 0\n"
+    )
+    monkeypatch.setattr(deletions, "tests_of", lambda wait: ["tests/test_small.py"])
+    result, cover = deletions.known(small, deletions.waits(small / "sp_lightning", ()), None)
+    assert result.status == 0
+    assert [(came.waits, came.failed) for came in cover.values()] == [([0], False)]
+
+
 def test_a_run_that_was_cut_off_is_no_cover(small, deletions, monkeypatch):
     (small / "tests/test_small.py").write_text("import os\n\n\ndef test_of_end():\n    os._exit(1)\n")
     monkeypatch.setattr(deletions, "tests_of", lambda wait: ["tests/test_small.py"])
