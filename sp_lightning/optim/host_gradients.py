@@ -127,8 +127,8 @@ def _narrow_norms(gradients: Iterable[Tensor], kind: float) -> dict[int, Tensor]
 
     def norm(one: NarrowGradient) -> Tensor:
         with torch.no_grad():
-            found: Tensor = torch.linalg.vector_norm(one.came_down.to(one.dtype))
-            return found
+            of_one: Tensor = torch.linalg.vector_norm(one.came_down.to(one.dtype))
+            return of_one
 
     # Without the code, or of a NaN: few at a time, and none is widened for good.
     few = min(torch.get_num_threads(), MOST_WIDENED // max(1, *numels))
