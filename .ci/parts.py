@@ -44,7 +44,7 @@ EXACTNESS = "tests/contract/test_exactness.py::test_streaming_is_exact"
 STEP = tuple(f"sp_lightning/{name}/" for name in ("memory", "autograd", "optim", "gradients", "runtime"))
 PARITY = "tests/ranks/test_parity_with_ddp.py"
 IN_FILES = "tests/contract/test_weights_in_files.py::test_weights_that_stay_in_files_train"
-RANKS = "sp_lightning/ranks/", "sp_lightning/lightning/"
+RANKS = "sp_lightning/nodes/", "sp_lightning/ranks/", "sp_lightning/lightning/"
 PARTS = {
     "exact-models": Part((f"{EXACTNESS}_for_every_model",), STEP),
     "exact-autocast": Part((f"{EXACTNESS}_for_every_model_under_autocast",), ("sp_lightning/autograd/",)),

@@ -81,17 +81,15 @@ OF_NODES = {"wait_for_nodes", "alike", "_wait_for_nodes", "_join"}  # for those 
 OF_RANKS |= OF_NODES
 OF_RANKS |= {"_all_at", "_common_mark"}  # they say, where units are summed, which are not due yet, or stepped later
 OF_RANKS |= {"all_summed"}
-BETWEEN_RANKS = {
-    f"ranks/{name}.py" for name in ("board", "exchange", "sharded_step", "team", "transport", "user_edits")
-}
-BETWEEN_RANKS |= {"lightning/several_devices.py", "lightning/strategy.py"}
+BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "sharded_step", "team", "user_edits")}
+BETWEEN_RANKS |= {"nodes/transport.py", "lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {
     "optim/pending_step.py: _error_of_others",
     "lightning/fabric.py: _settle",
     "runtime/engine.py: exchanging",
     "runtime/handle.py: settle",
 }
-BETWEEN_NODES = "ranks/transport.py"  # where all waits are for other machines
+BETWEEN_NODES = "nodes/transport.py"  # where all waits are for other machines
 # Waits that no model without DTensors comes to: all of these files, and of these functions of other files.
 OF_SHARDS = {"runtime/same_path.py", "compat/tensors.py: arrived", "lightning/strategy.py: load_checkpoint"}
 # Waits of calls in lockstep for their turns.

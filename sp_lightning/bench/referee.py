@@ -25,8 +25,8 @@ import torch
 from ..core.host import host_memory
 from ..core.machine import Machine
 from ..errors import SuperpipelineError
+from ..nodes.transport import PRETENDED
 from ..planning.shapes import build
-from ..ranks.transport import PRETENDED
 from ..runtime.measure import best_of
 from .contenders import CONTENDERS
 from .entries import Entry

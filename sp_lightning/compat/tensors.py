@@ -401,7 +401,7 @@ class ShardForm(NamedTuple):
 INTERNED = tuple(map(sys.intern, ("_ctx_stream", "_ctx_device_index", "is_inplace_on_view")))
 
 
-# ---- ranks/transport.py: a group that is not one of torch's own list, so that only its members make it
+# ---- nodes/transport.py: a group that is not one of torch's own list, so that only its members make it
 
 
 def gloo_group(name: str, rank: int, size: int, timeout: timedelta) -> Any:

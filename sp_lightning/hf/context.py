@@ -38,10 +38,10 @@ from torch.distributed.constants import default_pg_timeout
 from ..compat.dynamo import never_compiled
 from ..errors import PeerError, UnsupportedError
 from ..memory.watched_parameters import is_watched, owner_of
+from ..nodes.transport import KEEPALIVE
 from ..options import Options
 from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
-from ..ranks.transport import KEEPALIVE
 from ..runtime.handle import Handle, close_all, close_dropped
 from .patched import function, names_of_accelerate, replace
 from .ranked_model import RankedModel

@@ -40,10 +40,10 @@ from ..compat.lightning import EmptyInit
 from ..errors import OptionError, TornStepError, UnsupportedError
 from ..memory.device import check_supported
 from ..memory.watched_parameters import is_watched
+from ..nodes.transport import KEEPALIVE
 from ..optim import torn_step
 from ..options import Options
 from ..ranks.connection import leave_at_exit
-from ..ranks.transport import KEEPALIVE
 from ..runtime.handle import Handle, close_all, close_dropped
 from .checkpoint_io import MappedCheckpointIO
 from .master_weights import MasterWeights

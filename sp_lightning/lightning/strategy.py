@@ -23,11 +23,11 @@ from ..compat.modules import convert_tensors
 from ..errors import OptionError, PeerError, TornStepError
 from ..memory.device import check_supported, numbered
 from ..memory.watched_parameters import is_watched
+from ..nodes.transport import KEEPALIVE
 from ..observe.progress import waiting
 from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..options import Options, check_choice, format_bytes
-from ..ranks.transport import KEEPALIVE
 from ..runtime.handle import Handle, check_at_once
 from . import master_weights as masters
 from . import step_timing

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..nodes.transport import PARTS, same_for_all
 from ..ranks.board import Ranks
 from ..ranks.connection import connect
-from ..ranks.transport import PARTS, same_for_all
 
 PART = 32 << 20  # bytes of a message
 FIRST = 2  # messages from whose rate the others are counted

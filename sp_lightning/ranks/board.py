@@ -48,8 +48,8 @@ from typing import Any
 
 from ..errors import PeerError
 from ..memory.pinned import MappedPiece
+from ..nodes.transport import KEEPALIVE, Failures, NodePlace, NodeTransport
 from .shared_memory import SharedSlab, make, paged
-from .transport import KEEPALIVE, Failures, NodePlace, NodeTransport
 
 log = logging.getLogger(__name__)
 

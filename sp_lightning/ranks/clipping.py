@@ -23,10 +23,11 @@ from torch import Tensor
 from ..memory.access import Access
 from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import HostParameter, true_dtype, true_grad
+from ..nodes.shares import flat, owned
 from ..optim.host_gradients import multiplied_later
 from .board import Ranks
 from .exchange import Exchange
-from .user_edits import Alike, flat, owned
+from .user_edits import Alike
 
 Place = tuple[HostCopy, int]  # of a parameter: its unit, and its number there
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from ..compat.tensors import is_dtensor, local_of, store_beside
 from ..errors import OptionError, PeerError
+from ..nodes.transport import KEEPALIVE, Failures, NodePlace, interface_error, machine, namespace, node_identity
 from .board import ONE_RANK, OneRank, Ranks
 from .shared_memory import check_possible
-from .transport import KEEPALIVE, Failures, NodePlace, interface_error, machine, namespace, node_identity
 
 ALL_HERE = "the number of this machine's devices or less, or num_nodes with as many machines"
 NETWORKS = "networks of one machine"  # which its sockets without a name in a file system belong to

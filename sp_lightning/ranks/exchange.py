@@ -74,12 +74,13 @@ from ..memory.host_copy import HostCopy
 from ..memory.layout import in_order
 from ..memory.watched_parameters import set_true_grad, true_dtype, true_grad
 from ..memory.weights import same_bytes
+from ..nodes import transport
+from ..nodes.shares import flat, owned, share
+from ..nodes.transport import PARTS, SUMS, Key, Message, Unpacked, packed, same_for_all
 from ..optim.pending_step import Arriving, PendingStep
-from . import transport
 from .board import AFTER_GRADIENTS, Board, Ranks
 from .shared_memory import PAGE, Box, SharedSlab, paged
-from .transport import PARTS, SUMS, Key, Message, Unpacked, packed, same_for_all
-from .user_edits import Alike, divided, fingerprint, flat, listed, owned
+from .user_edits import Alike, fingerprint, listed
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 NONE, USED, AT = 0, 1, 2  # flags of what a rank posts of a parameter; the place and the type are above them
@@ -690,7 +691,7 @@ class Exchange:
         marked = torch.tensor([mark], device="cpu")
 
         def pack(nodes: Sequence[int]) -> dict[int, Tensor]:
-            shares = {node: [self._share_of(node, index, part) for index, part in mine.items()] for node in nodes}
+            shares = {node: [self._share_of(store, node, *sums) for sums in mine.items()] for node in nodes}
             return {node: packed(flags, [marked, *parts]) for node, parts in shares.items()}
 
         transport.send(PARTS, self._key(store), pack)
@@ -713,10 +714,9 @@ class Exchange:
         field = store.host_layout.fields[index]
         return flat(self._sums[store].slab.truth, field, owned(field, self._ranks.rank, self._ranks.size))
 
-    def _share_of(self, node: int, index: int, part: Tensor) -> Tensor:
-        """Return a node's share of what this rank has of a parameter (Rule 11); small ones go to each node in turn."""
-        count = len(self._ranks.place.hosts)
-        return part[divided(len(part), (node + index) % count, count)]
+    def _share_of(self, store: HostCopy, node: int, index: int, part: Tensor) -> Tensor:
+        """Return a node's share of what this rank has of a parameter (Rule 11)."""
+        return part[share(store.host_layout.fields[index], index, len(part), node, len(self._ranks.place.hosts))]
 
     def _missing(self, store: HostCopy, crossing: _Crossing) -> list[int]:
         """List the ranks of other nodes that keep a unit's mean from being there, and from being sent."""
@@ -769,10 +769,10 @@ class Exchange:
         used = [functools.reduce(operator.or_, flags) & USED for flags in zip(*flags_of, strict=True)]
         sums: list[Tensor] = []
         for index in range(count):
-            target = self._share_of(place.node, index, self._own_sum(store, index))
+            target = self._share_of(store, place.node, index, self._own_sum(store, index))
             there = {node: of.part(target) for node, of in came.items() if of.flags[index] & AT}
             if index in crossing.mine:
-                there[place.node] = self._share_of(place.node, index, crossing.mine[index])
+                there[place.node] = self._share_of(store, place.node, index, crossing.mine[index])
             if not used[index]:
                 continue
             sums.append(target)
@@ -789,7 +789,7 @@ class Exchange:
         """Take over the sums of all nodes, of another one's shares (Rule 11)."""
         came = Unpacked(message, len(store.params))
         for index in (index for index, flag in enumerate(came.flags) if flag):
-            part = self._share_of(node, index, self._own_sum(store, index))
+            part = self._share_of(store, node, index, self._own_sum(store, index))
             part.copy_(came.part(part))
 
     def _sum(self, store: HostCopy, apart: dict[int, Tensor]) -> list[int]:

@@ -60,6 +60,7 @@ from ..errors import ExactnessError
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, in_order
 from ..memory.watched_parameters import quietly, true_data, true_grad
+from ..nodes.shares import flat, is_large, owned
 from ..optim.pending_step import CannotDefer, Parts, PendingStep
 from ..optim.pieces import ELEMENTWISE, Group, State, is_elementwise, keeps_no_state
 from ..optim.state_in_memory import StateInMemory
@@ -67,7 +68,7 @@ from .board import Board, Ranks
 from .clipping import Clipping
 from .exchange import Exchange
 from .shared_memory import SharedSlab, SlabRange
-from .user_edits import Alike, Faces, fingerprint, flat, is_large, listed, owned
+from .user_edits import Alike, Faces, fingerprint, listed
 
 
 class StateSlab:

@@ -23,6 +23,7 @@ from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.partition import Unit
 from ..memory.watched_parameters import quietly, true_data
+from ..nodes.transport import PARTS, same_for_all
 from ..optim import torn_step
 from ..optim.pieces import Group
 from ..optim.state_in_memory import StateInMemory
@@ -32,7 +33,6 @@ from .clipping import Clipping
 from .exchange import Exchange, host_sharing
 from .sharded_step import Owners
 from .shared_memory import SharedHome
-from .transport import PARTS, same_for_all
 from .user_edits import Faces, fingerprint
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -33,36 +32,15 @@ from torch import Tensor
 
 from ..errors import ExactnessError
 from ..memory.host_copy import HostCopy
-from ..memory.layout import Field, in_order
+from ..memory.layout import in_order
 from ..memory.watched_parameters import true_data
 from ..memory.weights import same_bytes
+from ..nodes.shares import flat, owned
 from .board import Board, Ranks
 from .shared_memory import SharedHome, SlabRange
 
-LINE = 256  # elements: ranges of owners begin at a multiple
-CUT = 1024  # likewise, of parameters that have more: whole blocks of a file (sharded_step.py, Rule 7)
 WORD, WORDS = 8, 1 << 17  # bytes, and how many words a fingerprint takes at a time
 FACTOR = 0x9E3779B97F4A7C15
-
-
-def owned(field: Field, rank: int, size: int) -> slice:
-    """Return the elements of a tensor, in the order of memory, that a rank owns.
-
-    Half precision is owned as a whole, by the first rank: ends of vectorized loops have other bits there.
-    """
-    numel = field.nbytes // field.dtype.itemsize
-    return divided(numel, rank, size if field.dtype.itemsize >= 4 else 1, CUT if is_large(field) else LINE)
-
-
-def is_large(field: Field) -> bool:
-    """Whether ranges of a tensor are whole blocks of a file in which it begins at a block."""
-    return field.nbytes // field.dtype.itemsize > CUT
-
-
-def divided(numel: int, number: int, count: int, line: int = LINE) -> slice:
-    """Return the part of this number when elements are divided into ``count``."""
-    share = math.ceil(math.ceil(numel / count) / line) * line
-    return slice(min(number * share, numel), min((number + 1) * share, numel))
 
 
 class Alike(NamedTuple):
@@ -71,12 +49,6 @@ class Alike(NamedTuple):
     differs: str  # what an error says of all ranks
     mine: str  # and of this one
     digest: bytes
-
-
-def flat(memory: torch.Tensor, field: Field, part: slice) -> torch.Tensor:
-    """Make a flat tensor over some elements of a field in a slab."""
-    elements = memory[field.offset : field.offset + field.nbytes].view(field.dtype)
-    return elements[part]
 
 
 def fingerprint(flat: Tensor) -> int:

@@ -32,6 +32,7 @@ from ..memory.device import Device, DeviceMemoryError
 from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import is_watched, unwatch
 from ..memory.weights import device_dtype
+from ..nodes.transport import KEEPALIVE
 from ..optim import torn_step
 from ..optim.state_in_memory import StateInMemory
 from ..options import Options, is_int
@@ -39,7 +40,6 @@ from ..ranks.alone import Alone
 from ..ranks.board import ONE_RANK, OneRank, Ranks
 from ..ranks.connection import broadcast_buffers, connect
 from ..ranks.shared_memory import drop_own_pages
-from ..ranks.transport import KEEPALIVE
 from ..storage.in_memory import InMemory
 from ..wholes.sharded import bring_to_host, check_supported, has_shards
 from . import preflight

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, optim
 
+from sp_lightning.nodes.shares import divided
 from sp_lightning.optim import native
 from sp_lightning.optim import pieces as host
 from sp_lightning.optim.pieces import fuse, step_in_pieces
-from sp_lightning.ranks.user_edits import divided
 
 PIECE = 1 << 17
 SIZES = (5 * PIECE + 3, 4 * PIECE + 1, 4 * PIECE, 4 * PIECE - 1, PIECE - 1, 7)

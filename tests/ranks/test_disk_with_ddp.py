@@ -18,7 +18,7 @@ import sp_lightning
 from sp_lightning.core.unit_numbers import STATES
 from sp_lightning.disk.direct_file import BLOCK
 from sp_lightning.memory.layout import Layout
-from sp_lightning.ranks.user_edits import CUT, is_large, owned
+from sp_lightning.nodes.shares import CUT, is_large, owned
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 SLOW = pytest.mark.slow
@@ -76,7 +76,7 @@ def test_state_of_several_portions_is_stepped_by_its_owners(dtype, size, nodes, 
     given = options(window=1, optimizer_overlap=overlap)
     found = ranked_disk.check(ranked_disk.fit_wide, dtype, given, size=size, nodes=nodes, batches=5)
     for rank, ours in enumerate(found):
-        owns = dtype != "bfloat16" or not rank % (size // nodes)  # user_edits.owned
+        owns = dtype != "bfloat16" or not rank % (size // nodes)  # shares.owned
         assert (ours.telemetry["disk_read"] > 0) == (ours.telemetry["disk_written"] > 0) == owns
         assert (ours.telemetry["stepped_ahead"] > 0) == overlap
 

@@ -20,9 +20,9 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.errors import OptionError
+from sp_lightning.nodes.transport import PRETENDED
 from sp_lightning.observe.doctor import Report
 from sp_lightning.planning import plan
-from sp_lightning.ranks.transport import PRETENDED
 
 PACKAGE = pathlib.Path(sp_lightning.__file__).parent
 RIGS = pathlib.Path(__file__).parents[1] / "rigs"

@@ -35,8 +35,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 import sp_lightning
+from sp_lightning.nodes import transport
 from sp_lightning.optim import pending_step
-from sp_lightning.ranks import board, connection, exchange, sharded_step, transport, user_edits
+from sp_lightning.ranks import board, connection, exchange, sharded_step, user_edits
 
 LONGEST_S = 90
 SAVE_S = 3.0  # of a checkpoint on exception

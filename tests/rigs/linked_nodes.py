@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sp_lightning.nodes.transport import PARTS, NodeTransport, same_for_all
 from sp_lightning.ranks import connection
 from sp_lightning.ranks.board import Ranks
-from sp_lightning.ranks.transport import PARTS, NodeTransport, same_for_all
 
 RIGS = pathlib.Path(__file__).parent
 MASTER = "10.77.0.1"

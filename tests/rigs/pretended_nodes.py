@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from sp_lightning.nodes.transport import PRETENDED
 from sp_lightning.ranks import connection
-from sp_lightning.ranks.transport import PRETENDED
 
 NODES = "PRETENDED_NODES"
 

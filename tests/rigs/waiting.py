@@ -32,10 +32,11 @@ import sp_lightning
 from sp_lightning.errors import ExactnessError, PeerError, TornStepError
 from sp_lightning.memory import host_copy
 from sp_lightning.memory.weights import same_bytes
-from sp_lightning.ranks import exchange, transport, user_edits
+from sp_lightning.nodes import transport
+from sp_lightning.nodes.transport import packed
+from sp_lightning.ranks import exchange, user_edits
 from sp_lightning.ranks.board import ALIVE, Board, Ranks
 from sp_lightning.ranks.connection import connect
-from sp_lightning.ranks.transport import packed
 
 SLOW_S = 1.0  # for which the second rank is not there
 ALIVE_S = 30.0  # for which a rank that failed stays alive at most

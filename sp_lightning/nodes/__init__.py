@@ -1,0 +1,1 @@
+"""Several machines, each of which has one host copy of the model for its ranks."""
