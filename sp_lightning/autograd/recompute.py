@@ -44,7 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compat.dynamo import never_compiled
 from ..compat.kernels import choose_kernels, kernel_choices
-from ..compat.modules import CONVERT, COPY, HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
+from ..compat.modules import CALL, CONVERT, COPY, HOOKS_OF_MODULE, HOOKS_OF_WEIGHT
 from ..compat.tensors import FLATTEN, storage_id, without_function_modes
 from ..errors import ExactnessError
 from ..memory.device import Device
@@ -64,8 +64,10 @@ _COPIED_BY_ITSELF = {
     "__getnewargs__",
     "__getnewargs_ex__",
 }
-# Attributes of a module that forward does not change, or that are restored in another way.
-FIXED = frozenset(vars(nn.Module())) - {"training"} | {"forward", CONVERT, COPY}  # in whose places entries are
+# Attributes of a module that forward does not change, or that are restored in another way, and those in whose places
+# entries are (runtime/entries.py): a copy of an entry would be the method that it is in front of.
+ENTERED = frozenset(("forward", "flatten_parameters", "generate", CALL, CONVERT, COPY))
+FIXED = frozenset(vars(nn.Module())) - {"training"} | ENTERED
 # Types whose objects cannot change.
 CONSTANTS = frozenset((str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, type(None)))
 # What a copy has as it is.

@@ -22,6 +22,7 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.autograd import recompute
+from sp_lightning.autograd.stand_ins import InPlaceOfForward
 from sp_lightning.errors import ExactnessError
 
 
@@ -74,6 +75,13 @@ def test_weights_behind_a_bound_method_are_trained_when_it_is_recomputed(device)
             return x + self.down(self.first(self.norm(x)).relu())
 
     check(models.stack_of(Calling), training(), device, activations="recompute")
+
+
+def test_the_second_run_finds_every_entry_where_the_first_one_did():
+    def methods(kind):
+        return {kind.method}.union(*map(methods, kind.__subclasses__()))
+
+    assert methods(InPlaceOfForward) <= recompute.ENTERED
 
 
 def test_recomputation_does_not_look_through_a_python_module_that_an_attribute_names(device, monkeypatch):
