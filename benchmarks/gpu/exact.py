@@ -1,6 +1,6 @@
 """Check on a real device that results equal the plain run's, to the last bit.
 
-    python benchmarks/gpu/exact.py [--part zoo|blocks|compiled|optimizer|repeat|curves] [--jobs 4]
+    python benchmarks/gpu/exact.py [--part zoo|blocks|compiled|optimizer|programs|repeat|curves] [--jobs 4]
 
 - zoo: every net of tests/rigs/models.py and of tests/rigs/families.py, over a pairwise cover of precision, window and
   activations, against plain Lightning whose optimizer steps on host copies of the same gradients.
@@ -8,6 +8,7 @@
 - compiled: the same with blocks that are compiled in both runs.
 - optimizer: all of these with optimizer_device="device", against plain Lightning as it is: its optimizer steps on the
   device, in a loop, in kernels for lists or in fused ones, also clipped.
+- programs: random programs of tests/rigs/programs.py, whose optimizer steps on the device in both runs.
 - repeat: a model of 1B parameters, with optimizer overlap, for 200 steps twice, and with blocking launches: same bits.
 - curves: the same model fully plain, whose optimizer rounds differently on the device: both loss curves are reported.
 Kernels are deterministic throughout. The exit status is 1 if any bit differs; every cell is in the JSON.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import hashlib
 import itertools
@@ -24,6 +26,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -40,13 +43,14 @@ if __name__ == "__main__":  # for this program and its processes alone: torch.au
 import campaign
 import families
 import lightning as L
+import programs
 import torch
 from torch import nn
 
 import models
 import parity
 
-PARTS = ("zoo", "blocks", "compiled", "optimizer", "repeat", "curves")
+PARTS = ("zoo", "blocks", "compiled", "optimizer", "programs", "repeat", "curves")
 PLAIN_RUNS = 4  # that have to be equal for a difference to mean something
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 WINDOWS = (1, 2, 100)
@@ -57,9 +61,32 @@ OPTIMIZERS = {  # of the part "optimizer"
     "clip": (None, ("norm", 0.1), ("value", 0.01)),
 }
 STEPS = 200
+PROGRAMS = 5000  # numbers, from 0: more than a campaign has time for
+ON_THE_HOST = {"see item", "see norm", "weight norm"}  # edits that compute where a weight is, which is another device
 
 
 # ---- cells: one plain and one streamed run each
+
+
+@dataclasses.dataclass(frozen=True)
+class OfProgram:
+    """A program to compare, made from its number."""
+
+    part: str
+    case: str
+    number: int
+
+    def run(self, device: str, small: bool) -> dict[str, Any]:
+        """Compare it, in a process of the pool."""
+        warnings.simplefilter("ignore")
+        begin = time.perf_counter()
+        with parity.deterministic_kernels(device):
+            found = programs.outcome(programs.stepped_there(self.number), programs.runs_on(programs.prepare(device)))
+        if found.kind == "discarded":
+            return {"left_out": f"{self.case}: {found.what}"}
+        difference = None if found.kind == "equal" else f"{found.kind} {found.what}"[:2000]
+        end_after_an_error_of_the_device(difference)
+        return {**dataclasses.asdict(self), "difference": difference, "seconds": time.perf_counter() - begin}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +114,26 @@ class Cell:
             own = {}  # which torch does not have
         kind = functools.partial(models.ZooModule, **own)
         return {"precision": self.precision, "optimizer": self.optimizer, "clip": self.clip, "kind": kind}
+
+    def run(self, device: str, small: bool) -> dict[str, Any]:
+        """Compare it, in a process of the pool."""
+        warnings.simplefilter("ignore")
+        case = cases(small)[self.case]
+        if self.compiled:
+            case = dataclasses.replace(case, make=functools.partial(compiled_blocks, case.make))
+        begin, difference, counters = time.perf_counter(), None, {}
+        try:
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                counters = parity.check(case, self.options(), accelerator=device, **self.settings())
+        except parity.Difference as error:
+            difference = str(error)
+        except Exception as error:
+            difference = f"{type(error).__name__}: {error}"[:2000]
+            end_after_an_error_of_the_device(difference)
+        if difference is not None and (reason := why_not_comparable(self, case, device)):
+            return {"left_out": f"{self.case}, {self.precision}: plain Lightning {reason}"}
+        counted = {name: counters.get(name) for name in ("fetches", "evictions", "units", "bytes_up", "bytes_down")}
+        return {**dataclasses.asdict(self), "difference": difference, "seconds": time.perf_counter() - begin, **counted}
 
 
 def llama_block(hidden: int, layers: int = 3) -> nn.Module:
@@ -126,8 +173,16 @@ def cases(small: bool) -> dict[str, models.Case]:
     return found
 
 
-def cells(part: str, small: bool) -> list[Cell]:
+def is_comparable(number: int) -> bool:
+    """Whether both runs of a program compute all on the device: the other kernels of the host have other bits."""
+    program = programs.stepped_there(number)
+    return "optimizer_device" in program.option and ON_THE_HOST.isdisjoint(act.edit for act in program.acts)
+
+
+def cells(part: str, small: bool) -> list[Cell] | list[OfProgram]:
     """List the cells, broad first: the first row of every case, then the second of every case, and so on."""
+    if part == "programs":
+        return [OfProgram(part, f"program {number}", number) for number in range(PROGRAMS) if is_comparable(number)]
     axes: dict[str, Any] = {"precision": PRECISIONS, "window": WINDOWS, "activations": ACTIVATIONS}
     rows = parity.pairwise(**axes, **(OPTIMIZERS if part == "optimizer" else {}))
     names = [name for name in cases(small) if part == "optimizer" or name.endswith(" block") == (part != "zoo")]
@@ -140,26 +195,17 @@ def cells(part: str, small: bool) -> list[Cell]:
     ]
 
 
-def run_cell(cell: Cell, device: str, small: bool) -> dict[str, Any]:
-    """Compare a cell, in a process of the pool."""
-    warnings.simplefilter("ignore")
-    case = cases(small)[cell.case]
-    if cell.compiled:
-        case = dataclasses.replace(case, make=functools.partial(compiled_blocks, case.make))
-    begin, difference, counters = time.perf_counter(), None, {}
-    try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            counters = parity.check(case, cell.options(), accelerator=device, **cell.settings())
-    except parity.Difference as error:
-        difference = str(error)
-    except Exception as error:
-        difference = f"{type(error).__name__}: {error}"[:2000]
-        if "CUDA error" in difference:
-            os._exit(70)  # nothing works any more in this process
-    if difference is not None and (reason := why_not_comparable(cell, case, device)):
-        return {"left_out": f"{cell.case}, {cell.precision}: plain Lightning {reason}"}
-    counted = {name: counters.get(name) for name in ("fetches", "evictions", "units", "bytes_up", "bytes_down")}
-    return {**dataclasses.asdict(cell), "difference": difference, "seconds": time.perf_counter() - begin, **counted}
+def end_after_an_error_of_the_device(difference: str | None) -> None:
+    """End this process of the pool where nothing works in it any more."""
+    if difference is not None and "CUDA error" in difference:
+        os.write(2, f"{difference}\n".encode())
+        os._exit(70)
+
+
+def end_when_asked() -> None:
+    """Have this process of the pool end when it is asked to: Lightning ignores it where nobody else listens."""
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(70))
 
 
 def why_not_comparable(cell: Cell, case: models.Case, device: str) -> str | None:
@@ -193,14 +239,15 @@ def compare_cells(part: str, run: campaign.Campaign, jobs: int) -> None:
             run.add({**dataclasses.asdict(cell), "difference": "the process ended", "seconds": 0.0})
 
 
-def rounds(run: campaign.Campaign, waiting: Iterator[Cell], jobs: int) -> list[Cell]:
+def rounds(run: campaign.Campaign, waiting: Iterator[Cell | OfProgram], jobs: int) -> list[Cell | OfProgram]:
     """Run cells until none is left; if a process ends, return the cells that were running."""
-    under_way: dict[Any, Cell] = {}
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    under_way: dict[Any, Cell | OfProgram] = {}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=end_when_asked) as pool:
         try:
             while True:
                 for cell in itertools.islice(waiting, jobs - len(under_way) if run.left_s > 0 else 0):
-                    under_way[pool.submit(run_cell, cell, run.device, run.small)] = cell
+                    under_way[pool.submit(cell.run, run.device, run.small)] = cell
                 if not under_way:
                     return []
                 for done in wait(under_way, return_when=FIRST_COMPLETED).done:

@@ -58,6 +58,8 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="run nothing: print the plan's predictions for a profile, or for the machine of a result file",
     )
     made.add_argument("--repetitions", type=int, help="of each row, in turn (default: the comparison's own)")
+    made.add_argument("--only", help="only comparisons with this in their name")
+    made.add_argument("--row", action="append", help="only rows with this in their name, may be repeated")
     return made
 
 
@@ -75,6 +77,9 @@ def machine(given: str) -> Machine:
 
 def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparison]) -> int:
     """Run the campaign, or print the plan's predictions."""
+    comparisons = [comparison for comparison in comparisons if (options.only or "") in comparison.label]
+    if options.row is not None:
+        comparisons = [replace(c, entries=_named(c.entries, options.row)) for c in comparisons]
     if options.repetitions is not None:
         often = {"repetitions": options.repetitions}
         comparisons = [replace(c, setting={**c.setting, **often}) for c in comparisons]
@@ -83,6 +88,10 @@ def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparis
     for comparison in comparisons:
         print(comparison.label, *map(_planned_line, _predictions(comparison, options.predict)), sep="\n")
     return 0
+
+
+def _named(rows: Sequence[Entry], parts: Sequence[str]) -> list[Entry]:
+    return [row for row in rows if any(part in row.label for part in parts)]
 
 
 def _predictions(comparison: Comparison, machine: Machine) -> list[predicted.Prediction]:

@@ -9,7 +9,6 @@ steps. One that the plain run refuses tells nothing; few do, and none that is pr
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 
 import program_edits
@@ -73,20 +72,12 @@ def test_random_programs_do_what_they_do_plainly(first, device):
     assert outcomes(range(first, first + SHEET), programs.runs_on(device))["equal"] >= SHEET - TELL_NOTHING
 
 
-def steps_there(number, ranked):
-    """Draw a program whose optimizer steps on the device, if it is torch's."""
-    program = programs.draw(number, ranked)
-    if program.optimizer == "by storage":
-        return program
-    return dataclasses.replace(program, options=(*program.options, ("optimizer_device", "device")))
-
-
 @pytest.mark.simgpu
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, ALL // 2, SHEET))
 def test_random_programs_step_on_the_device_as_plain_ones_there(first):
     runs = programs.runs_on(torch.device("simgpu"))
-    found = outcomes(range(first, first + SHEET), runs, draw=steps_there)
+    found = outcomes(range(first, first + SHEET), runs, draw=programs.stepped_there)
     assert found["equal"] >= SHEET - TELL_NOTHING
 
 

@@ -38,6 +38,25 @@ def test_exactness_is_compared_cell_by_cell(part, tmp_path):
     assert done.returncode == 0 and "0 differ" in done.stdout
 
 
+def test_processes_of_a_campaign_end_when_asked_also_within_a_fit():
+    code = """
+import sys, threading, time, os, signal
+import exact, lightning as L, models
+exact.end_when_asked()
+class Asked(L.Callback):
+    def on_train_start(self, trainer, module):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+module = models.ZooModule(next(iter(models.ZOO.values())))
+L.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, callbacks=Asked()).fit(
+    module, models.loader(next(iter(models.ZOO.values())), 1))
+"""
+    folders = [ROOT / "benchmarks" / "gpu", ROOT / "tests" / "rigs", ROOT]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*folders, *filter(None, sys.path)]))}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 70, done.stderr
+
+
 @slow
 def test_whole_runs_are_repeated_bit_for_bit(tmp_path):
     found, done = run(tmp_path, "exact", "--part", "repeat", "--device", "cpu")
@@ -107,7 +126,7 @@ def test_a_campaign_runs_through_torchs_cuda(name, few, null_cuda, tmp_path):
 
 @slow
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("part", ["zoo", "blocks", "optimizer"])
+@pytest.mark.parametrize("part", ["zoo", "blocks", "optimizer", "programs"])
 def test_cells_are_exact_through_torchs_cuda(part, late, null_cuda, tmp_path):
     few = ["--part", part, "--minutes", "0.8", "--jobs", "1"]
     found, done = run(tmp_path, "exact", *few, environment=null_cuda(numbers=True, late=late))

@@ -277,7 +277,7 @@ def fabric_of(run: Run, streams: bool, size: int) -> Any:
     from lightning.fabric.strategies import SingleDeviceStrategy
     from ranked_fabric import TreeDDP
 
-    accelerator: Any = "cpu"
+    accelerator: Any = run.device.type
     if run.device.type == "simgpu":
         accelerator = importlib.import_module("simgpu.lightning").SimGPUAccelerator()
     alone: dict[str, Any] = {"device": run.device} if size == 1 else {}

@@ -197,6 +197,14 @@ def draw_options(dice: random.Random, kinds: tuple[str, ...], quiet: bool, ranke
     return options
 
 
+def stepped_there(number: int, ranked: bool = False) -> Program:
+    """Make a program from its number, whose optimizer steps on the device, if it is torch's."""
+    program = draw(number, ranked)
+    if program.optimizer == "by storage":
+        return program
+    return dataclasses.replace(program, options=(*program.options, ("optimizer_device", "device")))
+
+
 def draw_lone(number: int, ranked: bool = True) -> Program:
     """Make a program of two ranks from its number, of which one rank does something alone."""
     program, dice = draw(number, ranked), random.Random(f"lone {number}")
