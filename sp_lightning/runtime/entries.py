@@ -4,7 +4,7 @@
    code check whether a module has any and then run other kernels, and a hook is not called after Ctrl-C.
 2. An entry belongs to one module. Copies and pickles of the module are made from a state without entries, in which is
    what the module itself has in their places. A class that copies its attributes by itself gets for an entry what was
-   set on the instance, or the method of its class.
+   set on the instance, or a method that calls the one of the copy's class, whichever that is by then.
 3. A unit's forward may run once more in backward, for recomputation. It is called through the entry, not through the
    module, so that the user's hooks around it are not called again.
 4. ``torch.compile`` traces a module's call into its entry. An entry that enters a unit breaks the graph there and runs
@@ -109,7 +109,7 @@ class ForwardEntry(InPlaceOfForward):
         if self.own is not None:
             return copy.deepcopy(self.own, memo)
         copied = memo.get(id(self.module), self.module)
-        return types.MethodType(getattr(type(copied), self.method), copied)
+        return types.MethodType(_method_of_class(getattr(type(copied), self.method), self.method), copied)
 
     def __reduce__(self) -> Any:
         if self.own is not None:
@@ -117,17 +117,28 @@ class ForwardEntry(InPlaceOfForward):
         return getattr, (self.module, self.method)  # finds the class's: the copy has no attributes yet
 
 
+def _method_of_class(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that looks like a method, and calls the one of this name that a module's class has by then."""
+
+    @functools.wraps(method)
+    def by_name(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(module), name)(module, *args, **kwargs)
+
+    return by_name
+
+
 def as_method(entry: ForwardEntry) -> Callable[..., Any]:
     """Return a method of the entry's module that calls the entry (Rule 6)."""
     if not isinstance(entry.forward, types.MethodType):
         return entry
-    name, refer = entry.method, weakref.ref(entry)  # which a copy does not keep
+    refer = weakref.ref(entry)  # which a copy does not keep
+    of_class = _method_of_class(entry.forward.__func__, entry.method)
 
-    @functools.wraps(entry.forward.__func__)
+    @functools.wraps(of_class)
     def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         entry = refer()
         if entry is None or entry.module is not module:
-            return getattr(type(module), name)(module, *args, **kwargs)
+            return of_class(module, *args, **kwargs)
         return entry(*args, **kwargs)
 
     method.entry = refer  # type: ignore[attr-defined]

@@ -1194,6 +1194,31 @@ def test_a_copy_that_is_given_another_class_runs_its_forward(device, make_copy):
     check(blocks, run, device)
 
 
+class CopiesByItself(models.Block):
+    """Copies one attribute after the other, as ``torch.fx.GraphModule`` does."""
+
+    def __deepcopy__(self, memo):
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        for name, value in vars(self).items():
+            made.__dict__[name] = copy.deepcopy(value, memo)
+        return made
+
+
+@pytest.mark.parametrize("change", ["class", "method of its class"])
+def test_a_copy_that_its_class_made_by_itself_runs_the_forward_of_its_class(device, change):
+    def run(net, device):
+        yield from training(steps=1)(net, device)
+        net.blocks[1] = copied = copy.deepcopy(net.blocks[1])
+        copied.__class__ = Tripling if change == "class" else type("Changed", (CopiesByItself,), {})
+        yield from training(steps=1)(net, device)
+        if change != "class":
+            type(copied).forward = lambda self, x: 3 * super(CopiesByItself, self).forward(x)
+        yield from training()(net, device)
+
+    check(models.stack_of(CopiesByItself), run, device)
+
+
 @pytest.mark.parametrize("units", [None, ["Linear"]])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_a_shallow_copy_runs_its_own_forward_with_the_same_weights(device, activations, units):
