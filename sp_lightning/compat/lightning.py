@@ -86,6 +86,26 @@ def set_epochs(trainer: Any) -> None:
     trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs = _parse_loop_limits(*limits, trainer)
 
 
+def begin_noting_sigterm(trainer: Any) -> None:
+    """Have a Trainer note SIGTERM, to end after its batch, and pass it on to the processes that it started.
+
+    By itself it also waits in a collective, wherever the signal came: for ranks which wait for this one.
+    """
+    connector = trainer._signal_connector
+
+    def note(signal: int, frame: Any) -> None:
+        if not connector.received_sigterm and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signal)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note
+
+
+def end_noting_sigterm(trainer: Any) -> None:
+    """Have a Trainer do by itself what it does at SIGTERM. Safe twice."""
+    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+
+
 def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
     """Attach what a run trains on, as the Trainer does when it begins."""
     trainer._data_connector.attach_data(module, datamodule=datamodule)

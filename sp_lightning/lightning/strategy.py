@@ -18,7 +18,16 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from ..compat.lightning import EmptyInit, average_device, move_optimizers, reset_seed, set_average_device, setup_model
+from ..compat.lightning import (
+    EmptyInit,
+    average_device,
+    begin_noting_sigterm,
+    end_noting_sigterm,
+    move_optimizers,
+    reset_seed,
+    set_average_device,
+    setup_model,
+)
 from ..compat.modules import convert_tensors
 from ..errors import OptionError, PeerError, TornStepError
 from ..memory.device import check_supported, numbered
@@ -225,6 +234,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         if self.is_distributed:
             reset_seed()
         self._set_up_ranks()
+        if self.is_distributed:
+            begin_noting_sigterm(trainer)
         self._add_callback(trainer)
         self._keep_averages_on_host(trainer)
 
@@ -369,6 +380,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             self._last_checkpoint = None
             self.leave_ranks()
             self._remove_callback()
+            if self.lightning_module is not None:
+                end_noting_sigterm(self.lightning_module.trainer)
             self._base_teardown()
 
     def _base_teardown(self) -> None:

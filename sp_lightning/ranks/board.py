@@ -4,7 +4,7 @@
    that another rank reads says that the bytes are there.
 2. Every wait for another rank goes through `wait`. It ends with a `PeerError` that names the rank, once one has died,
    failed or left, and after the process group's timeout: nothing waits for a rank that cannot come. Who waited too
-   long notes on the board for whom, so that all ranks name the same one.
+   long, or for a rank that left, notes on the board for whom, so that all ranks of all nodes name the same one.
 3. Local rank 0 makes all shared memory and hands the descriptors on, over sockets that have no name in a file system.
    An abstract socket has no permissions: a descriptor goes to a process of the same user that shows the run's token.
    Other users' processes are turned away at once, and a process that says nothing keeps no other one waiting.
@@ -57,7 +57,7 @@ HELLO = struct.Struct("!16sIc")  # token, rank, what the socket is for
 DESCRIPTORS, LIFE = b"d", b"l"
 SIZE = struct.Struct("!Q")
 CREDENTIALS = struct.Struct("3i")  # process, user, group
-ALIVE, ENDED, FAILED, SILENT, STOPPED, LEFT, CUT, LOST = range(8)  # the state of a rank
+ALIVE, ENDED, FAILED, SILENT, STOPPED, LEFT, CUT, LOST, MISSED = range(9)  # the state of a rank
 NEWS = {
     ENDED: "ended",
     FAILED: "failed; its own error says why",
@@ -66,10 +66,11 @@ NEWS = {
     LEFT: "has left the run",
     CUT: "ended, or the connection to it did",
     LOST: "cannot be reached: nothing came from its machine any more",
+    MISSED: "has left the run while others wait for it: every rank needs as many batches",
 }
-CAUSES = ENDED, FAILED, SILENT, CUT, LOST
+CAUSES = ENDED, FAILED, SILENT, CUT, LOST, MISSED
 HANDLING = FAILED, STOPPED  # those that handle an exception (Rule 7)
-GIVEN_UP = ENDED, FAILED, STOPPED, LEFT, CUT, LOST  # those that come to nothing more of the run
+GIVEN_UP = ENDED, FAILED, STOPPED, LEFT, CUT, LOST, MISSED  # those that come to nothing more of the run
 GONE = 1 << 62  # more meetings than there are: added to those of a rank that comes to no further one
 WORD = 8
 POLL_S = 2e-5, 2e-3  # the first pause between two looks at the board, and the longest
@@ -225,13 +226,12 @@ class Ranks(OneRank):
         first = self.place.first
         here = range(first, first + self.size)
         seconds = self.timeout.total_seconds() + longer * LATER_S
-        ended = functools.partial(self._news, (STOPPED, LEFT), of=here)
-        self._wait(lambda: [first + rank for rank in missing()], what, seconds, lambda states, _: ended(states))
+        ended = functools.partial(self._why_late, of=here)
+        self._wait(lambda: [first + rank for rank in missing()], what, seconds, ended)
 
     def wait_for_nodes(self, missing: Callable[[], Sequence[int]], what: str, longer: int = FOR_GRADIENTS) -> None:
         """Wait until no rank of another node is missing any more, by its number among all (Rule 8)."""
-        ended = functools.partial(self._news, (STOPPED, LEFT))
-        self._wait(missing, what, self.timeout.total_seconds() + longer * LATER_S, ended)
+        self._wait(missing, what, self.timeout.total_seconds() + longer * LATER_S, self._why_late)
 
     def wait_beside(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         """Wait until no rank of this node is missing any more, for what its threads do beside other code (Rule 9)."""
@@ -240,9 +240,10 @@ class Ranks(OneRank):
         def late() -> list[int]:
             return [first + rank for rank in missing()]
 
-        def ended(*_: Any) -> str:
+        def ended(states: Sequence[int], _: Sequence[int]) -> str:
             gone = {rank for rank, came in enumerate(self._came_handling) if came >= GONE}  # first: it may have posted
-            return self._news((STOPPED, LEFT)) if gone.intersection(late()) else ""
+            missed = gone.intersection(late())
+            return self._why_late(states, [*missed]) if missed else ""
 
         self._waiting_beside.add(thread)
         try:
@@ -305,6 +306,13 @@ class Ranks(OneRank):
             ]
             others[self.world_rank] = ALIVE  # it may have failed, but its own error says that
             raise PeerError(self._news((STOPPED, LEFT), others))
+
+    def _why_late(self, states: Sequence[int], late: Sequence[int], of: Sequence[int] | None = None) -> str:
+        """Describe why ranks of ``of``, or else the late ones, do not come; note which late ones left (Rule 2)."""
+        for rank in late:
+            if rank < len(states) and states[rank] == LEFT:
+                self._note(rank, MISSED)
+        return self._news((STOPPED,), of=late if of is None else of)
 
     @property
     def _handles_exception(self) -> bool:
@@ -439,7 +447,7 @@ class Ranks(OneRank):
     def _note(self, rank: int, state: int) -> None:
         if self._state is None:
             self._early.setdefault(rank, state)
-        elif self._state[rank] == ALIVE:
+        elif self._state[rank] == ALIVE or (self._state[rank] == LEFT and state == MISSED):
             self._state[rank] = state
             if self.transport is not None:
                 self.transport.drains = True  # what nobody will take must not hide a farewell

@@ -14,6 +14,7 @@ import torch
 import parity
 
 LIMIT_S = 5
+SLOW = pytest.mark.slow
 ALL_WAYS = [
     (phase, way)
     for phase in failing_runs.PHASES
@@ -76,6 +77,20 @@ def test_the_first_rank_may_fail(phase, way):
 @pytest.mark.parametrize("phase", ["descriptors", "configure_model", "forward", "backward", "exchange", "settle"])
 def test_one_of_four_may_fail(phase, way):
     check(4, phase, way, 2)
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"), [("forward", 1), *(pytest.param(*case, marks=SLOW) for case in [("exchange", 0), ("data", 0)])]
+)
+def test_a_rank_that_gets_sigterm_ends_after_its_batch_and_is_named(phase, victim):
+    """Lightning's own handler waits for the others in a collective, and they wait for this one elsewhere."""
+    assert check(2, phase, "signal", victim)[victim].error == "SIGTERMException"
+
+
+@SLOW
+def test_ranks_that_all_get_sigterm_end_by_it():
+    endings = failing_runs.endings(2, phase="forward", way="signal", victim=None)
+    assert [ending.error for ending in endings] == ["SIGTERMException"] * 2
 
 
 @pytest.mark.parametrize(

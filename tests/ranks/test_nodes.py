@@ -117,6 +117,16 @@ def test_a_rank_that_stopped_because_of_another_one_names_that_one_to_its_peers(
     assert said == "rank 0 on host0 failed; its own error says why"
 
 
+@pytest.mark.parametrize(("steps", "fewest"), [((3, 3, 3, 2), 3), pytest.param((2, 3, 3, 3), 0, marks=SLOW)])
+@pytest.mark.seldom
+def test_a_rank_that_left_too_early_is_named_on_every_node(steps, fewest):
+    """The other node waits for a neighbour of it, which stops."""
+    found = processes.run(4, pretended_nodes.run, 2, waiting.error_of_a_loop, steps)
+    assert found.pop(fewest) == ""
+    said = f"rank {fewest} on host{fewest // 2} has left the run while others wait for it"
+    assert all(error.startswith(said) and ";" not in error for error in found), found
+
+
 @pytest.mark.seldom
 def test_a_rank_that_left_has_no_threads_that_wait_for_one_that_stays():
     assert processes.run(2, pretended_nodes.run, 2, waiting.threads_after_leaving) == [0, 0]
@@ -214,8 +224,9 @@ PHASES = [
 FAILURES = [(phase, way, victim) for phase in PHASES for way in ("raise", "kill") for victim in (0, 2, 3)]
 BEFORE_A_BOARD = [("accepting", 2), ("connecting", 3)]
 FAILURES += [(phase, way, victim) for phase, victim in BEFORE_A_BOARD for way in ("raise", "kill")]
+FAILURES += [(phase, "signal", victim) for phase, victim in (("forward", 3), ("sum of nodes", 0), ("backward", 2))]
 NOBODY = [case for case in FAILURES if case[0] == "agreement of nodes" and case[2] == 3]  # first ranks alone agree
-EVERY_DAY = {("forward", "kill", 3), ("sum of nodes", "raise", 2)}
+EVERY_DAY = {("forward", "kill", 3), ("forward", "signal", 3), ("sum of nodes", "raise", 2)}
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,8 @@ def ways(way: str) -> None:
         raise MemoryError("the victim has no memory left")
     if way == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if way == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
     if way == "hang":
         time.sleep(LONGEST_S)
     if way == "stop":

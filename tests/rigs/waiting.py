@@ -147,6 +147,22 @@ def error_of_one_that_waits_for_one_that_stopped() -> str:
         return ""
 
 
+def error_of_a_loop(steps: tuple[int, ...]) -> str:
+    """Train in a loop of as many steps as this rank is to have; return the error that ended it."""
+    net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    try:
+        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1):
+            for _ in range(steps[rank]):
+                net(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
 def threads_after_leaving() -> int:
     """Leave while the second rank stays, and says no farewell; return how many threads to it are left."""
     with connected() as ranks, mock.patch.object(transport, "CLOSE_S", 0.2):
