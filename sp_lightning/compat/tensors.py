@@ -412,14 +412,43 @@ def gloo_group(name: str, rank: int, size: int, timeout: timedelta) -> Any:
         _get_default_store,
     )
 
-    return ProcessGroupGloo(PrefixStore(name, _get_default_store()), rank, size, timeout)
+    store = _get_default_store().clone()  # a connection of its own: others need not wait while this one does
+    return ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
 
 
-def store_beside() -> Any:
-    """Return the default group's store, by a connection that waits for no other use of it."""
+def default_store() -> Any:
+    """Return the default group's store."""
     from torch.distributed.distributed_c10d import _get_default_store  # not in each torch
 
-    return _get_default_store().clone()
+    return _get_default_store()
+
+
+def store_within(name: str, store: Any) -> Any:
+    """Return the part of a store whose keys begin with this name."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in each torch
+
+    return PrefixStore(name, store)
+
+
+def members_of(group: Any) -> tuple[list[int], str]:
+    """Return the global ranks of a process group's members, and a name that no other group of these has."""
+    import torch.distributed as dist
+
+    group = group or dist.group.WORLD
+    members = dist.get_process_group_ranks(group)
+    return members, f"{group.group_name}/{'-'.join(map(str, members))}"
+
+
+def gloo_of(group: Any) -> Any:
+    """Return the connections of a process group's members for tensors of the host, if they are gloo's; else None."""
+    import torch.distributed as dist
+
+    group = group or dist.group.WORLD
+    try:
+        found = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # it has a backend for another device alone
+        return None
+    return found if found.name() == "gloo" else None
 
 
 def gloo_device(interface: str) -> Any:

@@ -25,8 +25,6 @@ node. Ranks have a local number, and one among all nodes', which errors say.
    the group. Those of peers that are gone end with the group's connections.
 8. gloo has one connection for each group and pair, on which a receiver's "go on" waits behind what it sends itself: two
    nodes that send over one connection take turns. So each direction has a group of its own, and so have words.
-9. Until nodes are connected, a node whose rank fails says so in the store through which they find each other: gloo
-   itself tells those that wait for this rank nothing, to the end of their time.
 """
 
 from __future__ import annotations
@@ -118,31 +116,6 @@ class Message:
     def _header(self, payload: Tensor) -> Tensor:
         header = [self.kind, *self.key, payload.numel()]
         return torch.tensor(header + [0] * (HEADER - len(header)), dtype=torch.int64, device="cpu")
-
-
-class Failures:
-    """The store as a place where nodes say which ranks failed, until they are connected (Rule 9)."""
-
-    def __init__(self, store: Any, place: NodePlace, token: bytes) -> None:
-        self._store, self._node, self._run = store, place.node, f"superpipeline/{token.hex()}/failures"
-        self._peers = [node for node in range(len(place.hosts)) if node != place.node]
-        self._asked_at = 0.0
-
-    def tell(self, numbers: list[int]) -> None:
-        """Say what this node's board says."""
-        with contextlib.suppress(RuntimeError):  # the store ended with the process that held it
-            self._store.set(f"{self._run}/{self._node}", " ".join(map(str, numbers)))
-
-    def told(self, now: bool = False) -> dict[int, list[int]]:
-        """Ask, now or now and then, what other nodes say, by their numbers."""
-        if not now and time.monotonic() - self._asked_at < PULSE_S:
-            return {}
-        self._asked_at = time.monotonic()
-        with contextlib.suppress(RuntimeError):
-            keys = {node: f"{self._run}/{node}" for node in self._peers}
-            said = {node: key for node, key in keys.items() if self._store.check([key])}
-            return {node: [int(number) for number in self._store.get(key).split()] for node, key in said.items()}
-        return {}
 
 
 class NodeTransport:

@@ -48,7 +48,8 @@ from typing import Any
 
 from ..errors import PeerError
 from ..memory.pinned import MappedPiece
-from ..nodes.transport import KEEPALIVE, Failures, NodePlace, NodeTransport
+from ..nodes.arrivals import Arrivals
+from ..nodes.transport import KEEPALIVE, NodePlace, NodeTransport
 from .shared_memory import SharedSlab, make, paged
 
 log = logging.getLogger(__name__)
@@ -126,13 +127,14 @@ class Ranks(OneRank):
         processes: Sequence[int] | None = None,
         place: NodePlace | None = None,
         keepalive: timedelta = KEEPALIVE,
-        failures: Failures | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self.place = place or NodePlace(0, size, ("",))
         self.world_rank, self.world = self.place.first + rank, self.place.world
         self.timeout = timeout
         self._token = hashlib.sha256(token + b"%d" % self.place.node).digest()[: len(token)] if place else token
+        self._arrivals = arrivals
         self._processes = processes  # the number of each rank's process, if they can see one another
         self._meetings = 0
         self._agreements = 0  # with other nodes
@@ -145,7 +147,6 @@ class Ranks(OneRank):
         self._peers: dict[int, socket.socket] = {}  # for descriptors
         self._lives: dict[int, socket.socket] = {}
         self._state: ctypes.Array[ctypes.c_int64] | None = None
-        self._early: dict[int, int] = {}  # states of ranks until there is a board
         self._slab: SharedSlab | None = None
         self._deadline = time.monotonic() + timeout.total_seconds()
         _mind_forks(self)
@@ -160,23 +161,19 @@ class Ranks(OneRank):
             self._slab = self.share(3 * world * WORD)
         except BaseException as error:
             self.fail(because_of_another=isinstance(error, PeerError))
-            if failures is not None:
-                failures.tell([*(self._early.get(rank, ALIVE) for rank in range(self.world)), *[0] * size])
             self.close()
             raise
         self._state = (ctypes.c_int64 * world).from_address(self._slab.truth.data_ptr())
         self._came = (ctypes.c_int64 * world).from_address(self._slab.truth.data_ptr() + world * WORD)
         self._came_handling = (ctypes.c_int64 * world).from_address(self._slab.truth.data_ptr() + 2 * world * WORD)
         threading.Thread(target=self._watch, name="superpipeline-ranks", daemon=True).start()
-        if failures is not None:  # there are other nodes
+        if self.world > size:
             try:
-                self.transport = self._connect_nodes(token, keepalive, failures)
+                self.transport = self._connect_nodes(token, keepalive)
                 self._nodes = Board(self, 0)
                 self.meet("a connection to other machines")  # of all ranks: until then news may come by the store alone
             except BaseException as error:
                 self.fail(because_of_another=isinstance(error, PeerError))
-                self._hear(failures.told(now=True))  # whoever stopped told why before it left
-                failures.tell(self._own())
                 news = self._news()
                 self.close()
                 if isinstance(error, PeerError) and news:
@@ -324,7 +321,7 @@ class Ranks(OneRank):
             return set()
         return {rank for rank in range(self.size) if self._state[self.place.first + rank] in GIVEN_UP}
 
-    def _connect_nodes(self, token: bytes, keepalive: timedelta, failures: Failures) -> NodeTransport:
+    def _connect_nodes(self, token: bytes, keepalive: timedelta) -> NodeTransport:
         """Connect to the other nodes beside the waits of the board: a rank of this node may end in the meantime."""
         made: list[NodeTransport | Exception] = []
 
@@ -338,7 +335,7 @@ class Ranks(OneRank):
         others = [rank for rank in range(self.world) if not 0 <= rank - self.place.first < self.size]
 
         def missing() -> list[int]:
-            self._hear(failures.told())
+            self._check_arrivals()
             return [] if made else others
 
         self.wait_for_nodes(missing, "a connection to other machines")
@@ -372,10 +369,6 @@ class Ranks(OneRank):
         for rank, number in enumerate(came):
             at = node * self.size + rank
             self._came_handling[at] = max(self._came_handling[at], number)
-
-    def _hear(self, told: dict[int, list[int]]) -> None:
-        for node, numbers in told.items():
-            self.heard(node, numbers[: self.world], numbers[self.world :])
 
     def lost(self, rank: int) -> None:
         """Note that the connection to a rank of another node ended without a farewell."""
@@ -445,9 +438,9 @@ class Ranks(OneRank):
         return self._boards
 
     def _note(self, rank: int, state: int) -> None:
-        if self._state is None:
-            self._early.setdefault(rank, state)
-        elif self._state[rank] == ALIVE or (self._state[rank] == LEFT and state == MISSED):
+        if self._state is None:  # there is no board yet
+            return
+        if self._state[rank] == ALIVE or (self._state[rank] == LEFT and state == MISSED):
             self._state[rank] = state
             if self.transport is not None:
                 self.transport.drains = True  # what nobody will take must not hide a farewell
@@ -533,23 +526,25 @@ class Ranks(OneRank):
         peer.settimeout(self.timeout.total_seconds())
         place[rank] = peer
 
+    def _check_arrivals(self) -> None:
+        """Raise PeerError if a rank of any node failed before all were connected."""
+        if self._arrivals is not None:
+            self._arrivals.check()
+
     def _look_for_the_missing(self) -> None:
+        self._check_arrivals()
         for rank, life in self._lives.items():
             if _is_readable(life):
-                self._note(self.place.first + rank, ENDED)
                 raise PeerError(f"{self.local(rank)} ended while the ranks connected")
         missing = [rank for rank in range(1, self.size) if not (rank in self._peers and rank in self._lives)]
         for rank in missing:
             self._check_process(rank)
         if missing and time.monotonic() > self._deadline:
-            for rank in missing:
-                self._note(self.place.first + rank, SILENT)
             names = ", ".join(map(self.local, missing))
             raise PeerError(f"{names} did not come within {self.timeout}")
 
     def _check_process(self, rank: int) -> None:
         if self._processes is not None and _is_gone(self._processes[rank]):
-            self._note(self.place.first + rank, ENDED)
             raise PeerError(f"{self.local(rank)} ended before the ranks were connected")
 
     def _connect(self, address: str) -> None:
@@ -564,6 +559,7 @@ class Ranks(OneRank):
                 except OSError as error:
                     peer.close()
                     self._check_process(0)
+                    self._check_arrivals()
                     if time.monotonic() > self._deadline:
                         raise PeerError(f"{self.local(0)} did not answer within {self.timeout} ({error})") from None
                     time.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import socket
 import sys
@@ -17,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..compat.tensors import is_dtensor, local_of, store_beside
+from ..compat.tensors import is_dtensor, local_of, store_within
 from ..errors import OptionError, PeerError
-from ..nodes.transport import KEEPALIVE, Failures, NodePlace, interface_error, machine, namespace, node_identity
+from ..nodes.arrivals import Arrivals, Meeting, has_agent
+from ..nodes.transport import KEEPALIVE, NodePlace, interface_error, machine, namespace, node_identity
 from .board import ONE_RANK, OneRank, Ranks
 from .shared_memory import check_possible
 
@@ -37,7 +39,6 @@ ALIKE = {  # on all nodes as well, and what to do
     "numbers of torch's threads": "that of machines where torch computes with as many threads: set OMP_NUM_THREADS "
     "to the same number on each",
 }
-READ_S = 5.0  # for which a rank that was refused waits for the others to read why
 
 
 class _Known(NamedTuple):
@@ -61,49 +62,33 @@ def meet_launched(address: str, port: int, rank: int, size: int, timeout: timede
 
     torch by itself names none that does not come, and an interface that a host has not got is an error there alone.
     """
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in each torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in each torch
 
     here, others = f"rank {rank} on {socket.gethostname()}", [other for other in range(size) if other != rank]
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, which holds the store
-    error, process = interface_error(), os.urandom(8).hex()
-    until, pause, missing = time.monotonic() + timeout.total_seconds(), 0.01, others
+    error, meeting = interface_error(), None
+    until, pause = time.monotonic() + timeout.total_seconds(), 0.01
     try:
-        is_server = rank == 0 and not has_agent
+        is_server = rank == 0 and not has_agent()
         server = TCPStore(address, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True)
-        store = PrefixStore("superpipeline", server)
-        if rank == 0:
-            store.set("attempt", process)
-        while True:
-            # An agent keeps the store over restarts, and others count these in another way: the first rank's processes
-            # number the attempts, and an attempt is this one if its first rank has met this process.
-            attempt = PrefixStore(store.get("attempt").decode() if store.check(["attempt"]) else "none", store)
-            attempt.set(f"{rank}", f"{process} {socket.gethostname()}: {error}" if error else process)
-            missing = [other for other in others if not attempt.check([f"{other}"])]
-            came = [] if missing else [said.decode() for said in attempt.multi_get([f"{one}" for one in range(size)])]
-            if rank == 0 and came:
-                attempt.set("met", " ".join(said.partition(" ")[0] for said in came))
-            if came and attempt.check(["met"]) and process in attempt.get("met").decode():
-                break
+        meeting = Meeting(store_within("superpipeline", server), rank, size)
+        while (said := meeting.come(f"{socket.gethostname()}: {error}" if error else "")) is None:
             if time.monotonic() > until:
                 raise TimeoutError("the others have come")
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
-        errors = [said.partition(" ")[2] for said in came if " " in said]
-        if errors:
-            until = time.monotonic() + READ_S
-            with contextlib.suppress(RuntimeError):  # the first rank, which may hold the store, has left
-                attempt.add("read", 1)
-                while attempt.add("read", 0) < size and time.monotonic() < until:
-                    time.sleep(pause)
     except (RuntimeError, TimeoutError) as failure:
-        names = ", ".join(f"rank {other}" for other in missing) or "another rank"
+        with contextlib.suppress(RuntimeError):
+            others = meeting.missing() if meeting is not None else others
+        names = ", ".join(f"rank {other}" for other in others) or "another rank"
         raise PeerError(
             f"{here} waited for the processes of all machines, and {names} did not come to {address}:{port} within "
             f"{timeout} ({str(failure).splitlines()[0]}): start as many on every machine, with the same MASTER_ADDR "
             "and MASTER_PORT, which all machines can reach"
         ) from failure
+    if errors := list(filter(None, said)):
+        meeting.stay()
     _check_interfaces(errors)
-    return PrefixStore("group", attempt)
+    return store_within("group", meeting.attempt)
 
 
 @contextlib.contextmanager
@@ -141,24 +126,36 @@ def connect(
         return ONE_RANK
     check_keepalive(keepalive)
     check_possible()
-    gathered: list[Any] = [None] * size
-    mine, here = _known(device), f"rank {rank} on {socket.gethostname()}"
-    with typed(here):  # a rank may end before the others know more of it
-        dist.all_gather_object(gathered, mine, group)
-    known = [_Known(*one) for one in gathered]
+    arrivals = Arrivals(group, rank, socket.gethostname())
+    try:
+        return _connected(arrivals, rank, _known(device), timeout, nodes, keepalive)
+    except OptionError:
+        arrivals.meeting.stay()  # they come to the same error
+        raise
+    except BaseException as error:
+        said = arrivals.blame(error)
+        if isinstance(error, PeerError) and str(error) != said:
+            raise PeerError(said) from error
+        raise
+    finally:
+        arrivals.leave()
+
+
+def _connected(
+    arrivals: Arrivals, rank: int, mine: tuple[Any, ...], timeout: timedelta, nodes: int | None, keepalive: timedelta
+) -> Ranks:
+    gathered = [json.loads(text) for text in arrivals.gather(json.dumps([mine, os.urandom(16).hex()]), timeout)]
+    known = [_Known(*one) for one, _ in gathered]
+    arrivals.know([one.host for one in known])
     names = list(dict.fromkeys(one.node for one in known))
     _check(known, names, nodes)
-    store = store_beside() if len(names) > 1 else None
-    tokens: list[Any] = [None] * size  # of all: whoever fails from here on, the others are connected to the store
-    with typed(here):
-        dist.all_gather_object(tokens, os.urandom(16), group)
-    ranks_of = size // len(names)
+    ranks_of = len(known) // len(names)
     place = NodePlace(rank // ranks_of, ranks_of, tuple(one.host for one in known[::ranks_of]))
     beside = known[place.first : place.first + ranks_of]
     spaces, processes = zip(*[one.process for one in beside], strict=True)
     numbers = processes if len(set(spaces)) == 1 else None
-    failures = store and Failures(store, place, tokens[0])
-    return Ranks(rank - place.first, ranks_of, tokens[0], timeout, numbers, place, keepalive, failures)
+    token = bytes.fromhex(gathered[0][1])
+    return Ranks(rank - place.first, ranks_of, token, timeout, numbers, place, keepalive, arrivals)
 
 
 def check_keepalive(keepalive: timedelta) -> None:

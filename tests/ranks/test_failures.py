@@ -74,7 +74,9 @@ def test_the_first_rank_may_fail(phase, way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["raise", "kill"])
-@pytest.mark.parametrize("phase", ["descriptors", "configure_model", "forward", "backward", "exchange", "settle"])
+@pytest.mark.parametrize(
+    "phase", ["meeting", "descriptors", "configure_model", "forward", "backward", "exchange", "settle"]
+)
 def test_one_of_four_may_fail(phase, way):
     check(4, phase, way, 2)
 

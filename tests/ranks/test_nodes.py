@@ -217,7 +217,15 @@ def test_fabric_over_two_nodes_is_ddp_with_the_tree(loop, options):
 LIMIT_S = 5
 STALL_S = 1.5
 PHASES = [
-    *("connecting nodes", "forward", "backward", "between post and sum", "sum of nodes", "sums of other nodes"),
+    *(
+        "meeting",
+        "connecting nodes",
+        "forward",
+        "backward",
+        "between post and sum",
+        "sum of nodes",
+        "sums of other nodes",
+    ),
     *("settle", "agreement of nodes", "in the step", "end of the step", "data"),
     *("promise", "beside backward", "deferred part"),
 ]
@@ -226,7 +234,7 @@ BEFORE_A_BOARD = [("accepting", 2), ("connecting", 3)]
 FAILURES += [(phase, way, victim) for phase, victim in BEFORE_A_BOARD for way in ("raise", "kill")]
 FAILURES += [(phase, "signal", victim) for phase, victim in (("forward", 3), ("sum of nodes", 0), ("backward", 2))]
 NOBODY = [case for case in FAILURES if case[0] == "agreement of nodes" and case[2] == 3]  # first ranks alone agree
-EVERY_DAY = {("forward", "kill", 3), ("forward", "signal", 3), ("sum of nodes", "raise", 2)}
+EVERY_DAY = {("meeting", "kill", 3), ("forward", "kill", 3), ("forward", "signal", 3), ("sum of nodes", "raise", 2)}
 
 
 @pytest.mark.parametrize(
@@ -244,18 +252,25 @@ def test_all_ranks_of_all_nodes_end_with_an_error_that_names_the_one_that_failed
         if rank != victim:
             assert ending.at - struck < LIMIT_S, f"rank {rank}: {ending}"
             assert (ending.error, ending.status) == ("PeerError", 1), f"rank {rank}: {ending}"
-            # While nodes connect, they hear of each other through the store, which ends with the first rank's process.
-            is_named = f"rank {victim} on host{victim // 2} " in f"{ending.message} "
-            assert is_named or (phase, victim) == ("connecting nodes", 0), f"rank {rank}: {ending}"
+            assert f"rank {victim} on host{victim // 2} " in f"{ending.message} ", f"rank {rank}: {ending}"
+            assert not any(f"rank {other} on " in ending.message for other in range(4) if other != victim), ending
 
 
-@SLOW
-@pytest.mark.parametrize("way", ["raise", "kill"])
-def test_a_rank_that_ends_as_all_meet_first_ends_the_others(way):
-    *others, victim = failing_runs.endings(4, phase="meeting", way=way, victim=3, nodes=2)
-    for rank, ending in enumerate(others):
-        assert ending.at - victim.struck < LIMIT_S, f"rank {rank}: {ending}"
-        assert (ending.error, ending.status) == ("PeerError", 1), f"rank {rank}: {ending}"
+@pytest.mark.parametrize(
+    ("phase", "way", "victim"),
+    [
+        ("connecting nodes", "kill", 1),
+        *(pytest.param("connecting nodes", *case, marks=SLOW) for case in [("raise", 1), ("kill", 0), ("raise", 0)]),
+        *(pytest.param("meeting", way, 0, marks=SLOW) for way in ("raise", "kill")),
+    ],
+)
+@pytest.mark.seldom
+def test_a_node_of_one_rank_that_ends_before_it_is_connected_is_named(phase, way, victim):
+    """No rank beside it tells the others."""
+    endings = failing_runs.endings(2, phase=phase, way=way, victim=victim, nodes=2)
+    other = endings[1 - victim]
+    assert other.error == "PeerError" and other.message.startswith(f"rank {victim} on host{victim} "), endings
+    assert other.at - endings[victim].struck < LIMIT_S, endings
 
 
 @pytest.mark.slow

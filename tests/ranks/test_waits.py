@@ -1,5 +1,8 @@
 """Waits of ranks for others that a whole run seldom needs: each is needed here (benchmarks/race_deletions.py)."""
 
+import re
+
+import pretended_nodes
 import processes
 import pytest
 import waiting
@@ -9,6 +12,16 @@ import waiting
 def test_a_wait_ends_when_another_rank_failed_that_is_still_alive(what, failed):
     found = processes.run(2, waiting.after_a_failure, what, failed)
     assert f"rank {failed} failed" in found[1 - failed] and found[failed]
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.seldom
+def test_ranks_of_a_group_for_a_device_alone_connect_and_name_one_that_fails(nodes):
+    run = pretended_nodes.run, nodes, waiting.connected_by_a_device_alone
+    assert processes.run(2, *run, None) == ["connected"] * 2
+    first, failed = processes.run(2, *run, 1)
+    assert re.fullmatch("rank 1 on .* failed; its own error says why", first) and not failed
 
 
 @pytest.mark.seldom

@@ -35,7 +35,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 import sp_lightning
-from sp_lightning.nodes import transport
+from sp_lightning.nodes import arrivals, transport
 from sp_lightning.optim import pending_step
 from sp_lightning.ranks import board, connection, exchange, sharded_step, user_edits
 
@@ -113,7 +113,7 @@ BESIDE_BACKWARD = "beside backward"
 
 # Functions of the library, and one of torch, in which a rank fails before they do anything.
 STRIKES: dict[str, tuple[Any, str]] = {
-    "meeting": (connection, "_known"),
+    "meeting": (arrivals.Arrivals, "gather"),
     "connecting": (board.Ranks, "_connect"),
     "accepting": (board.Ranks, "_accept"),
     "descriptors": (board.Ranks, "descriptor"),
@@ -138,8 +138,7 @@ IN_MODULE = [
 BESIDE = ("deferred part", "promise", BESIDE_BACKWARD)  # other work, where no hooks keep steps from there
 # The ranks of one machine never come there.
 BETWEEN_NODES = ("connecting nodes", "sum of nodes", "sums of other nodes", "agreement of nodes")
-UNNAMED = ("meeting",)  # where the others know of a rank what torch says
-PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in (*BETWEEN_NODES, *UNNAMED)]
+PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in BETWEEN_NODES]
 ONCE = {
     "meeting",
     "connecting",
@@ -271,12 +270,14 @@ def run(
     has_begun = not beside
     of_phase = 1 if phase in ONCE or beside else 5 if phase in FIFTH else 2
 
-    def strike(where: str) -> None:
+    def strike(where: str, *args: Any) -> None:
         nonlocal calls, has_begun
         has_begun = has_begun or where == BESIDE_BACKWARD
         if where == phase and has_begun:
             calls += 1
             if way and calls == of_phase:
+                if phase == "meeting":
+                    wait_for_arrivals(*args)
                 tell.send({"struck": time.monotonic()})
                 ways(way)
 
@@ -311,14 +312,21 @@ def script(phase: str, way: str) -> None:
     fit(2, Net(strike), 30, mock.Mock())  # in which both import everything
 
 
-def wrap(owner: Any, method: str, name: str, strike: Callable[[str], None]) -> None:
+def wrap(owner: Any, method: str, name: str, strike: Callable[..., None]) -> None:
     real = getattr(owner, method)
 
     def struck(*args: Any, **kwargs: Any) -> Any:
-        strike(name)
+        strike(name, *args)
         return real(*args, **kwargs)
 
     setattr(owner, method, struck)
+
+
+def wait_for_arrivals(of: arrivals.Arrivals, *_: Any) -> None:
+    """Wait until all ranks have come so far: before that torch still connects some to the group."""
+    until = time.monotonic() + LONGEST_S
+    while not of._store.check([f"at/{rank}" for rank in range(of._size)]) and time.monotonic() < until:
+        time.sleep(1e-2)
 
 
 class SlowSaver(OnExceptionCheckpoint):

@@ -24,6 +24,7 @@ import pytest
 import ranked_runs
 import torch
 import torch.distributed as dist
+from failing_runs import wait_for_arrivals
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ import sp_lightning
 from sp_lightning.errors import ExactnessError, PeerError, TornStepError
 from sp_lightning.memory import host_copy
 from sp_lightning.memory.weights import same_bytes
-from sp_lightning.nodes import transport
+from sp_lightning.nodes import arrivals, transport
 from sp_lightning.nodes.transport import packed
 from sp_lightning.ranks import exchange, user_edits
 from sp_lightning.ranks.board import ALIVE, Board, Ranks
@@ -145,6 +146,28 @@ def error_of_one_that_waits_for_one_that_stopped() -> str:
                 _noticed().touch()
                 return str(error)
         return ""
+
+
+def connected_by_a_device_alone(failed: int | None) -> str:
+    """Connect over a group that has no connections for the host's tensors, where a rank may fail; return the error."""
+    importlib.import_module("simccl").register()
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("simgpu:simccl", rank=rank, world_size=size)
+
+    def fail(of: arrivals.Arrivals, *_: Any) -> None:
+        wait_for_arrivals(of)
+        raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == failed:
+            patch.setattr(arrivals.Arrivals, "gather", fail)
+        try:
+            ranks = connect(None, torch.device("cpu"), timedelta(seconds=60), None)
+        except (PeerError, MemoryError) as error:
+            return str(error)
+        ranks.meet("a meeting")
+        ranks.close()
+        return "connected"
 
 
 def error_of_a_loop(steps: tuple[int, ...]) -> str:

@@ -1,0 +1,222 @@
+"""Ranks of a process group until they are connected: they meet in its store, and name who ends or fails there.
+
+1. Who fails says so in the store, and so does who sees that another process ended: all raise what is said first.
+2. Where the group has connections of gloo, each rank listens on them to all others, until these take leave: a
+   connection ends with its process.
+3. What an earlier meeting of the group left in the store is not of this one: all that counts names the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.tensors import default_store, gloo_of, members_of, store_within
+from ..errors import PeerError
+from .transport import FOREVER, PAUSE_S, PULSE_S
+
+LEAVES = 7351  # a tag in groups of the user's, of the word that says that a rank need not be listened to (Rule 2)
+READ_S = 2.0  # how long a process that is to end waits for others to read what it leaves in a store
+STORE_S = 1.0  # how long after the end of a store that of a connection may be noticed
+ENDED_EARLY, NO_MORE = "ended before all ranks were connected", "failed; its own error says why"
+
+
+class Meeting:
+    """A meeting of ranks in a store: each brings a text, and gets those of all once all have come.
+
+    A store may outlive processes: an agent of torchrun keeps it over restarts, and others count these in another way.
+    So the first rank's process names the attempt, and an attempt is this one if its first rank has met this process.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self.process = os.urandom(8).hex()
+        self.attempt = store  # once all have met, a part of it that is this attempt's alone
+        if rank == 0:
+            store.set("attempt", self.process)
+
+    def come(self, text: str) -> list[str] | None:
+        """Bring a text; return those of all, or None while some are missing."""
+        attempt = self._here()
+        attempt.set(f"{self._rank}", f"{self.process} {text}")
+        ranks = [f"{rank}" for rank in range(self._size)]
+        if self._rank == 0 and attempt.check(ranks):
+            said = attempt.multi_get(ranks)
+            attempt.set("met", json.dumps([one.decode().split(" ", 1) for one in said]))
+        met = json.loads(attempt.get("met")) if attempt.check(["met"]) else []
+        if not met or met[self._rank][0] != self.process:  # or they met in an earlier attempt
+            return None
+        self.attempt = attempt
+        return [text for _, text in met]
+
+    def missing(self) -> list[int]:
+        """List the ranks that have not come."""
+        attempt = self._here()
+        return [rank for rank in range(self._size) if rank != self._rank and not attempt.check([f"{rank}"])]
+
+    def stay(self) -> None:
+        """Stay a short time until all have read what all brought: the store may end with this process."""
+        with contextlib.suppress(RuntimeError):  # it ended with another one
+            _wait_for_readers(self.attempt, "read", self._size)
+
+    def _here(self) -> Any:
+        number = self._store.get("attempt").decode() if self._store.check(["attempt"]) else "none"
+        return store_within(number, self._store)
+
+
+class Arrivals:
+    """The ranks of a process group until they are connected, who all name the same one that fails (Rule 1)."""
+
+    def __init__(self, group: Any, rank: int, host: str) -> None:
+        members, name = members_of(group)
+        self._rank, self._size, self._hosts = rank, len(members), {rank: host}
+        self._holder = members.index(0) if 0 in members and not has_agent() else None  # its process has the store
+        self._ended: dict[int, str] = {}  # ranks whose process ended, and the address that it had
+        self._failed: set[int] = set()  # those that said that they go on no more
+        self._looked_at = 0.0
+        self._gloo = gloo_of(group)
+        self._peers = [peer for peer in range(self._size) if peer != rank and self._gloo is not None]
+        for peer in self._peers:
+            threading.Thread(target=self._listen, args=(peer,), name="superpipeline-nodes", daemon=True).start()
+        with self._store_there():
+            self._store = store_within(f"superpipeline/{name}", default_store())
+            self.meeting = Meeting(self._store, rank, self._size)
+            self._store.set(f"at/{rank}", f"{self.meeting.process} {host}")
+            self._learn_hosts()
+
+    def gather(self, text: str, timeout: timedelta) -> list[str]:
+        """Return the texts that all ranks bring."""
+        until, pause = time.monotonic() + timeout.total_seconds(), PAUSE_S
+        while True:
+            with self._store_there():
+                texts = self.meeting.come(text)
+            if texts is not None:
+                return texts
+            self.check()
+            if time.monotonic() > until:
+                with self._store_there():
+                    self._learn_hosts(late := self.meeting.missing())
+                names = ", ".join(map(self.name, late)) or "another rank"
+                raise PeerError(f"{self.name(self._rank)} waited {timeout} for all ranks: {names} did not come")
+            time.sleep(pause)
+            pause = min(2 * pause, PULSE_S)
+
+    def know(self, hosts: Sequence[str]) -> None:
+        """Note the host of each rank."""
+        self._hosts = dict(enumerate(hosts))
+
+    def name(self, rank: int) -> str:
+        """Return what messages call a rank: by its host if it has come, else by its address if it ended."""
+        host = self._hosts.get(rank) or self._ended.get(rank)
+        return f"rank {rank} on {host}" if host else f"rank {rank}"
+
+    def check(self) -> None:
+        """Raise PeerError if a rank ended or failed, which this one looks for now and then."""
+        if not (self._ended or self._failed) and time.monotonic() - self._looked_at < PULSE_S:
+            return
+        self._looked_at = time.monotonic()
+        with self._store_there():
+            said = self._said_here(self._store.get("why").decode()) if self._store.check(["why"]) else ""
+            self._learn_hosts()
+        if said := said or self._news():
+            raise PeerError(said)
+
+    def blame(self, error: BaseException) -> str:
+        """Say to all why the ranks do not connect, unless it was said before; return what was said first."""
+        said = str(error) if isinstance(error, PeerError) else f"{self.name(self._rank)} {NO_MORE}"
+        with contextlib.suppress(RuntimeError):  # the store ended
+            there = [rank for rank in range(self._size) if self._store.check([f"at/{rank}"])]
+            at = self._store.multi_get([f"at/{rank}" for rank in there])
+            processes = [one.decode().partition(" ")[0] for one in at]
+            before, mine = "", json.dumps([said, processes])
+            while not (first := self._said_here(now := self._store.compare_set("why", before, mine).decode())):
+                before = now
+            said = first
+            self.leave(NO_MORE)
+            if self._holder in there:  # whose process ends last, or it would take this with it
+                readers = self._size - len(self._ended) if self._rank == self._holder else 0
+                _wait_for_readers(self._store, f"why/{processes[there.index(self._holder)]}", readers)
+        return said
+
+    def leave(self, why: str = "") -> None:
+        """Tell the others that they need not listen any more whether this process ends. Safe twice."""
+        peers, self._peers = self._peers, []
+        word = torch.tensor([bool(why)], dtype=torch.int64, device="cpu")
+        threading.Thread(target=self._tell, args=(peers, word), name="superpipeline-nodes", daemon=True).start()
+
+    # ---- details
+
+    def _learn_hosts(self, late: Sequence[int] = ()) -> None:
+        """Learn on which hosts those are that may have to be named, while the store is there."""
+        ranks = {*late, *self._ended, *self._failed, *([] if self._holder is None else [self._holder])}
+        for rank in ranks - self._hosts.keys():
+            if self._store.check([f"at/{rank}"]):
+                self._hosts[rank] = self._store.get(f"at/{rank}").decode().partition(" ")[2]
+
+    def _said_here(self, told: str) -> str:
+        """Return what was said to this process; in an earlier meeting it was said to others (Rule 3)."""
+        said, processes = json.loads(told)
+        return str(said) if self._failed or self.meeting.process in processes else ""
+
+    def _news(self) -> str:
+        """Describe the ranks that ended, or if none did those that failed."""
+        ranks, what = (self._ended, ENDED_EARLY) if self._ended else (self._failed, NO_MORE)
+        return "; ".join(f"{self.name(rank)} {what}" for rank in sorted(ranks))
+
+    @contextlib.contextmanager
+    def _store_there(self) -> Iterator[None]:
+        """Use the store, whose end is that of the process which holds it."""
+        try:
+            yield
+        except RuntimeError as error:
+            until = time.monotonic() + STORE_S
+            while self._peers and not self._ended and time.monotonic() < until:
+                time.sleep(PAUSE_S)
+            if self._holder in self._ended:
+                self._ended = {self._holder: self._ended[self._holder]}  # the others ended because of it
+            raise PeerError(
+                self._news()
+                or f"the process ended that holds the store of the process group: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _listen(self, peer: int) -> None:
+        word = torch.zeros(1, dtype=torch.int64, device="cpu")
+        try:
+            self._gloo.recv([word], peer, LEAVES).wait(FOREVER)
+        except RuntimeError as error:
+            address = re.search(r"\[([^]/]+)\]:\d", str(error))
+            self._ended[peer] = address[1] if address else ""
+        if word.item():
+            self._failed.add(peer)
+
+    def _tell(self, peers: Sequence[int], word: Tensor) -> None:
+        works = []
+        for peer in peers:
+            with contextlib.suppress(RuntimeError):  # it ended
+                works.append(self._gloo.send([word], peer, LEAVES))
+        for work in works:
+            with contextlib.suppress(RuntimeError):
+                work.wait(FOREVER)
+
+
+def _wait_for_readers(store: Any, name: str, count: int) -> None:
+    """Count this process as a reader, and wait a short time until there are as many."""
+    until = time.monotonic() + READ_S
+    store.add(name, 1)
+    while store.add(name, 0) < count and time.monotonic() < until:
+        time.sleep(10 * PAUSE_S)
+
+
+def has_agent() -> bool:
+    """Whether an agent of torchrun holds the store, in place of the first rank's process."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
