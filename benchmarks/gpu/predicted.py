@@ -45,6 +45,7 @@ class Prediction:
             machine=machine,
             device=target,
             loss=lambda module, batch: module(**batch),
+            clip=setting.clip is not None,
             **options,
         )
         nbytes = sum(nbytes for name, nbytes in found.device_terms.items() if name != RESERVED)

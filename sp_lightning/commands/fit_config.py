@@ -56,6 +56,7 @@ class Run:
     predict_at_once: int = 1
     optimizer: Any = None  # a name or a function of parameters; None for the module's own
     tensor_parallel_size: int | None = None  # devices among which layers are cut
+    clip: bool = False  # whether gradients are clipped
 
 
 def find(arguments: Sequence[str]) -> Run:
@@ -122,6 +123,7 @@ def find(arguments: Sequence[str]) -> Run:
         cache=cache,
         predict_at_once=at_once,
         tensor_parallel_size=shards,
+        clip=bool(trainer.gradient_clip_val) and not asked,
     )
 
 

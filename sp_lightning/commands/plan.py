@@ -26,7 +26,8 @@ OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "ho
 OF_SCRIPT = "config", "model", "batch", "data", "loss", "answer", "cache", "precision", "optimizer", "accumulate"
 OF_RUN = (  # what a config says
     *OF_STRATEGY,
-    *("batch", "seq", "answer", "cache", "precision", "accumulate", "devices", "nodes", "tensor_parallel_size"),
+    *("batch", "seq", "answer", "cache", "precision", "accumulate", "clip", "devices", "nodes"),
+    "tensor_parallel_size",
 )
 
 
@@ -92,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--copies", type=int, help="copies of the weights, such as an EMA callback's (default: 0)")
     parser.add_argument("--accumulate", type=int, help="batches before the optimizer steps (default: 1)")
+    parser.add_argument("--clip", action="store_true", default=None, help="gradients are clipped")
     parser.add_argument("--samples", type=int, help="rows in an epoch: prints how long the run takes")
     parser.add_argument("--epochs", type=int, help="epochs of those samples (default: 1)")
     parser.add_argument("--price", type=float, help="of the machine for an hour: prints what the run costs")
@@ -181,6 +183,7 @@ def _plan_of(args: argparse.Namespace, run: Run) -> Plan:
             mesh_link=args.mesh_link,
             own_gradients=run.own_gradients,
             accumulate=run.accumulate,
+            clip=run.clip,
             loss=None if run.answer is not None and args.loss is None else loss,  # that of the model's kind
             answer=run.answer,
             cache=run.cache,
@@ -289,6 +292,7 @@ def _run_of_arguments(args: argparse.Namespace) -> Run:
         answer=args.answer,
         cache=args.cache,
         optimizer=args.optimizer,
+        clip=bool(args.clip),
     )
 
 
@@ -324,6 +328,7 @@ def _run_of_script(args: argparse.Namespace) -> Run:
         nodes=args.nodes or 1,
         tensor_parallel_size=args.tensor_parallel_size,
         optimizer=found.optimizer,
+        clip=bool(args.clip) or found.clip,
     )
 
 

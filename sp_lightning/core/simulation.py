@@ -10,7 +10,8 @@
    (way_down.py, Rule 3); then follow the copy down of the packed ones and the unit's step.
 5. The next step begins when the whole optimizer step is done. With ``steps_into_forward`` only a unit's load waits, for
    that unit's own step. The host then first steps the unit whose gradients arrived last, because forward needs it
-   first, and turns to a more urgent unit between the pieces of another one.
+   first, and turns to a more urgent unit between the pieces of another one. Gradients that are clipped or unscaled are
+   final after backward: the calling thread reads them once more then, and all units are stepped after that.
 6. Each direction of the link is slowed down by the machine's duplex factor while the other one runs; so is each of the
    disk's.
 7. Units that stay on the device are loaded on demand, at their first visit after a step changed them.
@@ -204,6 +205,7 @@ def simulate(
     works: Sequence[SimulatedVisit] = (),
     ranks: int = 1,
     nodes: int = 1,
+    after_backward: Sequence[int] = (),
 ) -> Simulation:
     """Simulate a training step over these units on that machine.
 
@@ -218,13 +220,17 @@ def simulate(
             then backward in reverse.
         ranks: How many of the machine's devices do the same at the same time, and share its memory (Rule 8).
         nodes: How many such machines sum their gradients (Rule 11).
+        after_backward: Bytes of host memory that are read or written for each unit's gradients between backward and the
+            steps, as for the norm by which they are clipped (Rule 5); by default none are.
     """
     if not units:
         raise OptionError(argument="units", found=len(units), allowed="at least one unit")
     if activations not in ("keep", "recompute"):
         raise OptionError(argument="activations", found=activations, allowed="'keep' or 'recompute'")
     recompute = activations == "recompute"
-    host = _Host(units, schedule, machine, recompute, optimizer_overlap, steps_into_forward, works, nodes)
+    host = _Host(
+        units, schedule, machine, recompute, optimizer_overlap, steps_into_forward, works, nodes, after_backward
+    )
     starts, read = [], [0]
     for _ in range(STEPS):
         starts.append(host.step())
@@ -415,6 +421,7 @@ class _Host:
         into_forward: bool,
         works: Sequence[SimulatedVisit],
         nodes: int,
+        after_backward: Sequence[int],
     ) -> None:
         self.tasks: list[Task] = []
         self.lanes = {name: InOrder() for name in LANES}
@@ -431,7 +438,8 @@ class _Host:
         self._machine = machine
         self._nodes = nodes
         self._recompute = recompute
-        self._overlap = overlap
+        self._overlap = overlap and not after_backward
+        self._after_backward = after_backward
         self._into_forward = into_forward
         self._order: list[int] = []
         self._last: int | None = None  # the unit visited last
@@ -501,6 +509,12 @@ class _Host:
         if self._crossing is not None:
             self._computing = self._issue("compute", self._crossing.unit, 0.0, [self._crossing])
             self._crossing = None
+        if self._after_backward:
+            read: list[Task | None] = [sent for _, sent in self._arrived]
+            for unit, _ in self._arrived:
+                seconds = self._after_backward[unit] / self._machine.dram_bytes_per_s
+                read = [self._issue("optimizer", unit, seconds, read)]
+            self._computing = self._issue("compute", 0, 0.0, read)
         for unit, sent in self._arrived:
             self._step(unit, [sent, self._computing])
         self._arrived = []

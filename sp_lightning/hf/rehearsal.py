@@ -93,6 +93,7 @@ class FirstStep:
     accumulate: int
     steps: int | None  # of the whole run; None if they are unknown
     notes: list[str] = field(default_factory=list)
+    clip: bool = False  # whether gradients are clipped, where a Trainer says so
 
     @property
     def name(self) -> str:
@@ -315,6 +316,7 @@ class rehearsal:
                 accumulate=given.gradient_accumulation_steps,
                 steps=self._steps(given, loader),
                 notes=notes,
+                clip=bool(given.max_grad_norm),
             )
             raise _Reached
 

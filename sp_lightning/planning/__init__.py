@@ -53,6 +53,7 @@ def plan(
     tensor_parallel_size: int | None = None,
     mesh_link: str | float | None = None,
     host_nbytes: int | str | None = None,
+    clip: bool = False,
     **options: Any,
 ) -> Plan:
     """Predict the memory, on device and host, and the step time of training, or asking, this model with the strategy.
@@ -110,6 +111,7 @@ def plan(
         mesh_link: With shards: the link between their devices as ``link``, or bytes per second that each was measured
             to send, such as "40GB" (doctor under torchrun); by default that to the host.
         host_nbytes: The former name of ``host_memory``.
+        clip: Whether gradients are clipped: they are final only after backward then, and no unit is stepped before.
         **options: Options of ``SuperpipelineStrategy``.
     """
     from .planner import make_plan  # slow to import
@@ -139,6 +141,7 @@ def plan(
         predict_at_once=predict_at_once,
         nodes=nodes,
         tensor_parallel_size=tensor_parallel_size,
+        clip=clip,
     )
     check_network(run.nodes_of_steps, network)
     on = PlannedMachine.of(

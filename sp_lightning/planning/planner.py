@@ -299,6 +299,10 @@ class _Planner:
         gradients = self.source.host(options, needs).gradients + needs.gradients_on_disk
         width = gradients / max(1, elements)  # bytes of an element
         costs = stepped_on_device(needs.costs, self.source.states(), width)
+        if self.run.reads_after_backward:
+            costs = [
+                replace(c, step_up_nbytes=c.step_up_nbytes + int(width * c.parameters * bool(c.trained))) for c in costs
+            ]
         largest = int(width * max(cost.largest for cost in costs))
         moved = sum(cost.step_up_nbytes for cost in costs)
         whole = whole_nbytes(moved, self.optimizer, largest)
@@ -322,7 +326,19 @@ class _Planner:
             works=needs.works,
             ranks=self.ranks,
             nodes=self.run.nodes_of_steps if sums else 1,
+            after_backward=self._read_after_backward(needs, machine) if sums else (),
         )
+
+    def _read_after_backward(self, needs: Requirements, machine: Machine) -> list[int]:
+        """Return the bytes of each unit's gradients that the host reads or writes between backward and the steps."""
+        times: float = self.run.reads_after_backward
+        if not times:
+            return []
+        if self.options.optimizer_device == "device":
+            return [0] * len(needs.costs)  # they go up once more (`stepping_there`)
+        times *= machine.dram_bytes_per_s / self.profile.dram_bytes_per_s  # which a slow optimizer does not reach
+        narrow = self._stays_narrow(self.optimizer, self.options)
+        return [int(times * (cost.down_nbytes if narrow else cost.gradient_nbytes)) for cost in needs.costs]
 
     def floor_s(self, needs: Requirements, window: int, machine: Machine, sums: bool = True) -> float:
         """Return the lower bound of the time of a step with these needs."""

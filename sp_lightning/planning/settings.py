@@ -68,6 +68,7 @@ class PlannedRun:
     predict_at_once: int = 1  # batches that are answered in lockstep; one has all figures of a plan
     nodes: int = 1  # machines, each with these devices
     tensor_parallel_size: int | None = None  # devices among which layers are cut; None: as the module was cut
+    clip: bool = False  # whether gradients are clipped
 
     def __post_init__(self) -> None:
         precision = SHORT_PRECISIONS.get(self.precision, self.precision)
@@ -103,6 +104,11 @@ class PlannedRun:
             raise OptionError(argument="optimizer", found=self.optimizer_name, allowed=allowed)
         if self.accumulate > 1 or precision == "16-mixed":  # which scales the gradients
             object.__setattr__(self, "own_gradients", True)
+
+    @property
+    def reads_after_backward(self) -> int:
+        """How often all gradients are read or written between backward and the step: by clipping, and by a scaler."""
+        return int(self.clip) + 2 * (self.precision == "16-mixed")
 
     def shards_among(self, found: int) -> int:
         """Return among how many devices layers are cut, as was found; raise OptionError if it was to be otherwise."""

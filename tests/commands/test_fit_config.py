@@ -408,6 +408,7 @@ def test_devices_of_a_config_are_planned_with_a_share_of_the_data_each():
     assert not fit_config.find([*given, *QUIET, *clips[:2], "--trainer.devices", "2"]).own_gradients  # by norm
     assert not fit_config.find([*given, *QUIET, *clips[:2]]).own_gradients
     assert fit_config.find([*given, *QUIET, *clips]).own_gradients  # a device that is alone has them in FP32 then
+    assert (alone.clip, both.clip) == (False, True)
     assert (alone.devices, both.devices) == (1, 2)
     assert (alone.own_gradients, both.own_gradients) == (False, True)
     assert (alone.steps, both.steps) == (2 * 8, 2 * 4)

@@ -235,6 +235,7 @@ VALUES = {
     "disk_speed": ["2GB,1GB", "--disk", ".", "--host-budget", "0B"],
     "copies": ["1"],
     "accumulate": ["2"],
+    "clip": [],
     "devices": ["2"],
     "nodes": ["2", "--network", "1GB"],
     "network": ["10Gb", "--nodes", "2"],
@@ -255,7 +256,7 @@ VALUES = {
     "plot": None,
     "timeline": None,
 }
-SWITCHES = ("master_weights", "inference")
+SWITCHES = ("clip", "master_weights", "inference")
 ANSWERING = ("answer", "cache", "inference", "at_once", "guessed", "accepted")
 FEW = [  # the quick ones; a slow run has all
     kind if kind == "function" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS

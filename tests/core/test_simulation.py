@@ -119,6 +119,16 @@ def test_clipping_holds_the_steps_until_backward_is_done_and_forward_hides_them(
     assert simulated(units, window=4, optimizer_overlap=False).step_s == 60 + 1 + 10 + 1
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_norm_is_computed_between_the_last_gradient_and_the_first_step(overlap):
+    units = [unit(forward=2, backward=4)] * 10
+    given = {"window": 4, "optimizer_overlap": overlap}
+    clipped = simulated(units, steps_into_forward=True, after_backward=[2] * 10, **given)
+    assert clipped.step_s == 60 + 3 + 10 * 2
+    assert simulated(units, after_backward=[2] * 10, **given).step_s == 60 + 1 + 10 * 2 + 10 + 1
+    assert simulated(units, after_backward=[0] * 10, steps_into_forward=True, **given).step_s == 60 + 3
+
+
 def test_the_next_packed_gradients_wait_for_the_ones_on_their_way():
     # The head's gradients are on their way from 4 to 14; those of the middle one are ready at 6.
     result = simulated([unit("a"), unit("b"), unit("head", down=10)], window=3)

@@ -174,7 +174,8 @@ def expected(batch=4, tokens=64, **given):
     config = transformers.AutoConfig.from_pretrained("base")
     config.use_cache = False  # as the Trainer sets it
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return plan(made, {"input_ids": ids, "labels": ids}, loss=_loss, machine="rtx4070", **given).to_dict()
+    batch = {"input_ids": ids, "labels": ids}
+    return plan(made, batch, loss=_loss, machine="rtx4070", clip=True, **given).to_dict()  # by default a Trainer does
 
 
 def _loss(module, batch):

@@ -18,7 +18,7 @@ from torch import nn
 import models
 import parity
 import sp_lightning
-from sp_lightning.core.machine import GIB, Machine
+from sp_lightning.core.machine import GIB, PROFILES, Machine
 from sp_lightning.errors import MemoryBudgetError, OptionError, PartitionError, UnsupportedError
 from sp_lightning.optim import device_step
 from sp_lightning.options import Options
@@ -674,6 +674,21 @@ def test_where_the_host_binds_what_fits_is_offered_in_this_order(machine, model,
     assert "larger device" not in found.first
     for change in found.host_changes:
         assert change.bits and change.how and change.host_nbytes < found.host.total and change.step_s > 0
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_clipped_step_is_as_large_as_another_and_longer(place):
+    given = {"precision": "bf16-mixed", "activations": "recompute", "window": 2, "optimizer_device": place}
+    plain, clipped = (planned("llama3-8b", 2048, "rtx4090", clip=clip, **given) for clip in (False, True))
+    assert (clipped.device_terms, clipped.host) == (plain.device_terms, plain.host)
+    assert clipped.floor_s >= plain.floor_s
+    longer = clipped.simulation.step_s - plain.simulation.step_s
+    read_once = 2 * plain.trained / PROFILES["rtx4090"].dram_bytes_per_s
+    assert longer > (read_once if place == "host" else 0)
+    if place == "host":  # a scaler reads gradients and writes them, in FP32, and clipping reads them then
+        scaled = planned("llama3-8b", 2048, "rtx4090", **{**given, "precision": "16-mixed"}).simulation.step_s
+        both = planned("llama3-8b", 2048, "rtx4090", **{**given, "precision": "16-mixed"}, clip=True).simulation.step_s
+        assert scaled > plain.simulation.step_s + 4 * read_once and both > scaled + 1.9 * read_once
 
 
 CHANGES = {
