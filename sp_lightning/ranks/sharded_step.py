@@ -454,13 +454,15 @@ class Owners:
         return Alike("wrote different optimizer state", mine, repr(sorted(names.items())).encode())
 
     def adopt_all(self, optimizer: Optimizer) -> None:
-        """Move state that was loaded into slabs. Every rank comes here, and has to meet others before it reads it."""
+        """Move state that was loaded into slabs. Every rank comes here, and has to meet others before it reads it.
+
+        Until then each reads and writes only what it owns, so edits need no meeting of their own.
+        """
         if not self.cuts(optimizer):
             return
         self._copy_moved_state(optimizer)
         self._faces.settle("state that was loaded", self._find_edits(optimizer), self._find_scalars(optimizer))
         self._collect_edits()
-        self._exchange.board.meet()
         self._drop_edits()
         self._leave_kept_slabs(optimizer)
         for group in optimizer.param_groups:
@@ -484,7 +486,7 @@ class Owners:
                 slab.collect(index, self._owned(store, index)[1])
 
     def _drop_edits(self) -> None:
-        """Drop the pages of state that user code wrote, once all ranks have collected theirs."""
+        """Drop the pages of state that user code wrote and this rank has collected."""
         for _, slab, pages in self._edits:
             slab.shared.drop(pages)
         self._edits = []

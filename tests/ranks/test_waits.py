@@ -7,6 +7,8 @@ import processes
 import pytest
 import waiting
 
+from sp_lightning.ranks import exchange
+
 
 @pytest.mark.parametrize(("what", "failed"), [("meeting", 1), ("memory", 0)])
 def test_a_wait_ends_when_another_rank_failed_that_is_still_alive(what, failed):
@@ -47,8 +49,9 @@ def test_a_backward_after_one_that_failed_beside_sums_has_its_own_gradients():
 
 
 def test_a_backward_ahead_of_sums_ends_with_the_error_that_ended_them():
-    first, second = processes.run(2, waiting.error_of_sums_that_fail)
-    assert first == "this sum fails" and "rank 0 " in second
+    first, (second, _) = processes.run(2, waiting.error_of_sums_that_fail)
+    assert first == ("this sum fails", exchange.AHEAD), "it waited for sums that do not come"
+    assert "rank 0 " in second
 
 
 @pytest.mark.seldom

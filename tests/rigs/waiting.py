@@ -351,22 +351,28 @@ def most_sums_of_a_unit() -> int:
     return max(counted.values())
 
 
-def error_of_sums_that_fail() -> str:
-    """Have the sums of the first rank fail while its backward is ahead of them; return the error of this rank."""
+def error_of_sums_that_fail() -> tuple[str, int]:
+    """Have the sums of the first rank fail while its backward is ahead of them.
+
+    Return the error of this rank, and for how many units it has room: more, once it has waited in vain.
+    """
     net, rank = nn.Sequential(Blocks(), Blocks()), int(os.environ["LOCAL_RANK"])
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("this sum fails")
 
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    try:
-        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
-            if rank == 0:
-                handle.team.exchange._sum = fail
-            net(torch.ones(2, 8)).sum().backward()
-    except (RuntimeError, PeerError) as error:
-        return str(error)
-    return "no error"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("SHORT_S", "LONG_S"):
+            patch.setattr(exchange, name, 10 * SLOW_S)
+        try:
+            with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+                if rank == 0:
+                    handle.team.exchange._sum = fail
+                net(torch.ones(2, 8)).sum().backward()
+        except (RuntimeError, PeerError) as error:
+            return str(error), handle.team.exchange._ahead
+    return "no error", handle.team.exchange._ahead
 
 
 class Collects(torch.autograd.Function):
