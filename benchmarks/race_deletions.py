@@ -12,8 +12,8 @@ run against the copy, or `TESTS_OF_RANKS`, `TESTS_OF_NODES`, `TESTS_OF_SHARDS`, 
 in `FOR_FILES`: those that come to the wait, as one run of all without a deletion has shown, first those of the file
 that is named first there, and the quickest first; tests that failed in that run are left out, and named at the end.
 ``--cover`` keeps what that run showed in a file, and takes it from there for as long as the package and the tests are
-the same. The output has a line for each wait; the exit status is 1 if a deletion goes unnoticed, or if a test was left
-out.
+the same. A test that comes to its limit of time does not count, and those after it run. The output has a line for each
+wait; the exit status is 1 if a deletion goes unnoticed, or if a test was left out.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ LOCKS = {"_lock", "landing"}
 NOT_SLOW = "not slow or seldom"  # the tests that are slow for their products alone
 LONGEST_TEST_S = 240  # without a deletion; with one, this many times what the longest test took, and seconds more
 TIMES, MORE_S = 4, 40
+HANGS = 6  # tests that may come to their limit before the search for one that fails is given up
 
 
 class Came(NamedTuple):
@@ -157,14 +158,17 @@ class Verdict(NamedTuple):
 
     status: int
     first_failure: str
+    hung_at: int = 0  # which test came to its limit of time, counted from 1: no verdict, as a busy machine does that, too
 
     @property
     def caught(self) -> bool:
-        return self.status == 1 or self.status < 0  # ended by a signal
+        return not self.hung_at and (self.status == 1 or self.status < 0)  # ended by a signal
 
     def __str__(self) -> str:
         if self.caught:
             return f"caught      {self.first_failure}"
+        if self.hung_at:
+            return f"NOT CAUGHT  but by a limit of time: {self.first_failure}"
         return "NOT CAUGHT" if self.status == 0 else f"NOT CAUGHT  pytest: {self.status} {self.first_failure}"
 
 
@@ -363,8 +367,8 @@ def verdict(
             line.split("::")[-1].split(" - ")[0] for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))
         ]
         begun = [line.split("::")[-1].split(" ")[0] for line in lines if line.startswith("tests/") and "::" in line]
-        hangs = [f"{test} hangs" for test in begun[-1:] if "Timeout" in output and not failures]
-        return Verdict(status, [*failures, *hangs, output[-300:]][0])
+        hangs = begun[-1:] if "Timeout" in output and not failures else []
+        return Verdict(status, [*failures, *hangs, output[-300:]][0], len(begun) if hangs else 0)
 
 
 def forked(arguments: Sequence[str], folder: pathlib.Path, env: Mapping[str, str]) -> tuple[int, str]:
@@ -406,13 +410,19 @@ def without(source: pathlib.Path, wait: Wait, number: int, cover: Cover) -> Verd
         ),
         key=operator.itemgetter(0, 1),
     )
-    if not came:
-        return Verdict(5, "no test comes to it")
-    with tempfile.NamedTemporaryFile("w") as only:
-        json.dump({test: TIMES * seconds + MORE_S for _, seconds, test in came}, only)
-        only.flush()
-        files = dict.fromkeys(test.partition("::")[0] for *_, test in came)
-        return verdict(source, partial(delete, wait), files, env={"WAIT_ONLY": only.name})
+    result = Verdict(5, "no test comes to it")
+    for _ in range(HANGS):
+        if not came:
+            break
+        with tempfile.NamedTemporaryFile("w") as only:
+            json.dump({test: TIMES * seconds + MORE_S for _, seconds, test in came}, only)
+            only.flush()
+            files = dict.fromkeys(test.partition("::")[0] for *_, test in came)
+            now = verdict(source, partial(delete, wait), files, env={"WAIT_ONLY": only.name})
+        if not now.hung_at:
+            return now if now.status or not result.hung_at else result
+        result, came = now, came[now.hung_at :]
+    return result
 
 
 def record(source: pathlib.Path, found: Sequence[Wait]) -> tuple[Verdict, Cover]:

@@ -600,6 +600,23 @@ def test_a_deletion_runs_the_tests_that_come_to_the_wait(small, deletions, monke
 
 
 @pytest.mark.seldom
+@pytest.mark.parametrize(("then", "verdict"), [("fails", "caught      test_of_two"), ("is content", "NOT CAUGHT  but")])
+def test_a_test_that_hangs_without_a_wait_is_no_verdict_and_the_next_one_runs(then, verdict, small, deletions):
+    ends = "assert there == (0,)" if then == "is content" else "assert there is True"
+    (small / "tests/test_small.py").write_text(
+        "import time\n\nimport sp_lightning\n\n\nclass There:\n    def wait(self, seconds):\n        return True\n\n\n"
+        "def test_of_one():\n    if sp_lightning.both(There()) == (0,):\n        time.sleep(60)\n\n\n"
+        f"def test_of_two():\n    there = sp_lightning.both(There())\n    {ends}\n"
+    )
+    found = deletions.waits(small / "sp_lightning", ())
+    cover = {f"tests/test_small.py::test_of_{name}": deletions.Came(at, [0]) for at, name in enumerate(("one", "two"))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deletions, "tests_of", lambda wait: ["tests/test_small.py"])
+        patch.setattr(deletions, "MORE_S", 2)
+        assert str(deletions.without(small, found[0], 0, cover)).startswith(verdict)
+
+
+@pytest.mark.seldom
 def test_a_test_that_fails_without_a_deletion_is_left_out_and_the_others_run(small, deletions, monkeypatch):
     monkeypatch.setattr(deletions, "tests_of", lambda wait: ["tests/test_small.py"])
     with open(small / "tests/test_small.py", "a") as file:
