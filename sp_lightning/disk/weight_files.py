@@ -42,11 +42,7 @@ class WeightFiles:
         What travels of those with ids in ``wired`` is there as well.
         """
         self._moved, self._wired = moved, wired
-        try:
-            self._places = {key: Place(self._file(at), at.offset, at.nbytes) for key, at in found.items()}
-        except BaseException:
-            self.close()
-            raise
+        self._places = {key: Place(self._file(at), at.offset, at.nbytes) for key, at in found.items()}
 
     @property
     def ring_nbytes(self) -> int:

@@ -292,6 +292,20 @@ def test_a_folder_without_room_is_named(full, two, monkeypatch):
     assert caught.value.path == two.folders[full] and caught.value.errno == errno.ENOSPC
 
 
+def test_when_it_is_closed_no_folder_has_an_open_file_and_no_thread_is_left(two):
+    (tensor,) = two.tensors([torch.empty(6 * scratch_file.STRIPE // 4)])
+    buffer = memory(tensor.nbytes)
+    two.read(buffer.memory, two.place_of(tensor).offset, tensor.nbytes)
+
+    def threads():
+        return [one for one in threading.enumerate() if one.name.startswith("superpipeline-stripe")]
+
+    files = [number for part in two._parts for number in (part.descriptor, part._direct)]
+    assert threads() and all(os.path.exists(f"/proc/self/fd/{number}") for number in files)
+    two.close()
+    assert not threads() and not any(os.path.exists(f"/proc/self/fd/{number}") for number in files)
+
+
 def test_a_second_folder_that_cannot_be_used_leaves_nothing(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OptionError, match="there is no such folder"):

@@ -134,6 +134,17 @@ def test_after_a_transfer_failed_none_is_under_way_when_that_is_raised(call, scr
     assert disk.begun > 1 and disk.under_way == 0 and are_free(ring)
 
 
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_after_a_transfer_of_a_whole_failed_none_is_under_way(call, scratch, ring, monkeypatch):
+    _, (first, *_) = runs(scratch, 4)
+    whole = [BlockRun(first.offset, 0, 4 * SMALLEST)]
+    disk = Disk(monkeypatch, call, fails=(0,))
+    disk.lets_go(LONG_S)
+    with pytest.raises(DiskError), ring.as_one(whole if call == "preadv" else [], whole):
+        pass
+    assert disk.begun > 1 and disk.under_way == 0 and are_free(ring)
+
+
 def test_all_is_written_when_the_last_portion_was_taken(scratch, ring, monkeypatch):
     content, given = runs(scratch, 12)
     disk = Disk(monkeypatch, "pwritev")
@@ -251,6 +262,42 @@ def test_what_moves_into_the_file_is_there_at_once(scratch, monkeypatch):
     slow.lets_go(LONG_S)
     assert torch.equal(disk.moved(values)[0], values) and slow.under_way == 0
     disk.close()
+
+
+def test_state_that_a_step_which_failed_wrote_in_part_has_another_version(scratch, monkeypatch):
+    disk, (optimizer,) = spilled(scratch, 1)
+    before = {param: (state["exp_avg"]._version, state["exp_avg"].clone()) for param, state in optimizer.state.items()}
+    with monkeypatch.context() as broken, pytest.raises(DiskError):
+        Disk(broken, "pwritev", fails=(3,)).lets_go()
+        stepped(optimizer)
+    moments = {param: state["exp_avg"] for param, state in optimizer.state.items()}
+    written = [param for param, (_, old) in before.items() if not torch.equal(moments[param], old)]
+    assert written and all(moments[param]._version != before[param][0] for param in written)
+    disk.close()
+
+
+def test_tensors_move_into_the_file_one_after_the_other(scratch, monkeypatch):
+    """They take the same buffers, and each waits for all writes of these."""
+    disk, values = StateOnDisk(scratch, SMALLEST, Counters(), False), [torch.randn(30, 4001) for _ in range(2)]
+    ring, moved = disk._ring, {}
+    slow = Disk(monkeypatch, "pwritev")
+    threads = [threading.Thread(target=lambda at=at: moved.update({at: disk.moved(values[at])[0]})) for at in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(LONG_S)
+    slow.lets_go()
+    for thread in threads:
+        thread.join(30)
+    assert are_free(ring) and all(torch.equal(moved[at], values[at]) for at in range(2))
+    disk.close()
+
+
+def test_state_on_a_disk_that_is_closed_has_no_buffers_and_no_threads(scratch, begun):
+    disk, _ = spilled(scratch, 1)
+    ring = disk._ring
+    assert begun()
+    disk.close()
+    assert not begun() and not in_files.flags_at(ring._whole.flat.data_ptr()).count("dc")
 
 
 def test_after_a_move_that_failed_all_buffers_are_free(scratch, monkeypatch):

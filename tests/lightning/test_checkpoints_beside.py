@@ -27,7 +27,7 @@ from sp_lightning.runtime.optimizer_steps import OptimizerSteps
 from sp_lightning.storage.checkpoint_beside import CheckpointBeside
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
-FOUND_BY_OTHERS = 60  # seconds: a copy that nobody waits for
+FOUND_BY_OTHERS = 30  # seconds: a copy that nobody waits for
 
 
 class Latest:
@@ -395,19 +395,69 @@ def test_a_unit_waits_for_its_own_bytes_alone(latest, tmp_path):
     assert latest.left[0] > 0
 
 
-def test_a_load_waits_for_the_file(gate, tmp_path):
-    """As Lightning's tuners load what they have just saved."""
+@pytest.mark.parametrize("what", ["a checkpoint", "state"])
+def test_a_load_waits_for_the_file(what, gate, tmp_path):
+    """As Lightning's tuners load what they have just saved; an optimizer may load into the tensors that it has."""
+    path = tmp_path / "step=1.ckpt"
 
     class Loading(Callback):
         found = None
 
         def on_train_batch_start(self, trainer, module, batch, index):
             if trainer.global_step == 1 and not gate.open.is_set():
+                state = {"optimizer_states": [copy.deepcopy(trainer.optimizers[0].state_dict())]}
                 threading.Timer(0.5, gate.open.set).start()
-                Loading.found = trainer.strategy.load_checkpoint(tmp_path / "step=1.ckpt", weights_only=False)
+                if what == "state":
+                    trainer.strategy.load_optimizer_state_dict(state)
+                    assert path.exists()
+                Loading.found = trainer.strategy.load_checkpoint(path, weights_only=False)
 
     fit(tmp_path, max_steps=2, callbacks=[Loading])
     assert Loading.found["global_step"] == 1
+
+
+@pytest.mark.parametrize("where", ["a callback", "the file"])
+def test_what_was_kept_for_a_checkpoint_that_an_error_ended_is_let_go(where, gate, tmp_path, monkeypatch):
+    def fail(*_):
+        assert references._kept
+        raise ZeroDivisionError
+
+    class Failing(Callback):
+        on_save_checkpoint = fail
+
+    if where == "the file":
+        monkeypatch.setattr(CopiesToFile, "begin", fail)
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, max_steps=2, callbacks=[Failing] * (where == "a callback"))
+    assert not references._kept
+
+
+def test_what_a_checkpoint_leaves_out_is_not_waited_for(latest, tmp_path):
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_weights_only=True)
+    fit(tmp_path, max_steps=2, saver=saver)
+    assert latest.waited and not [name for name in latest.waited if name.startswith("exp_avg")]
+
+
+def test_what_is_not_kept_is_in_the_file_when_a_save_returns(tmp_path, monkeypatch):
+    """A callback that gives a tensor of its own to a checkpoint may write to it after that."""
+    monkeypatch.setattr(checkpoint_file, "LARGE", 64)
+    copy_piece = CopiesToFile._copy
+    monkeypatch.setattr(CopiesToFile, "_copy", lambda *given: (time.sleep(0.2), copy_piece(*given))[1])
+
+    class Own(Callback):
+        own = torch.zeros(1000)
+
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            checkpoint["own"] = self.own
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+            self.own += 1
+
+    (tmp_path / "others").mkdir()
+    fit(tmp_path / "others", max_steps=2, callbacks=[Own], saver=ModelCheckpoint(every_n_train_steps=100))
+    found = [torch.load(tmp_path / f"{step}.ckpt", weights_only=False)["own"] for step in (1, 2)]
+    assert [(own.min(), own.max()) for own in found] == [(0, 0), (1, 1)]
 
 
 def test_a_copy_of_a_callback_or_of_the_strategy_has_nothing_of_what_is_written(gate, tmp_path):
