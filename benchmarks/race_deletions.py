@@ -110,7 +110,7 @@ FOR_FILES = {
     "disk/direct_file.py": ("tests/disk/test_waits_for_files.py", "tests/disk/test_source_files.py"),
     "disk/direct_ring.py": ("tests/disk/test_direct_ring.py", *_IN_FILES),
     "disk/homes.py": _IN_FILES,
-    "disk/scratch_file.py": ("tests/disk/test_scratch_file.py", "tests/disk/test_waits_for_files.py"),
+    "disk/scratch_file.py": ("tests/disk/test_scratch_file.py", "tests/disk/test_waits_for_files.py", _DISK),
     "disk/source_files.py": ("tests/disk/test_source_files.py", *_CHECKPOINTS),
     "disk/state_ring.py": _ON_DISK,
     "disk/weight_files.py": _IN_FILES,
@@ -158,7 +158,7 @@ class Verdict(NamedTuple):
 
     status: int
     first_failure: str
-    hung_at: int = 0  # which test came to its limit of time, counted from 1: no verdict, as a busy machine does that, too
+    hung_at: int = 0  # which test came to its limit of time, counted from 1: a busy machine may do that, too
 
     @property
     def caught(self) -> bool:
