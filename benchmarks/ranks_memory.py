@@ -211,6 +211,7 @@ def measure(options: argparse.Namespace) -> None:
     import gc
 
     gc.collect()
+    malloc.freed(malloc.ENOUGH)  # the holes that imports left: else they are given back while weights move
     first = everywhere()
     model = Model(options.blocks, options.width, late)
     note("made")

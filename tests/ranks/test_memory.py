@@ -23,12 +23,13 @@ def benchmark():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["made in __init__", "configure_model", "resumed", "accumulated", "clipped"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_ranks_together_need_what_one_needs(size, case, tmp_path):
-    found = benchmark().run(size, case, 32, 1024 if size == 2 else 512 if size == 1 else 768, str(tmp_path))
+def test_the_ranks_together_need_what_is_planned(size, case, tmp_path):
+    """Of a model that is large beside the 30 MB that each rank's threads keep for pieces of sums and of steps."""
+    width = 512 if size == 1 else 768 if (size, case) == (4, "accumulated") else 1024
+    found = benchmark().run(size, case, 32, width, str(tmp_path))
     for phase, terms in found["expected"].items():
         measured, expected = found["phases"][phase], sum(terms.values())
-        assert measured < 1.1 * expected, f"{phase}: {measured / 1e6:.0f} MB, {terms}"
-        assert measured > 0.9 * expected or phase == "at the start", f"{phase}: {measured / 1e6:.0f} MB, {terms}"
+        assert 0.95 * expected < measured < 1.05 * expected, f"{phase}: {measured / 1e6:.0f} MB, {terms}"
 
 
 def test_a_run_that_ended_maps_its_weights_alone():
