@@ -12,8 +12,8 @@ run against the copy, or `TESTS_OF_RANKS`, `TESTS_OF_NODES`, `TESTS_OF_SHARDS`, 
 in `FOR_FILES`: those that come to the wait, as one run of all without a deletion has shown, first those of the file
 that is named first there, and the quickest first; tests that failed in that run are left out, and named at the end.
 ``--cover`` keeps what that run showed in a file, and takes it from there for as long as the package and the tests are
-the same. A test that comes to its limit of time does not count, and those after it run. The output has a line for each
-wait; the exit status is 1 if a deletion goes unnoticed, or if a test was left out.
+the same. A test that comes to its limit of time does not count, and those of other files run after it. The output has a
+line for each wait; the exit status is 1 if a deletion goes unnoticed, or if a test was left out.
 """
 
 from __future__ import annotations
@@ -421,7 +421,8 @@ def without(source: pathlib.Path, wait: Wait, number: int, cover: Cover) -> Verd
             now = verdict(source, partial(delete, wait), files, env={"WAIT_ONLY": only.name})
         if not now.hung_at:
             return now if now.status or not result.hung_at else result
-        result, came = now, came[now.hung_at :]
+        result, hung = now, came[now.hung_at - 1][2].partition("::")[0]
+        came = sorted(came[now.hung_at :], key=lambda one: one[2].startswith(hung))  # its others may hang, too
     return result
 
 
