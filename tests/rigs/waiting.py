@@ -297,23 +297,46 @@ class Blocks(nn.Module):
             raise RuntimeError("this backward fails")
 
 
+class Sums:
+    """How often a unit was summed in each exchange, and the backwards whose sums had not ended before the next ones."""
+
+    def __init__(self) -> None:
+        self.counted: Counter[tuple[int, str]] = Counter()
+        self.left: list[Any] = []
+        self._jobs: list[tuple[Any, Any]] = []
+
+    def end(self) -> None:
+        """Note whose sums have not ended, and end them, as nobody else does."""
+        for job, backward in self._jobs:
+            if not job.done():
+                self.left.append(backward)
+                backward.all_posted = True
+        self._jobs.clear()
+
+    def begin(self, job: Any, backward: Any) -> Any:
+        self._jobs.append((job, backward))
+        return job
+
+
 @contextlib.contextmanager
-def slow_sums(net: nn.Module) -> Iterator[Counter[tuple[int, str]]]:
-    """Stream a module with slow sums; count how often a unit is summed in each exchange."""
+def slow_sums(net: nn.Module) -> Iterator[Sums]:
+    """Stream a module with slow sums, and note them."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
-        of_net = handle.team.exchange
-        sums, counted = of_net._sum, Counter()
+        of_net, noted = handle.team.exchange, Sums()
+        sums, submit = of_net._sum, of_net._thread.submit
 
         def slowly(store: Any, apart: Any) -> Any:
-            counted[of_net._count, store.unit.name] += 1
+            noted.counted[of_net._count, store.unit.name] += 1
             found = sums(store, apart)
             time.sleep(0.2)
             return found
 
         of_net._sum = slowly
-        yield counted
+        of_net._thread.submit = lambda work, of: (noted.end(), noted.begin(submit(work, of), of))[1]
+        yield noted
+        noted.end()
 
 
 def closed_after_a_failure() -> bool:
@@ -331,7 +354,7 @@ def after_a_failure_of_all() -> bool:
     torch.manual_seed(0)
     net = Blocks()
     plain = copy.deepcopy(net)
-    with slow_sums(net):
+    with slow_sums(net) as noted:
         for step in range(5):
             net.fails = step == 3
             net.zero_grad()
@@ -339,16 +362,16 @@ def after_a_failure_of_all() -> bool:
                 net(torch.full((2, 8), float(step))).sum().backward()
         plain(torch.full((2, 8), 4.0)).sum().backward()
         pairs = zip(net.parameters(), plain.parameters(), strict=True)
-        return all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
+        return not noted.left and all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
 
 
-def most_sums_of_a_unit() -> int:
-    """Return how often a unit is summed in one exchange at most."""
+def most_sums_of_a_unit() -> tuple[int, int]:
+    """Return how often a unit is summed in one exchange at most, and after how many backwards sums went on."""
     net = Blocks()
-    with slow_sums(net) as counted:
+    with slow_sums(net) as noted:
         for _ in range(4):
             net(torch.ones(2, 8)).sum().backward()
-    return max(counted.values())
+    return max(noted.counted.values()), len(noted.left)
 
 
 def error_of_sums_that_fail() -> tuple[str, int]:
@@ -608,19 +631,11 @@ def at_barriers() -> tuple[float, float]:
     return callback.waited, _waited(trainer)
 
 
-class LoadsSlowly(ranked_runs.RankedModule):
-    """Loads the optimizer's state late on the second rank."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        load = optimizer.load_state_dict
-
-        def slowly(state: Any) -> None:
-            time.sleep(SLOW_S * (int(os.environ["LOCAL_RANK"]) == 1))
-            load(state)
-
-        optimizer.load_state_dict = slowly
-        return optimizer
+def move_slowly(handle: Any) -> None:
+    """Have the second rank move state that was loaded slowly into the memory of all."""
+    owners, adopt = handle.team.owners, handle.team.owners.adopt
+    if int(os.environ["LOCAL_RANK"]) == 1:
+        owners.adopt = lambda *args: (time.sleep(SLOW_S / 6), adopt(*args))[1]
 
 
 def _moments(optimizer: Any) -> list[Tensor]:
@@ -633,13 +648,14 @@ def state_when_it_was_loaded(checkpoint: str) -> bool:
 
     class Sees(sp_lightning.SuperpipelineStrategy):
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+            move_slowly(self.handle)
             super().load_optimizer_state_dict(checkpoint)
             seen.append(_moments(self.optimizers[0]))
 
     case = models.case("mlp")
     _, data = _task()
     trainer = _trainer(epochs=2, strategy=Sees(units=case.units))
-    trainer.fit(LoadsSlowly(case, "adamw"), data, ckpt_path=checkpoint)
+    trainer.fit(ranked_runs.RankedModule(case, "adamw"), data, ckpt_path=checkpoint)
     states = torch.load(checkpoint, weights_only=False)["optimizer_states"][0]["state"].values()
     expected = [state["exp_avg"] for state in states]
     return all(torch.equal(one, other) for one, other in zip(seen[0], expected, strict=True))
@@ -680,10 +696,7 @@ def loaded_with_fabric(checkpoint: str, also_optimizer: bool) -> tuple[int, bool
         moments.append(_moments(optimizer))
         if step == 0:
             fabric.save(checkpoint, parts)
-    owners = fabric.strategy.handles[0].team.owners
-    adopt = owners.adopt
-    if fabric.global_rank == 1:
-        owners.adopt = lambda *args: (time.sleep(SLOW_S / 6), adopt(*args))[1]
+    move_slowly(fabric.strategy.handles[0])
     fabric.load(checkpoint, parts)
     stores = [unit.store for unit in fabric.strategy.handles[0].engine.units]
     own = sum(end - start for store in stores for start, end in store.slab.slab.private())
