@@ -31,10 +31,10 @@ DAILY = {
 }
 
 
-def check(size, phase, way, victim, timeout=60):
+def check(size, phase, way, victim, timeout=60, disk=None):
     with failing_runs.nothing_left():
         slow = victim if phase == "deferred part" else None  # so that something is left for that
-        endings = failing_runs.endings(size, phase=phase, way=way, victim=victim, timeout=timeout, slow=slow)
+        endings = failing_runs.endings(size, phase=phase, way=way, victim=victim, timeout=timeout, slow=slow, disk=disk)
     names = [f"@{name[1:]}" for ending in endings for name in ending.names]
     assert not any(name in failing_runs.sockets() for name in names)
     struck = max(ending.struck for ending in endings)
@@ -93,6 +93,15 @@ def test_a_rank_that_gets_sigterm_ends_after_its_batch_and_is_named(phase, victi
 def test_ranks_that_all_get_sigterm_end_by_it():
     endings = failing_runs.endings(2, phase="forward", way="signal", victim=None)
     assert [ending.error for ending in endings] == ["SIGTERMException"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [phase for phase in (*failing_runs.PHASES, "transfer") if phase != "teardown"])
+def test_a_rank_that_is_killed_leaves_nothing_on_the_disk(phase, tmp_path):
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    check(2, phase, "kill", victim_of(phase), disk=str(folder))
+    assert not os.listdir(folder) and not failing_runs.open_in(str(folder))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 import sp_lightning
+from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.nodes import arrivals, transport
 from sp_lightning.optim import pending_step
 from sp_lightning.ranks import board, connection, exchange, sharded_step, user_edits
@@ -60,11 +61,11 @@ class Ending:
 class Net(L.LightningModule):
     """A small net with a buffer that the ranks synchronise, and a strike in each of its hooks."""
 
-    def __init__(self, strike: Callable[[str], None]) -> None:
+    def __init__(self, strike: Callable[[str], None], width: int = 8) -> None:
         super().__init__()
-        self.strike = strike
-        self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])
-        self.norm = torch.nn.BatchNorm1d(8)
+        self.strike, self.width = strike, width
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(3)])
+        self.norm = torch.nn.BatchNorm1d(width)
 
     def setup(self, stage: str) -> None:
         self.strike("setup")
@@ -130,6 +131,7 @@ STRIKES: dict[str, tuple[Any, str]] = {
     "deferred part": (sharded_step.OwnParts, "stepped"),
     "promise": (sharded_step.EarlyParts, "mark"),
     BESIDE_BACKWARD: (sharded_step.EarlyParts, "take_up"),
+    "transfer": (ScratchFile, "_move"),
 }
 IN_MODULE = [
     *("setup", "configure_model", "data", "forward", "backward", "before the step", "after the step"),
@@ -138,7 +140,8 @@ IN_MODULE = [
 BESIDE = ("deferred part", "promise", BESIDE_BACKWARD)  # other work, where no hooks keep steps from there
 # The ranks of one machine never come there.
 BETWEEN_NODES = ("connecting nodes", "sum of nodes", "sums of other nodes", "agreement of nodes")
-PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in BETWEEN_NODES]
+OF_DISK = ("transfer",)  # where only ranks come whose state is on a disk
+PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in (*BETWEEN_NODES, *OF_DISK)]
 ONCE = {
     "meeting",
     "connecting",
@@ -192,6 +195,7 @@ def endings(
     beside: bool = False,
     slow: int | None = None,
     overlap: bool = True,
+    disk: str | None = None,
 ) -> list[Ending]:
     """Run a Trainer on each rank, in which the victim (None: every rank) fails; return how each ended.
 
@@ -199,7 +203,7 @@ def endings(
 
     With ``saves_to`` it saves a checkpoint on exception, which takes the first rank longer than a hanging one is given;
     in phase "none" one of each step. ``slow``: a rank whose thread steps two units beside backward, and leaves the
-    rest, while those of others leave nothing. Without ``overlap`` no step is deferred.
+    rest, while those of others leave nothing. Without ``overlap`` no step is deferred. ``disk``: where state is.
     """
     context = server()
     port = processes.free_port()
@@ -209,7 +213,22 @@ def endings(
         of_victim = victim is not None and rank * nodes // size == victim * nodes // size
         strikes = rank == victim or victim is None or (nodes > 1 and way == "stop" and of_victim)
         its_way = way if strikes else ""
-        args = rank, size, port, phase, its_way, timeout, writes, saves_to, nodes, keepalive, beside, slow, overlap
+        args = (
+            rank,
+            size,
+            port,
+            phase,
+            its_way,
+            timeout,
+            writes,
+            saves_to,
+            nodes,
+            keepalive,
+            beside,
+            slow,
+            overlap,
+            disk,
+        )
         process = context.Process(target=run, args=args)
         process.start()
         writes.close()
@@ -250,6 +269,7 @@ def run(
     beside: bool,
     slow: int | None,
     overlap: bool,
+    disk: str | None,
 ) -> None:
     """Run a Trainer on one rank, of the first, second, ... of as many pretended nodes (pretended_nodes.py)."""
     torch.set_num_threads(1)
@@ -290,8 +310,9 @@ def run(
     try:
         with contextlib.redirect_stdout(None), paced(None if slow is None else slow == rank):
             torch.manual_seed(rank)
-            net = NoHooks(strike) if beside or phase in BESIDE else Net(strike)
-            fit(size, net, timeout, tell, savers(saves_to, phase), nodes, keepalive, overlap)
+            width = 8 if disk is None else 128  # state of smaller weights is written through a mapping
+            net = (NoHooks if beside or phase in BESIDE else Net)(strike, width)
+            fit(size, net, timeout, tell, savers(saves_to, phase), nodes, keepalive, overlap, disk)
     except BaseException as error:
         tell.send({"error": type(error).__name__, "message": str(error), "at": time.monotonic()})
         traceback.print_exc()
@@ -377,6 +398,7 @@ def fit(
     nodes: int = 1,
     keepalive: float = 60,
     overlap: bool = True,
+    disk: str | None = None,
 ) -> None:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
@@ -389,6 +411,7 @@ def fit(
             timeout=timedelta(seconds=timeout),
             keepalive=timedelta(seconds=keepalive),
             optimizer_overlap=overlap,
+            **({} if disk is None else {"disk": disk, "host_budget": "0B"}),
         ),
         max_epochs=1,
         callbacks=list(callbacks),
@@ -398,7 +421,7 @@ def fit(
         num_sanity_val_steps=0,
         default_root_dir=os.getcwd(),
     )
-    data = [torch.randn(4, 8) for _ in range(3 * size)]
+    data = [torch.randn(4, net.width) for _ in range(3 * size)]
     trainer.fit(net, DataLoader(Struck(data, net.strike), batch_size=None), DataLoader(data, batch_size=None))
     with open("/proc/self/maps") as maps:
         tell.send({"in_shm": [line for line in maps if "/dev/shm" in line]})
@@ -428,3 +451,12 @@ def nothing_left() -> Iterator[None]:
 def sockets() -> str:
     """Read the names of all sockets that exist."""
     return pathlib.Path("/proc/net/unix").read_text()
+
+
+def open_in(folder: str) -> list[str]:
+    """List what processes have open in a folder, nameless files too."""
+    found = []
+    for link in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(link))
+    return [name for name in found if name.startswith(folder)]
