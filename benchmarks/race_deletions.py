@@ -58,6 +58,7 @@ _BEGIN = (  # what ranks decide together before they begin, and before they make
 TESTS_OF_RANKS += _BEGIN
 TESTS_OF_NODES = (
     "tests/ranks/test_nodes.py",
+    "tests/ranks/test_divided_state.py",
     "tests/ranks/test_refusals.py",
     "tests/ranks/test_steps_in_backward.py::test_nodes_step_all_units_beside_backward_and_equal_ddp_with_the_tree",
     *_BEGIN,
@@ -81,7 +82,9 @@ OF_NODES = {"wait_for_nodes", "alike", "_wait_for_nodes", "_join"}  # for those 
 OF_RANKS |= OF_NODES
 OF_RANKS |= {"_all_at", "_common_mark"}  # they say, where units are summed, which are not due yet, or stepped later
 OF_RANKS |= {"all_summed"}
-BETWEEN_RANKS = {f"ranks/{name}.py" for name in ("board", "exchange", "sharded_step", "team", "user_edits")}
+BETWEEN_RANKS = {
+    f"ranks/{name}.py" for name in ("board", "exchange", "new_weights", "sharded_step", "team", "user_edits")
+}
 BETWEEN_RANKS |= {"nodes/transport.py", "lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {
     "optim/pending_step.py: _error_of_others",

@@ -55,6 +55,8 @@ class Options:
     host_budget: int | None = None  # host bytes, beyond which weights stay in their files, and state goes to the disk
     disk: str | tuple[str, ...] | None = None  # folders for optimizer state, and then weights, that exceed the budget
 
+    divide_state: bool = False  # among machines: each has a share of the state of optimizers
+
     @property
     def uses_files(self) -> bool:
         """Whether weights or state may be in files."""
@@ -92,6 +94,9 @@ class Options:
         self._normalise("fused_optimizer", _truth("fused_optimizer", self.fused_optimizer))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
         self._normalise("compile_units", _truth("compile_units", self.compile_units))
+        self._normalise("divide_state", _truth("divide_state", self.divide_state))
+        if self.divide_state and self.uses_files:
+            raise OptionError(argument="divide_state", found=True, allowed="False with disk or host_budget")
         if self.optimizer_device == "device" and self.fused_optimizer:
             allowed = "'host' with fused_optimizer=True"
             raise OptionError(argument="optimizer_device", found="device", allowed=allowed)

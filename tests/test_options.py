@@ -15,6 +15,9 @@ def find_blocks(module):
     return [child for child in module.children() if isinstance(child, nn.Linear)]
 
 
+SWITCHES = ["optimizer_overlap", "fused_optimizer", "master_weights", "compile_units", "divide_state"]
+
+
 def refused(match, **given):
     with pytest.raises(OptionError, match=match):
         Options.parse(**given)
@@ -37,6 +40,7 @@ def test_the_defaults_are_valid_and_normal():
         "wire_dtype": "auto",
         "host_budget": None,
         "disk": None,
+        "divide_state": False,
     }
 
 
@@ -178,13 +182,13 @@ def test_any_other_host_memory_is_refused(value):
     refused(re.escape(f"host_memory must be one of 'auto', 'pinned', 'pageable', got {value!r}"), host_memory=value)
 
 
-@pytest.mark.parametrize("name", ["optimizer_overlap", "fused_optimizer", "master_weights", "compile_units"])
+@pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), ("true", True), ("False", False)])
 def test_a_switch_is_a_truth_value(name, value, expected):
     assert getattr(Options.parse(**{name: value}), name) is expected
 
 
-@pytest.mark.parametrize("name", ["optimizer_overlap", "fused_optimizer", "master_weights", "compile_units"])
+@pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("value", [0, 1, "yes", "", None])
 def test_any_other_switch_is_refused(name, value):
     refused(re.escape(f"{name} must be True or False, got {value!r}"), **{name: value})

@@ -13,7 +13,8 @@
    ``zero_grad(set_to_none=False)``.
 6. With several machines there are also shares of the largest units' gradients: those that have come from each other one
    and were not taken, those that are packed for each, and the sums of one unit, from each and for all (transport.py,
-   Rule 4).
+   Rule 4). New weights, which cross once these have, take no more. Each machine may have a share of the optimizer's
+   state (new_weights.py).
 """
 
 from __future__ import annotations
@@ -205,6 +206,7 @@ class HostSharing:
     own_gradients: bool = False  # whether each has gradients of its own
     ahead: int = 0  # units whose gradients each may have on their way
     parts_ahead: int = 0  # of which the shares of another machine may have come, and are not taken
+    divides_state: bool = False  # whether each machine has a share of the optimizer's state
 
     @property
     def several(self) -> bool:
@@ -217,13 +219,18 @@ class HostSharing:
         shares = others * (self.parts_ahead + 2) + 1 if others else 0
         return shares * largest // self.nodes
 
+    def with_share(self, one: HostBytes) -> HostBytes:
+        """Return what one process needs with a machine's share of the optimizer's state in place of all of it."""
+        return replace(one, optimizer=one.optimizer // self.nodes) if self.divides_state else one
+
     def together(self, one: HostBytes, largest: int) -> HostBytes:
         """Return what the ranks need together where ``one`` alone needs this.
 
         ``largest``: the most bytes that gradients of a unit take.
         """
         messages = self.messages(largest)
-        return one.of_ranks(self.ranks, self.ahead * largest, self.own_gradients, messages=messages)
+        shared = self.with_share(one)
+        return shared.of_ranks(self.ranks, self.ahead * largest, self.own_gradients, messages=messages)
 
 
 ONE_PROCESS = HostSharing()

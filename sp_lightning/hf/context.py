@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
 from ..compat.dynamo import never_compiled
-from ..errors import PeerError, UnsupportedError
+from ..errors import OptionError, PeerError, UnsupportedError
 from ..memory.watched_parameters import is_watched, owner_of
 from ..nodes.transport import KEEPALIVE
 from ..options import Options
@@ -74,6 +74,9 @@ class streaming:
         **options: Any,
     ) -> None:
         self.options = Options.parse(**options)
+        if self.options.divide_state:
+            allowed = "False: these libraries write the state of one process, and each machine would have a share of it"
+            raise OptionError(argument="divide_state", found=True, allowed=allowed)
         self.handles: list[Handle] = []  # of the models that are streamed, in the order in which they began
         self.ranks = ONE_RANK  # others once several processes share a model
         self._shared: weakref.WeakSet[Handle] = weakref.WeakSet()  # those of one copy on all ranks

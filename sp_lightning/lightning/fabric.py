@@ -247,6 +247,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         states = []
         for handle in self.handles:
             if not handle.closed:
+                handle.team.check_optimizer(optimizer)
                 handle.storage.check_state([optimizer])
                 states.append(handle.steps.state)
         for state in states:
@@ -331,6 +332,11 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the state of the user's module, under its own names."""
         return super().get_module_state_dict(_users(module))
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state for a checkpoint."""
+        divided = [handle for handle in self.handles if not handle.closed and handle.divides_state]
+        return divided[0].optimizer_state(optimizer) if divided else super().get_optimizer_state(optimizer)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load the state of the user's module, under its own names."""

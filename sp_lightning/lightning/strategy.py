@@ -37,6 +37,7 @@ from ..observe.progress import waiting
 from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..options import Options, check_choice, format_bytes
+from ..ranks.new_weights import check_readable, share_of
 from ..runtime.handle import Handle, check_at_once
 from . import master_weights as masters
 from . import step_timing
@@ -118,6 +119,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             gradients and weights that train: it lies there in a nameless file while the run lasts, and is stepped in
             portions, with the same bits (docs/disk.md). With several devices, state alone goes there. A
             file over several folders, on a disk each, lies in stripes in all of them.
+        divide_state: With several machines: each has a share of the optimizer's state, steps that share of the weights
+            and sends the others the new ones (docs/several-machines.md). The bits are the same. State cannot be read
+            but by a checkpoint, which the first machine writes whole. For torch's optimizers that update each element
+            by itself, with state in memory.
         predict_at_once: Batches that ``Trainer.predict`` has under way at once. They share each trip of the weights
             (docs/inference.md), with the same results in the same order; what steps draw at random depends neither on
             each other nor on this number, but differs from a run without the option. "auto": as many as fit on the
@@ -161,6 +166,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         compile_units: bool = False,
         host_budget: str | int | None = None,
         disk: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
+        divide_state: bool = False,
         predict_at_once: int | Literal["auto"] | None = None,
         checkpoints: Literal["wait", "beside"] = "wait",
         timeout: timedelta = default_pg_timeout,
@@ -194,6 +200,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             compile_units=compile_units,
             host_budget=host_budget,
             disk=disk,
+            divide_state=divide_state,
         )
         if predict_at_once is not None:
             check_at_once("predict_at_once", predict_at_once)
@@ -307,6 +314,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         def to_come(folder: str) -> int:
             return checkpoints_to_come(folder, trainer, module, not step_timing.chooses_checkpoints(module))
 
+        for optimizer in self.optimizers:
+            self.handle.team.check_optimizer(optimizer)
         self.handle.storage.check_state(self.optimizers)
         self.handle.steps.state.check_room(self.optimizers, to_come)
 
@@ -458,7 +467,12 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state for a checkpoint."""
-        return self._files.state_of((optimizer,), super().optimizer_state)
+        plain, handle = super().optimizer_state, self._streaming
+        if handle is None:
+            check_readable(optimizer)
+        if handle is not None and handle.divides_state and not self._handles_exception:
+            plain = handle.optimizer_state
+        return self._files.state_of((optimizer,), plain)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights as the base class does, with a progress bar if it takes long."""
@@ -509,8 +523,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         super().on_train_end()
 
     def _why_not_saved(self, with_optimizers: bool = True) -> str | None:
-        """Say why no checkpoint may be saved, if a step was torn (torn_step.py)."""
+        """Say why no checkpoint may be saved: a step was torn (torn_step.py), or state cannot be brought together."""
         assert self.lightning_module is not None
+        if with_optimizers and self._handles_exception and self.handle is not None and self.handle.divides_state:
+            return "the optimizers' state is divided among machines, which do not meet while they handle an exception"
         return torn_step.why_not_saved([self.lightning_module, *(self.optimizers if with_optimizers else ())])
 
     @property
@@ -520,13 +536,15 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         return self._streaming is not None and self.lightning_module.trainer.interrupted
 
     def withhold_checkpoint_callbacks(self) -> None:
-        """Keep checkpoint callbacks, which come next, from an exception if a step was torn.
+        """Keep checkpoint callbacks, which come next, from an exception of which nothing is saved.
 
         Once told that a checkpoint was saved they would remove the one before, and link to a file that is not there.
         """
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
-        if self._why_not_saved() is not None:
+        if (why := self._why_not_saved()) is not None:
+            if not torn_step.why_not_saved([self.lightning_module, *self.optimizers]):  # else it was said
+                log.error("superpipeline: no checkpoint is saved of this exception, since %s", why)
             self._withheld = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
             for callback in self._withheld:
                 trainer.callbacks.remove(callback)  # Lightning is at an earlier place of this very list
@@ -567,10 +585,13 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         self._writer.finish()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
+            handle = self._streaming
+            if handle is not None and handle.divides_state:
+                handle.state_loaded(optimizer)  # from the file: no host has to have the whole state
             for parameter in list(optimizer.state):
-                optimizer.state[parameter] = apply_to_collection(optimizer.state[parameter], torch.Tensor, on_host)
-            if self._streaming is not None:
-                self._streaming.state_loaded(optimizer)
+                optimizer.state[parameter] = apply_to_collection(optimizer.state[parameter], torch.Tensor, _copied)
+            if handle is not None and not handle.divides_state:
+                handle.state_loaded(optimizer)
         if self._streaming is not None:
             self._streaming.settle()
 
@@ -700,3 +721,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
 def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else tensor.to(HOST)
+
+
+def _copied(state: torch.Tensor) -> torch.Tensor:
+    return state if share_of(state) else on_host(state)

@@ -35,7 +35,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -45,9 +45,10 @@ from torch import Tensor
 from ..compat.tensors import gloo_device, gloo_group
 from ..errors import PeerError
 
-PARTS, SUMS, WORDS = range(3)  # tags: what may be large, and what never waits behind that (Rules 4 and 5)
+PARTS, SUMS, WEIGHTS, WORDS = range(4)  # tags: what may be large, and what never waits behind that (Rules 4 and 5)
+LARGE = PARTS, SUMS, WEIGHTS
 PRETENDED = "SUPERPIPELINE_PRETENDED_NODE"  # in the environment: which part of this machine's ranks this one is of
-CLOSES = 3  # a tag that nothing is sent with
+CLOSES = 4  # a tag that nothing is sent with
 UNIT, WORD, PULSE, FAREWELL = range(4)  # kinds of messages
 HEADER = 8  # numbers of a header: the kind, the key's, and how many bytes follow
 KEY = 3  # numbers of a key
@@ -105,6 +106,7 @@ class Message:
     def __init__(self, kind: int, key: Key, pack: Pack) -> None:
         self.kind, self.key, self.pack = kind, key, pack
         self.is_packed = False  # whether its bytes may be overwritten where they were (Rule 4)
+        self.unsent: set[int] = set()  # nodes that have not got it yet
 
     def tensors(self, nodes: Sequence[int]) -> list[tuple[int, Tensor]]:
         """Return for each of these nodes the header, and the bytes if there are any."""
@@ -129,18 +131,16 @@ class NodeTransport:
         self._rank_of = {node: node * place.size + rank for node in peers}
         self.drains = False  # whether more than a few messages are taken from each peer (Rule 4)
         self._closed = False
-        self._inbox: dict[int, dict[int, dict[Key, Tensor]]] = {
-            tag: {node: {} for node in peers} for tag in (PARTS, SUMS)
-        }
+        self._inbox: dict[int, dict[int, dict[Key, Tensor]]] = {tag: {node: {} for node in peers} for tag in LARGE}
         self._words: dict[int, dict[int, tuple[int, ...]]] = {node: {} for node in peers}
         self._heard_at = dict.fromkeys(peers, time.monotonic())
         self._farewells: dict[int, set[int]] = {node: set() for node in peers}  # their tags
-        self._tags = (PARTS, SUMS, WORDS) if rank == 0 else (PARTS, SUMS)
+        self._tags = (*LARGE, WORDS) if rank == 0 else LARGE
         self._pulsed_at = 0.0
         # What goes to nodes with higher numbers, to lower ones, and words (Rule 8).
         self._groups: list[Any] = [self._connect(rank, token, timeout, number) for number in range(2 + (rank == 0))]
         self._threads: list[threading.Thread] = []
-        self._units = {tag: self._sender(peers, tag) for tag in (PARTS, SUMS)}
+        self._units = {tag: self._sender(peers, tag) for tag in LARGE}
         self._says = {node: self._sender([node], WORDS) for node in peers if rank == 0}  # none waits for another's
         for node in peers:
             for tag in self._tags:
@@ -166,10 +166,16 @@ class NodeTransport:
         return dict(self._rank_of)
 
     def send(self, tag: int, key: Key, pack: Pack) -> Message:
-        """Send bytes to the whole rail as parts or sums, made by this function when it is their turn."""
+        """Send bytes to the rail under a tag, made by this function for nodes that get any when it is their turn."""
         message = Message(UNIT, key, pack)
+        message.unsent.update(self._rank_of)
         self._units[tag].put(message)
         return message
+
+    def unsent(self, messages: Iterable[Message]) -> list[int]:
+        """List the ranks that have not got all of these messages; one that has left needs none."""
+        nodes = set[int]().union(*(message.unsent for message in messages))
+        return [self._rank_of[node] for node in sorted(nodes) if len(self._farewells[node]) < len(self._tags)]
 
     def missing(self, tag: int, key: Key, nodes: Sequence[int] | None = None) -> list[int]:
         """List the ranks, of all nodes or of these, whose message with this tag and key has not come."""
@@ -179,6 +185,12 @@ class NodeTransport:
     def take(self, tag: int, key: Key) -> dict[int, Tensor]:
         """Take the messages with this tag and key from those that have come, by the node that sent each."""
         return {node: there.pop(key) for node, there in self._inbox[tag].items() if key in there}
+
+    def forget(self, tag: int, channel: int, before: int) -> None:
+        """Drop the messages of a channel that have come, and that nobody will take: the second number is less."""
+        for there in self._inbox[tag].values():
+            for key in [key for key in list(there) if key[0] == channel and key[1] < before]:
+                del there[key]
 
     # ---- words
 
@@ -234,6 +246,7 @@ class NodeTransport:
             for node, work in works:
                 if not self._wait(node, work) and node in nodes:
                     nodes.remove(node)
+            message.unsent.clear()
 
     def _way(self, sender: int, receiver: int, tag: int) -> Any:
         """Return the group in which one node sends to another (Rule 8)."""
@@ -274,7 +287,7 @@ class NodeTransport:
             if kind == UNIT:
                 there = self._inbox[tag][node]
                 there[key[0], key[1], key[2]] = payload
-                while tag == PARTS and len(there) >= AHEAD and not (self.drains or self._closed):
+                while tag != SUMS and len(there) >= AHEAD and not (self.drains or self._closed):
                     time.sleep(PAUSE_S)  # the sender keeps the next ones (Rule 4)
             elif kind == WORD:
                 self._words[node][key[0]] = tuple(key[1:])

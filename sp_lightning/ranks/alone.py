@@ -110,7 +110,7 @@ class Alone:
     # ---- an optimizer's step
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise an error if an optimizer steps two modules that ranks share."""
+        """Raise an error if an optimizer steps two modules that ranks share, or cannot step as the options say."""
 
     def rest(self, optimizer: Optimizer, alone: Rest) -> tuple[list[Group], Any]:
         """Return the groups and the state that an optimizer's own code steps.
@@ -128,6 +128,10 @@ class Alone:
 
     def adopt_state(self, optimizer: Optimizer) -> None:
         """Move an optimizer's state that was loaded into what the ranks share."""
+
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's ``state_dict()``, whole on the first rank at least. Every rank comes here."""
+        return optimizer.state_dict()
 
     # ---- errors
 

@@ -231,20 +231,20 @@ class Ranks(OneRank):
         self._wait(missing, what, self.timeout.total_seconds() + longer * LATER_S, self._why_late)
 
     def wait_beside(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until no rank of this node is missing any more, for what its threads do beside other code (Rule 9)."""
-        first, thread = self.place.first, threading.get_ident()
+        """Wait until no rank is missing any more, by its number among all.
 
-        def late() -> list[int]:
-            return [first + rank for rank in missing()]
+        It is for what threads of that rank do beside other code (Rule 9).
+        """
+        thread = threading.get_ident()
 
         def ended(states: Sequence[int], _: Sequence[int]) -> str:
             gone = {rank for rank, came in enumerate(self._came_handling) if came >= GONE}  # first: it may have posted
-            missed = gone.intersection(late())
+            missed = gone.intersection(missing())
             return self._why_late(states, [*missed]) if missed else ""
 
         self._waiting_beside.add(thread)
         try:
-            self._wait(late, what, self.timeout.total_seconds(), ended)
+            self._wait(missing, what, self.timeout.total_seconds(), ended)
         finally:
             self._waiting_beside.discard(thread)
 

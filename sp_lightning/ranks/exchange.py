@@ -97,13 +97,20 @@ PART = 1 << 18  # elements that an owner sums at a time
 Place = tuple[int, Tensor, Tensor]  # of a gradient: its index, its region of the box, and its tensor there
 
 
-def host_sharing(ranks: int, nodes: int, own_gradients: bool) -> HostSharing:
+def host_sharing(ranks: int, nodes: int, own_gradients: bool, divides_state: bool = False) -> HostSharing:
     """Describe how the ranks of a machine share its memory (Rules 8 and 11).
 
     ``own_gradients``: whether each rank certainly has gradients of its own (unit_numbers.py, Rule 5).
+    ``divides_state``: whether each node has a share of the optimizer's state (new_weights.py).
     """
-    ahead = AHEAD + 1
-    return HostSharing(ranks=ranks, nodes=nodes, own_gradients=own_gradients, ahead=ahead, parts_ahead=transport.AHEAD)
+    return HostSharing(
+        ranks=ranks,
+        nodes=nodes,
+        own_gradients=own_gradients,
+        ahead=AHEAD + 1,
+        parts_ahead=transport.AHEAD,
+        divides_state=divides_state,
+    )
 
 
 class StepsOfUnits(Protocol):

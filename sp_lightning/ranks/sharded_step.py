@@ -34,6 +34,8 @@
    elements begin at multiples of that, and so at blocks of the file, where each parameter begins at a block: no two
    ranks write to one. What a rank owns of others it steps through the mapping. The ranks meet once more where a step
    makes state, when each has room for it: so a disk that is full tears no step.
+8. State may be divided among nodes (new_weights.py): then a rank steps its node's share of what it owns, and a unit is
+   stepped once the other nodes' new weights of that are in place, too.
 """
 
 from __future__ import annotations
@@ -54,9 +56,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from ..compat.tensors import forbid_access, storage_id
 from ..disk.direct_file import BLOCK
 from ..disk.scratch_file import SharedSegment
-from ..errors import ExactnessError
+from ..errors import ExactnessError, OptionError, UnsupportedError
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, in_order
 from ..memory.watched_parameters import quietly, true_data, true_grad
@@ -64,11 +67,19 @@ from ..nodes.shares import flat, is_large, owned
 from ..optim.pending_step import CannotDefer, Parts, PendingStep
 from ..optim.pieces import ELEMENTWISE, Group, State, is_elementwise, keeps_no_state
 from ..optim.state_in_memory import StateInMemory
+from ..options import is_int
 from .board import Board, Ranks
 from .clipping import Clipping
 from .exchange import Exchange
+from .new_weights import DIVIDED, SHARE, NewWeights, OwnWeights, share_of
 from .shared_memory import SharedSlab, SlabRange
 from .user_edits import Alike, Faces, fingerprint, listed
+
+MOVED = (
+    "state of an optimizer was moved to another parameter, or the module's parameters were changed, after it was "
+    "divided among machines, which divide_state=True does not follow"
+)
+WHY = ", which each machine steps as a whole: state is divided of torch's optimizers that update each element by itself"
 
 
 class StateSlab:
@@ -96,9 +107,31 @@ class StateSlab:
         """Whether anything refers to the bytes of the face that was given last."""
         return index in self._faces and not self._faces[index].expired()  # type: ignore[no-untyped-call]
 
+    def has(self, index: int, value: Tensor) -> bool:
+        """Whether a tensor is a parameter's state in this slab, as user code sees it."""
+        field = self.layout.fields[index]
+        return (value.data_ptr(), value.stride()) == (self.shared.face.data_ptr() + field.offset, field.stride)
+
     def collect(self, index: int, part: slice) -> None:
         """Write what user code wrote to what a rank owns (Rule 2)."""
         self.own(index, part).copy_(flat(self.shared.face, self.layout.fields[index], part))
+
+
+class SlabOfShares(StateSlab):
+    """The same of which this node has shares (new_weights.py, Rule 2)."""
+
+    def face(self, index: int) -> Tensor:
+        """Return a tensor that stands for a parameter's state: any access to its bytes is an error."""
+        face = super().face(index)
+        forbid_access(storage_id(face.untyped_storage()), DIVIDED)
+        vars(face)[SHARE] = self, index
+        return face
+
+    def has(self, index: int, value: Tensor) -> bool:
+        return share_of(value) == (self, index) and value.stride() == self.layout.fields[index].stride
+
+    def is_kept(self, index: int) -> bool:
+        return False  # nothing can be read there
 
 
 class SlabInFile(StateSlab):
@@ -145,13 +178,17 @@ class Owners:
         clipping: Clipping,
         stores: Sequence[HostCopy],
         disk: StateInMemory,
+        divides: bool,
     ) -> None:
+        """``divides``: whether nodes have shares of the state (new_weights.py)."""
         self._ranks, self._exchange, self._faces, self._clipping = ranks, exchange, faces, clipping
         self._disk = disk  # on which state may lie (Rule 7)
         self._places = {id(p): (store, index) for store in stores for index, p in enumerate(store.params)}
+        self.units = {store: number for number, store in enumerate(stores)}
         # How far each rank is in a step that is not deferred, and which one has stepped each unit last (Rule 4).
         self._progress = Board(ranks, 1 + len(stores))
-        self.units = {store: number for number, store in enumerate(stores)}
+        truths = {store: slab.truth for store, slab in faces.slabs.items()}
+        self._weights = (NewWeights if divides else OwnWeights)(ranks, truths, self._post)
         self._steps = 0
         self._parts: OwnParts | None = None  # of the step that runs, if it is cut
         self._early: EarlyParts | None = None  # of the step that begins in backward, until it runs (Rule 6)
@@ -202,16 +239,20 @@ class Owners:
         self._leave_kept_slabs(optimizer)
         self._pieces, self._copies = [], {}
         self._clipping.multiply()
+        cut: dict[HostCopy, list[int]] = {}
         for group, parameter in self._stepped(optimizer):
             if self.is_cut(optimizer, group, parameter) and not _is_of_another_type(
                 optimizer.state.get(parameter, {}), parameter
             ):
                 self.adopt(optimizer, parameter)
+                store, index = self._places[id(parameter)]
+                cut.setdefault(store, []).append(index)
             else:
                 self._copies[id(parameter)] = true_data(parameter).clone(memory_format=torch.preserve_format)
         if self._copies:
             # A rank steps copies with gradients that others multiply, and others write weights that it copies (Rule 3).
             self._exchange.board.meet()
+        self._weights.begin(self._steps, cut)
         self._parts = OwnParts(self, optimizer, self._steps)
         return self._parts
 
@@ -346,7 +387,8 @@ class Owners:
             if piece.data is parameter:
                 return
             store, index = self._places[id(parameter)]
-            field, own = self._owned(store, index)
+            field = store.host_layout.fields[index]
+            own = owned(field, self._ranks.rank, self._ranks.size)  # each node steps the whole
             whole = torch.as_strided(piece.data, (piece.data.numel(),), (1,))
             flat(self._faces.slabs[store].truth, field, own).copy_(whole[own])
             return
@@ -357,29 +399,40 @@ class Owners:
 
     def _owned(self, store: HostCopy, index: int) -> tuple[Any, slice]:
         field = store.host_layout.fields[index]
-        return field, owned(field, self._ranks.rank, self._ranks.size)
+        return field, self._weights.part(field, index)
 
     def _leave_slabs(self, optimizer: Optimizer, parameter: Tensor, state: State) -> None:
         """Give a rank state of its own for a parameter that every rank steps as a whole (Rule 3)."""
         for key, value in state.items():
             if _is_like(value, parameter) and self._lies_in_a_slab(optimizer, parameter, key, value):
+                self._check_whole(parameter)
                 state[key] = value.clone(memory_format=torch.preserve_format)
+
+    def _check_whole(self, parameter: Tensor) -> None:
+        """Raise UnsupportedError if state that this rank is about to read is divided among nodes."""
+        if self._weights.is_divided:
+            store, index = self._places[id(parameter)]
+            raise UnsupportedError(
+                f"{store.names[index]} was given other data, or other state, after its optimizer's state was divided "
+                "among machines, which divide_state=True does not follow: leave it as it is, or leave that option out"
+            )
 
     def _lies_in_a_slab(self, optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> bool:
         store, index = self._places[id(parameter)]
         slab = self._slabs.get(optimizer, {}).get((store, key, id(parameter) in self._disk.parameters))
-        if slab is None:
-            return False
-        field = slab.layout.fields[index]
-        return (value.data_ptr(), value.stride()) == (slab.shared.face.data_ptr() + field.offset, field.stride)
+        return slab is not None and slab.has(index, value)
 
     def _copy_moved_state(self, optimizer: Optimizer) -> None:
         """Copy state that user code gave to another parameter: the first one's is written in its place."""
         faces = [slab.shared.face for slab in self._slabs.get(optimizer, {}).values()]
         slabs = sorted((face.data_ptr(), face.data_ptr() + face.nbytes) for face in faces)
-        for parameter, state in optimizer.state.items() if slabs else ():
+        for parameter, state in optimizer.state.items() if slabs or self._weights.is_divided else ():
             for key, value in state.items():
                 if not isinstance(value, Tensor):
+                    continue
+                if share_of(value) is not None:
+                    if id(parameter) not in self._places or not self._lies_in_a_slab(optimizer, parameter, key, value):
+                        raise UnsupportedError(MOVED)
                     continue
                 address = value.data_ptr()
                 at = bisect.bisect_right(slabs, address, key=operator.itemgetter(0)) - 1
@@ -512,9 +565,11 @@ class Owners:
             self._faces.settle("the end of a step")
         elif not parts.begun:
             self.post(self.units, self._steps)
-            if not moved:
+            if not moved and not self._weights.is_divided:
                 self._progress.post(0, 2 * self._steps)
             self.wait(self.units, self._steps)
+            if not moved and self._weights.is_divided:  # until then an error leaves weights of two steps
+                self._progress.post(0, 2 * self._steps)
             self._faces.note_all_true()
         for piece in moved:  # perhaps to the face of another one's place, and all beside it is stepped now
             true_data(piece.parameter).copy_(piece.data)
@@ -528,13 +583,17 @@ class Owners:
     def post(self, stores: Iterable[HostCopy], step: int) -> None:
         """Post that this rank has stepped what it owns of these units in a step."""
         for store in stores:
-            self._progress.post(1 + self.units[store], step)
+            self._weights.send(store, step)
+
+    def _post(self, store: HostCopy, step: int) -> None:
+        self._progress.post(1 + self.units[store], step)
 
     def missing(self, store: HostCopy, step: int) -> list[int]:
-        """List the other ranks that have not stepped what they own of a unit in a step."""
-        number, mine = 1 + self.units[store], self._ranks.rank
+        """List the other ranks, by their numbers among all, whose part of a unit's step is not in place."""
+        number, mine, first = 1 + self.units[store], self._ranks.rank, self._ranks.place.first
         others = (rank for rank in range(self._ranks.size) if rank != mine)
-        return [rank for rank in others if self._progress.read(rank, number) < step]
+        here = [first + rank for rank in others if self._progress.read(rank, number) < step]
+        return here + self._weights.late(store)
 
     def wait(self, stores: Iterable[HostCopy], step: int) -> None:
         """Wait until all ranks have stepped what they own of these units in a step."""
@@ -561,8 +620,28 @@ class Owners:
             return None
         return None if any(posted[rank] < last - 1 for rank in given_up) else optimizer
 
+    def check_divisible(self, optimizer: Optimizer) -> None:
+        """Raise OptionError if the state of an optimizer is to be divided, and each rank steps whole parameters."""
+        is_cut = self.cuts(optimizer) and all(is_elementwise(optimizer, group) for group in optimizer.param_groups)
+        if self._weights.is_divided and not is_cut:
+            allowed = f"False with {type(optimizer).__name__}{WHY}"
+            raise OptionError(argument="divide_state", found=True, allowed=allowed)
+
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's ``state_dict()``, on the first rank of all with whole state. Every rank comes here."""
+        found = optimizer.state_dict()
+        states = {number: dict(state) for number, state in found["state"].items()}
+        for number in sorted(filter(is_int, states)):
+            for key, value in sorted(states[number].items()):
+                if isinstance(value, Tensor) and share_of(value) is not None:
+                    slab, index = share_of(value)
+                    whole = self._weights.whole(slab.shared.truth, slab.layout.fields[index], index)
+                    states[number][key] = value if whole is None else whole
+        return {**found, "state": states}
+
     def close(self) -> None:
         """Forget the slabs of state: the optimizers' tensors keep them. Safe twice."""
+        self._weights.close()
         self._slabs.clear()
         self._early = None
 
@@ -591,7 +670,8 @@ class Owners:
         what = hashlib.sha256(f"{self.units[store]} {key} {layout.nbytes}".encode()).digest()
         segment = self._disk.segment(parameter, layout.nbytes, int.from_bytes(what[:7], "big"))
         if segment is None:
-            return StateSlab(self._ranks.share(store.host_layout.nbytes), store.host_layout)
+            kind = SlabOfShares if self._weights.is_divided else StateSlab
+            return kind(self._ranks.share(store.host_layout.nbytes), store.host_layout)
         return SlabInFile(segment, layout)
 
 

@@ -41,10 +41,12 @@ class Team(Alone):
 
     ranks: Ranks
 
-    def __init__(self, ranks: Ranks, device: Device, own_gradients: bool) -> None:
+    def __init__(self, ranks: Ranks, device: Device, own_gradients: bool, divides_state: bool) -> None:
         """``own_gradients``: whether each rank certainly has gradients of its own (unit_numbers.py, Rule 5)."""
         super().__init__(device)
-        self.sharing = host_sharing(ranks.size, ranks.world // ranks.size, own_gradients)
+        nodes = ranks.world // ranks.size
+        self._divides = divides_state and nodes > 1
+        self.sharing = host_sharing(ranks.size, nodes, own_gradients, self._divides)
         self.ranks = ranks
         self.rank, self.size = ranks.world_rank, ranks.world
         self.gives_weights = ranks.rank == 0
@@ -116,7 +118,7 @@ class Team(Alone):
         self.exchange.overlaps, self.exchange.is_own = overlaps, gradients.is_own
         self.faces = Faces(self.ranks, self.exchange.board, homes)
         self.clipping = Clipping(self.ranks, self.exchange, stores, access)
-        self.owners = Owners(self.ranks, self.exchange, self.faces, self.clipping, stores, state)
+        self.owners = Owners(self.ranks, self.exchange, self.faces, self.clipping, stores, state, self._divides)
         self.exchange.steps = self.owners
         self.faces.note_all_true()
         _teams.add(self)
@@ -179,6 +181,7 @@ class Team(Alone):
     # ---- an optimizer's step
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
+        self.owners.check_divisible(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(team is not self and team.owners.stores_of(parameters) for team in _teams):
             raise UnsupportedError(
@@ -211,6 +214,9 @@ class Team(Alone):
 
     def adopt_state(self, optimizer: Optimizer) -> None:
         self.owners.adopt_all(optimizer)
+
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.owners.whole_state(optimizer)
 
     # ---- errors
 

@@ -131,7 +131,7 @@ class Handle:
         if isinstance(ranks, Ranks):
             from ..ranks.team import Team  # on one device nothing needs it
 
-            self.team = Team(ranks, self.device, own_gradients)
+            self.team = Team(ranks, self.device, own_gradients, options.divide_state)
         self.group = group  # in a loop by hand
         self._by_hand = group is not None
         self.exchanges = exchanges or self._by_hand  # not in `no_sync`
@@ -164,6 +164,11 @@ class Handle:
     def rank(self) -> int:
         """The number of this process among those that stream the module, one for each device."""
         return self.team.rank
+
+    @property
+    def divides_state(self) -> bool:
+        """Whether each of several machines has a share of the optimizers' state."""
+        return self.team.sharing.divides_state
 
     def stats(self) -> dict[str, Any]:
         """Return the counters since streaming began: fetches, bytes, waits and memory.
@@ -429,6 +434,13 @@ class Handle:
                 if parameter in optimizer.state:
                     self.storage.state.adopt_one(optimizer, parameter)
         self.team.adopt_state(optimizer)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's ``state_dict()`` for a checkpoint. Every rank has to call this.
+
+        With ``divide_state`` on several machines the first rank's has the whole state; those of others cannot be read.
+        """
+        return self.team.whole_state(optimizer)
 
     def broadcast_buffers(self) -> None:
         """Give all ranks the first one's buffers. Every rank comes here."""

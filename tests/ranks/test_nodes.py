@@ -143,17 +143,17 @@ def test_a_loop_over_four_nodes_of_one_rank_is_ddp_with_the_tree():
     check_loop(nodes=4, edits=True, clip=True)
 
 
-def check(case, row, **more):
+def check(case, row, **options):
     """Compare one row of the cover, but for what Lightning refuses and what has no reference on the CPU."""
     row = dict(row)
-    options = {name: row.pop(name) for name in ("window", "activations")}
+    options |= {name: row.pop(name) for name in ("window", "activations")}
     if row["optimizer"] == "two":  # Lightning neither accumulates nor clips for who optimizes by hand
         row |= {"accumulate": 1, "clip": None}
     if row["precision"] == "bf16-mixed" or "random" in models.case(case).tags:
         row["accelerator"] = "cpu"
     if row["optimizer"] == "lbfgs":
         row["clip"] = None
-    ranked_parity.check(ranked_runs.fit, case, options, size=4, nodes=2, **row, **more)
+    ranked_parity.check(ranked_runs.fit, case, options, size=4, nodes=2, **row)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=[SLOW] * (row not in DAILY)) for row in range(len(COVER))])

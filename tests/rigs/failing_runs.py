@@ -38,7 +38,7 @@ import sp_lightning
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.nodes import arrivals, transport
 from sp_lightning.optim import pending_step
-from sp_lightning.ranks import board, connection, exchange, sharded_step, user_edits
+from sp_lightning.ranks import board, connection, exchange, new_weights, sharded_step, user_edits
 
 LONGEST_S = 90
 SAVE_S = 3.0  # of a checkpoint on exception
@@ -129,6 +129,8 @@ STRIKES: dict[str, tuple[Any, str]] = {
     "loop of the step": (importlib.import_module("torch.optim.adam"), "adam"),
     "end of the step": (sharded_step.Owners, "end"),
     "deferred part": (sharded_step.OwnParts, "stepped"),
+    "sending new weights": (new_weights.NewWeights, "send"),
+    "taking new weights": (new_weights.NewWeights, "_put"),
     "promise": (sharded_step.EarlyParts, "mark"),
     BESIDE_BACKWARD: (sharded_step.EarlyParts, "take_up"),
     "transfer": (ScratchFile, "_move"),
@@ -140,6 +142,7 @@ IN_MODULE = [
 BESIDE = ("deferred part", "promise", BESIDE_BACKWARD)  # other work, where no hooks keep steps from there
 # The ranks of one machine never come there.
 BETWEEN_NODES = ("connecting nodes", "sum of nodes", "sums of other nodes", "agreement of nodes")
+BETWEEN_NODES += ("sending new weights", "taking new weights")
 OF_DISK = ("transfer",)  # where only ranks come whose state is on a disk
 PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in (*BETWEEN_NODES, *OF_DISK)]
 ONCE = {
@@ -196,6 +199,7 @@ def endings(
     slow: int | None = None,
     overlap: bool = True,
     disk: str | None = None,
+    divides: bool = False,
 ) -> list[Ending]:
     """Run a Trainer on each rank, in which the victim (None: every rank) fails; return how each ended.
 
@@ -204,6 +208,7 @@ def endings(
     With ``saves_to`` it saves a checkpoint on exception, which takes the first rank longer than a hanging one is given;
     in phase "none" one of each step. ``slow``: a rank whose thread steps two units beside backward, and leaves the
     rest, while those of others leave nothing. Without ``overlap`` no step is deferred. ``disk``: where state is.
+    ``divides``: nodes have shares of the optimizer's state.
     """
     context = server()
     port = processes.free_port()
@@ -228,6 +233,7 @@ def endings(
             slow,
             overlap,
             disk,
+            divides,
         )
         process = context.Process(target=run, args=args)
         process.start()
@@ -270,6 +276,7 @@ def run(
     slow: int | None,
     overlap: bool,
     disk: str | None,
+    divides: bool,
 ) -> None:
     """Run a Trainer on one rank, of the first, second, ... of as many pretended nodes (pretended_nodes.py)."""
     torch.set_num_threads(1)
@@ -312,7 +319,7 @@ def run(
             torch.manual_seed(rank)
             width = 8 if disk is None else 128  # state of smaller weights is written through a mapping
             net = (NoHooks if beside or phase in BESIDE else Net)(strike, width)
-            fit(size, net, timeout, tell, savers(saves_to, phase), nodes, keepalive, overlap, disk)
+            fit(size, net, timeout, tell, savers(saves_to, phase), nodes, keepalive, overlap, disk, divides)
     except BaseException as error:
         tell.send({"error": type(error).__name__, "message": str(error), "at": time.monotonic()})
         traceback.print_exc()
@@ -399,6 +406,7 @@ def fit(
     keepalive: float = 60,
     overlap: bool = True,
     disk: str | None = None,
+    divides: bool = False,
 ) -> None:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
@@ -412,6 +420,7 @@ def fit(
             keepalive=timedelta(seconds=keepalive),
             optimizer_overlap=overlap,
             **({} if disk is None else {"disk": disk, "host_budget": "0B"}),
+            divide_state=divides,
         ),
         max_epochs=1,
         callbacks=list(callbacks),

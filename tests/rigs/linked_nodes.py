@@ -143,17 +143,18 @@ def steps(count: int, more: Callable[[int], None], **options: Any) -> int:
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, window=1, **options):
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, window=1, **options) as handle:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         for step in range(count):
             optimizer.zero_grad()
             net(torch.ones(2, WIDTH)).square().mean().backward()
             optimizer.step()
+            handle.finish_step()
             more(step)
     return sum(p.numel() for p in net.parameters())
 
 
-def nbytes_of_steps(sent: Callable[[], int] = sent_nbytes) -> float:
+def nbytes_of_steps(sent: Callable[[], int] = sent_nbytes, **options: Any) -> float:
     """Return how many bytes this rank's node sends in a step, for each parameter."""
     counts: list[int] = []
 
@@ -161,11 +162,11 @@ def nbytes_of_steps(sent: Callable[[], int] = sent_nbytes) -> float:
         dist.barrier()
         counts.append(sent())
 
-    numel = steps(4, count)
+    numel = steps(4, count, **options)
     return (counts[-1] - counts[0]) / (len(counts) - 1) / numel
 
 
-def message_nbytes_of_steps() -> float:
+def message_nbytes_of_steps(**options: Any) -> float:
     """Return how many bytes this rank packs for its rail in a step, for each parameter."""
     packed, send = [0], NodeTransport.send
 
@@ -178,7 +179,7 @@ def message_nbytes_of_steps() -> float:
         return send(self, tag, key, counted)
 
     with mock.patch.object(NodeTransport, "send", counting):
-        return nbytes_of_steps(lambda: packed[0])
+        return nbytes_of_steps(lambda: packed[0], **options)
 
 
 def until_the_link_ends(**options: Any) -> tuple[str, float]:

@@ -96,7 +96,7 @@ def train(
     optimizer: str = "adamw",
     accumulate: int = 1,
     clip: bool = False,
-    edits: bool = False,
+    edits: bool | str = False,
     keeps_zeros: bool = False,
     holds: bool = False,
     repeats_from: int = STEPS,
@@ -109,7 +109,8 @@ def train(
     ``grows_at``: the step before which the module gets a parameter that nothing uses.
     ``renewals``: how often another optimizer takes over; only the first rank keeps those before.
     ``holds``: the first rank's user code refers to gradients that accumulate.
-    ``edits``: user code writes to weights, in three ways, and to optimizer state, on every rank after each step.
+    ``edits``: user code writes to weights, in three ways, and to optimizer state, on every rank after each step; or
+    to "weights" alone.
     """
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
@@ -150,24 +151,35 @@ def train(
             stepped.step()
             assert all(one is None or torch.equal(one, p.grad) for one, p in zip(held, net.parameters(), strict=False))
             if edits:
-                edit(net, stepped)
+                edit(net, stepped, edits != "weights")
+        states = stepped.state if handle is None else whole_state(handle, stepped)
         return Found(
             losses,
             {name: p.detach().clone() for name, p in net.named_parameters()},
             {name: buffer.cpu() for name, buffer in net.named_buffers()},
             {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()},
-            [value.clone() for of in stepped.state.values() for value in of.values() if isinstance(value, Tensor)],
+            [value.clone() for of in states.values() for value in of.values() if isinstance(value, Tensor)],
         )
 
 
-def edit(net: Net, optimizer: torch.optim.Optimizer) -> None:
+def whole_state(handle: Handle, optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
+    """Return an optimizer's state; where it is divided among nodes, that which the first rank would save."""
+    if not handle.divides_state:
+        return optimizer.state
+    whole = handle.optimizer_state(optimizer)["state"]
+    found: list[Any] = [whole if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return dict(found[0])
+
+
+def edit(net: Net, optimizer: torch.optim.Optimizer, of_state: bool = True) -> None:
     """Edit as users do; none of it is idempotent, so it shows if it counts more than once, or not at all."""
     with torch.no_grad():
         net.blocks[0].up.weight.mul_(0.999)
         net.head.weight.data.clamp_(-0.11, 0.11)
         net.embedding.weight.detach().numpy()[3] *= 1.01
         for state in optimizer.state.values():
-            if "exp_avg" in state:
+            if of_state and "exp_avg" in state:
                 state["exp_avg"].mul_(0.99)
 
 

@@ -58,6 +58,14 @@ def ends(*modules: nn.Module) -> list[Any]:
     return [parameters, [[b.clone() for b in module.buffers()] for module in modules]]
 
 
+def state_of(fabric: Fabric, optimizer: Any) -> Any:
+    """An optimizer's state on every rank; where it is divided among nodes, that which a checkpoint has."""
+    if not getattr(getattr(fabric.strategy, "options", None), "divide_state", False):
+        return optimizer.state_dict()["state"]
+    state = fabric.strategy.get_optimizer_state(optimizer.optimizer)["state"]
+    return fabric.broadcast(state if fabric.is_global_zero else None)
+
+
 def plainly(fabric: Fabric) -> Iterator[Any]:
     """Skips blocks, evaluates, clips, and writes to gradients and weights."""
     net = Net()
@@ -77,7 +85,7 @@ def plainly(fabric: Fabric) -> Iterator[Any]:
             if fabric.is_global_zero:  # alone
                 net.module(x)
         net.train()
-    yield ends(net), optimizer.state_dict()["state"], fabric.all_gather(loss.detach())
+    yield ends(net), state_of(fabric, optimizer), fabric.all_gather(loss.detach())
 
 
 def accumulating(fabric: Fabric) -> Iterator[Any]:
@@ -94,7 +102,7 @@ def accumulating(fabric: Fabric) -> Iterator[Any]:
             fabric.clip_gradients(net, optimizer, max_norm=0.5)
             optimizer.step()
             optimizer.zero_grad()
-    yield ends(net), optimizer.state_dict()["state"]
+    yield ends(net), state_of(fabric, optimizer)
 
 
 def gan(fabric: Fabric) -> Iterator[Any]:
@@ -117,7 +125,7 @@ def gan(fabric: Fabric) -> Iterator[Any]:
         fabric.backward(fooled)
         yield fooled, [p.grad for p in generator.parameters()], [p.grad for p in critic.parameters()]
         of_generator.step()
-    yield ends(generator, critic), of_generator.state_dict()["state"], of_critic.state_dict()["state"]
+    yield ends(generator, critic), state_of(fabric, of_generator), state_of(fabric, of_critic)
 
 
 def resuming(fabric: Fabric) -> Iterator[Any]:
@@ -148,10 +156,10 @@ def resuming(fabric: Fabric) -> Iterator[Any]:
     fabric.load_raw(os.path.join(folder, "raw.ckpt"), net)
     yield from steps(data[2:4])
     fabric.load(os.path.join(folder, "saved.ckpt"), state)
-    yield ends(net), optimizer.state_dict()["state"]
+    yield ends(net), state_of(fabric, optimizer)
     torch.manual_seed(3)
     yield from steps(data[2:])
-    yield ends(net), optimizer.state_dict()["state"]
+    yield ends(net), state_of(fabric, optimizer)
 
 
 def keeping(fabric: Fabric) -> Iterator[Any]:
@@ -177,7 +185,7 @@ def keeping(fabric: Fabric) -> Iterator[Any]:
         if step == 3:
             yield kept
             optimizer.load_state_dict(kept)
-    yield ends(net), optimizer.state_dict()["state"]
+    yield ends(net), state_of(fabric, optimizer)
 
 
 def loading_others(fabric: Fabric) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import parity
 import sp_lightning
 from sp_lightning.errors import ExactnessError
 from sp_lightning.lightning import step_timing
@@ -139,6 +140,16 @@ class Looks(L.Callback):
     def on_after_backward(self, *_: Any) -> None: ...
 
 
+class KeepsState(L.Callback):
+    """Keeps the optimizer's state, if it does not outlive the run."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Any]] = []
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.states = parity.divided_states(trainer.strategy)
+
+
 class Scales(L.Callback):
     """Scales a gradient after backward."""
 
@@ -182,7 +193,8 @@ def train(
     size = int(os.environ["WORLD_SIZE"])
     strategy = ranked_runs.plain(size) if options is None else sp_lightning.SuperpipelineStrategy(**options)
     accelerator = "cpu" if options is None else accelerator
-    callbacks: list[L.Callback] = [] if defers else [AfterSteps()]
+    keeps = KeepsState()
+    callbacks: list[L.Callback] = [keeps] if defers else [AfterSteps(), keeps]
     if "looks at gradients" in what and ("of one rank" not in what or pretended_nodes.rank() == size - 1):
         callbacks.append(Looks())
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as root:
@@ -211,10 +223,11 @@ def train(
             )
             fit.fit(module, DataLoader(list(data), batch_size=None, shuffle=False))
             stats = {} if options is None else strategy.handle.stats()
+    states = keeps.states[0]["state"] if keeps.states else fit.optimizers[0].state
     found = Found(
         module.losses,
         [value.cpu() for value in module.seen],
         {name: p.detach().clone() for name, p in module.named_parameters()},
-        [value.clone() for of in fit.optimizers[0].state.values() for value in map(deferring.as_tensor, of.values())],
+        [value.clone() for of in states.values() for value in map(deferring.as_tensor, of.values())],
     )
     return found, stats.get("stepped_ahead", 0), stats.get("held_steps", 0)
