@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MEASURED_S = 10.0  # of the disk
 ANSWER = 256  # tokens, with --inference
 OF_STRATEGY = "window", "transfer", "memory_budget", "units", "activations", "host_budget", "disk"
+SWITCHES = "master_weights", "divide_state"
 OF_SCRIPT = "config", "model", "batch", "data", "loss", "answer", "cache", "precision", "optimizer", "accumulate"
 OF_RUN = (  # what a config says
     *OF_STRATEGY,
@@ -107,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--units", nargs="+", help="class names of the units (default: auto)")
     parser.add_argument("--activations", help="keep, recompute, offload or recompute+offload (default: keep)")
     parser.add_argument("--master-weights", action="store_true", help="with bf16-true or 16-true: FP32 on the host")
+    parser.add_argument("--divide-state", action="store_true", help="with --nodes: each has a share of optimizer state")
     add_json(parser)
     parser.add_argument("--plot", metavar="FILE.png", help="draw memory against time for every window and transfer")
     parser.add_argument("--timeline", metavar="TRACE.json", help="write the simulated step as a timeline")
@@ -239,9 +241,10 @@ def _run_of_fit(args: argparse.Namespace) -> Run:
         if getattr(args, name) is not None:
             allowed = "left out beside arguments of fit, which say it (--trainer.precision, --data.batch_size ...)"
             raise OptionError(argument=name, found=getattr(args, name), allowed=allowed)
-    if args.master_weights:
-        allowed = "left out beside arguments of fit: give --trainer.strategy.master_weights true"
-        raise OptionError(argument="master_weights", found=True, allowed=allowed)
+    for name in SWITCHES:
+        if getattr(args, name):
+            allowed = f"left out beside arguments of fit: give --trainer.strategy.{name} true"
+            raise OptionError(argument=name, found=True, allowed=allowed)
     if args.config and (args.model in NAMES or re.search(r"[/:-]", args.model or "")) and not _is_yaml(args.model):
         allowed = (
             "left out beside --config, which names the module (--model.name_or_path is the checkpoint that it reads), "
@@ -261,7 +264,7 @@ def _run_of_fit(args: argparse.Namespace) -> Run:
 def _options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the strategy that were given to plan itself."""
     options = {name: getattr(args, name) for name in OF_STRATEGY if getattr(args, name) is not None}
-    return options | {"master_weights": True} if args.master_weights else options
+    return options | {name: True for name in SWITCHES if getattr(args, name)}
 
 
 def _run_of_arguments(args: argparse.Namespace) -> Run:
@@ -307,6 +310,9 @@ def _run_of_script(args: argparse.Namespace) -> Run:
         if getattr(args, name) is not None:
             allowed = "left out before --, as the script says it; change the script's own arguments"
             raise OptionError(argument=name, found=getattr(args, name), allowed=allowed)
+    if args.divide_state:
+        allowed = "left out before --, as sp_lightning.hf has no such option"
+        raise OptionError(argument="divide_state", found=True, allowed=allowed)
     rehearsed = rehearsal(args.seq)
     status = run(list(args.script), rehearsed)
     found = rehearsed.found

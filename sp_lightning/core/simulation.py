@@ -28,7 +28,8 @@
    the disk comes and goes beside that, but one piece has to be down before the next one goes up.
 11. With several machines each sends every other one that one's share of its sum of a unit's gradients, once they are
    down, and then the sum of all machines' of its own share; units follow in the order in which they come. As many bytes
-   come from each meanwhile. Backward ends when all have come (exchange.py, Rule 11).
+   come from each meanwhile. Backward ends when all have come (exchange.py, Rule 11). Where each steps a share, its new
+   weights cross after that, and the unit is stepped when all have come (new_weights.py, Rule 5).
 12. Where layers are cut into shards (tensor parallelism), their collectives are part of compute, which waits for them:
    each rank sends as many bytes as in a ring, at the speed of the link between these devices.
 13. Products take the time of their arithmetic or, if that is longer, of the memory that they read and write: of all
@@ -113,7 +114,8 @@ class LowerBound:
     link: float = 0.0  # of all copies, with those of a step on the device, but for the first unit's
     host: float = 0.0  # of the host's memory: all that is read and written there in a step
     network: float = 0.0  # of all but the first unit's sums
-    first_network: float = 0.0
+    first_network: float = 0.0  # of the first one's sums and new weights
+    new_weights: float = 0.0  # of all but the first unit's
 
     @property
     def forward(self) -> float:
@@ -138,7 +140,12 @@ class LowerBound:
     @property
     def _of_one(self) -> float:
         longest = max(self.forward + self.backward, self.optimizer, self.disk, self.link)
-        return max(longest + self.first_down, self.network) + self.first_network + self.first_step + self.first_up
+        apart = self.first_network + self.first_step + self.first_up
+        return max(max(longest + self.first_down, self.network) + apart, self._crossing)
+
+    @property
+    def _crossing(self) -> float:
+        return self.network + self.first_network + self.new_weights
 
     @property
     def bound(self) -> float:
@@ -151,7 +158,7 @@ class LowerBound:
             self.disk,
             self.link,
             self.host,
-            self.network + self.first_network,
+            self._crossing,
         )
 
     @property
@@ -162,7 +169,8 @@ class LowerBound:
         """
         if self.host > self._of_one:
             return "host memory"
-        beside = {"disk": self.disk, "optimizer": self.optimizer, "link": self.link, "network": self.network}
+        beside = {"disk": self.disk, "optimizer": self.optimizer, "link": self.link}
+        beside["network"] = self.network + self.new_weights
         longest = max(beside, key=beside.__getitem__)
         if beside[longest] > self.forward + self.backward:
             return longest
@@ -335,7 +343,8 @@ def floor(
         chain=max(_chain(units, machine, recompute, nodes), _apart(units, window, machine, recompute, ranks)),
         link=both_ways(ups, downs, machine) * any(unit.step_up_nbytes for unit in units),
         network=sum(_network_s(unit, machine, nodes) for unit in rest),
-        first_network=_network_s(first, machine, nodes),
+        first_network=_network_s(first, machine, nodes) + _weights_s(first, machine, nodes),
+        new_weights=sum(_weights_s(unit, machine, nodes) for unit in rest),
         host=host_s(
             units,
             ups + first.trained * (first.up_nbytes + first.step_up_nbytes),
@@ -386,11 +395,17 @@ def _network_s(unit: UnitNumbers, machine: Machine, nodes: int) -> float:
     return 2 * (nodes - 1) / nodes * unit.gradient_nbytes * unit.trained / machine.network_bytes_per_s
 
 
+def _weights_s(unit: UnitNumbers, machine: Machine, nodes: int) -> float:
+    """Return the seconds in which a machine sends the others the weights of a unit that it has stepped."""
+    return (nodes - 1) / nodes * unit.new_nbytes * unit.trained / machine.network_bytes_per_s
+
+
 def _chain(units: Sequence[UnitNumbers], machine: Machine, recompute: bool, nodes: int) -> float:
     """Compute the longest chain of work through any unit, in seconds.
 
     Such a chain is: backward from the last unit to this one, the copy of its gradients, their way to other machines,
-    the steps of all units up to it, the shortest of their loads, forward from this unit to the last.
+    the steps of all units up to it, the shortest of the ways of new weights to other machines and to the device, and
+    forward from this unit to the last.
     """
     computes = [(1 + recompute) * unit.forward_s(machine) + unit.backward_s(machine) for unit in units]
     longest = left = math.fsum(computes)
@@ -398,7 +413,7 @@ def _chain(units: Sequence[UnitNumbers], machine: Machine, recompute: bool, node
     for unit, own in zip(units, computes, strict=True):
         if unit.trained:
             steps += max(unit.step_in_memory_s(machine), unit.step_copies_s(machine))
-            up = min(up, unit.up_s(machine))
+            up = min(up, unit.up_s(machine) + _weights_s(unit, machine, nodes))
             sums = unit.down_nbytes / machine.down_bytes_per_s + _network_s(unit, machine, nodes)
             longest = max(longest, left + sums + steps + up)
         left -= own
@@ -518,6 +533,10 @@ class _Host:
         for unit, sent in self._arrived:
             self._step(unit, [sent, self._computing])
         self._arrived = []
+        for index, one in enumerate(self._units):
+            if crosses := _weights_s(one, self._machine, self._nodes):
+                after = [self._stepped.get(index), self._computing]
+                self._stepped[index] = self._issue("network", index, crosses, after, "weights")
         if not self._into_forward and self._stepped:
             self._begin = self._issue("optimizer", 0, 0.0, list(self._stepped.values()))  # the end of all
 

@@ -68,6 +68,7 @@ class UnitNumbers:
     gradients_on_disk: int = 0  # bytes, of those that the step reads and that are written before it
     forward_other: float = 0.0  # bytes of the device's memory that all else of forward reads and writes
     backward_other: float = 0.0
+    new_nbytes: int = 0  # of weights, of which each machine sends the others those that it has stepped
 
     @property
     def trained(self) -> bool:

@@ -188,7 +188,7 @@ class Plan:
     def network_nbytes(self) -> int:
         """Bytes that each machine sends to the others in a step."""
         floor, rate = self.simulation.floor, self.machine.network_bytes_per_s
-        return 0 if self.nodes == 1 else round((floor.network + floor.first_network) * rate)
+        return 0 if self.nodes == 1 else round((floor.network + floor.first_network + floor.new_weights) * rate)
 
     @property
     def wear(self) -> str:
@@ -317,7 +317,7 @@ class Plan:
             "disk": floor.disk,
             "optimizer": floor.optimizer,
             "host memory": floor.host,
-            "network": floor.network + floor.first_network,
+            "network": floor.network + floor.first_network + floor.new_weights,
         }
         step_s, binding_s = self.simulation.step_s, lanes[self.binds]
         why = f"the {self.binds} takes {format_seconds(binding_s)} of a step of {format_seconds(step_s)}"

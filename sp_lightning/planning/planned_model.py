@@ -119,9 +119,7 @@ def half_of(precision: str) -> torch.dtype | None:
 
 
 def check_master_weights(options: Options, precision: str) -> None:
-    """Raise OptionError if master weights are asked for without a precision that has them, or what no plan follows."""
-    if options.divide_state:
-        raise OptionError(argument="divide_state", found=True, allowed="False: no plan follows it yet")
+    """Raise OptionError if master weights are asked for without a precision that has them."""
     if options.master_weights and (half_of(precision) is None or precision.endswith("mixed")):
         allowed = "'bf16-true' or '16-true' with master_weights=True"
         raise OptionError(argument="precision", found=precision, allowed=allowed)

@@ -159,6 +159,9 @@ class _Planner:
         machine.check_mesh(self.shards)
         self.ranks = max(run.devices, self.shards)
         self.trains_shards = trace is not None and trace.trains_shards
+        if run.sharing.divides_state and not _is_elementwise(self.optimizer):
+            allowed = f"False with {self.optimizer}, which each machine steps as a whole"
+            raise OptionError(argument="divide_state", found=True, allowed=allowed)
         self.machine = self._stepping(source.states(), self.optimizer)
         self.available = self.profile.device_nbytes
         self.headroom = machine.headroom_nbytes
@@ -186,6 +189,7 @@ class _Planner:
             came = sum(cost.down_nbytes for cost in needs.costs)
             host = replace(host, gradients=host.gradients * came // max(1, sum(c.gradient_nbytes for c in needs.costs)))
         replicas = self.ranks // self.shards
+        host = self.run.sharing.with_share(host)
         return host.of_ranks(replicas, under_way, self.run.own_gradients, cut, messages).times(self.shards)
 
     def _stays_narrow(self, optimizer: str, options: Options) -> bool:
@@ -200,11 +204,12 @@ class _Planner:
         pace, words = PACE.get(optimizer, 1), 3 + 2 * states
         at_once = self.ranks if self.trains_shards else self.shards  # ranks that step by themselves, beside each other
         stays_narrow = self._stays_narrow(optimizer, options or self.options)
+        steps = at_once / (self.run.nodes_of_steps if self.run.sharing.divides_state else 1)
         cast = NARROW if stays_narrow else self.profile.cast_bytes_per_parameter
         return replace(
             self.profile,
             dram_bytes_per_s=self.profile.dram_bytes_per_s / pace,
-            optimizer_bytes_per_parameter=at_once * self.profile.optimizer_bytes_per_parameter * words / ADAMW_WORDS,
+            optimizer_bytes_per_parameter=steps * self.profile.optimizer_bytes_per_parameter * words / ADAMW_WORDS,
             cast_bytes_per_parameter=at_once * cast / pace,
         )
 
@@ -292,7 +297,12 @@ class _Planner:
         return self._reserving({**peak, OF_STEPS: needs.steps_nbytes + max(0, needs.whole_nbytes - gone)})
 
     def stepping_there(self, needs: Requirements, options: Options) -> Requirements:
-        """Return the needs with what goes up and comes down for steps, if these options have the device step."""
+        """Return the needs with what goes up and comes down for steps, if these options have the device step.
+
+        Where machines have shares of the state, they have the new weights that are sent.
+        """
+        if self.run.sharing.divides_state:
+            return replace(needs, costs=[replace(cost, new_nbytes=cost.gradient_nbytes) for cost in needs.costs])
         if options.optimizer_device == "host" or self.source.answers is not None:
             return needs
         elements = sum(cost.parameters for cost in needs.costs)

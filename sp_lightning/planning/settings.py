@@ -29,6 +29,7 @@ NOT_CUT = (
 OF_TRAINING = (
     *("loss", "optimizer", "copies", "trained_copies"),
     *("activations", "optimizer_overlap", "fused_optimizer", "optimizer_device", "master_weights"),
+    "divide_state",
 )
 
 
@@ -131,7 +132,9 @@ class PlannedRun:
     @property
     def sharing(self) -> HostSharing:
         """The ranks of a machine, which share its host memory."""
-        return host_sharing(self.devices, self.nodes_of_steps, self.own_gradients)
+        nodes = self.nodes_of_steps
+        divides = self.options.divide_state and nodes > 1
+        return host_sharing(self.devices, nodes, self.own_gradients, divides)
 
     @property
     def own_loss(self) -> Runner | None:

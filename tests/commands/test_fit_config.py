@@ -373,6 +373,7 @@ def test_plan_in_place_of_fit(capsys):
     [
         (["--batch", "3"], "batch must be left out beside arguments of fit, which say it"),
         (["--master-weights"], "master_weights must be left out beside arguments of fit"),
+        (["--divide-state"], "divide_state must be left out beside arguments of fit: give --trainer.strategy.divide"),
         (["--trainer.strategy", "auto"], r"trainer.strategy must be superpipeline \(or left out\), for a plan, got"),
         (["--data.path", "missing.jsonl"], "missing.jsonl"),
     ],

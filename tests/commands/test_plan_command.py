@@ -252,11 +252,12 @@ VALUES = {
     "units": ["Linear"],
     "activations": ["recompute+offload"],
     "master_weights": ["--precision", "bf16-true"],
+    "divide_state": ["--nodes", "2", "--network", "1GB"],
     "json": None,  # how it is printed: all other runs of this test use it
     "plot": None,
     "timeline": None,
 }
-SWITCHES = ("clip", "master_weights", "inference")
+SWITCHES = ("clip", "master_weights", "inference", "divide_state")
 ANSWERING = ("answer", "cache", "inference", "at_once", "guessed", "accepted")
 FEW = [  # the quick ones; a slow run has all
     kind if kind == "function" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS
@@ -641,6 +642,20 @@ def test_several_machines_have_a_host_each_and_send_all_but_their_share_twice(ca
     )
     said = said_of(capsys, "--devices", 2, "--nodes", 2, "--network", "1MB")
     assert "on 2 machines with 2 x rtx4090" in said and "to other machines" in said and "waiting: network" in said
+
+
+def test_machines_that_divide_the_state_have_a_share_of_it_and_send_new_weights(capsys):
+    def plan(*arguments):
+        return json.loads(said_of(capsys, "--json", "--window", 2, "--nodes", 4, "--network", "1MB", *arguments))
+
+    whole, divided = plan(), plan("--divide-state")
+    assert divided["host"]["optimizer"] == whole["host"]["optimizer"] // 4
+    assert divided["network_nbytes"] == 1.5 * whole["network_nbytes"]
+    assert divided["step_s"] > divided["floor_s"] >= divided["network_nbytes"] / 1e6
+    for term in ("weights", "gradients", "wire", "under_way"):
+        assert divided["host"][term] == whole["host"][term]
+    run(*of_this_file("--nodes", 2, "--network", "1MB", "--divide-state", "--optimizer", "Adafactor"), status=2)
+    assert "divide_state must be False with Adafactor" in capsys.readouterr().err
 
 
 def cut(mesh):

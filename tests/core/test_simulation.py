@@ -800,6 +800,19 @@ def test_machines_send_their_sums_beside_backward_and_step_a_unit_when_its_own_h
     ]
 
 
+def test_new_weights_cross_after_the_steps_and_a_unit_goes_up_when_its_own_have_come():
+    units = [unit("a", new_nbytes=1), unit("b", new_nbytes=1)]
+    found = simulated(units, window=2, machine=NETWORKED, nodes=2, steps_into_forward=True)
+    assert literal(found)[-5:] == [
+        "optimizer b 7-8",
+        "optimizer a 9-10",
+        "network a 10-11",
+        "up a 11-12",
+        "network b 11-12",
+    ]
+    assert found.step_s == found.floor.seconds == 12
+
+
 @pytest.mark.parametrize(("nodes", "network", "step_s"), [(1, 0, 9), (2, 4, 11), (4, 6, 13), (8, 7, 14)])
 def test_each_machine_sends_its_sums_twice_but_for_its_own_share(nodes, network, step_s):
     result = simulated([unit("a"), unit("b")], window=2, machine=NETWORKED, nodes=nodes)
@@ -835,12 +848,16 @@ def test_a_step_of_several_machines_is_no_shorter_than_all_its_sums(nodes, sizes
         unit(str(n), up + 1, forward, backward, down, step)
         for n, (up, forward, backward, down, step) in enumerate(sizes)
     ]
+    divided = [replace(one, new_nbytes=one.down_nbytes) for one in units]
+    shares = simulated(divided, 2, NETWORKED, steps_into_forward=into_forward, nodes=nodes)
+    assert shares.step_s >= max(shares.floor.seconds, shares.floor.bound) * (1 - 1e-9)
     found = simulated(units, 2, NETWORKED, optimizer_overlap=False, steps_into_forward=into_forward, nodes=nodes)
     alone = simulated(units, 2, NETWORKED, optimizer_overlap=False, steps_into_forward=into_forward)
     sums = 4 * (nodes - 1) / nodes * sum(one.down_nbytes for one in units)
     assert found.floor.network + found.floor.first_network == pytest.approx(sums)
     assert found.step_s >= max(alone.step_s, sums) * (1 - 1e-9)
     assert found.floor.bound >= sums * (1 - 1e-9)
+    assert shares.floor.bound >= 1.5 * sums * (1 - 1e-9)
     beside = simulated(units, 2, NETWORKED, steps_into_forward=into_forward, nodes=nodes)
     assert beside.step_s >= max(beside.floor.seconds, sums) * (1 - 1e-9)
     assert into_forward or beside.step_s <= found.step_s * (1 + 1e-9)

@@ -268,6 +268,7 @@ def _config():
     "arguments, said",
     [
         (["--batch", "2", "--", "trainer.py"], "batch must be left out before --, as the script says it"),
+        (["--divide-state", "--", "trainer.py"], "divide_state must be left out before --, as sp_lightning.hf has no"),
         (["--", "gone.py"], "the script must be a file, or -m and a module, got 'gone.py'"),
         (
             ["--", "ends.py"],

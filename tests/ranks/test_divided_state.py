@@ -224,8 +224,3 @@ def test_no_checkpoint_has_weights_of_two_steps(tmp_path):
         folder.mkdir()
         failing_runs.endings(4, phase=phase, way="raise", victim=3, nodes=2, divides=True, saves_to=str(folder))
         assert not list(folder.iterdir())
-
-
-def test_no_plan_is_made_of_it_yet():
-    with pytest.raises(sp_lightning.errors.OptionError, match="divide_state must be False: no plan follows it yet"):
-        sp_lightning.plan("llama-8b", machine="h100", nodes=2, network="10Gb", divide_state=True)
