@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pretended_nodes
 import processes
 import pytest
 import sharded
@@ -14,8 +15,10 @@ KEEP, RECOMPUTE, OFFLOAD = {}, {"activations": "recompute"}, {"activations": "of
 BOTH = {"activations": "recompute+offload"}
 
 
-def check(name, simulated, options, **settings):
-    for rank, found in enumerate(processes.run(2, sharded.compare, name, simulated, options, **settings)):
+def check(name, simulated, options, size=2, nodes=1, **settings):
+    on_nodes = (pretended_nodes.run, nodes) if nodes > 1 else ()
+    for rank, found in enumerate(processes.run(size, *on_nodes, sharded.compare, name, simulated, options, **settings)):
+        assert found["hosts"] == nodes
         assert not found["differ"], f"rank {rank}: {found['differ'][:8]} of {found['seen']}"
         assert not found["differ once closed"], f"rank {rank}: {found['differ once closed'][:8]}"
         assert found["kinds"]
@@ -52,6 +55,20 @@ def check(name, simulated, options, **settings):
 )
 def test_shards_train_as_under_plain_tensor_parallelism(name, options, settings):
     check(name, False, options, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "settings"),
+    [
+        ("in sequence", RECOMPUTE, {"accumulate": 2, "clip": 0.1}),
+        ("in blocks", KEEP, {"edits": True, "size": 4}),
+        ("tied", BOTH, {"accumulate": 2, "size": 4}),
+    ],
+)
+@pytest.mark.few(1)
+def test_layers_cut_across_two_machines_train_as_under_plain_tensor_parallelism(name, options, settings):
+    """The ranks of both enter each layer together; collectives inside of it are torch's."""
+    check(name, False, options, nodes=2, **settings)
 
 
 DEVICE = pytest.mark.simgpu
