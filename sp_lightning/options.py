@@ -144,7 +144,7 @@ def format_both(needed: int, there: int) -> tuple[str, str]:
 def format_seconds(seconds: float) -> str:
     """Format seconds for a reader, with two digits: "1.4 s", "85 ms", "0.21 ms"."""
     value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
-    return f"{value:.2g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{value:.2g} {unit}" if value < 99.5 else f"{value:.0f} {unit}"
 
 
 def is_int(value: object) -> bool:

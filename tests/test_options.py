@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from sp_lightning.errors import OptionError
-from sp_lightning.options import Options, format_both, format_bytes, parse_bytes
+from sp_lightning.options import Options, format_both, format_bytes, format_seconds, parse_bytes
 
 pytestmark = pytest.mark.quick
 
@@ -250,3 +250,10 @@ def test_two_sizes_that_round_to_the_same_are_told_apart():
     assert format_both(3 * 2**20 - 1, 3 * 2**20 - 2) == ("3145727 B", "3145726 B")
     assert format_both(2**30, 2**31) == ("1.00 GiB", "2.00 GiB")
     assert format_both(2**30, 2**30) == ("1.00 GiB", "1.00 GiB")
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0.00021, "0.21 ms"), (0.0994, "99 ms"), (0.0996, "100 ms"), (1.44, "1.4 s"), (99.6, "100 s")]
+)
+def test_seconds_are_written_for_a_reader(seconds, text):
+    assert format_seconds(seconds) == text

@@ -215,8 +215,11 @@ class Tuner:
         if self._times is None:
             return ""
         now = self._times.step_ms(self.window, self.transfer)
-        chosen = f"window {choice.window} and transfer {choice.transfer}"
-        return f"; {now:.3g} ms predicted, {choice.ms:.3g} with {chosen}, from {self._times}"
+        planned, better = (f"{float(f'{ms:.3g}'):g}" for ms in (now, choice.ms))  # 1230, not 1.23e+03
+        return (
+            f"; {planned} ms predicted, {better} with window {choice.window} and transfer {choice.transfer}, "
+            f"from {self._times}"
+        )
 
     def _set_sizes(self, window: int, transfer: int, reason: str) -> None:
         if (window, transfer) == (self.window, self.transfer):
