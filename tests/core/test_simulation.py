@@ -500,7 +500,7 @@ def test_no_step_of_the_tables_is_5_percent_longer_than_its_floor_or_its_chain(m
 def test_nor_is_one_of_several_devices(ranks, margin, hidden_in_forward):
     for workload, machine in CASES:
         share = of_what_is_possible(workload, machine, margin, hidden_in_forward, ranks=ranks)
-        assert share >= 0.95, (workload.name, machine.name)
+        assert share >= 1 / 1.05, (workload.name, machine.name)
 
 
 # Steps on the device

@@ -118,17 +118,25 @@ class LateFault:
         return self.real(*args)
 
 
-def fail(call: str, victim: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Have the disk fail on one rank; return how this rank's run ended, and whether its step can be saved."""
+def fail(call: str, victim: int | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Have the disk fail on one rank; return how this rank's run ended, with which weights, and if they can be saved.
+
+    Without a victim: the weights before each step.
+    """
     fault, is_victim = LateFault(call), pretended_nodes.rank() == victim
+    steps: list[list[Any]] = []
 
     class Fails(ranked_runs.RankedModule):
         def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+            if victim is None:
+                steps.append([weight.tolist() for weight in self.parameters()])
             fault.is_late = is_victim and batch_index == 2
 
     strategy = sp_lightning.SuperpipelineStrategy(**(OPTIONS | options))
     with small_portions(), mock.patch.object(os, call, fault), tempfile.TemporaryDirectory() as root:
         case = wide(torch.float32)
+        L.seed_everything(0, verbose=False)
+        module = Fails(case, "adamw")
         trainer = L.Trainer(
             strategy=strategy,
             accelerator="cpu",
@@ -144,12 +152,12 @@ def fail(call: str, victim: int, options: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {"error": "", "said": ""}
         try:
             data = DataLoader([case.batch(i) for i in range(12)], batch_size=None, shuffle=False)
-            trainer.fit(Fails(case, "adamw"), data)
+            trainer.fit(module, data)
         except Exception as error:
             found = {"error": type(error).__name__, "said": str(error)}
         optimizer = trainer.optimizers[0]
         found["torn"] = torn_step.why_not_saved([optimizer]) is not None
-        return found
+        return found | {"weights": [weight.tolist() for weight in module.parameters()], "steps": steps}
 
 
 def host_memory(options: dict[str, Any]) -> dict[str, int]:
