@@ -247,7 +247,8 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         states = []
         for handle in self.handles:
             if not handle.closed:
-                handle.team.check_optimizer(optimizer)
+                if handle.divides_state:
+                    handle.team.check_optimizer(optimizer)
                 handle.storage.check_state([optimizer])
                 states.append(handle.steps.state)
         for state in states:
