@@ -247,8 +247,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         states = []
         for handle in self.handles:
             if not handle.closed:
-                if handle.divides_state:
-                    handle.team.check_optimizer(optimizer)
+                handle.team.check_divisible(optimizer)
                 handle.storage.check_state([optimizer])
                 states.append(handle.steps.state)
         for state in states:

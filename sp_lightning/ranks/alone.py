@@ -112,6 +112,9 @@ class Alone:
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise an error if an optimizer steps two modules that ranks share, or cannot step as the options say."""
 
+    def check_divisible(self, optimizer: Optimizer) -> None:
+        """Raise OptionError if an optimizer steps weights here whose state is to be divided, and cannot be."""
+
     def rest(self, optimizer: Optimizer, alone: Rest) -> tuple[list[Group], Any]:
         """Return the groups and the state that an optimizer's own code steps.
 

@@ -621,9 +621,11 @@ class Owners:
         return None if any(posted[rank] < last - 1 for rank in given_up) else optimizer
 
     def check_divisible(self, optimizer: Optimizer) -> None:
-        """Raise OptionError if the state of an optimizer is to be divided, and each rank steps whole parameters."""
+        """Raise OptionError if an optimizer's state is to be divided, and each rank steps whole parameters here."""
+        if not self._weights.is_divided:
+            return
         is_cut = self.cuts(optimizer) and all(is_elementwise(optimizer, group) for group in optimizer.param_groups)
-        if self._weights.is_divided and not is_cut:
+        if not is_cut and self.stores_of(p for group in optimizer.param_groups for p in group["params"]):
             allowed = f"False with {type(optimizer).__name__}{WHY}"
             raise OptionError(argument="divide_state", found=True, allowed=allowed)
 

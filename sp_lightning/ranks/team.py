@@ -180,8 +180,11 @@ class Team(Alone):
 
     # ---- an optimizer's step
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def check_divisible(self, optimizer: Optimizer) -> None:
         self.owners.check_divisible(optimizer)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        self.check_divisible(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(team is not self and team.owners.stores_of(parameters) for team in _teams):
             raise UnsupportedError(
