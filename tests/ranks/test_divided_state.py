@@ -112,8 +112,8 @@ def test_without_the_option_a_node_has_all():
 @pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=SLOW)])
 def test_a_node_sends_its_new_weights_beside_the_sums(nodes):
     found = processes.run(nodes, pretended_nodes.run, nodes, linked_nodes.message_nbytes_of_steps, **DIVIDED)
-    for nbytes in found:  # packed once for all
-        assert nbytes == pytest.approx(8 * (nodes - 1) / nodes + 4 / nodes, rel=0.02)
+    for nbytes in found:  # to each other node its part of the sum, the sum of the own part, and the own new weights
+        assert nbytes == pytest.approx(3 * 4 * (nodes - 1) / nodes, rel=0.02)
 
 
 # --- Checkpoints

@@ -194,7 +194,8 @@ def train(
     strategy = ranked_runs.plain(size) if options is None else sp_lightning.SuperpipelineStrategy(**options)
     accelerator = "cpu" if options is None else accelerator
     keeps = KeepsState()
-    callbacks: list[L.Callback] = [keeps] if defers else [AfterSteps(), keeps]
+    comes_after = not defers or what in ("touches all", "writes state") or "refers to state" in what
+    callbacks: list[L.Callback] = [AfterSteps(), keeps] if comes_after else [keeps]
     if "looks at gradients" in what and ("of one rank" not in what or pretended_nodes.rank() == size - 1):
         callbacks.append(Looks())
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as root:
