@@ -208,7 +208,14 @@ def beside_a_step(disk, optimizer, call, then, monkeypatch):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in (lambda: stepped(optimizer), then)]
+    side_by_side(slow, *(lambda work=work: guarded(work) for work in (lambda: stepped(optimizer), then)))
+    if errors:
+        raise errors[0]
+
+
+def side_by_side(slow, *works):
+    """Begin each of these on a thread of its own, some time after the one before, and then let the slow disk go."""
+    threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
         thread.start()
         time.sleep(LONG_S)
@@ -216,8 +223,6 @@ def beside_a_step(disk, optimizer, call, then, monkeypatch):
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
@@ -281,13 +286,7 @@ def test_tensors_move_into_the_file_one_after_the_other(scratch, monkeypatch):
     disk, values = StateOnDisk(scratch, SMALLEST, Counters(), False), [torch.randn(30, 4001) for _ in range(2)]
     ring, moved = disk._ring, {}
     slow = Disk(monkeypatch, "pwritev")
-    threads = [threading.Thread(target=lambda at=at: moved.update({at: disk.moved(values[at])[0]})) for at in range(2)]
-    for thread in threads:
-        thread.start()
-        time.sleep(LONG_S)
-    slow.lets_go()
-    for thread in threads:
-        thread.join(30)
+    side_by_side(slow, *(lambda at=at: moved.update({at: disk.moved(values[at])[0]}) for at in range(2)))
     assert are_free(ring) and all(torch.equal(moved[at], values[at]) for at in range(2))
     disk.close()
 

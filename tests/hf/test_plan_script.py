@@ -16,7 +16,6 @@ from hf_runs import llama, tokenizer, transformers
 
 from sp_lightning import plan
 from sp_lightning.cli import main
-from sp_lightning.core.machine import PROFILES
 from sp_lightning.hf import streaming
 from sp_lightning.memory.partition import partition
 from sp_lightning.memory.watched_parameters import is_watched
@@ -153,6 +152,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def planned_before(folder):
+    """The first plan of a process counts one FP32 number more in a step, whatever it is of."""
+    expected()
+
+
 def data(kind="SFT", rows=300):
     row = {"text": "w1 w2 w3 w4 w5"}
     row = {"prompt": "w1 w2", "chosen": " w3 w4", "rejected": " w5 w6"} if kind != "SFT" else row
@@ -184,14 +189,12 @@ def _loss(module, batch):
 
 
 def same(found, other):
-    for name in ("device_terms", "host", "window", "precision"):
+    for name in ("device_terms", "host", "window", "precision", "step_s"):
         assert found[name] == other[name], name
-    number_s = 4 / PROFILES["rtx4070"].device_bytes_per_s  # of the loss, of which a Trainer moves one more
-    assert found["step_s"] == pytest.approx(other["step_s"], abs=1.5 * number_s)
 
 
 @pytest.mark.seldom
-def test_a_trainers_first_step_is_planned_from_the_config_alone(capsys):
+def test_a_trainers_first_step_is_planned_from_the_config_alone(capsys, planned_before):
     """There are no weights in the folder, nothing is trained, and the steps are those of three epochs."""
     found = planned("--", "trainer.py", "--bf16", "--evaluating")
     assert "Not measured: evaluation, whose batches have 8 rows" in capsys.readouterr().out
@@ -203,7 +206,7 @@ def test_a_trainers_first_step_is_planned_from_the_config_alone(capsys):
 
 
 @pytest.mark.slow
-def test_a_scripts_settings_and_those_of_plan_are_obeyed():
+def test_a_scripts_settings_and_those_of_plan_are_obeyed(planned_before):
     found = planned("--window", "1", "--seq", "96", "--", "trainer.py", "--fp16", "--sgd")
     same(found, expected(tokens=96, precision="16-mixed", accumulate=2, window=1, optimizer="SGD"))
     less = planned("--window", "1", "--seq", "96", "--", "trainer.py", "--fp16", "--sgd", "--checkpointing")
