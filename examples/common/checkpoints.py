@@ -108,14 +108,14 @@ def adapted(model: Any, config: Any, adapter: str = "default") -> Any:
         raise BadInput(f"the adapters can not be made: {' '.join(str(error).split())}") from error
 
 
-def check_targets(model: torch.nn.Module, targets: Iterable[str]) -> None:
-    """Refuses names of layers that a model has not got: peft leaves them out, if it has any of the others."""
+def check_targets(model: torch.nn.Module, targets: Iterable[str], option: str = "model.targets") -> None:
+    """Refuses an option's names of layers that a model has not got: peft leaves them out, if it has any others."""
     named = dict(model.named_modules())
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in named):
             linear = {name.rpartition(".")[2] for name, module in named.items() if isinstance(module, torch.nn.Linear)}
             raise BadInput(
-                f"model.targets names {target!r}, which {type(model).__name__} has not got; its linear layers are "
+                f"{option} names {target!r}, which {type(model).__name__} has not got; its linear layers are "
                 f"{', '.join(sorted(linear))}{did_you_mean(target, linear)}"
             )
 

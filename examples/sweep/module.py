@@ -65,12 +65,13 @@ class Sweep(FineTuneLLM):
         if unusable := [name for name in self.sets if not re.fullmatch(r"\w+", name) or name == "default"]:
             raise BadInput(f"model.sets: {unusable[0]!r} names a folder: letters, digits and _, but not default")
         base = super().load().eval()  # what the base drew at random would be another draw beside other sets
+        for name, one in self.sets.items():  # before any adapter gives the base's layers others beneath them
+            check_targets(base, one.targets or [], f"model.sets, set {name}: targets")
         adapted: Any = None
         for name, one in self.sets.items():
             config = LoraConfig(
                 r=one.rank, lora_alpha=one.alpha, target_modules=one.targets or "all-linear", task_type="CAUSAL_LM"
             )
-            check_targets(base, one.targets or [])
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # wherever a plain strategy wants what is made
                 torch.default_generator.manual_seed(one.seed)
                 try:

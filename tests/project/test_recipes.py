@@ -2346,7 +2346,7 @@ def test_sets_are_compared_in_a_table_and_a_picture(capsys):
     [
         ("--model.sets={}", "model.sets has no set"),
         ("--model.sets={a/b: {}}", "'a/b' names a folder: letters, digits and _, but not default"),
-        ("--model.sets={a: {}, b: {targets: [none]}}", "model.sets, set b: .*none"),
+        ("--model.sets={a: {}, b: {targets: [none]}}", "model.sets, set b: targets names 'none'.* layers are down"),
         ("--model.sets={a: {rank: 0}}", "model.sets, set a: .*0"),
         ("--model.sets={a: {targets: [embed_tokens]}}", "model.embed_tokens has an adapter, but is in none of"),
     ],
