@@ -86,6 +86,19 @@ def test_the_command_measures_all_and_finds_our_losses_equal_to_the_plain_ones(o
     assert (tmp_path / "result.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
+def test_the_command_compares_answers_of_one_batch_and_of_several_at_once(tmp_path, capsys):
+    given = [*TINIEST, "--inference", "--model", "llama-tiny", "--answer", "3", "--at-once", "1,2"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *given, "--contenders", "plain,superpipeline", "--json", str(tmp_path / "found.json")])
+    assert stopped.value.code == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    ours = [row for row in found["rows"] if row["label"] != "plain"]
+    assert len({row["label"] for row in ours}) == len(ours) > 1 and found["differences"] == []
+    assert [row["error"] for row in found["rows"]] == [None] * (len(ours) + 1)
+    assert "superpipeline window=1 predict_at_once=2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [

@@ -394,9 +394,9 @@ def test_every_option_is_obeyed_or_refused_by_name(kind, llama, capsys):
     for name, values in VALUES.items():
         if values is None:
             continue
-        first, *rest = values
-        flags = [] if name in SWITCHES else [first.format(data=data, loss=loss, budget=BUDGETS[kind])]
-        rest = values if name in SWITCHES else rest
+        given_to_it = 0 if name in SWITCHES else 1
+        flags = [value.format(data=data, loss=loss, budget=BUDGETS[kind]) for value in values[:given_to_it]]
+        rest = values[given_to_it:]
         found = planned_as_json(capsys, *given, options[name], *flags, *rest)
         if (kind, name) in REFUSED:
             named = "answer" if name in ANSWERING else name  # nothing of theirs is without an answer
