@@ -17,8 +17,9 @@ node. Ranks have a local number, and one among all nodes', which errors say.
    the receiver has sent, so it takes them at once, and they never wait behind parts: each have a tag, and threads.
 5. The nodes' first ranks also tell each other, a few times a second, what their boards say of ranks: all nodes name the
    same rank. They compare numbers when all ranks have to agree. These words never wait behind gradients.
-6. A connection that ends without a farewell is the end of a process, as far as its peer can tell. The loss of a machine
-   or of the link to it may end nothing: a node of which nothing came for the keepalive's time counts as lost.
+6. A connection that ends before the farewell of each tag is the end of a process, as far as its peer can tell. The
+   loss of a machine or of the link to it may end nothing: a node of which nothing came for the keepalive's time counts
+   as lost.
 7. A rank that leaves says farewell with its state, and with what its board says of others: one that stops because of
    another rank names that one. It waits a short time for the farewells of the others, a shorter one after an error, as
    they may be in a collective that waits for the end of its process: threads that wait in gloo for a peer would outlive
@@ -175,7 +176,7 @@ class NodeTransport:
     def unsent(self, messages: Iterable[Message]) -> list[int]:
         """List the ranks that have not got all of these messages; one that has left needs none."""
         nodes = set[int]().union(*(message.unsent for message in messages))
-        return [self._rank_of[node] for node in sorted(nodes) if len(self._farewells[node]) < len(self._tags)]
+        return [self._rank_of[node] for node in sorted(nodes) if not self._has_left(node)]
 
     def missing(self, tag: int, key: Key, nodes: Sequence[int] | None = None) -> list[int]:
         """List the ranks, of all nodes or of these, whose message with this tag and key has not come."""
@@ -216,7 +217,7 @@ class NodeTransport:
             self._pulsed_at = now
             self._pulse(numbers())
         late = (node for node, at in self._heard_at.items() if now - at > self._keepalive_s)
-        return [self._rank_of[node] for node in late if not self._farewells[node]]
+        return [self._rank_of[node] for node in late if not self._has_left(node)]
 
     def _pulse(self, numbers: list[int]) -> None:
         for outbox in self._says.values():
@@ -244,7 +245,7 @@ class NodeTransport:
             tensors = message.tensors(nodes)
             works = [(node, work) for node, tensor in tensors for work in self._post(node, tensor, tag)]
             for node, work in works:
-                if not self._wait(node, work) and node in nodes:
+                if not self._wait(node, work, tag) and node in nodes:
                     nodes.remove(node)
             message.unsent.clear()
 
@@ -256,14 +257,14 @@ class NodeTransport:
         try:
             return [self._way(self._place.node, node, tag).send([tensor], node, tag)]
         except RuntimeError:
-            self._note_lost(node)
+            self._note_lost(node, tag)
             return []
 
-    def _wait(self, node: int, work: Any) -> bool:
+    def _wait(self, node: int, work: Any, tag: int) -> bool:
         try:
             work.wait(FOREVER)
         except RuntimeError:
-            self._note_lost(node)
+            self._note_lost(node, tag)
             return False
         return True
 
@@ -281,7 +282,7 @@ class NodeTransport:
                 self._listener.heard(node, numbers[: self._place.world], numbers[self._place.world :])
             if kind == FAREWELL:
                 self._farewells[node].add(tag)
-                if len(self._farewells[node]) == len(self._tags):  # all that it sent has come
+                if self._has_left(node):
                     self._listener.left(self._rank_of[node], key[0])
                 return
             if kind == UNIT:
@@ -296,13 +297,17 @@ class NodeTransport:
         try:
             self._way(node, self._place.node, tag).recv([tensor], node, tag).wait(FOREVER)
         except RuntimeError:
-            self._note_lost(node)
+            self._note_lost(node, tag)
             return False
         return True
 
-    def _note_lost(self, node: int) -> None:
-        if not self._closed and not self._farewells[node]:  # after a farewell nothing is lost (Rule 6)
+    def _note_lost(self, node: int, tag: int) -> None:
+        if not self._closed and tag not in self._farewells[node]:  # after a farewell nothing is lost (Rule 6)
             self._listener.lost(self._rank_of[node])
+
+    def _has_left(self, node: int) -> bool:
+        """Whether a peer has said farewell under each tag: all that it sent has come."""
+        return len(self._farewells[node]) == len(self._tags)
 
     # ---- the end
 

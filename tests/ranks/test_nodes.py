@@ -22,7 +22,7 @@ from families import FAMILIES
 import models
 import parity
 import sp_lightning
-from sp_lightning.ranks.board import LATER_S, LEFT, TO_AGREE
+from sp_lightning.ranks.board import CUT, LATER_S, LEFT, LOST, TO_AGREE
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 OFTEN = ["batch_norm", "mixture_of_experts", "skipped_block", "tied_embedding"]
@@ -109,6 +109,13 @@ def test_ranks_that_differ_are_seen_on_every_node_also_where_first_ranks_do_not(
 def test_a_rank_that_is_slow_to_say_farewell_has_left_and_is_not_lost():
     state, _ = processes.run(2, pretended_nodes.run, 2, waiting.state_of_one_that_left)
     assert state == LEFT
+
+
+@pytest.mark.parametrize(("cut", "expected"), [(True, CUT), (False, LOST)])
+@pytest.mark.seldom
+def test_a_rank_that_ends_while_it_leaves_is_lost(cut, expected):
+    state, _ = processes.run(2, pretended_nodes.run, 2, waiting.state_of_one_that_ends_while_it_leaves, cut)
+    assert state == expected
 
 
 @pytest.mark.seldom

@@ -123,6 +123,34 @@ def state_of_one_that_left() -> int:
         return ranks._state[1]
 
 
+def state_of_one_that_ends_while_it_leaves(cut: bool) -> int:
+    """Return what this rank knows of the second one, whose farewells come but for that of one tag; on that one 0.
+
+    Then its connections end, or it is silent.
+    """
+    send, is_victim = transport.NodeTransport._send, os.environ["LOCAL_RANK"] == "1"
+
+    def some(self: Any, outbox: Any, nodes: list[int], tag: int) -> None:
+        if tag != transport.PARTS:
+            send(self, outbox, nodes, tag)
+
+    longest = 0.2 if cut else ALIVE_S  # for which it stays for the farewells of others
+    with (
+        mock.patch.object(transport.NodeTransport, "_send", some if is_victim else send),
+        mock.patch.object(transport, "CLOSE_S", longest if is_victim else transport.CLOSE_S),
+        connected() as ranks,
+    ):
+        if is_victim:
+            return 0
+        assert ranks._state is not None and ranks.transport is not None
+        if not cut:
+            ranks.transport._keepalive_s = SLOW_S
+        until = time.monotonic() + ALIVE_S / 2
+        while ranks._state[1] == ALIVE and time.monotonic() < until:
+            time.sleep(0.01)
+        return ranks._state[1]
+
+
 def error_of_one_that_waits_for_one_that_stopped() -> str:
     """Fail on the first rank, stop on the second one because of that; return what the last one hears of the second.
 
@@ -193,7 +221,7 @@ def threads_after_leaving() -> int:
             stay_until_noticed()
             return 0
         assert ranks.transport is not None
-        with mock.patch.object(ranks.transport, "_note_lost", lambda node: time.sleep(SLOW_S / 2)):
+        with mock.patch.object(ranks.transport, "_note_lost", lambda *_: time.sleep(SLOW_S / 2)):
             ranks.close()
             left = sum(thread.is_alive() for thread in ranks.transport._threads)
         _noticed().touch()
