@@ -356,7 +356,7 @@ class SeveralDevices:
             f"machines, for at most {self._timeout}"
         )
         store = meet_launched(*address, self.global_rank, self.world_size, self._timeout)
-        with typed(f"rank {self.global_rank}"):
+        with typed(f"rank {self.global_rank}", store, address[0]):
             init_process_group(environment, backend, timeout=self._timeout, store=store)
 
     def tell_peers(self, exception: BaseException) -> None:

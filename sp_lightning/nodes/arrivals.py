@@ -92,20 +92,21 @@ class Arrivals:
             self._store = store_within(f"superpipeline/{name}", default_store())
             self.meeting = Meeting(self._store, rank, self._size)
             self._store.set(f"at/{rank}", f"{self.meeting.process} {host}")
-            self._learn_hosts()
 
     def gather(self, text: str, timeout: timedelta) -> list[str]:
-        """Return the texts that all ranks bring."""
+        """Return the texts that all ranks bring; whoever came can say on which host the store is, should it end."""
         until, pause = time.monotonic() + timeout.total_seconds(), PAUSE_S
         while True:
             with self._store_there():
-                texts = self.meeting.come(text)
+                self._learn_hosts()
+                unknown = [] if self._holder is None or self._holder in self._hosts else [self._holder]
+                texts = None if unknown else self.meeting.come(text)
             if texts is not None:
                 return texts
             self.check()
             if time.monotonic() > until:
                 with self._store_there():
-                    self._learn_hosts(late := self.meeting.missing())
+                    self._learn_hosts(late := unknown or self.meeting.missing())
                 names = ", ".join(map(self.name, late)) or "another rank"
                 raise PeerError(f"{self.name(self._rank)} waited {timeout} for all ranks: {names} did not come")
             time.sleep(pause)

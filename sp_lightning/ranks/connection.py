@@ -20,7 +20,7 @@ from torch import nn
 
 from ..compat.tensors import is_dtensor, local_of, store_within
 from ..errors import OptionError, PeerError
-from ..nodes.arrivals import Arrivals, Meeting, has_agent
+from ..nodes.arrivals import ENDED_EARLY, Arrivals, Meeting, has_agent
 from ..nodes.transport import KEEPALIVE, NodePlace, interface_error, machine, namespace, node_identity
 from .board import ONE_RANK, OneRank, Ranks
 from .shared_memory import check_possible
@@ -77,6 +77,8 @@ def meet_launched(address: str, port: int, rank: int, size: int, timeout: timede
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
     except (RuntimeError, TimeoutError) as failure:
+        if meeting is not None and isinstance(failure, RuntimeError):
+            raise PeerError(_end_of_store(address)) from failure
         with contextlib.suppress(RuntimeError):
             others = meeting.missing() if meeting is not None else others
         names = ", ".join(f"rank {other}" for other in others) or "another rank"
@@ -91,12 +93,23 @@ def meet_launched(address: str, port: int, rank: int, size: int, timeout: timede
     return store_within("group", meeting.attempt)
 
 
+def _end_of_store(address: str) -> str:
+    return f"{'the agent of torchrun' if has_agent() else 'rank 0'} on {address} {ENDED_EARLY}"
+
+
 @contextlib.contextmanager
-def typed(place: str) -> Iterator[None]:
-    """Raise what torch says of connections that it cannot make, or lost, as a PeerError, with what to look at."""
+def typed(place: str, store: Any, address: str) -> Iterator[None]:
+    """Raise what torch says of connections that it cannot make, or lost, as a PeerError, with what to look at.
+
+    ``store``: the one through which the processes find each other, on the host with this address.
+    """
     try:
         yield
     except RuntimeError as error:
+        try:
+            store.check(["any"])
+        except RuntimeError:
+            raise PeerError(_end_of_store(address)) from error
         raise PeerError(
             f"{place} could not connect to the other processes: {str(error).splitlines()[0]}. "
             "GLOO_SOCKET_IFNAME names each host's network interface, and NCCL_SOCKET_IFNAME that for NCCL"

@@ -280,6 +280,15 @@ def test_a_node_of_one_rank_that_ends_before_it_is_connected_is_named(phase, way
     assert other.at - endings[victim].struck < LIMIT_S, endings
 
 
+@pytest.mark.parametrize("way", ["kill", pytest.param("raise", marks=SLOW)])
+@pytest.mark.seldom
+def test_a_first_rank_that_ends_while_torch_connects_the_processes_is_named(way):
+    first, *others = failing_runs.endings(4, phase="joining", way=way, victim=0, nodes=2)
+    for rank, ending in enumerate(others, 1):
+        assert ending.error == "PeerError" and ending.at - first.struck < LIMIT_S, f"rank {rank}: {ending}"
+        assert ending.message == "rank 0 on 127.0.0.1 ended before all ranks were connected", f"rank {rank}: {ending}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["data", "sum of nodes"])
 def test_a_rank_that_hangs_on_another_node_is_named_after_the_timeout(phase):

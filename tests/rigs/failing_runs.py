@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader
 
 import sp_lightning
 from sp_lightning.disk.scratch_file import ScratchFile
+from sp_lightning.lightning import several_devices
 from sp_lightning.nodes import arrivals, transport
 from sp_lightning.optim import pending_step
 from sp_lightning.ranks import board, connection, exchange, new_weights, sharded_step, user_edits
@@ -121,6 +122,7 @@ STRIKES: dict[str, tuple[Any, str]] = {
     "exchange": (exchange.Exchange, "finish"),
     "between post and sum": (exchange.Exchange, "_sum"),
     "settle": (user_edits.Faces, "settle"),
+    "joining": (several_devices, "init_process_group"),
     "connecting nodes": (transport.NodeTransport, "_connect"),
     "sum of nodes": (exchange.Exchange, "_sum_of_nodes"),
     "sums of other nodes": (exchange.Exchange, "_take_sums"),
@@ -140,8 +142,8 @@ IN_MODULE = [
     *("validation", "checkpoint", "teardown"),
 ]
 BESIDE = ("deferred part", "promise", BESIDE_BACKWARD)  # other work, where no hooks keep steps from there
-# The ranks of one machine never come there.
-BETWEEN_NODES = ("connecting nodes", "sum of nodes", "sums of other nodes", "agreement of nodes")
+# The ranks of one machine never come there, or have torch's own error.
+BETWEEN_NODES = ("joining", "connecting nodes", "sum of nodes", "sums of other nodes", "agreement of nodes")
 BETWEEN_NODES += ("sending new weights", "taking new weights")
 OF_DISK = ("transfer",)  # where only ranks come whose state is on a disk
 PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in (*BETWEEN_NODES, *OF_DISK)]
@@ -149,6 +151,7 @@ ONCE = {
     "meeting",
     "connecting",
     "accepting",
+    "joining",
     "connecting nodes",
     "setup",
     "configure_model",
@@ -351,9 +354,9 @@ def wrap(owner: Any, method: str, name: str, strike: Callable[..., None]) -> Non
 
 
 def wait_for_arrivals(of: arrivals.Arrivals, *_: Any) -> None:
-    """Wait until all ranks have come so far: before that torch still connects some to the group."""
+    """Wait until all others have come: before that torch still connects some to the group."""
     until = time.monotonic() + LONGEST_S
-    while not of._store.check([f"at/{rank}" for rank in range(of._size)]) and time.monotonic() < until:
+    while of.meeting.missing() and time.monotonic() < until:
         time.sleep(1e-2)
 
 
