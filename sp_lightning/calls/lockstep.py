@@ -13,7 +13,7 @@
    others nor on how many run at once. The caller's generator goes on by one number if a call draws any, so that later
    calls draw others, and stays as it is if none does, as it would for calls one after the other.
 5. A thread has the autocast, the inference mode, the stream, the number of threads for one operator and the context
-   variables of the caller's.
+   variables of the caller's. It runs other calls afterwards (call_threads.py).
 6. Calls make no gradients: a backward would come back to the units for one call after the other.
 7. What a call raises ends that call alone. A call that has ended gives the turn to the caller, which takes the result,
    begins the next call, and may run any code that enters no unit. If the caller is interrupted, or wants no more, no
@@ -30,8 +30,8 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
+import functools
 import logging
 import random
 import sys
@@ -51,6 +51,7 @@ from ..errors import ExactnessError, UnsupportedError
 from ..memory.device import Device
 from ..memory.watched_parameters import quietly
 from .call_memory import ON_HOST, CallMemory
+from .call_threads import CallThread, CallThreads
 from .module_state import ModuleState
 
 BEGIN = -1  # in place of the index of a unit: the call has not begun
@@ -120,6 +121,7 @@ class Lockstep:
         at_once: int | Literal["auto"],
         tracks: bool,
         changes_nothing: bool,
+        threads: CallThreads,
     ) -> None:
         if function_mode_count() or dispatch_mode_count():
             raise UnsupportedError(
@@ -127,6 +129,7 @@ class Lockstep:
                 "is on here is off: enter it inside of each call"
             )
         self._engine = engine
+        self._threads = threads
         auto = at_once == "auto"
         self._memory = CallMemory(engine.device, engine.window) if auto and not engine.device.is_host else None
         self._at_once = ON_HOST if at_once == "auto" else at_once  # unless memory says it
@@ -223,13 +226,12 @@ class Lockstep:
         seed = draw_seed(self._seeds)
         turn = Turn([], list(self._phases))
         call = Call(number, function, seed, turn, [self._settings, self._random.seeded(seed)])
-        run = contextvars.copy_context().run
-        threading.Thread(target=run, args=(self._run, call), name="superpipeline-call", daemon=True).start()
+        self._threads.run(functools.partial(self._run, call))
         self._live.append(call)
 
     # ---- turns
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: Call, thread: CallThread) -> None:
         """Run a call, on its own thread."""
         call.goes_on.acquire()
         call.thread = threading.get_ident()
@@ -251,6 +253,7 @@ class Lockstep:
             self._memory.ends()
         self._live.remove(call)
         self._ended, self._running = call, None
+        self._threads.end(thread)
         self._callers_turn.release()
 
     def arrive(self, unit: StreamedUnit) -> None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ..autograd.phases import Phase
 from ..autograd.recompute import host_of
+from ..calls.call_threads import CallThreads
 from ..calls.lockstep import Call, Lockstep
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import is_compiled
@@ -137,6 +138,7 @@ class Handle:
         self.exchanges = exchanges or self._by_hand  # not in `no_sync`
         self.has_buffers = next(module.buffers(), None) is not None  # at the beginning: else DDP broadcasts none later
         self._calls_change_nothing = False  # that was seen of calls in lockstep (lockstep.py, Rule 8)
+        self._call_threads = CallThreads()  # in which they run
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
         self.garbage: Any = None  # finds out whether this handle is (`close_dropped`)
@@ -317,7 +319,8 @@ class Handle:
             self.open_scope("lockstep")
             try:
                 tracks = not self.options.compile_units  # compiled code reads attributes where nobody is asked
-                lockstep = Lockstep(self.engine, self.module, calls, at_once, tracks, self._calls_change_nothing)
+                known, threads = self._calls_change_nothing, self._call_threads
+                lockstep = Lockstep(self.engine, self.module, calls, at_once, tracks, known, threads)
             finally:
                 self.close_scope()
         self.engine.turns = lockstep
@@ -463,6 +466,7 @@ class Handle:
         finally:
             for entry in self._entries:
                 entry.retire()
+            self._call_threads.close()
             self.steps.close()
             self.storage.close()
             if self._by_hand:

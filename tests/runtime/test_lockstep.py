@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import gc
 import random
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
@@ -18,6 +20,7 @@ import torch
 from families import FAMILIES, predictions
 from side_by_side import assert_plain, blocks
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import models
@@ -388,6 +391,99 @@ def test_autocast_that_a_call_enters_holds_for_it_alone(device):
         alone = [call() for call in calls]
         assert same(handle.lockstep(calls), alone)
         assert [output.dtype for output in alone[:2]] == [torch.bfloat16, torch.float32]
+
+
+# --- The threads
+
+
+def call_threads():
+    """The threads of this process that run calls, or wait for one."""
+    return [thread for thread in threading.enumerate() if thread.name == "superpipeline-call"]
+
+
+class Dispatching(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def noting(net, x, known):
+    """A call that returns how many calls its thread ran before."""
+
+    def call():
+        known.calls = getattr(known, "calls", -1) + 1
+        net(x)
+        return known.calls
+
+    return call
+
+
+def ended(threads):
+    """Whether these threads end soon."""
+    for thread in threads:
+        thread.join(10)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def test_calls_run_in_threads_that_ran_calls_before(device):
+    """Torch keeps for each thread what it made for a shape, and making it may take longer than a layer does."""
+    net, x, known = blocks(), torch.ones(2, 12, device=device), threading.local()
+    with sp_lightning.stream(net, device, window=1) as handle:
+        before = set(call_threads())  # of models that were dropped
+        counts = [count for _ in range(3) for count in handle.lockstep([noting(net, x, known)] * 10, at_once=4)]
+        threads = set(call_threads()) - before
+        assert counts.count(0) == len(threads) <= 4 and sum(1 + count for count in counts) > 100
+    assert ended(threads)
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda: torch.set_autocast_enabled("cpu", True),
+        lambda: torch.set_autocast_dtype("cpu", torch.float16),
+        lambda: torch.set_autocast_cache_enabled(False),
+        lambda: torch.overrides.BaseTorchFunctionMode().__enter__(),
+        lambda: Dispatching().__enter__(),
+    ],
+    ids=["autocast", "its type", "its cache", "function mode", "dispatch mode"],
+)
+def test_a_thread_in_which_a_call_left_settings_runs_no_other_call(choose, device):
+    net, x, known = blocks(), torch.ones(2, 12, device=device), threading.local()
+
+    def leaves():
+        choose()
+        known.left = True
+
+    def calls():
+        return net(x), hasattr(known, "left")
+
+    with sp_lightning.stream(net, device, window=1) as handle:
+        before = set(call_threads())
+        ((plain, _),) = handle.lockstep([calls])
+        handle.lockstep([leaves] * 4)
+        for again, left in handle.lockstep([calls] * 8):
+            assert torch.equal(again, plain) and again.dtype == torch.float32 and not left
+        threads = set(call_threads()) - before
+    assert ended(threads)
+
+
+def test_a_call_that_has_ended_is_not_kept_by_its_thread(device):
+    net, x = blocks(), torch.ones(2, 12, device=device)
+
+    class Held:
+        pass
+
+    held = Held()
+    gone, call = weakref.ref(held), lambda held=held: net(x)
+    with sp_lightning.stream(net, device, window=1) as handle:
+        handle.lockstep([call])
+        del held, call
+        gc.collect()
+        deadline = time.monotonic() + 10
+        while gone() is not None and time.monotonic() < deadline:  # its thread may be on its way out of it
+            time.sleep(0.001)
+        assert gone() is None
 
 
 # --- Which module
