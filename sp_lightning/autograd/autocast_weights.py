@@ -74,7 +74,7 @@ class GuardedEntry(Protocol):
     def forward(self) -> Callable[..., Any]: ...
 
 
-class Read(NamedTuple):
+class CastingCall(NamedTuple):
     """A call of a function with a weight that only casts the weight, under autocast (Rule 1)."""
 
     dtype: torch.dtype | None  # that the function names; None: autocast's
@@ -87,15 +87,15 @@ def castable(module: nn.Module) -> set[int]:
     return {id(w) for w in weights if w is not None and w.dtype is torch.float32 and len(places[w]) == 1}
 
 
-def cast_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Read | None:
+def cast_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CastingCall | None:
     """Tell how a function that is called with a weight casts it; None if it may do anything else with it."""
     if func in CAST_FOR:
-        return None if "out" in kwargs else Read(None)
+        return None if "out" in kwargs else CastingCall(None)
     if func is Tensor.to:
         asked = (*args[1:], *kwargs.values())
         plain = len(asked) == 1 and not kwargs.keys() - {"dtype"} and isinstance(asked[0], torch.dtype)
-        return Read(asked[0]) if plain else None
-    return Read(CASTS[func]) if func in CASTS and len(args) == 1 and not kwargs else None
+        return CastingCall(asked[0]) if plain else None
+    return CastingCall(CASTS[func]) if func in CASTS and len(args) == 1 and not kwargs else None
 
 
 class CastBytes:
@@ -232,8 +232,8 @@ class CastCandidate(InPlaceOfForward):
             return None
         return self._counted(dtype)
 
-    def lend(self, read: Read) -> Tensor | None:
-        """Count such a use by other code than the module's forward; return the weight for it as ``_use`` does."""
+    def lend(self, read: CastingCall) -> Tensor | None:
+        """Count a use by other code that only casts the weight; return the weight for it as ``_use`` does."""
         dtype = self._cast_to() if self.unit.stand_ins.bound and not self.given_up else None
         if dtype is None or self.dtype not in (None, dtype) or read.dtype not in (None, dtype):
             self.give_up()
@@ -407,7 +407,7 @@ class AutocastWeights:
     def _mark_dirty(self) -> None:
         self._dirty = True
 
-    def read(self, parameter: Tensor, read: Read | None) -> Tensor | None:
+    def read(self, parameter: Tensor, read: CastingCall | None) -> Tensor | None:
         """Note that a parameter is read outside of its module (weight_reads.py), in a way that only casts it or not.
 
         Return the stand-in for the read, or None for the one that all code may see.

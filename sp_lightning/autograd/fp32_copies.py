@@ -118,8 +118,6 @@ class FullPrecisionCopies:
 
     def collect_writes(self) -> None:
         """Write back what code wrote to views of copies of earlier visits, once the weights are stepped (Rule 3)."""
-        if self.old_copies:
-            self._store.wait_step()
         for copy in self.old_copies:
             exposed, version = copy.data_exposed[0], true_version(copy.data)
             written, copy.version, copy.data_exposed[0] = exposed or version != copy.version, version, False
@@ -155,7 +153,7 @@ class FullPrecisionCopies:
                 if copy.host[1] != now[1]:
                     self._refuse_kept(copy)
                 with torch.inference_mode(False), torch.no_grad():
-                    copy.data.copy_(true_data(self._store.params[copy.index]))
+                    copy.data.copy_(self._store.data(copy.index))
                 copy.host, copy.version = now, true_version(copy.data)
         return bool(self.old_copies)
 
@@ -165,4 +163,4 @@ class FullPrecisionCopies:
         )
 
     def _equals_host(self, index: int, tensor: Tensor) -> bool:
-        return same_bytes(tensor.cpu(), true_data(self._store.params[index]))
+        return same_bytes(tensor.cpu(), self._store.data(index))

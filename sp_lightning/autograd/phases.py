@@ -231,6 +231,11 @@ class Phases:
         self.before_user_code()
         return result
 
+    def end_loan(self) -> None:
+        """End the time of one call in which a unit's weight was lent to other code."""
+        if self.current not in (Phase.STEP, Phase.BACKWARD):
+            self.before_user_code()
+
     def before_user_code(self) -> None:
         """Wait until no fill reads host bytes: code that may write them goes on next (Rule 6)."""
         fills = self._access.fills

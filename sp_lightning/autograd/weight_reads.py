@@ -45,7 +45,7 @@ from ..compat.dynamo import never_compiled, not_compiled_itself_hook
 from ..compat.patches import FUNCTION_APPLY, TRANSFORM_WRAPPERS
 from ..compat.tensors import dispatches, is_dtensor, never_dispatched, storages_of, with_dispatch, without_dispatch
 from ..errors import UnsupportedError
-from ..memory.access import DeferredStep
+from ..memory.access import StepBeside
 from ..memory.device import Device
 from ..memory.watched_parameters import (
     HostParameter,
@@ -87,7 +87,7 @@ _METADATA = frozenset(  # properties and functions about a parameter that read n
 _RANDOM = frozenset("normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_".split())
 _OFFSETS = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}  # from a storage's begin
 _CROSSING = {"copy_", "to", "type_as", "set_data"}  # copy between devices, and are given the host parameter
-pending: list[DeferredStep] = []  # all steps of which parameters have no data, of all modules
+deferred: list[StepBeside] = []  # the steps of all modules whose parameters have no data
 
 
 def enable() -> None:
@@ -101,9 +101,9 @@ def enable() -> None:
 def pause() -> None:
     """Stop watching reads until ``resume``: for code that checks whether a weight takes part in function dispatch.
 
-    Finishes pending steps, as no read would wait for them meanwhile (Rule 5).
+    Finishes deferred steps, as no read would wait for them meanwhile (Rule 5).
     """
-    for step in list(pending):
+    for step in list(deferred):
         step.finish()
     _at_rest()
 
@@ -129,16 +129,16 @@ def _at_rest() -> None:
         kind.__torch_function__ = function  # type: ignore[attr-defined]
 
 
-def hold(step: DeferredStep) -> None:
+def hold(step: StepBeside) -> None:
     """Watch reads of a deferred step's parameters, ending a pause (Rule 5)."""
-    pending.append(step)
+    deferred.append(step)
     resume()
 
 
-def release(step: DeferredStep) -> None:
-    """Note that a step is no longer pending. Safe twice."""
-    if step in pending:
-        pending.remove(step)
+def release(step: StepBeside) -> None:
+    """Note that a step is no longer deferred. Safe twice."""
+    if step in deferred:
+        deferred.remove(step)
 
 
 @classmethod  # type: ignore[misc]

@@ -10,8 +10,8 @@
 3. One that comes down in bfloat16 stays so until code asks for it (watched_parameters.py, Rule 9), where the host steps
    with its own code, which widens it in the cache: the same bits, less memory, and fewer bytes on their way to and from
    memory. When code asks for one, or a second gradient is added to one, all of its unit are widened into a slab as in
-   Rule 2, in which the unit's gradients arrive from then on. Those that are FP32 have memory of their own, because code
-   may refer to them while the others' becomes free.
+   Rule 2, in which the unit's gradients arrive from then on. A unit's FP32 gradients lie in a second slab, which stays
+   when that of the narrow ones is freed.
 4. Only memory is exchanged then: values, and what other code has of them, stay as they are.
 """
 
@@ -176,7 +176,7 @@ class GradientSlab:
         return 2 * (grad is slot.tensor or grad is slot.wide_view)  # by its slot, and in the list of all
 
     def slots_for(self, indices: list[int], grads: list[Tensor]) -> tuple[list[GradientSlot], PackedGradients]:
-        """Return page-locked slots for gradients, with the parameters' strides, to which no other code refers."""
+        """Return slots to which no other code refers, in the parameters' strides, and what packs for them."""
         traces = self._traces()
         key = (*indices, *[grad.dtype for grad in grads])
         known = self._packed.get(key)

@@ -124,7 +124,7 @@ class GradientTransfer:
         self.done.synchronize()
 
     def cancel(self) -> None:
-        """Have the gradients not land: their backward failed, or the step that waited for them was given up."""
+        """Give back what this holds for gradients that do not land: here nothing."""
 
     def land(self) -> list[Tensor]:
         """Wait for the gradients, accumulate them into ``.grad``, and return their parameters."""

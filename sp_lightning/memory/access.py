@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 
-class DeferredStep(Protocol):
-    """An optimizer's step that goes on beside other work."""
+class StepBeside(Protocol):
+    """An optimizer's step that goes on beside other work, a backward or what follows it."""
 
     def is_stepping(self, unit: Any, /) -> bool:
         """Whether the step of this unit may be running, or is still to come."""
@@ -58,7 +58,7 @@ class Access:
     def __init__(self) -> None:
         self.gradients: set[object] = set()  # that make, change or read gradients: a backward, a step, a clipping
         self.deferred: object = None  # of these, a step that changes none, and refers itself to those that it reads
-        self.steps: dict[object, DeferredStep] = {}  # that write the host bytes of a unit, by its store
+        self.steps: dict[object, StepBeside] = {}  # that write the host bytes of a unit, by its store
         self.fills: dict[object, Fill] = {}  # that may still read them, likewise
         self.savings: set[Saving] = set()  # at most one
 

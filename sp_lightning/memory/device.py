@@ -216,13 +216,17 @@ class Device:
         event.record(stream)
         return event
 
+    def new_stream(self) -> torch.Stream:
+        """Make a stream of the device."""
+        return torch.Stream(device=self.torch_device)
+
     def both_clocks(self) -> tuple[Any, float]:
         """Read both clocks at one moment: an event, on a stream that is always idle, and the host's seconds."""
         if self.is_host:
             now = _HostMoment()
             return now, now.seconds
         if self._clock is None:
-            self._clock = torch.Stream(device=self.torch_device)
+            self._clock = self.new_stream()
         before = time.perf_counter()
         event = self.moment(self._clock)
         return event, (before + time.perf_counter()) / 2

@@ -341,10 +341,15 @@ class HostCopy:
         with without_dispatch():
             return self.params[index]._version
 
+    def data(self, index: int) -> Tensor:
+        """Return a parameter's bytes, which no deferred step writes any more."""
+        self.wait_step()
+        return true_data(self.params[index])
+
     def state(self, index: int) -> tuple[int, ...]:
         """Return what differs once an optimizer, or a write that version counters see, has changed a parameter."""
-        parameter = self.params[index]
-        of_bytes = self.version(index), true_data(parameter).data_ptr()
+        parameter, data = self.params[index], self.data(index)
+        of_bytes = self.version(index), data.data_ptr()
         return (*of_bytes, self.epoch) if parameter.requires_grad else of_bytes
 
     # ---- writes
@@ -353,7 +358,7 @@ class HostCopy:
         """Move the epoch, as bytes were written or are about to be, once no fill reads them (Rules 3 and 4).
 
         ``stepped`` has the ids of parameters whose step moves it by itself (`after_step`). If all that train are among
-        them, there is nothing to do; where none trains, no step of ours moved it.
+        them, there is nothing to do. No thread of ours steps a unit in which nothing trains: its epoch moves here.
         """
         trained = {id(parameter) for parameter in self.params if parameter.requires_grad} if stepped else set()
         if trained and trained.issubset(stepped):
@@ -378,13 +383,13 @@ class HostCopy:
         self.counters.bytes_written_back += view.nbytes
 
     @property
-    def is_deferred(self) -> bool:
+    def has_step(self) -> bool:
         """Whether an optimizer step of the unit is entered in the ledger."""
         return self in self.owner.access.steps
 
     @property
-    def stepping(self) -> bool:
-        """Whether an optimizer step that is under way has yet to change the host bytes."""
+    def is_being_stepped(self) -> bool:
+        """Whether an optimizer step that is entered in the ledger has yet to change the host bytes."""
         step = self.owner.access.steps.get(self)
         return step is not None and step.is_stepping(self)
 

@@ -189,7 +189,7 @@ class StepsOnDevice(StateInMemory):
         self.streamed: dict[int, Tensor] = {}  # the parameters that these steps are for, by their ids
         self._device = device
         self._copies = Device(device.torch_device, host_memory)  # with streams, and host memory, of its own (Rule 6)
-        self._stream = torch.Stream(device=device.torch_device)
+        self._stream = device.new_stream()
         self._buffers: list[Tensor] = []
         self._nbytes = 0  # of each
         self._loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since state was adopted

@@ -734,5 +734,5 @@ def _mind_forks() -> None:
 
 
 def _quiesce_all() -> None:
-    for step in list(weight_reads.pending):
+    for step in list(weight_reads.deferred):
         step.quiesce()

@@ -40,7 +40,7 @@ class StepOwner:
         self._announced: PendingStep | None = None
         self.begins_in_backward = False  # the announced one
         self._current: PendingStep | None = None  # the last to begin, which may be done
-        self.in_backward: PendingStep | None = None  # the same, while it takes units of a backward
+        self.takes_units: PendingStep | None = None  # the current one, while it takes units of a backward
         self._reads_state: bool | None = None  # whether code in backward reads the optimizer's; None: not known yet
 
     @property
@@ -74,7 +74,7 @@ class StepOwner:
             step.fail(error)
             raise
         finally:
-            self._announced = self.in_backward = None
+            self._announced = self.takes_units = None
             step.end()
 
     def announce(
@@ -95,11 +95,11 @@ class StepOwner:
         self.finish()
         step = self._announced
         if in_scope:
-            self.in_backward = None
+            self.takes_units = None
         elif step is not None and step is not self._current and self.begins_in_backward:
             self._current = step
             if not self._reads_state and step.withhold(self._state_is_read):
-                self.in_backward = None if self._reads_state is None else step
+                self.takes_units = None if self._reads_state is None else step
                 self._reads_state = False
 
     def rest(
@@ -109,7 +109,7 @@ class StepOwner:
 
         Units are deferred in this order. ``is_own`` tells whether only a parameter refers to its gradient.
         """
-        step, self._announced, self.in_backward = self._announced, None, None
+        step, self._announced, self.takes_units = self._announced, None, None
         assert step is not None
         self.finish()
         self._current = step
@@ -140,7 +140,7 @@ class StepOwner:
     def close(self) -> None:
         """End the thread, and forget the steps: they lead to the module, which a graph that is kept would keep."""
         self.thread.close()
-        self._announced = self._current = self.in_backward = None
+        self._announced = self._current = self.takes_units = None
 
     # ---- errors (Rules 4 and 5)
 
@@ -152,7 +152,7 @@ class StepOwner:
             self.finish()
             return
         self._reads_state = True
-        self.in_backward = None
+        self.takes_units = None
         if step.submitted:
             raise ExactnessError(
                 "code in backward read the optimizer's state after the optimizer had stepped "
@@ -164,7 +164,7 @@ class StepOwner:
 
     def check_revisit(self, store: HostCopy) -> None:
         """Raise if backward comes back to a unit that was submitted in it."""
-        if self.in_backward is not None and store in self.in_backward.submitted:
+        if self.takes_units is not None and store in self.takes_units.submitted:
             raise ExactnessError(
                 f"backward came back to {store.unit.name} after its gradients were complete and the optimizer had "
                 "stepped it. In earlier steps neither backward did so, nor a hook that reads weights or changes "

@@ -189,7 +189,7 @@ class Faces:
 
         Who waits for a deferred step notes this of its units.
         """
-        true = [store for store in self._homes if not store.is_deferred and not self._may_differ(store)]
+        true = [store for store in self._homes if not store.has_step and not self._may_differ(store)]
         yield
         for store in true:
             self._homes[store].settled = store.stamp()

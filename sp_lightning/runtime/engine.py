@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..autograd import weight_reads
-from ..autograd.autocast_weights import AutocastWeights, Read
+from ..autograd.autocast_weights import AutocastWeights, CastingCall
 from ..autograd.backward_pass import BackwardPass, in_backward
 from ..autograd.gradient_nodes import Gradients
 from ..autograd.offload import Offload, OffloadedTensor
-from ..autograd.phases import Phase, Phases
+from ..autograd.phases import Phases
 from ..autograd.recompute import Recompute
 from ..autograd.saved_tensors import SavedTensors, is_checkpointed, tensors_in
 from ..autograd.stand_ins import StreamedUnit
@@ -218,7 +218,7 @@ class Engine:
         return self.in_slab(tensor) or (shares_storage(tensor) and any(store.refers_to(tensor) for store in stores))
 
     @contextlib.contextmanager
-    def lend(self, parameter: nn.Parameter, read: Read | None = None) -> Iterator[Tensor]:
+    def lend(self, parameter: nn.Parameter, read: CastingCall | None = None) -> Iterator[Tensor]:
         """Visit a host parameter's unit and yield the parameter's stand-in for this read."""
         unit = self._by_parameter[id(parameter)]
         depth = len(self._open)
@@ -232,8 +232,7 @@ class Engine:
         finally:
             self.leave_to(depth)
             self.window.borrowed.add(unit)
-            if self.phases.current not in (Phase.STEP, Phase.BACKWARD):
-                self.phases.before_user_code()
+            self.phases.end_loan()
 
     # ---- visits
 
@@ -426,13 +425,16 @@ class Engine:
         """Send down a unit's gradients, which are complete in this backward; return those that autograd needs."""
         with quietly():
             self._in_backward_from_here(unit)
-            step = self.step_owner.in_backward if self.backward_pass.completed(unit) else None
+            step = self.step_owner.takes_units if self.backward_pass.completed(unit) else None
             if step is not None:
                 unit.stand_ins.collect_writes()
             return self.gradient_return.receive(unit.store, node, grads, step)
 
     def land(self) -> None:
-        """Wait until all gradients under way are in ``.grad``, and a pending step is done."""
+        """Wait until all gradients under way are in ``.grad``, and a pending step is done.
+
+        A step in backward may leave units to the optimizer's own code, and is not waited for with several ranks.
+        """
         self.step_owner.finish()
         self.gradient_return.finish()
         self.team.show_gradients()
@@ -475,7 +477,7 @@ class Engine:
             self.autocast_weights.backward_done()
             self.saved.offload.backward_done()
             self.counters.listener.idle()
-            if self.step_owner.in_backward is None or self.team.size > 1:  # else a step checks before it steps the rest
+            if self.step_owner.takes_units is None or self.team.size > 1:  # else a step checks before it steps the rest
                 self.check_changed()
             self.phases.end_backward()
             self.team.backward_ends()
@@ -505,7 +507,10 @@ class Engine:
     # ---- ends
 
     def reset(self) -> None:
-        """Remove everything of the library from the module, wherever an exception left it (Rule 5)."""
+        """End visits and a backward that an exception left open (Rule 5).
+
+        Stand-ins leave the slots, and gradients under way are dropped; the entries and all memory stay.
+        """
         self.let_autograd_end()
         if self.saved.in_force:
             self.saved.pop()
@@ -531,7 +536,7 @@ class Engine:
                 torch.autograd.grad(x.clone(), x)  # waits in line behind it
 
     def close(self) -> None:
-        """Make the parameters plain again and free the device bytes that nothing else refers to."""
+        """Make the parameters plain again, end all threads, and free the device bytes that nothing else refers to."""
         try:
             self.window.collect_writes()
         finally:

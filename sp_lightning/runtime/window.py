@@ -55,22 +55,22 @@ class Window:
         device.make_room = self._make_room
         self._orders: dict[Any, list[int]] = {}  # visits of the last pass of each kind (Rule 1)
         self._kind: tuple[Any, bool] | None = None
-        self._recorded: list[int] = []
+        self._visited: list[int] = []
         self._last: StreamedUnit | None = None  # the unit required last
         self.borrowed: set[StreamedUnit] = set()  # outside of their visits, and perhaps written there through views
         self.halves = True  # Rule 4
-        self._recorded_pass = self._halved = False
+        self._is_wide = self._halved = False
 
     # ---- passes
 
-    def begin_pass(self, kind: Any, recorded: bool = False) -> None:
-        """End the pass so far and begin one of this kind (Rule 1); ``recorded``: as in Rule 4."""
+    def begin_pass(self, kind: Any, is_wide: bool = False) -> None:
+        """End the pass so far and begin one of this kind (Rule 1); ``is_wide``: as in Rule 4."""
         shows_all = self._kind is not None and (self._kind[1] or self.only_inference)
-        self._orders[self._kind] = self._recorded
-        self._recorded = []
+        self._orders[self._kind] = self._visited
+        self._visited = []
         self._kind = (kind, torch.is_grad_enabled())
         self.tuner.next_pass(self._kind, self._kind[1], shows_all)
-        self._recorded_pass, self._halved = recorded and self.halves, False
+        self._is_wide, self._halved = is_wide and self.halves, False
         self._follow_tuner()
         self._last = None
         self._drop_stale()
@@ -84,7 +84,7 @@ class Window:
     @property
     def order(self) -> list[int]:
         """The visits of the pass so far, as unit indices."""
-        return list(self._recorded)
+        return list(self._visited)
 
     def interrupt(self) -> None:
         """Forget the last visit, which an exception broke off."""
@@ -135,8 +135,8 @@ class Window:
         """Load and evict what the schedule says for a visit of this unit."""
         if self.tuner.watches_memory:
             self.tuner.visiting(self.schedule.resident_nbytes)
-        if self._recorded_pass and torch.is_autocast_enabled(self.device.torch_device.type):
-            self._recorded_pass, self._halved = False, True
+        if self._is_wide and torch.is_autocast_enabled(self.device.torch_device.type):
+            self._is_wide, self._halved = False, True
         self._follow_tuner()
         has_room = len(self.schedule.resident) < self.schedule.window
         decision = self.schedule.visit(unit.index, self._in_use)
@@ -150,12 +150,12 @@ class Window:
             self._evict(self.units[index])
         for index in decision.load:
             ahead = self.units[index]
-            if ahead is not unit and ahead.store.stepping:
+            if ahead is not unit and ahead.store.is_being_stepped:
                 self.schedule.invalidate([index])  # no waiting for its step here: a later visit has it fetched
             elif not ahead.store.on_device.is_loaded:
                 self._load(ahead, unit)
         self._last = unit
-        self._recorded.append(unit.index)
+        self._visited.append(unit.index)
 
     def _load(self, unit: StreamedUnit, visited: StreamedUnit) -> None:
         """Start the load of a unit, with a smaller window where memory is short (Rule 3)."""

@@ -571,7 +571,7 @@ def test_what_is_being_stepped_is_not_fetched_ahead(monkeypatch):
         gradient_return = store.owner.gradient_return
         if (
             in_backward()
-            and store.owner.step_owner.in_backward is not None
+            and store.owner.step_owner.takes_units is not None
             and not gradient_return.taken.isdisjoint(map(id, store.params))
         ):
             fetched.append(store.unit.name)

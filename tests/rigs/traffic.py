@@ -113,7 +113,8 @@ class Ledger:
                 passes[-1].visits.append(unit)
                 passes[-1].sizes.append((schedule.window, schedule.transfer))
                 passes[-1].held.append(frozenset(index for index in schedule.resident if index in held))
-                passes[-1].stepping.append(frozenset(each.index for each in engine.units if each.store.stepping))
+                stepped = frozenset(each.index for each in engine.units if each.store.is_being_stepped)
+                passes[-1].stepping.append(stepped)
         return original(schedule, unit, held)
 
     def _see_close(self, original: Any, engine: Engine) -> None:
