@@ -72,6 +72,8 @@ END = [""]  # its last line, after those of tests
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "result", "exception"}
 WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
 WAITS |= {"wait_step", "before_host_access", "_complete", "before_user_code", "quiesce", "_wait_for_copies"}
+OF_SAVINGS = {"finish_savings", "wait_for"}  # checkpoints that are written beside training
+WAITS |= OF_SAVINGS
 # Files, by their paths in the package, in which no step waits: they observe, plan or compare.
 BESIDE = {"runtime/measure.py", "observe/progress.py", "runtime/recorder.py", "bench/referee.py", "bench/turns.py"}
 BESIDE |= {"observe/disk_speed.py", "observe/network_speed.py", "hf/report.py"}
@@ -92,7 +94,7 @@ BETWEEN_RANKS |= {
     "runtime/engine.py: exchanging",
     "runtime/handle.py: settle",
 }
-BETWEEN_NODES = "nodes/transport.py"  # where all waits are for other machines
+BETWEEN_NODES = {"nodes/arrivals.py", "nodes/transport.py"}  # where all waits are for other machines
 # Waits that no model without DTensors comes to: all of these files, and of these functions of other files.
 OF_SHARDS = {"runtime/same_path.py", "compat/tensors.py: arrived", "lightning/strategy.py: load_checkpoint"}
 # Waits of calls in lockstep for their turns.
@@ -193,13 +195,13 @@ def kind(wait: Wait) -> str:
     """Return what the wait is for: other "ranks", other "nodes", "shards", "files", the turn of "calls", or "steps"."""
     if called(wait) in OF_CALLS and wait.file.startswith(OF_RUNNING_CALLS):
         return "calls"
-    if wait.text.startswith(OF_WRITER):
+    if wait.text.startswith(OF_WRITER) or called(wait) in OF_SAVINGS:
         return "files"
     if not OF_SHARDS.isdisjoint(places(wait)):
         return "shards"
     if wait.file in FOR_FILES:
         return "files"
-    if called(wait) in OF_NODES or wait.file == BETWEEN_NODES:
+    if called(wait) in OF_NODES or wait.file in BETWEEN_NODES:
         return "nodes"
     return "ranks" if is_between_ranks(wait) else "steps"
 
