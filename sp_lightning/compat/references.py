@@ -106,6 +106,13 @@ def own_uses(references: int = 0) -> int:
     return found
 
 
+@functools.cache
+def uses_without_tensor() -> int:
+    """Count the uses of a storage to which one reference in Python is left."""
+    kept = [torch.zeros(1, device="cpu").untyped_storage()]
+    return uses_of(list(kept))[0]
+
+
 def shares_storage(tensor: Tensor) -> bool:
     """Whether something else refers to the bytes of this tensor."""
     return storage_uses([tensor])[0] > own_uses()

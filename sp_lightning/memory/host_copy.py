@@ -44,7 +44,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..compat.references import is_entry_shared, own_uses, uses_of
+from ..compat.references import is_entry_shared, own_uses, uses_of, uses_without_tensor
 from ..compat.tensors import preserving_version, without_dispatch
 from ..core import malloc
 from ..core.telemetry import Counters
@@ -295,6 +295,14 @@ class HostCopy:
     def is_shared(self) -> bool:
         """Whether something else refers to the bytes of any parameter."""
         return _are_shared(self.params, self.weights)
+
+    @property
+    def lends(self) -> bool:
+        """Whether something else refers to the place of a parameter whose bytes are elsewhere."""
+        with without_dispatch():
+            places = zip(self.weights, self._addresses(), self._addresses_at_home, strict=True)
+            left = [weight.storage for weight, now, before in places if now != before and weight.home is not None]
+        return max(uses_of(left), default=0) > uses_without_tensor()
 
     def shares(self, index: int) -> bool:
         """Whether something else refers to the bytes of this parameter."""

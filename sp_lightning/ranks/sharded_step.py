@@ -12,8 +12,9 @@
    settled (user_edits.py). Of an optimizer that is cut, each rank steps copies of what is in groups whose steps are not
    elementwise (pieces.py), of parameters without dimensions, whose state cannot be told from a count of steps, of those
    whose data user code moved, and of those whose state is of another type or shape. It does not step their faces: a
-   page of its own would have old bytes of the parameters beside them, which their owners step. Their state is each
-   rank's own. Its bytes are compared before each step: with other state, ranks would write parts of other weights.
+   page of its own would have old bytes of the parameters beside them, which their owners step. So it is with what is in
+   no unit, if user code gave it the place of a unit's parameter. Their state is each rank's own. Its bytes are compared
+   before each step: with other state, ranks would write parts of other weights.
 4. The ranks meet before what they own is stepped, since another rank may still read it. Each posts when it comes to
    this meeting, and when what it owns is stepped, of each unit by itself. Who needs a unit waits for these numbers,
    never for a meeting: so a rank may step beside other work (pending_step.py) where another one does not. An error
@@ -350,7 +351,10 @@ class Owners:
         """Return what this rank steps of a parameter, with its gradient and its state (Rules 1 to 3)."""
         own_state, grad = state.get(parameter, {}), true_grad(parameter)
         if id(parameter) not in self._places:
-            return OwnPiece(parameter, parameter, own_state)
+            data = self._faces.copied(parameter)
+            if data is not parameter:
+                data.grad = grad
+            return OwnPiece(parameter, data, own_state)
         assert grad is not None
         copy = self._copies.get(id(parameter))
         if copy is not None:
@@ -550,7 +554,7 @@ class Owners:
         moved: list[OwnPiece] = []
         for piece in self._pieces:
             store, index = self._places.get(id(piece.parameter), (None, 0))
-            if store is not None and not store.at_home(index):
+            if piece.data is not piece.parameter if store is None else not store.at_home(index):
                 moved.append(piece)
                 if piece.made:
                     self._state[piece.parameter] = piece.made

@@ -8,7 +8,8 @@
 2. Until then a rank uploads what it wrote from its face (host_copy.py, Rule 8): it sees its own edit at once.
 3. Units are settled where all ranks come anyway, at the exchange of gradients and around steps: never in a forward,
    which one rank may run alone.
-4. A unit is looked at only if its stamp says that somebody may have written.
+4. A unit is looked at only if its stamp says that somebody may have written, or if it *lends* the place of a parameter
+   that user code gave other data: who has its bytes there writes pages of the unit, unseen by its stamp.
 5. Before a step the ranks also compare what else has to be alike for it, since each steps a part: what user code wrote
    to gradients and to the state, and the options of the optimizer. One number of each rank is compared; once it
    differs, they find out by which of these.
@@ -107,11 +108,20 @@ class Faces:
     def _may_differ(self, store: HostCopy) -> bool:
         """Whether user code may have written to the face since it was last equal to the truth (Rule 4)."""
         store.wait_step()
-        return store.stamp() != self._homes[store].settled
+        return store.stamp() != self._homes[store].settled or store.lends
+
+    def copied(self, parameter: Tensor) -> Tensor:
+        """Return a copy of a parameter that is in no unit but has its bytes in a face; itself if it has not."""
+        data = true_data(parameter)
+        faces = (slab.face for slab in self.slabs.values() if data.is_cpu)
+        is_on_one = any(0 <= data.data_ptr() - face.data_ptr() < face.nbytes for face in faces)
+        return data.clone(memory_format=torch.preserve_format) if is_on_one else parameter
 
     def is_written(self, store: HostCopy) -> bool:
         """Whether user code on this rank wrote to a unit since it was settled last, or may do so unseen."""
-        return self._may_differ(store) and (store.is_shared() or bool(self.slabs[store].changed()))
+        if not self._may_differ(store):
+            return False
+        return store.is_shared() or store.lends or bool(self.slabs[store].changed())
 
     def settle(self, place: str, *others: Alike) -> None:
         """Make true what users wrote, once it and the others were compared. Every rank comes here (Rules 1 and 3).

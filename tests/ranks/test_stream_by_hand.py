@@ -53,6 +53,14 @@ def test_an_optimizer_steps_weights_that_are_not_streamed_with_their_state():
         assert not seen
 
 
+@pytest.mark.parametrize("who", ["another unit", "no unit"])
+def test_a_weight_that_was_given_the_place_of_another_one_leaves_those_beside_that_alone(who):
+    units = {"window": 1, "units": ["Adapted"]}
+    expected = processes.run(2, loops.exchange_places, None, who)
+    for theirs, ours in zip(expected, processes.run(2, loops.exchange_places, units, who), strict=True):
+        assert all(map(torch.equal, theirs, ours))
+
+
 def test_a_block_may_begin_to_run_twice():
     check(2, "cpu", repeats_from=4)
 

@@ -183,6 +183,40 @@ def edit(net: Net, optimizer: torch.optim.Optimizer, of_state: bool = True) -> N
                 state["exp_avg"].mul_(0.99)
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a trained one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.adapter(x))
+
+
+def exchange_places(streamed: dict[str, Any] | None, who: str) -> list[Tensor]:
+    """Train after user code exchanged the data of a frozen weight with that of a trained one; return all weights.
+
+    ``who``: that is of "another unit", or of "no unit", and in any case stepped by the same optimizer.
+    """
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    net, beside = nn.Sequential(nn.Linear(8, 8), Adapted(), Adapted()), nn.Parameter(torch.ones(8, 8))
+    with contextlib.ExitStack() as stack:
+        call, _, _ = placed(net, "cpu", streamed, stack)
+        optimizer = torch.optim.SGD([*net.parameters(), beside], lr=0.1)
+        frozen, other = net[1].base.weight, {"another unit": net[0].weight, "no unit": beside}[who]
+        frozen.data, other.data = other.data, frozen.data
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(size * step + rank))
+            (call(x).square().mean() + beside.square().sum()).backward()
+            optimizer.step()  # after which nothing looks at a weight
+        return [p.detach().clone() for p in (*net.parameters(), beside)]
+
+
 def straggle(slow: int, overlap: bool, shares: bool) -> tuple[list[int], list[dict[str, Tensor]]]:
     """Run backwards in which one rank is slow; return the regions of this rank's box, and the gradients, by step.
 
