@@ -95,6 +95,10 @@ def test_the_next_backward_does_not_write_over_sums_that_are_slow_to_be_sent():
     assert processes.run(2, pretended_nodes.run, 2, waiting.means_with_slow_sums) == [[True] * 3] * 2
 
 
+def test_messages_come_as_they_were_sent():
+    assert processes.run(2, pretended_nodes.run, 2, waiting.messages) == [[True] * 3] * 2
+
+
 def test_sums_never_wait_behind_parts_that_a_node_does_not_take():
     assert processes.run(2, pretended_nodes.run, 2, waiting.sums_beside_parts) == [(3, True)] * 2
 
@@ -184,7 +188,7 @@ def test_averages_of_weights_over_two_nodes_are_those_of_ddp(feature, options):
 
 
 @SLOW
-@pytest.mark.parametrize("family", ["mixtral", "vit"])
+@pytest.mark.parametrize("family", ["mixtral", "vit", "llama", "gpt2", "qwen2_vl", "detr"])
 def test_families_over_two_nodes_are_ddp_with_the_tree(family):
     for library in FAMILIES[family].case.tags:
         pytest.importorskip(library)

@@ -44,11 +44,11 @@ ALIVE_S = 30.0  # for which a rank that failed stays alive at most
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[Ranks]:
+def connected(timeout_s: float = 60) -> Iterator[Ranks]:
     """Connect the ranks, without a model."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
-    ranks = connect(None, torch.device("cpu"), timedelta(seconds=60))
+    ranks = connect(None, torch.device("cpu"), timedelta(seconds=timeout_s))
     assert ranks is not None
     try:
         yield ranks
@@ -226,6 +226,26 @@ def threads_after_leaving() -> int:
             left = sum(thread.is_alive() for thread in ranks.transport._threads)
         _noticed().touch()
         return left
+
+
+def messages() -> list[bool]:
+    """Send messages to the other node, and return whether its own came as they were sent.
+
+    Ranks that hear nothing of each other end before the limit of a test does (benchmarks/race_deletions.py).
+    """
+    with connected(timeout_s=10) as ranks:
+        rail, keys = ranks.transport, [(0, 0, number) for number in range(3)]
+        assert rail is not None
+        sent = [
+            [torch.full((1 << 16,), number + 10 * rank, dtype=torch.uint8) for rank in range(2)] for number in range(3)
+        ]
+        for key, of_ranks in zip(keys, sent, strict=True):
+            rail.send(transport.SUMS, key, transport.same_for_all(lambda mine=of_ranks[ranks.world_rank]: mine))
+        ranks.wait_for_nodes(lambda: [rank for key in keys for rank in rail.missing(transport.SUMS, key)], "messages")
+        other = 1 - ranks.world_rank
+        came = [rail.take(transport.SUMS, key)[other] for key in keys]
+        ranks.meet("the end")
+        return [torch.equal(found, of_ranks[other]) for found, of_ranks in zip(came, sent, strict=True)]
 
 
 def sums_beside_parts() -> tuple[int, bool]:
