@@ -64,6 +64,21 @@ class Meeting:
         attempt = self._here()
         return [rank for rank in range(self._size) if rank != self._rank and not attempt.check([f"{rank}"])]
 
+    def give_up(self, late: Sequence[int]) -> None:
+        """Say which ranks did not come, and stay a short time until those that have come know, as in `stay`."""
+        attempt = self._here()
+        attempt.set("late", json.dumps(late))
+        _wait_for_readers(attempt, "know", self._size - len(late))
+
+    def late(self) -> list[int]:
+        """List the ranks for which the first one waits no more."""
+        attempt = self._here()
+        if not attempt.check(["late"]):
+            return []
+        found = json.loads(attempt.get("late"))
+        _wait_for_readers(attempt, "know", 0)
+        return list(found)
+
     def stay(self) -> None:
         """Stay a short time until all have read what all brought: the store may end with this process."""
         with contextlib.suppress(RuntimeError):  # it ended with another one

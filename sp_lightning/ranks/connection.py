@@ -66,21 +66,26 @@ def meet_launched(address: str, port: int, rank: int, size: int, timeout: timede
 
     here, others = f"rank {rank} on {socket.gethostname()}", [other for other in range(size) if other != rank]
     error, meeting = interface_error(), None
+    late: list[int] = []
     until, pause = time.monotonic() + timeout.total_seconds(), 0.01
     try:
         is_server = rank == 0 and not has_agent()
         server = TCPStore(address, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True)
         meeting = Meeting(store_within("superpipeline", server), rank, size)
         while (said := meeting.come(f"{socket.gethostname()}: {error}" if error else "")) is None:
-            if time.monotonic() > until:
+            late = meeting.late()
+            if late or time.monotonic() > until:
                 raise TimeoutError("the others have come")
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
     except (RuntimeError, TimeoutError) as failure:
         if meeting is not None and isinstance(failure, RuntimeError):
             raise PeerError(_end_of_store(address)) from failure
-        with contextlib.suppress(RuntimeError):
-            others = meeting.missing() if meeting is not None else others
+        if meeting is not None:
+            with contextlib.suppress(RuntimeError):
+                others = late or meeting.missing()
+                if rank == 0:  # the store may end with it
+                    meeting.give_up(others)
         names = ", ".join(f"rank {other}" for other in others) or "another rank"
         raise PeerError(
             f"{here} waited for the processes of all machines, and {names} did not come to {address}:{port} within "

@@ -395,7 +395,7 @@ def test_a_machine_that_does_not_come_is_named_after_the_timeout():
     first, second, *_ = processes.run(4, refused_runs.without_a_node, 3)
     for rank, error in enumerate((first, second)):
         assert error.startswith(f"PeerError: rank {rank} on host0 waited "), error
-        assert "rank 2, rank 3 did not come to 127.0.0.1:" in error and "MASTER_ADDR" in error, error
+        assert "and rank 2, rank 3 did not come to 127.0.0.1:" in error and "MASTER_ADDR" in error, error
 
 
 # --- Over a link of its own, which only root can make
