@@ -125,7 +125,7 @@ class StateRing:
 
     def drain(self) -> None:
         """Wait until all is written (Rule 2)."""
-        while self._written:
+        for _ in range(len(self._written)):
             self._end_write()
 
     def _end_write(self) -> None:

@@ -65,9 +65,9 @@ class GradientRing:
             nbytes = min(GRADIENT_PIECE, self._buffer_nbytes)
             self._pieces = [aligned_buffer(self._device, nbytes) for _ in range(READERS)]
             self._free.extend(self._buffers)
-        lent = iter(list(self._lent))
-        while not self._free:
-            next(lent).land()
+        for transfer in list(self._lent):
+            if not self._free:
+                transfer.land()
         return self._free[0]
 
     def transfer(self, *of: Any) -> TransferToDisk:

@@ -291,6 +291,15 @@ def test_tensors_move_into_the_file_one_after_the_other(scratch, monkeypatch):
     disk.close()
 
 
+def test_tensors_of_two_threads_get_places_of_their_own(scratch, monkeypatch):
+    disk, places = StateOnDisk(scratch, SMALLEST, Counters(), False), []
+    slow = Disk(monkeypatch, "posix_fallocate")
+    side_by_side(slow, *[lambda: places.append(disk.placed(torch.empty(4001))[1])] * 2)
+    first, second = sorted(place.offset for place in places)
+    assert first + places[0].nbytes <= second
+    disk.close()
+
+
 def test_state_on_a_disk_that_is_closed_has_no_buffers_and_no_threads(scratch, begun):
     disk, _ = spilled(scratch, 1)
     ring = disk._ring
@@ -560,6 +569,13 @@ def test_gradients_that_one_thread_has_land_have_landed_for_each_other_one(then,
     assert torch.equal(parameter.grad, torch.ones(4096))
     ring.close()
     assert not begun()
+
+
+def test_the_oldest_gradients_land_where_no_buffer_is_free(gradients):
+    ring, parameter, transfer = gradients
+    first, second = transfer(), transfer()
+    assert ring.next_free() is first.buffer is not second.buffer
+    assert torch.equal(parameter.grad, torch.ones(4096))
 
 
 @pytest.mark.parametrize("then", ["land", "cancel"])

@@ -432,6 +432,23 @@ def test_what_was_kept_for_a_checkpoint_that_an_error_ended_is_let_go(where, gat
     assert not references._kept
 
 
+def test_what_was_kept_for_a_file_that_failed_is_let_go_where_no_step_follows(tmp_path, monkeypatch):
+    def fail(_):
+        assert references._kept
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    class Stops(Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if trainer.global_step == 1:
+                raise ZeroDivisionError
+
+    monkeypatch.setattr(checkpoint_file, "LARGE", 64)
+    monkeypatch.setattr(CopiesToFile, "copy_later", fail)
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, callbacks=[Stops])
+    assert not references._kept and not list(tmp_path.iterdir())
+
+
 def test_what_a_checkpoint_leaves_out_is_not_waited_for(latest, tmp_path):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_weights_only=True)
     fit(tmp_path, max_steps=2, saver=saver)
