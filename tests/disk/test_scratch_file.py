@@ -221,6 +221,33 @@ def test_a_write_that_fails_says_where(number, file, monkeypatch):
     assert caught.value.errno == number and caught.value.writes
 
 
+# ---- segments of several ranks (scratch_file.py, Rule 6)
+
+
+def room(descriptor):
+    """The size of a file, and how many of its bytes have room on the disk."""
+    of = os.fstat(descriptor)
+    return of.st_size, 512 * of.st_blocks
+
+
+def test_a_segment_of_several_ranks_is_in_the_file_to_its_end_and_gets_room_as_it_is_held(tmp_path):
+    with contextlib.closing(ScratchFile([str(tmp_path)], ONE_RANK)) as file:
+        segment = file.share(100 * BLOCK, 1)
+        (piece,) = segment.pieces
+        size, before = room(piece.descriptor)
+        assert size >= segment.begin + 100 * BLOCK and before < 50 * BLOCK
+        file.hold(segment.begin, 50 * BLOCK, torch.empty(0), None)
+        assert room(piece.descriptor)[1] >= before + 50 * BLOCK - BLOCK
+        os.close(piece.descriptor)
+
+
+def test_a_segment_of_several_ranks_has_descriptors_of_its_own_parts_alone(two):
+    before = len(os.listdir("/proc/self/fd"))
+    (piece,) = two.share(BLOCK, 1).pieces
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    os.close(piece.descriptor)
+
+
 # ---- several folders (scratch_file.py, Rule 7)
 
 
