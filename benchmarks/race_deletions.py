@@ -111,6 +111,7 @@ _CHECKPOINTS = (
     "tests/lightning/test_checkpoints.py",
 )
 FOR_FILES = {
+    "disk/activation_blocks.py": ("tests/disk/test_activations_on_disk.py",),
     "disk/checkpoint_file.py": _CHECKPOINTS,
     "disk/direct_file.py": ("tests/disk/test_waits_for_files.py", "tests/disk/test_source_files.py"),
     "disk/direct_ring.py": ("tests/disk/test_direct_ring.py", *_IN_FILES),
@@ -129,7 +130,7 @@ OF_WRITER = "self._writer."
 # What else orders things there: these calls, and locks and contexts that close something when they end.
 OF_FILES = {"drain", "recover", "_end_write", "check", "shutdown", "close", "closing", "flush", "fsync", "_sync"}
 OF_FILES |= {"_sync_folder", "increment_version", "keep_from_forks", "madvise", "set_stream", "_leave_files"}
-OF_FILES |= {"_allocate", "keep_order"}
+OF_FILES |= {"_allocate", "keep_order", "_end_of"}
 LOCKS = {"_lock", "landing"}
 NOT_SLOW = "not slow or seldom"  # the tests that are slow for their products alone
 LONGEST_TEST_S = 240  # without a deletion; with one, this many times what the longest test took, and seconds more

@@ -62,6 +62,11 @@ class Options:
         """Whether weights or state may be in files."""
         return self.host_budget is not None or self.disk is not None
 
+    @property
+    def offloads(self) -> bool:
+        """Whether activations wait on the host for backward."""
+        return "offload" in self.activations
+
     def check_devices(self, count: int, machines: int = 1) -> None:
         """Raise OptionError if an option is not built for ``count`` devices on each of ``machines`` machines."""
         if count * machines > 1 and self.optimizer_device == "device":

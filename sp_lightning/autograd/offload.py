@@ -9,13 +9,16 @@
    that may still use it. A tensor that came up and is not unpacked, because its gradient is not needed, is kept until
    backward ends: that stream waits for the copy before its memory is given out again.
 4. Units may be called on several of the caller's streams. Then the allocator is told which other stream uses a tensor.
+5. Where the bytes of a tensor lie on the host is its *place*: memory of its own or, in a run with a disk, blocks of
+   which some are on the disk (disk/activation_blocks.py). What is in memory comes up as soon as backward arrives at the
+   unit, all else when it is unpacked.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +28,72 @@ from ..core.telemetry import Counters
 from ..core.unit_numbers import ALIGNMENT, aligned
 from ..memory.device import Device
 from ..memory.layout import Field
+from ..memory.staging import Arrival
 from ..memory.watched_parameters import quietly
+
+FEW = 1024
+
+
+class PlaceOnHost(Protocol):
+    """The place of a saved tensor's bytes on the host (Rule 5)."""
+
+    arrived: Arrival  # the copy is on the host; a way up that begins earlier carries old bytes
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the bytes are in memory."""
+
+    def send(self, target: Tensor) -> Arrival:
+        """Start the copy of the bytes to a row on the device."""
+
+
+class Places(Protocol):
+    """The memory, or what else there is, in which saved tensors are placed (Rule 5)."""
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of memory."""
+
+    def receive(self, source: Tensor) -> PlaceOnHost:
+        """Start the copy of a row of bytes on the device to a place."""
+
+
+class PlaceInMemory:
+    """Memory of a tensor's own."""
+
+    is_near = True
+
+    def __init__(self, device: Device, counters: Counters, source: Tensor) -> None:
+        self._device, self._counters = device, counters
+        self.nbytes = source.nbytes
+        self._host = device.passing(source.nbytes)
+        under_way = counters.listener.work("down", "", "activations", source.nbytes)
+        self.arrived = device.send_down([(self._host, source)], under_way)
+
+    def send(self, target: Tensor) -> Arrival:
+        under_way = self._counters.listener.work("up", "", "activations", target.nbytes)
+        return self._device.send_up([(target, self._host)], under_way, after=self.arrived)
+
+
+class PlacesInMemory:
+    """Memory for each saved tensor by itself."""
+
+    def __init__(self, device: Device, counters: Counters) -> None:
+        self._device, self._counters = device, counters
+        self._there: list[weakref.ref[PlaceInMemory]] = []
+        self._most = FEW  # references, before those to places that ended are dropped
+
+    @property
+    def host_nbytes(self) -> int:
+        return sum(place.nbytes for reference in self._there if (place := reference()) is not None)
+
+    def receive(self, source: Tensor) -> PlaceInMemory:
+        place = PlaceInMemory(self._device, self._counters, source)
+        if len(self._there) >= self._most:
+            self._there = [reference for reference in self._there if reference() is not None]
+            self._most = max(FEW, 2 * len(self._there))
+        self._there.append(weakref.ref(place))
+        return place
 
 
 @dataclass(eq=False)
@@ -35,8 +103,7 @@ class OffloadedTensor:
     like: Field
     version: int
     first: int  # byte of an aligned block at which the tensor begins
-    host: Tensor
-    arrived: Any  # event on the down stream: the copy is on the host; a way up that begins earlier carries old bytes
+    place: PlaceOnHost
     source: Tensor | None  # the device tensor, kept for the copy (Rule 2); detached, as it may lead to what saved it
     uses: int = 1
     overtaken: bool = False  # Rule 2
@@ -49,20 +116,20 @@ class OffloadedTensor:
 class Offload:
     """The saved tensors of units on their way to the host and back (Rule 1)."""
 
-    def __init__(self, device: Device, counters: Counters) -> None:
+    def __init__(self, device: Device, counters: Counters, places: Places) -> None:
         self.device = device
         self.counters = counters
+        self._places = places
         self.active = False  # whether a unit's forward is running, whose saved tensors go down
         self._visit: dict[Any, OffloadedTensor] = {}  # saved by the running unit
         self._left: list[OffloadedTensor] = []  # by the unit before
         self._streams: list[Any] = []  # on which units were called (Rule 4)
-        self._on_host: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
         self._not_unpacked: set[OffloadedTensor] = set()  # on the device again, or on their way
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of the saved tensors that are on the host."""
-        return sum(saved.host.untyped_storage().nbytes() for saved in self._on_host)
+        """Bytes of host memory that saved tensors have."""
+        return self._places.host_nbytes
 
     def begin(self) -> None:
         """Begin a unit's forward: what autograd saves from here on goes down."""
@@ -80,7 +147,7 @@ class Offload:
         if self._left:
             with self.counters.listener.waiting("activations"):
                 for saved in self._left:
-                    saved.arrived.wait(self.device.compute)
+                    saved.place.arrived.wait(self.device.compute)
                     saved.overtaken = saved.source is not None and saved.source._version != saved.version
                     saved.source = None
         self._left = []
@@ -127,19 +194,12 @@ class Offload:
         return saved
 
     def _send(self, tensor: Tensor, span: Tensor) -> OffloadedTensor:
-        nbytes = span.numel() * span.element_size()
-        host = torch.empty(0, dtype=span.dtype, device="cpu").set_(
-            self.device.passing(aligned(nbytes)).untyped_storage(), 0, span.shape, (1,)
-        )
-        down = self.device.down
-        down.wait_event(self.device.compute.record_event())
-        under_way = self.counters.listener.work("down", "", "activations", nbytes)
-        arrived = self.device.send_down([(host.view(torch.uint8), span.view(torch.uint8))], under_way)
-        self.counters.bytes_offloaded += nbytes
-        like = Field("", tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, nbytes)
-        saved = OffloadedTensor(like, tensor._version, span.data_ptr() % ALIGNMENT, host, arrived, tensor.detach())
-        self._on_host.add(saved)
-        return saved
+        self.device.down.wait_event(self.device.compute.record_event())
+        row = span.view(torch.uint8)
+        place = self._places.receive(row)
+        self.counters.bytes_offloaded += row.nbytes
+        like = Field("", tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, row.nbytes)
+        return OffloadedTensor(like, tensor._version, span.data_ptr() % ALIGNMENT, place, tensor.detach())
 
     def _record_streams(self, latest: OffloadedTensor) -> None:
         """Tell the allocator that the down stream reads tensors of several streams (Rule 4).
@@ -158,20 +218,14 @@ class Offload:
         """Start a saved tensor's way up, if it has not begun."""
         if saved.device is not None:
             return
-        size = saved.host.element_size()
-        block = torch.empty(
-            ALIGNMENT + aligned(saved.host.numel() * size), dtype=torch.uint8, device=self.device.torch_device
-        )
-        offset = (saved.first - block.data_ptr()) % ALIGNMENT
+        size, nbytes = saved.like.dtype.itemsize, saved.like.nbytes
+        block = torch.empty(ALIGNMENT + aligned(nbytes), dtype=torch.uint8, device=self.device.torch_device)
+        offset = (saved.first - block.data_ptr()) % ALIGNMENT // size * size
         storage = block.untyped_storage()
         empty = torch.empty(0, dtype=saved.like.dtype, device=block.device)
-        span = empty.set_(storage, offset // size, saved.host.shape, (1,))
         saved.stream = self.device.compute
         self.device.up.wait_event(saved.stream.record_event())  # the block's memory may still be in use there
-        nbytes = saved.host.numel() * size
-        under_way = self.counters.listener.work("up", "", "activations", nbytes)
-        copies = [(span.view(torch.uint8), saved.host.view(torch.uint8))]
-        saved.ready = self.device.send_up(copies, under_way, after=saved.arrived)
+        saved.ready = saved.place.send(block[offset : offset + nbytes])
         self.counters.bytes_brought_back += nbytes
         saved.device = empty.set_(storage, offset // size, saved.like.shape, saved.like.stride)
         saved.unpacks_left = saved.uses

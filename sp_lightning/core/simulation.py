@@ -34,6 +34,8 @@
    each rank sends as many bytes as in a ring, at the speed of the link between these devices.
 13. Products take the time of their arithmetic or, if that is longer, of the memory that they read and write: of all
     products of a visit together. What lies between them (norms, casts, sums) takes that of the memory that it moves.
+14. Activations that go on to the disk are written when they are down, and the next ones go down only then: the memory
+   between is small. They are read while the visit before them computes, and go up from there.
 
 The measured time is that from the begin of a step's first forward to the begin of the next one's, after steps that are
 not counted.
@@ -84,6 +86,8 @@ class SimulatedVisit:
     moved_nbytes: float = 0.0  # of the device's memory, that products read and write
     mesh_nbytes: float = 0.0  # sent to devices with other shards (Rule 12)
     other_nbytes: float = 0.0  # of the device's memory, that all else reads and writes (Rule 13)
+    written_nbytes: int = 0  # of the stowed activations, those that go on to the disk (Rule 14)
+    read_nbytes: int = 0  # of those that come back, those that are on the disk
 
     def seconds(self, machine: Machine) -> float:
         """Return the seconds of its compute."""
@@ -195,6 +199,7 @@ class Simulation:
     disk_nbytes: int = 0  # read from files
     state_read_nbytes: int = 0  # from the disk, for the optimizer
     state_written_nbytes: int = 0
+    activations_on_disk: int = 0  # bytes, written in forward and read in backward
 
     @property
     def merit(self) -> float:
@@ -264,6 +269,7 @@ def simulate(
         disk_nbytes=read[-1] - read[-2],
         state_read_nbytes=sum(unit.state_read_nbytes for unit in units if unit.trained),
         state_written_nbytes=sum(unit.state_written_nbytes for unit in units if unit.trained),
+        activations_on_disk=sum(work.written_nbytes for work in works),
     )
 
 
@@ -468,6 +474,8 @@ class _Host:
         self._sending: Task | None = None  # the copy of gradients whose packed buffer still takes memory
         self._crossing: Task | None = None  # the sums that are sent last
         self._stowing: Task | None = None  # the copy of activations to the host under way
+        self._writing: Task | None = None  # of activations to the disk, issued last
+        self._before: Task | None = None  # compute of the visit before the last one
         self._resident_nbytes = sum(unit.up_nbytes for unit in units if unit.resident)
         self._saved_nbytes = 0
         self._packed_nbytes = 0
@@ -494,8 +502,13 @@ class _Host:
         self._visit(work.unit, work.pinned)
         back = None
         if work.fetched_nbytes:
-            seconds = work.fetched_nbytes / self._machine.up_bytes_per_s
-            back = self._issue("up", work.unit, seconds, [self._computing])  # whose memory it takes
+            seconds, read = work.fetched_nbytes / self._machine.up_bytes_per_s, None
+            if work.read_nbytes:
+                after = [self._before, self._writing]
+                reading_s = work.read_nbytes / self._machine.disk_bytes_per_s
+                read = self._issue("disk in", work.unit, reading_s, after, "activations")
+            back = self._issue("up", work.unit, seconds, [self._computing, read])  # whose memory it takes
+        self._before = self._computing
         task = self._compute(work.unit, work.seconds(self._machine), back)
         self.peak = max(self.peak, self._resident_nbytes + self._schedule.resident_nbytes + work.nbytes)
         self._stow(work)
@@ -510,7 +523,10 @@ class _Host:
             self._stowing = None
         if work.stowed_nbytes:
             seconds = work.stowed_nbytes / self._machine.down_bytes_per_s
-            self._stowing = self._issue("down", work.unit, seconds, [self._computing])
+            self._stowing = self._issue("down", work.unit, seconds, [self._computing, self._writing])
+        if work.written_nbytes:
+            seconds = work.written_nbytes / self._machine.disk_out_bytes_per_s
+            self._writing = self._issue("disk out", work.unit, seconds, [self._stowing], "activations")
 
     def _open(self) -> None:
         stale = [unit for unit in self._schedule.resident if self._is_stale(unit)]

@@ -114,8 +114,8 @@ class Counters:
     fetches: int = 0  # units loaded
     bytes_up: int = 0
     bytes_down: int = 0
-    disk_read: int = 0  # bytes of weights and state that fills and steps read from files
-    disk_written: int = 0  # bytes of optimizer state and FP32 weights
+    disk_read: int = 0  # bytes of weights, state and activations that were read from files
+    disk_written: int = 0  # bytes of optimizer state, weights, gradients and activations
     bytes_offloaded: int = 0  # of saved activations, to the host
     bytes_brought_back: int = 0  # of saved activations, to the device again
     writebacks: int = 0  # units that model code changed in place on the device

@@ -24,7 +24,7 @@ import contextlib
 import ctypes
 import mmap
 import queue
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -293,10 +293,10 @@ def _queue(copies: list[tuple[Tensor, Tensor]]) -> bool:
     return found
 
 
-def aligned_buffer(device: Device, nbytes: int) -> Buffer:
-    """Allocate a buffer (Rule 6)."""
+def aligned_buffer(device: Device, nbytes: int, allocate: Callable[[int], Tensor] | None = None) -> Buffer:
+    """Allocate a buffer (Rule 6), as staging buffers are if nothing else is given."""
     nbytes = blocks(nbytes)
-    whole = device.staging(nbytes + BLOCK)
+    whole = (allocate or device.staging)(nbytes + BLOCK)
     first = -whole.data_ptr() % BLOCK
     return buffer_over(whole[first : first + nbytes])
 

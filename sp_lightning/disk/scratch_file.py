@@ -69,6 +69,15 @@ class FileRanks(Protocol):
         """Return the descriptor that the first rank makes, which all come to have."""
 
 
+class OneProcess:
+    """A process that has a file of its own."""
+
+    rank, size = 0, 1
+
+    def pass_on(self, make: Callable[[], int], what: int = 0) -> int:
+        return make()
+
+
 class Extent(NamedTuple):
     """The range of a tensor in the file."""
 
@@ -87,12 +96,14 @@ class SharedSegment(NamedTuple):
 class _Part(DirectFile):
     """A nameless file in one folder."""
 
-    def __init__(self, folder: str, ranks: FileRanks) -> None:
+    def __init__(self, folder: str, ranks: FileRanks, holds_activations: bool) -> None:
         """Make the file of these ranks; raise OptionError where its folder cannot hold it (Rule 8)."""
         mount = check_folder(folder)
         self._rank = ranks.rank
+        self._holds_activations = holds_activations
         fd = ranks.pass_on(functools.partial(_make, folder))
-        super().__init__(f"the scratch file in {folder}", fd, mount.kind, "optimizer state goes")
+        contents = "activations go" if holds_activations else "optimizer state goes"
+        super().__init__(f"the scratch file in {folder}", fd, mount.kind, contents)
         self.folder = folder
         self.device = mount.device
         try:
@@ -115,7 +126,7 @@ class _Part(DirectFile):
         except OSError as error:
             number = error.errno or errno.EIO
             if number == errno.ENOSPC:
-                raise no_room(self.folder, nbytes) from error
+                raise no_room(self.folder, nbytes, activations=self._holds_activations) from error
             raise self._failed(begin, number, True) from error
 
     def check(self) -> None:
@@ -125,8 +136,9 @@ class _Part(DirectFile):
         return None
 
     def _failed(self, offset: int, number: int, writes: bool) -> DiskError:
-        # Of what is here there is no other copy but in a checkpoint.
-        outcome = f"Check the disk, or name another one, and {DiskError.GO_ON}"
+        # Of what is here there is no other copy but in a checkpoint; of activations no one needs any.
+        outcome = f"Check the disk, or name another one, and {DiskError.GO_ON}" * (not self._holds_activations)
+        outcome = outcome or "Weights are as they were: check the disk, or name another one"
         return DiskError(path=self.path, offset=offset, errno=number, writes=writes, outcome=outcome)
 
     def _both_ways_are_equal(self, direct: int) -> bool:
@@ -161,8 +173,11 @@ class Stripe(NamedTuple):
 class ScratchFile(_Part):
     """A nameless file in a folder, or in several, of which tensors are made."""
 
-    def __init__(self, folders: str | Sequence[str], ranks: FileRanks) -> None:
-        """Make the file of these ranks; raise OptionError where a folder cannot hold it (Rule 8)."""
+    def __init__(self, folders: str | Sequence[str], ranks: FileRanks, holds_activations: bool = False) -> None:
+        """Make the file of these ranks; raise OptionError where a folder cannot hold it (Rule 8).
+
+        ``holds_activations``: errors and the log name them, not the optimizer's state.
+        """
         self.folders = (folders,) if isinstance(folders, str) else tuple(folders)
         self._ranks = ranks
         self._others: list[_Part] = []  # of the folders but the first, whose file is this one (Rule 7)
@@ -170,10 +185,10 @@ class ScratchFile(_Part):
         self._end = ranks.size * SEGMENT if len(self.folders) == 1 else len(self.folders) * STRIPE
         self._places: dict[int, Extent] = {}  # of tensors that live, by their addresses
         self._threads: ThreadPoolExecutor | None = None
-        super().__init__(self.folders[0], ranks)
+        super().__init__(self.folders[0], ranks, holds_activations)
         try:
             for folder in self.folders[1:]:
-                self._others.append(_Part(folder, ranks))
+                self._others.append(_Part(folder, ranks, holds_activations))
             if self._others:
                 self._threads = ThreadPoolExecutor(STRIPING * len(self._others), "superpipeline-stripe")
             OPEN.add(self)
@@ -419,12 +434,12 @@ def free_nbytes(folder: str) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def no_room(folder: str, nbytes: int, checkpoints: int = 0) -> DiskError:
-    """Make the error of a disk that has no room for these bytes of state and of checkpoints."""
+def no_room(folder: str, nbytes: int, checkpoints: int = 0, activations: bool = False) -> DiskError:
+    """Make the error of a disk that has no room for these bytes of state, or activations, and of checkpoints."""
     there = free_nbytes(folder)
     needed, free = format_both(nbytes + checkpoints, there)
     missing, remedies = nbytes + checkpoints - there, ["name another disk"]
-    what = "Optimizer state needs"
+    what = "Activations need" if activations else "Optimizer state needs"
     if checkpoints:
         what = f"Optimizer state ({format_bytes(nbytes)}) and checkpoints ({format_bytes(checkpoints)}) need"
         remedies.insert(0, "save checkpoints elsewhere (ModelCheckpoint(dirpath=...))")

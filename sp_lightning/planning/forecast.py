@@ -167,7 +167,7 @@ class Plan:
     @property
     def disk_read_nbytes(self) -> int:
         """Bytes that a step reads from the disk, the optimizer's state included."""
-        return self.disk_nbytes + self.simulation.state_read_nbytes
+        return self.disk_nbytes + self.simulation.state_read_nbytes + self.simulation.activations_on_disk
 
     @property
     def disk_s(self) -> float:
@@ -177,7 +177,7 @@ class Plan:
     @property
     def disk_written_nbytes(self) -> int:
         """Bytes that a step writes to the disk."""
-        return self.simulation.state_written_nbytes
+        return self.simulation.state_written_nbytes + self.simulation.activations_on_disk
 
     @property
     def disk_written_s(self) -> float:
@@ -193,7 +193,8 @@ class Plan:
     @property
     def wear(self) -> str:
         """How many steps the rating of a drive allows, in a sentence; empty if nothing is written."""
-        return wear_of(self.disk_written_nbytes + (self.accumulate - 1) * self.gradients_on_disk)
+        of_each = self.gradients_on_disk + self.simulation.activations_on_disk
+        return wear_of(self.disk_written_nbytes + (self.accumulate - 1) * of_each)
 
     @property
     def chosen(self) -> dict[str, int]:
@@ -513,8 +514,8 @@ def _bytes_table(plan: Plan) -> Any:
     device = [*plan.device_terms.items(), ("total", plan.device_nbytes)]
     host = [(name.replace("_", " "), nbytes) for name, nbytes in asdict(plan.host).items() if nbytes]
     host.append(("total", plan.host.total))
-    if plan.on_disk:
-        host.append(("on disk", plan.on_disk))
+    if on_disk := plan.on_disk + plan.simulation.activations_on_disk:
+        host.append(("on disk", on_disk))
     for left, right in itertools.zip_longest(device, host, fillvalue=("", None)):
         cells = (
             text for name, nbytes in (left, right) for text in (name, "" if nbytes is None else format_bytes(nbytes))

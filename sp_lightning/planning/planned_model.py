@@ -6,7 +6,8 @@
 3. With a host budget, frozen weights stay in files as in a run (disk/placement.py). Of a module that has its weights,
    those that are in files can; of any other, all frozen ones, which are taken to be in files in the type planned. With
    a disk the optimizer's state goes there as in a run, where it is taken to be AdamW's until it is there, and then
-   weights. Of those that may come to travel in autocast's type, the dry run finds out which do.
+   weights. Of those that may come to travel in autocast's type, the dry run finds out which do. Offloaded activations
+   have what is left of the budget; what exceeds that is on the disk (disk/activation_blocks.py).
 4. Of a model that answers nothing is trained. A step is the pass in the middle of an answer: a token for each row.
 5. A step may begin with answers, and with what other models say of them: passes that train nothing. Each takes its
    time as often as it takes place, and the device's peak is that of all of them and the step.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +65,11 @@ class Requirements:
     def gradients_on_disk(self) -> int:
         """Bytes of gradients on a disk: read and written also where they are only added to."""
         return sum(cost.gradients_on_disk for cost in self.costs)
+
+    @property
+    def activations_on_disk(self) -> int:
+        """Bytes of activations that each batch writes to a disk, and reads."""
+        return sum(work.written_nbytes for work in self.works)
 
     @property
     def streamed(self) -> list[UnitNumbers]:
@@ -169,6 +176,18 @@ def with_moved(
     ]
 
 
+def with_activations_on_disk(works: Sequence[SimulatedVisit], nbytes: int) -> list[SimulatedVisit]:
+    """Return the visits with these bytes of activations on the disk: the first that are saved, which return last."""
+
+    def first(moved: Sequence[int]) -> list[int]:
+        passed = [0, *itertools.accumulate(moved)]
+        return [min(count, max(0, nbytes - before)) for count, before in zip(moved, passed, strict=False)]
+
+    written = first([work.stowed_nbytes for work in works])
+    read = reversed(first([work.fetched_nbytes for work in reversed(works)]))
+    return [replace(work, written_nbytes=w, read_nbytes=r) for work, w, r in zip(works, written, read, strict=True)]
+
+
 def whole_states(states: float) -> int:
     """Count the state tensors of a parameter's shape, which can be on disk; an optimizer's others stay in memory."""
     return int(states + 1e-3)
@@ -177,7 +196,7 @@ def whole_states(states: float) -> int:
 def without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostBytes], states: float) -> HostBytes:
     """Return the host memory of a run less what is on the disk, or what it would be refused with (Rule 3)."""
     if not placed.fits:
-        return replace(placed.host, activations=host.activations)
+        return replace(placed.host, activations=max(host.activations, placed.host.activations))
     trained = sum(units[index].trained for index in placed.spilled)
     state = whole_states(states) * trained
     state += max(0, int(states * trained) - state - placed.factored)  # of vectors

@@ -83,6 +83,7 @@ def make_plan(module: Any, batch: Any, run: PlannedRun, machine: PlannedMachine,
         planner = _Planner(source, run, machine)
         found = planner.plan()
         moves = any(cost.disk_nbytes or cost.state_read_nbytes for cost in planner.needs.costs)
+        moves = moves or planner.needs.activations_on_disk > 0
         moves = moves or any(change.written_nbytes for change in found.host_changes)
         if not (machine.is_disk_assumed and moves):
             return found
@@ -603,7 +604,8 @@ class _Planner:
         if steps and self.run.accumulate == 1:
             many = _Sizes(self, options or self.options, needs, machine or self.machine, MANY)
             many_s = many.batch_s(many.sizes()[1])
-        written = 0 if self.needs.on_disk else sum(cost.state_written_nbytes for cost in needs.costs)
+        had = self.needs.on_disk + self.needs.activations_on_disk
+        written = 0 if had else needs.on_disk + needs.activations_on_disk
         return Change(
             what,
             run.nbytes(sizes),

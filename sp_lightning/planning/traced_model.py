@@ -40,6 +40,7 @@ from ..core.unit_numbers import (
     aligned,
     host_bytes,
 )
+from ..disk.activation_blocks import in_memory_nbytes, written_nbytes
 from ..disk.placement import Budgeted, choose, may_move, may_travel
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.partition import Unit, partition
@@ -58,6 +59,7 @@ from .planned_model import (
     mean_states,
     optimizers_in,
     states_of,
+    with_activations_on_disk,
     with_moved,
     without_disk,
 )
@@ -175,6 +177,9 @@ class TracedModel(PlannedModel):
             costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
             names = [unit.name for unit in trace.units]
             costs = with_moved(costs, names, placed, trained, stepped, wires, placed.gradients, self.states())
+            if placed.room:
+                written = written_nbytes(sum(work.stowed_nbytes for work in works), placed.block, placed.room)
+                works = with_activations_on_disk(works, written)
             return Requirements(costs, works, trace.peak, trace.sizes, trace, weights_on_disk=on_disk)
 
         if trace.phases:
@@ -201,7 +206,10 @@ class TracedModel(PlannedModel):
         spills, trains = options.disk is not None, self.answers is None
         budget, known = options.host_budget, trace.castable
         kinds = dtype, may_cast, trains, spills
-        placed = choose(trace.units, everything, budget, *kinds, castable=known, sharing=self._sharing)
+        offloads = options.offloads
+        placed = choose(
+            trace.units, everything, budget, *kinds, castable=known, sharing=self._sharing, offloads=offloads
+        )
         if placed.units and self._names_in_files is None:
             self.notes.append("frozen weights are taken to be in local files as they are")
         return {index: filed[index] for index in placed.units}, placed
@@ -251,6 +259,8 @@ class TracedModel(PlannedModel):
             waiting = self._at_once * sum(visit.stowed_nbytes for visit in trace.of_pass(2).visits)
             return replace(host_bytes(units, ring=ring), keys_and_values=waiting)
         stowed = sum(work.stowed_nbytes for work in needs.works)
+        if placed.room:
+            stowed = in_memory_nbytes(stowed, placed.block, placed.room)
         host = host_bytes(units, states=self.states(), activations=stowed, ring=ring)
         return without_disk(host, placed, units, self.states())
 

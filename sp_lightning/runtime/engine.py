@@ -21,6 +21,7 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -103,7 +104,7 @@ class Engine:
             team.begin(stores, self.access, self.gradient_return, options.optimizer_overlap, storage.state)
         self._by_storage = {storage_id(unit.store.on_device.storage): unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.stand_ins.hosts}
-        offload = Offload(device, counters)
+        offload = Offload(device, counters, storage.activations(device, counters))
         self.recompute = Recompute(device, offload if options.activations == "recompute+offload" else None)
         self.autocast_weights = AutocastWeights(options.may_cast and compute_dtype is None, self._retype)
         casts = self.autocast_weights.casts
@@ -351,10 +352,14 @@ class Engine:
     def _hook_outputs(self, unit: StreamedUnit, saved: list[OffloadedTensor], output: Any) -> None:
         """Have the unit fetched as soon as backward arrives at any of its outputs (Rule 3)."""
 
+        waiting = [weakref.ref(tensor) for tensor in saved]  # nodes live as long as the loss, and these until they ran
+
         def before_backward(_grads: Any) -> None:
             self.require(unit)
-            for tensor in saved:
-                self.saved.offload.fetch(tensor)
+            for reference in waiting:
+                tensor = reference()
+                if tensor is not None and tensor.place.is_near:
+                    self.saved.offload.fetch(tensor)
 
         for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
             node.register_prehook(before_backward)

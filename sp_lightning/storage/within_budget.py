@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..autograd.autocast_weights import castable
+from ..autograd.offload import Places
 from ..compat.modules import is_compiled
 from ..compat.references import shares_storage, sharing_bytes
 from ..core import malloc
@@ -21,8 +22,17 @@ from ..core.host import host_memory
 from ..core.machine import headroom
 from ..core.telemetry import Counters
 from ..core.unit_numbers import state_nbytes
+from ..disk.activation_blocks import ActivationBlocks
 from ..disk.placement import Budgeted, choose, may_move, may_travel
-from ..disk.scratch_file import ScratchFile, check_folder, check_room, in_memory_nbytes, make_room, shares
+from ..disk.scratch_file import (
+    OneProcess,
+    ScratchFile,
+    check_folder,
+    check_room,
+    in_memory_nbytes,
+    make_room,
+    shares,
+)
 from ..disk.source_files import Found, check_available, find
 from ..disk.weight_files import WeightFiles, find_local
 from ..errors import HostMemoryError
@@ -89,7 +99,8 @@ class WithinBudget(InMemory):
         # Other code may refer to their bytes (placement.py, Rule 5).
         shared = sharing_bytes(parameters) | find_foreign(parameters) if self.spills and keep else ()
         kinds = *self._types, self._trains, self.spills
-        placed = choose(units, filed, self._budget, *kinds, casts, shared, self._sharing)
+        offloads = self._options.offloads
+        placed = choose(units, filed, self._budget, *kinds, casts, shared, self._sharing, offloads)
         if not placed.fits:
             raise HostMemoryError(self._not_met(placed, [p for p in parameters if id(p) not in found]))
         stay = set(map(id, self._params(placed.units)))
@@ -194,6 +205,7 @@ class WithDisk(WithinBudget):
 
     spills = True
     _gradients: GradientRing | None = None  # through which they go to the disk
+    _activations: ActivationBlocks | None = None  # that are offloaded
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -242,12 +254,26 @@ class WithDisk(WithinBudget):
         self._made.add(store.unit.index)
         return SlabOnDisk(store, device, self._gradients)
 
+    def activations(self, device: Device, counters: Counters) -> Places:
+        block, room = self.placed.block, self.placed.room
+        if not room:
+            return super().activations(device, counters)
+        if self._activations is None:
+            self._activations = ActivationBlocks(self._make_file, device, counters, block, room)
+        self._activations.resize(room)
+        return self._activations
+
+    def _make_file(self) -> ScratchFile:
+        return ScratchFile(self._folders, OneProcess(), holds_activations=True)
+
     def _gradients_to_come(self) -> int:
         return sum(nbytes for index, nbytes in self.placed.gradients.items() if index not in self._made)
 
     def close(self) -> None:
         if self._gradients is not None:
             self._gradients.close()
+        if self._activations is not None:
+            self._activations.close()
         super().close()
 
     def _on_disk(self, file: ScratchFile, buffer_nbytes: int) -> StateOnDisk:

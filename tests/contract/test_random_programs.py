@@ -9,6 +9,7 @@ steps. One that the plain run refuses tells nothing; few do, and none that is pr
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 
 import program_edits
@@ -18,6 +19,9 @@ import pytest
 import torch
 
 import parity
+from sp_lightning.autograd import offload
+from sp_lightning.core.unit_numbers import aligned
+from sp_lightning.disk import activation_blocks
 from sp_lightning.memory.host_copy import HostCopy
 from sp_lightning.runtime.engine import Engine
 
@@ -79,6 +83,21 @@ def test_random_programs_step_on_the_device_as_plain_ones_there(first):
     runs = programs.runs_on(torch.device("simgpu"))
     found = outcomes(range(first, first + SHEET), runs, draw=programs.stepped_there)
     assert found["equal"] >= SHEET - TELL_NOTHING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, ALL // 4, SHEET))
+def test_random_programs_do_what_they_do_plainly_with_activations_on_the_disk(first, device, monkeypatch):
+    """In blocks of a page, with room for four tensors at most, of which one is in memory."""
+    written = []
+    for name, value in {"BLOCK_NBYTES": 4096, "SMALLEST": 4096, "LEAST": 1, "BEHIND": 1}.items():
+        monkeypatch.setattr(activation_blocks, name, value)
+    monkeypatch.setattr(activation_blocks, "aligned", functools.partial(aligned, alignment=1024))
+    monkeypatch.setattr(offload, "ALIGNMENT", 64)  # smaller tensors would stay on the device
+    write = activation_blocks.ActivationBlocks._write
+    monkeypatch.setattr(activation_blocks.ActivationBlocks, "_write", lambda *given: written.append(1) or write(*given))
+    found = outcomes(range(first, first + SHEET), programs.runs_on(device), draw=programs.offloaded_to_disk)
+    assert found["equal"] >= SHEET - TELL_NOTHING and len(written) > 3 * SHEET
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from families import FAMILIES
 
 import models
 import parity
-from sp_lightning.disk import scratch_file, state_ring
+from sp_lightning.disk import activation_blocks, scratch_file, state_ring
 
 STEPS_TOO = "simgpu, which steps too"  # with optimizer_device="device"
 WINDOWS = {"1": 1, "2": 2, "all": 64}
@@ -30,6 +30,8 @@ PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "bf16-true, masters", "16-mi
 def small_buffers(monkeypatch):
     monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
     monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
+    for name, value in {"BLOCK_NBYTES": 4096, "SMALLEST": 4096, "LEAST": 2}.items():
+        monkeypatch.setattr(activation_blocks, name, value)
     monkeypatch.setattr(scratch_file, "STRIPE", 2 * scratch_file.SEGMENT)
 
 

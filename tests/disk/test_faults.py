@@ -206,10 +206,11 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 import sp_lightning
-from sp_lightning.disk import scratch_file, state_ring
+from sp_lightning.disk import activation_blocks, scratch_file, state_ring
 
 torch.set_num_threads(1)
 state_ring.BUFFER = state_ring.SMALLEST = 1 << 16
+activation_blocks.BLOCK_NBYTES, activation_blocks.LEAST = 4096, 2
 scratch_file.STRIPE = 2 * scratch_file.SEGMENT
 folder, kill_at, precision, checkpoints = sys.argv[1], *sys.argv[3:]
 epochs = int(sys.argv[2])
@@ -250,7 +251,7 @@ class Module(L.LightningModule):
 
     def training_step(self, batch):
         draws = torch.Generator().manual_seed(self.current_epoch)
-        x = torch.randn(5, 48, generator=draws).to(self.net[0][0].weight.dtype)
+        x = torch.randn(40, 48, generator=draws).to(self.net[0][0].weight.dtype)
         return self.net(x).float().square().mean()
 
     def configure_optimizers(self):
@@ -284,6 +285,7 @@ strategy = sp_lightning.SuperpipelineStrategy(
     disk=[os.path.join(folder, "a"), os.path.join(folder, "b")],
     host_budget="0B",
     checkpoints=checkpoints,
+    activations="offload",
     master_weights=master_weights,
     **({} if master_weights else {"wire_dtype": "as-is"}),
 )

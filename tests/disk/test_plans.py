@@ -14,7 +14,7 @@ from sp_lightning.core.machine import GIB, PROFILES
 from sp_lightning.core.schedule import Schedule
 from sp_lightning.core.simulation import simulate
 from sp_lightning.core.unit_numbers import UnitNumbers
-from sp_lightning.disk import placement, state_ring
+from sp_lightning.disk import activation_blocks, placement, state_ring
 from sp_lightning.memory.weights import BY_ITSELF
 from sp_lightning.planning import plan
 
@@ -206,7 +206,11 @@ def test_a_plan_puts_as_much_state_on_disk_as_a_run_does(tmp_path):
     assert len(seen) > 2 or whole <= least.total
 
 
-@parity.product(kind=["AdamW", "SGD", "Adafactor"], precision=["32-true", "bf16-mixed"], disk=[False, True])
+@parity.product(
+    kind=["AdamW", "SGD", "Adafactor"],
+    precision=["32-true", "bf16-mixed"],
+    disk=[None, {}, {"activations": "offload"}, {"activations": "recompute+offload"}],
+)
 @pytest.mark.seldom
 def test_a_plan_and_a_run_refuse_the_same_budgets(kind, precision, disk, tmp_path, monkeypatch):
     def run(budget):
@@ -218,7 +222,9 @@ def test_a_plan_and_a_run_refuse_the_same_budgets(kind, precision, disk, tmp_pat
 
     monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
     monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
-    options = {"disk": str(tmp_path)} if disk else {}
+    monkeypatch.setattr(activation_blocks, "BLOCK_NBYTES", 4096)
+    monkeypatch.setattr(activation_blocks, "SMALLEST", 4096)
+    options = {} if disk is None else {"disk": str(tmp_path)} | disk
     options |= {} if precision == "bf16-mixed" else {"wire_dtype": "as-is"}
     net = model(tmp_path)
     whole = planned(net).host.total

@@ -205,6 +205,13 @@ def stepped_there(number: int, ranked: bool = False) -> Program:
     return dataclasses.replace(program, options=(*program.options, ("optimizer_device", "device")))
 
 
+def offloaded_to_disk(number: int, ranked: bool = False) -> Program:
+    """Make a program from its number, whose activations go to the host and, as they exceed it, to the disk."""
+    program = draw(number, ranked)
+    kind = ("offload", "recompute+offload")[number % 3 == 2]
+    return dataclasses.replace(program, options=(*program.options, ("activations", kind), ("disk", True)))
+
+
 def draw_lone(number: int, ranked: bool = True) -> Program:
     """Make a program of two ranks from its number, of which one rank does something alone."""
     program, dice = draw(number, ranked), random.Random(f"lone {number}")

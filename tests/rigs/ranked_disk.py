@@ -27,7 +27,7 @@ import parity
 import sp_lightning
 from sp_lightning.core import host
 from sp_lightning.core.machine import headroom
-from sp_lightning.disk import direct_file, scratch_file, state_ring
+from sp_lightning.disk import activation_blocks, direct_file, scratch_file, state_ring
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.optim import torn_step
 from sp_lightning.storage import disk_of_ranks, within_budget
@@ -38,9 +38,10 @@ OPTIONS = {"host_budget": "0B", "disk": "."}
 
 @contextlib.contextmanager
 def small_portions() -> Iterator[None]:
-    """Have buffers of the smallest size, and stripes of a few blocks."""
+    """Have buffers of the smallest size, stripes of a few blocks, and activations in blocks of a page."""
+    pages = mock.patch.multiple(activation_blocks, BLOCK_NBYTES=4096, SMALLEST=4096, LEAST=2)
     small = mock.patch.object(scratch_file, "STRIPE", 2 * scratch_file.SEGMENT)
-    with mock.patch.object(state_ring, "BUFFER", state_ring.SMALLEST), small:
+    with mock.patch.object(state_ring, "BUFFER", state_ring.SMALLEST), small, pages:
         yield
 
 
