@@ -134,6 +134,19 @@ def test_random_programs_do_on_two_nodes_what_they_do_under_ddp(first, size, dev
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("first", "size"), [(2 * RANKED, 2), (2 * RANKED + SHEET, 4)])
+def test_random_programs_do_with_divided_state_what_they_do_under_ddp(first, size):
+    """Or say why not: a weight that was given other data is refused, once there is state."""
+    runs = program_ranks.runs_on(torch.device("cpu"), size, nodes=2)
+    drawn = [program_ranks.divided(programs.draw(number, ranked=True)) for number in range(first, first + SHEET)]
+    found = [programs.outcome(program, runs) for program in drawn]
+    wrong = [outcome for outcome in found if outcome.kind == "differs"]
+    wrong += [outcome for outcome in found if outcome.kind == "refused" and "was given other data" not in outcome.what]
+    assert not wrong
+    assert sum(outcome.kind == "equal" for outcome in found) >= SHEET * 3 // 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, RANKED, SHEET))
 def test_what_one_rank_alone_does_is_refused_or_has_the_effect_that_it_has_under_ddp(first, device):
     """Never silently another one; and no rank waits for good (processes.TIMEOUT)."""

@@ -322,7 +322,7 @@ def by_trainer(run: Run, size: int) -> None:
                 run.scene.see("prediction", trainer.predict(module, loader))
             except Exception as error:  # a fault in forward that came after the last batch
                 run.catch(error)
-        trainer.save_checkpoint(saved)
+        trainer.save_checkpoint(saved, weights_only=run.divides)
         run.see_file(saved)
         run.scene.optimizers = trainer.optimizers
     run.see_end()

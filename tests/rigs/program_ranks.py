@@ -19,6 +19,7 @@ from ranked_runs import simulated
 import parity
 from sp_lightning.errors import SuperpipelineError
 
+LOOKS_AT_STATE = ("optimizer: state", "optimizer: load_state_dict", "optimizer: see state")
 SLOW_S = 0.02  # that one rank's thread, or none's, takes more for each unit's step
 
 
@@ -42,6 +43,18 @@ def runs_on(device: torch.device, size: int = 2, nodes: int = 1) -> Runs:
         return parity.Record(entries, {"raised": [error for one in records for error in one.telemetry["raised"]]})
 
     return runs
+
+
+def divided(program: Program) -> Program:
+    """Return what of a program can have its optimizers' state divided among nodes."""
+    options = {name: value for name, value in program.options if name != "disk"} | {"divide_state": True}
+    whole = program.optimizer in ("adafactor", "by storage")
+    return dataclasses.replace(
+        program,
+        optimizer="adamw" if whole else program.optimizer,
+        options=tuple(options.items()),
+        acts=tuple(act for act in program.acts if act.edit not in LOOKS_AT_STATE),
+    )
 
 
 def on(device: torch.device, program: Program) -> Program:

@@ -79,6 +79,11 @@ class Run:
         self._seen: list[tuple[str, str, Any]] = []
         self.scene = self._new_scene()
 
+    @property
+    def divides(self) -> bool:
+        """Whether the streamed run divides the optimizers' state among nodes."""
+        return bool(self.program.option.get("divide_state"))
+
     def _new_scene(self) -> Scene:
         torch.manual_seed(self.program.number)
         return Scene(Net(self.program.kinds), self.device)
@@ -183,7 +188,7 @@ class Run:
         scene.see("parameter", dict(scene.net.named_parameters()))
         scene.see("gradient", {name: p.grad for name, p in scene.net.named_parameters()})
         scene.see("buffer", dict(scene.net.named_buffers()))
-        for number, optimizer in enumerate(scene.optimizers):
+        for number, optimizer in enumerate(() if self.divides else scene.optimizers):  # no node has the whole state
             scene.see(f"optimizer {number}", state_of(optimizer))
         scene.see("RNG state", parity.host_rng_states() | parity.device_rng_state(self.device))
 
