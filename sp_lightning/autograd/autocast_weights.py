@@ -20,7 +20,8 @@ bits are the same as long as the operator is all that ever sees the weight. So:
    separately; without gradients there may be any number of uses. While a pass is recorded, the window is half as wide,
    because weights take up to twice the bytes of later passes.
 4. *Changed between passes.* A unit's layout changes where a pass begins, if nothing of the unit is bound, referenced
-   elsewhere, or saved by a graph that waits for its backward; otherwise it waits for a later pass.
+   elsewhere, or in a graph that waits for its backward; otherwise it waits for a later pass. A new layout has a new
+   node: gradients of one backward that came by two would be added to an earlier one in another order.
 5. *Guarded.* The same dictionary stays in later passes. Any other read is noticed before the weight is used: it is
    given a full-precision copy (fp32_copies.py), and from the next pass on the weight travels as it is, for good. A
    second use of those that count is exact (gradient_nodes.py, Rule 4), and has the same consequence.
@@ -37,6 +38,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,6 +61,7 @@ CAST_FOR = {  # functions that do nothing else with a weight than an operator th
     *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
     *(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm, torch.addmm),
 }
+_numbers = itertools.count()  # of uses
 CASTS = {Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}  # and ``Tensor.to``
 
 
@@ -251,24 +254,27 @@ class CastCandidate(InPlaceOfForward):
         elif recorded:
             self._forward_runs += 1
         output = stand_ins.outputs[self.index]
+        arrive: Callable[..., Any] = stand_ins.uses.arrive
         if self.index not in self.unit.store.autocast:
-            if recorded and not lent:
-                return self._cast_on_device(output, dtype)
-            if recorded:  # the code casts by itself, and autograd sums the gradients of all uses
-                self._leave_to_autograd()
-            return output
-        if not recorded or not output.requires_grad:
+            if not recorded or lent:
+                if recorded:  # the code casts by itself, and autograd sums the gradients of all uses
+                    self._leave_to_autograd()
+                return output
+            use, arrive = self._cast_on_device(output, dtype), stand_ins.uses.arrive_at_cast
+        elif not recorded or not output.requires_grad:
             return output.detach()  # like a cast without autograd: ``requires_grad`` decides on kernels
-        use = output.view_as(output)
-        use.grad_fn.register_prehook(functools.partial(stand_ins.uses.arrive, self.index))  # type: ignore[union-attr]
+        else:
+            use = output.view_as(output)
+        if use.grad_fn is not None:
+            number = next(_numbers)
+            stand_ins.awaited[number] = hook = functools.partial(arrive, self.index, number)
+            use.grad_fn.register_prehook(hook)
         return use
 
     def _cast_on_device(self, output: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast the weight as autocast does; until its forward ends, what autograd saves of the cast is noted."""
         use = self._device.cast(output, dtype)
         if use.grad_fn is not None:
-            uses = self.unit.stand_ins.uses
-            use.grad_fn.register_prehook(functools.partial(uses.arrive_at_cast, self.index))
             if self._several:  # whose sum is FP32
                 self.unit.store.cast_gradients.pop(self.index, None)
             else:
@@ -494,7 +500,7 @@ class AutocastWeights:
             self._dirty = unit.stand_ins.full_precision.refresh() or self._dirty
             if of_unit == unit.store.autocast:
                 continue
-            if unit.movable and not unit.store.remembered():
+            if unit.movable and not unit.store.remembered() and not unit.stand_ins.awaited:
                 self._change(unit, of_unit)
             else:
                 self._dirty = True

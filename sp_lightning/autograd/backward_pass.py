@@ -43,6 +43,7 @@ class BackwardPass:
     def __init__(self, access: Access) -> None:
         self._access = access
         self._task = -1  # autograd's number of the outermost backward
+        self.brought_by = -1  # that of the backward, nested or not, which brought the last gradients
         self.last: StreamedUnit | None = None  # needed last; None once its gradients came
         self._inside: set[StreamedUnit] = set()  # needed by now, with gradients that are not complete
         self._complete: set[StreamedUnit] = set()  # with complete gradients
@@ -70,7 +71,8 @@ class BackwardPass:
         """Record that the unit's gradients are done; return whether the unit may be stepped (Rules 1, 2)."""
         self._inside.discard(unit)
         self.last = None
-        if graph_task() != self._task:
+        self.brought_by = graph_task()
+        if self.brought_by != self._task:
             return False
         self._complete.add(unit)
         has_all = not unit.stand_ins.full_precision.gradients_split and all(map(_requires_grad, unit.store.params))

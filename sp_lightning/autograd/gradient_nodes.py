@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ from ..memory.watched_parameters import true_grad_fn
 
 Gradients = tuple[Tensor | None, ...]
 Receive = Callable[[Any, Gradients], Gradients]  # from the node that runs and its gradients
+# Prehooks of uses in graphs, by numbers of their own: until they are called, or the graph is gone.
+Awaited = WeakValueDictionary[int, Callable[[Gradients], Any]]
 LEAF_PRIORITY = 2**64 - 1
 
 
@@ -81,19 +84,24 @@ def check_not_recorded(output: Tensor, name: str) -> None:
 class CastUses:
     """The gradients of a unit's weights in autocast's type, by their uses in a graph (Rule 4)."""
 
-    def __init__(self) -> None:
+    def __init__(self, awaited: Awaited) -> None:
+        self.awaited = awaited
         self.arrived: dict[int, dict[int, list[Tensor]]] = {}  # by the number of autograd's task, then by weight
         self.left_to_autograd: set[int] = set()  # weights of casts on the device that are read in another way as well
 
-    def arrive(self, index: int, grads: Gradients) -> Gradients:
+    def arrive(self, index: int, use: int, grads: Gradients) -> Gradients:
         """Collect the gradient of a use, as a prehook of its node: the unit's node gets none from there."""
+        self.awaited.pop(use, None)
         if grads[0] is not None:
             self.arrived.setdefault(graph_task(), {}).setdefault(index, []).append(grads[0])
         return (None,)
 
-    def arrive_at_cast(self, index: int, grads: Gradients) -> Gradients | None:
+    def arrive_at_cast(self, index: int, use: int, grads: Gradients) -> Gradients | None:
         """Collect the gradient of a cast on the device, unless autograd sums it with others of the weight."""
-        return None if index in self.left_to_autograd else self.arrive(index, grads)
+        if index not in self.left_to_autograd:
+            return self.arrive(index, use, grads)
+        self.awaited.pop(use, None)
+        return None
 
     def sums(self) -> dict[int, Tensor]:
         """Return and forget the sums of gradients that arrived in the running task of autograd, by weight."""

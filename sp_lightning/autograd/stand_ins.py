@@ -3,7 +3,8 @@
 1. A slot is a place that holds a parameter: an entry of some module's ``_parameters``, or another list or attribute
    that holds it as well. A slot that holds something else by now belongs to user code, and is left alone.
 2. Stand-ins are in the slots only while the unit is resident, and never after it was evicted.
-3. The node is made anew when ``requires_grad`` of a parameter changed; older graphs keep the older one.
+3. The node is made anew when ``requires_grad`` of a parameter changed; older graphs keep the older one. A backward that
+   comes by both is an error (gradients/way_down.py, Rule 6).
 4. What model code writes to a stand-in goes down to the host at the end of the visit. The version counter shows a
    write; where ``.data`` was read, the bytes are compared with the host's, also later, while code may have kept what it
    read and the unit is not stale. Where other tensors lie over the host's bytes, nobody knows whether these are still
@@ -50,7 +51,7 @@ from ..memory.watched_parameters import (
 from ..memory.weights import Weight, same_bytes
 from ..wholes.whole import Whole, part_of
 from .fp32_copies import FullPrecisionCopies
-from .gradient_nodes import CastUses, Gradients, Receive, check_not_recorded, connect
+from .gradient_nodes import Awaited, CastUses, Gradients, Receive, check_not_recorded, connect
 
 _requires_grad = operator.attrgetter("requires_grad")
 OnGradients = Callable[["StreamedUnit", Any, Gradients], Gradients]
@@ -128,7 +129,8 @@ class StandIns:
         self.data_exposed = [False]  # whether ``.data`` of any stand-in was read; each refers to this list
         self.may_be_kept = False  # whether it was read before, and other code may still have what it got (Rule 4)
         self._were: list[Tensor] = []  # the weights' device bytes, where it may and the host's may be written unseen
-        self.uses = CastUses()
+        self.awaited = Awaited()  # of any build: a graph leads from them to a node of the unit
+        self.uses = CastUses(self.awaited)
         self.full_precision = FullPrecisionCopies(store, receive)
         self._bound_slots = 0
         self._trainable: list[bool] = []
@@ -157,7 +159,7 @@ class StandIns:
         assert not self.bound
         for whole in self.wholes:
             whole.follow()
-        self.uses = CastUses()
+        self.uses = CastUses(self.awaited)
         receive = self._receiver(self.uses)
         views = [*map(self.store.on_device.view, range(len(self.store.params)))]
         self.places, parts = [*views], self.store.unit.parts

@@ -14,6 +14,8 @@
 4. A gradient in autocast's type comes down in that type and becomes FP32 on the host: the same value.
 5. Other code may change what was accumulated before the optimizer steps: a hook in backward, or a graph that leads to a
    host parameter past its unit's node (gradient_nodes.py). Such changes are recorded for the step in backward.
+6. A task of autograd takes a parameter's gradient once: a plain run adds the sum of all to an earlier gradient. Where a
+   unit has two nodes in one graph (stand_ins.py, Rule 3) they would come one after the other, which is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from ..autograd.gradient_nodes import LEAF_PRIORITY, Gradients
 from ..compat.tensors import forward_level, is_batched_gradient, set_sequence_number, will_execute
 from ..core.telemetry import Counters
 from ..core.unit_numbers import ALIGNMENT
-from ..errors import DiskError
+from ..errors import DiskError, ExactnessError
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout
@@ -192,13 +194,13 @@ class GradientReturn:
         self._lock = threading.RLock()
         self._last: GradientTransfer | None = None  # its device buffer is not freed yet
         self._numbers = itertools.count(LEAF_PRIORITY - 1, -1)
-        self.taken: set[int] = set()  # ids of parameters whose gradients were taken in this backward (Rule 1)
+        self.taken: dict[int, int] = {}  # by the ids of parameters, the task of this backward that took theirs (Rule 1)
         self.marks = GradientVersions()
 
-    def receive(self, store: HostCopy, node: Any, grads: Gradients, step: PendingStep | None) -> Gradients:
+    def receive(self, store: HostCopy, node: Any, grads: Gradients, step: PendingStep | None, task: int) -> Gradients:
         """Receive a unit's gradients from autograd and return those that it has to get back (Rules 1 and 2).
 
-        If they are final, ``step`` may step the unit once they are accumulated.
+        If they are final, ``step`` may step the unit once they are accumulated. ``task`` is autograd's number for this.
         """
         for grad, parameter in zip(grads, store.params, strict=True):
             if grad is None and has_hooks(parameter):
@@ -221,7 +223,7 @@ class GradientReturn:
                 returned[index] = grad
                 set_sequence_number(leaf, next(self._numbers))
         if taken:
-            self._take(store, taken, step)
+            self._take(store, taken, step, task)
         return self._arrived(store, returned)
 
     def finish(self) -> None:
@@ -267,7 +269,7 @@ class GradientReturn:
 
     # ---- taken
 
-    def _take(self, store: HostCopy, taken: dict[int, Tensor], step: PendingStep | None) -> None:
+    def _take(self, store: HostCopy, taken: dict[int, Tensor], step: PendingStep | None, task: int) -> None:
         """Pack these gradients and send them down, to be accumulated or stepped on arrival."""
         self.let_go()
         exchange = self.exchange if self.exchange is not None and self.exchange.active else None
@@ -275,6 +277,9 @@ class GradientReturn:
         if slab is None or slab.wide is not None or not slab.fits(store):
             slab = self._slabs[store] = self._next_slab(store)
         indices = list(taken)
+        ids = [id(store.params[index]) for index in indices]
+        if not self.taken.keys().isdisjoint(ids):
+            self._check_once(store, ids, task)
         if slab.narrow:
             indices.sort(key=lambda index: index not in slab.narrow)  # slab.py, Rule 2
         grads = [taken[index] for index in indices]
@@ -288,7 +293,7 @@ class GradientReturn:
         transfer.slots = places
         transfer.in_use = [(place.tensor, place.wide_view, place.lands_in) for place in places]
         self.marks.note_packed(transfer.parameters)
-        self.taken.update(map(id, transfer.parameters))
+        self.taken.update(dict.fromkeys(ids, task))
         if self.exchange is not None:
             self.exchange.reached(transfer.parameters)
         if exchange is not None:
@@ -299,6 +304,14 @@ class GradientReturn:
             step.take(store, transfer)
         else:
             self._under_way.append(transfer)
+
+    def _check_once(self, store: HostCopy, ids: Collection[int], task: int) -> None:
+        """Raise ExactnessError if this task of autograd took gradients of these parameters before (Rule 6)."""
+        if any(self.taken.get(each) == task for each in ids):
+            raise ExactnessError(
+                f"one backward sums gradients of {store.unit.name} over two forwards between which requires_grad of a "
+                "parameter changed; a plain run sums them in another order. Call backward before it changes"
+            )
 
     def _next_slab(self, store: HostCopy) -> GradientSlab:
         before = self._slabs.get(store)

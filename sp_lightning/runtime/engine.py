@@ -433,7 +433,7 @@ class Engine:
             step = self.step_owner.takes_units if self.backward_pass.completed(unit) else None
             if step is not None:
                 unit.stand_ins.collect_writes()
-            return self.gradient_return.receive(unit.store, node, grads, step)
+            return self.gradient_return.receive(unit.store, node, grads, step, self.backward_pass.brought_by)
 
     def land(self) -> None:
         """Wait until all gradients under way are in ``.grad``, and a pending step is done.

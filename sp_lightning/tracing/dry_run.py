@@ -252,12 +252,12 @@ class _CountedGradients(GradientReturn):
 
     device: _CountingDevice
 
-    def receive(self, store: HostCopy, node: Any, grads: Gradients, step: PendingStep | None) -> Gradients:
+    def receive(self, store: HostCopy, node: Any, grads: Gradients, step: PendingStep | None, task: int) -> Gradients:
         for grad in grads:
             if grad is not None:
                 self.device.tracker.mark(grad, GRADIENTS)
         with self.device.tracker.on_host():
-            return super().receive(store, node, grads, step)
+            return super().receive(store, node, grads, step, task)
 
 
 class _StepRecorder:

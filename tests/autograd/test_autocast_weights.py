@@ -117,6 +117,44 @@ def test_training_is_exact(device, activations, accumulate):
     check(layers, training(accumulate=accumulate), device, window=2, activations=activations)
 
 
+def earlier(net):
+    """Give all parameters a gradient, as an earlier backward may have left one."""
+    for p in net.parameters():
+        p.grad = torch.arange(p.numel(), dtype=torch.float32).sin().reshape(p.shape).to(p.device)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("forwards", [2, 3])
+@pytest.mark.few(2)
+def test_several_forwards_of_one_backward_are_added_to_an_earlier_gradient_together(device, forwards, activations):
+    """From the second forward on a weight could travel in another type, and its gradients would come in two parts."""
+
+    def run(net, device):
+        for _ in range(2):
+            earlier(net)
+            with autocast(device):
+                value = sum(squares(net, x) for x in inputs(device, forwards))
+            value.backward()
+            yield value
+            yield [p.grad for p in net.parameters()]
+
+    check(layers, run, device, window=2, activations=activations)
+
+
+@pytest.mark.parametrize("ends", [lambda values: sum(values).backward(), list.clear], ids=["backward", "dropped"])
+def test_a_weight_travels_in_autocast_s_type_once_no_graph_waits_for_its_backward(device, ends):
+    net = layers()
+    with sp_lightning.stream(net, device, window=2) as handle:
+        values, seen = [], []
+        for x in inputs(device, 4):
+            with autocast(device):
+                values.append(squares(net, x))
+            seen.append(bool(travelling(handle)))
+            if len(seen) == 3:
+                ends(values)
+    assert seen == [False, False, False, True]
+
+
 def test_weights_that_are_not_trained_travel_cast_too(device):
     def frozen():
         net = layers()

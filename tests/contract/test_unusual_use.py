@@ -2806,3 +2806,42 @@ def test_a_call_that_finds_weights_replaced_has_the_new_ones(part, wrapped, devi
             self.inner = Offset()
 
     check(Outer if part else Offset, run, device)
+
+
+# --- One backward over forwards between which a parameter is frozen
+
+
+def two_forwards(net, device, between, sums=True):
+    """Gradients of two forwards, by one backward or by two, on top of earlier ones."""
+    first, second = (models.vectors(seed)[0].to(device) for seed in range(2))
+    net(first).square().sum().backward()
+    values = [net(first).square().mean()]
+    between(net)
+    values.append(net(second).square().mean())
+    for value in [sum(values)] if sums else values:
+        value.backward()
+    return [p.grad for p in net.parameters()]
+
+
+def freeze_one(net):
+    next(p for p in net.blocks[1].parameters()).requires_grad_(False)
+
+
+def freeze_all(net):
+    net.blocks[1].requires_grad_(False)
+
+
+def test_one_backward_over_forwards_between_which_a_parameter_was_frozen_is_refused(device):
+    """A plain run sums both before it adds them to an earlier gradient; two nodes bring one after the other."""
+    with sp_lightning.stream(net := models.stack_of(models.Block)(), device, window=2):
+        with pytest.raises(ExactnessError, match=r"of blocks\.1 over two forwards between which requires_grad"):
+            two_forwards(net, device, freeze_one)
+
+
+@pytest.mark.parametrize("between, sums", [(freeze_one, False), (freeze_all, True), (lambda net: None, True)])
+def test_such_forwards_with_a_backward_each_or_no_gradient_to_sum_are_exact(between, sums, device):
+    net = models.stack_of(models.Block)()
+    plain = two_forwards(copy.deepcopy(net).to(device), device, between, sums)
+    with sp_lightning.stream(net, device, window=2):
+        streamed = two_forwards(net, device, between, sums)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(streamed, plain, strict=True))

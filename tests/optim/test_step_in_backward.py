@@ -572,7 +572,7 @@ def test_what_is_being_stepped_is_not_fetched_ahead(monkeypatch):
         if (
             in_backward()
             and store.owner.step_owner.takes_units is not None
-            and not gradient_return.taken.isdisjoint(map(id, store.params))
+            and not gradient_return.taken.keys().isdisjoint(map(id, store.params))
         ):
             fetched.append(store.unit.name)
         load(store)
