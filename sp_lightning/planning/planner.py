@@ -186,7 +186,8 @@ class _Planner:
         under_way = self.run.sharing.ahead * max((cost.down_nbytes for cost in needs.costs), default=0)
         messages = self.run.sharing.messages(max((cost.gradient_nbytes for cost in needs.costs), default=0))
         cut = _is_elementwise(optimizer) and not self.trains_shards
-        if self._stays_narrow(optimizer, options or self.options):
+        chosen = options or self.options
+        if self._stays_narrow(optimizer, chosen) and chosen.host_budget is None:  # which has room for what code reads
             came = sum(cost.down_nbytes for cost in needs.costs)
             host = replace(host, gradients=host.gradients * came // max(1, sum(c.gradient_nbytes for c in needs.costs)))
         replicas = self.ranks // self.shards
