@@ -262,15 +262,15 @@ class Ranks(OneRank):
         pause, longest = POLL_S
         while True:
             states = list(self._state or ())  # read first: who left may have posted before that
-            ranks = missing()
-            if not ranks:
+            awaited = missing()
+            if not awaited:
                 return
-            if news := ended(states, ranks):
+            if news := ended(states, awaited):
                 raise PeerError(news)
             if time.monotonic() > deadline:
-                for rank in ranks:
+                for rank in awaited:
                     self._note(rank, SILENT)
-                raise PeerError(self._silent(what, ranks))
+                raise PeerError(self._silent(what, awaited))
             time.sleep(pause)
             pause = min(2 * pause, longest)
 

@@ -376,15 +376,15 @@ class Exchange:
 
     def _getting_on(self, backward: _Backward) -> list[int]:
         """List the ranks to wait for: none once they do not get on, and there is more room instead (Rule 9)."""
-        ranks = self._waiting_for(backward)
-        signs = [self.board.row(rank, self._signs, self._came_to + 1) for rank in ranks]
+        awaited = self._waiting_for(backward)
+        signs = [self.board.row(rank, self._signs, self._came_to + 1) for rank in awaited]
         if signs != backward.signs:
-            backward.signs, backward.until_s = signs, time.monotonic() + self._patience_s(backward, ranks)
-        elif ranks and time.monotonic() > backward.until_s:
+            backward.signs, backward.until_s = signs, time.monotonic() + self._patience_s(backward, awaited)
+        elif awaited and time.monotonic() > backward.until_s:
             backward.signs = []
             self._ahead, self._until = 2 * self._ahead, self._count + KEPT
             return []
-        return ranks
+        return awaited
 
     def _patience_s(self, backward: _Backward, ranks: Sequence[int]) -> float:
         """Return for how many seconds this rank waits for a sign of others (Rule 9)."""
