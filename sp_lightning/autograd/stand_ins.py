@@ -159,6 +159,7 @@ class StandIns:
         assert not self.bound
         for whole in self.wholes:
             whole.follow()
+        trainable = list(map(_requires_grad, self.hosts))  # a whole's parts train as it does
         self.uses = CastUses(self.awaited)
         receive = self._receiver(self.uses)
         views = [*map(self.store.on_device.view, range(len(self.store.params)))]

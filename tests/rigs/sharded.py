@@ -806,6 +806,7 @@ def planned(name: str, options: dict[str, Any]) -> dict[str, Any]:
             counted.clear()
             words = words.to(device)
             loss = loss_of(name)(model, words)
+            offloaded = handle.engine.saved.offload.host_nbytes  # backward gives it back
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             found["sent"] = sum(counted)
@@ -817,7 +818,7 @@ def planned(name: str, options: dict[str, Any]) -> dict[str, Any]:
         handle.finish_step()
         states = (value for optimizer in stepped_by for state in optimizer.state.values() for value in state.values())
         found["host"] = sum(aligned(local(value).nbytes) for value in states if value.dim()) + gradients
-        found["host"] += handle.engine.saved.offload.host_nbytes
+        found["host"] += offloaded
         found["host"] += sum(unit.store.slab.truth.numel() for unit in handle.engine.units)
         found["peak"] = torch.accelerator.max_memory_allocated()
     return found
