@@ -114,7 +114,9 @@ def main(folder: pathlib.Path, name: str) -> None:
         train_loop_config={"folder": str(folder), "run": name},
         scaling_config=ScalingConfig(num_workers=run.workers),
         run_config=RunConfig(
-            storage_path=str(folder / "reports"), failure_config=FailureConfig(0 if run.victim is None else 1)
+            name=f"{name}-{os.getpid()}",  # Ray's own is the second, and names a folder that all runs share
+            storage_path=str(folder / "reports"),
+            failure_config=FailureConfig(0 if run.victim is None else 1),
         ),
     )
     with tempfile.TemporaryDirectory(prefix="ray") as place:  # whose sockets' paths may have 107 characters
