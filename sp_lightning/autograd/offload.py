@@ -9,6 +9,7 @@
    that may still use it. A tensor that came up and is not unpacked, because its gradient is not needed, is kept until
    backward ends: that stream waits for the copy before its memory is given out again.
 4. Units may be called on several of the caller's streams. Then the allocator is told which other stream uses a tensor.
+   A copy through staging buffers, which is on a stream of its own, keeps what it copies until it ended.
 5. Where the bytes of a tensor lie on the host is its *place*: memory of its own or, in a run with a disk, blocks of
    which some are on the disk (disk/activation_blocks.py). What is in memory comes up as soon as backward arrives at the
    unit, all else when it is unpacked.
@@ -30,8 +31,6 @@ from ..memory.device import Device
 from ..memory.layout import Field
 from ..memory.staging import Arrival
 from ..memory.watched_parameters import quietly
-
-FEW = 1024
 
 
 class PlaceOnHost(Protocol):
@@ -80,19 +79,15 @@ class PlacesInMemory:
 
     def __init__(self, device: Device, counters: Counters) -> None:
         self._device, self._counters = device, counters
-        self._there: list[weakref.ref[PlaceInMemory]] = []
-        self._most = FEW  # references, before those to places that ended are dropped
+        self._there: weakref.WeakSet[PlaceInMemory] = weakref.WeakSet()
 
     @property
     def host_nbytes(self) -> int:
-        return sum(place.nbytes for reference in self._there if (place := reference()) is not None)
+        return sum(place.nbytes for place in self._there)
 
     def receive(self, source: Tensor) -> PlaceInMemory:
         place = PlaceInMemory(self._device, self._counters, source)
-        if len(self._there) >= self._most:
-            self._there = [reference for reference in self._there if reference() is not None]
-            self._most = max(FEW, 2 * len(self._there))
-        self._there.append(weakref.ref(place))
+        self._there.add(place)
         return place
 
 

@@ -146,6 +146,7 @@ class DirectRing:
         self._threads = ThreadPoolExecutor(READERS, "superpipeline-read")
         self._order = ThreadPoolExecutor(1, "superpipeline-disk")
         self._sender = ThreadPoolExecutor(1, "superpipeline-disk-up")
+        self._stream = device.new_stream()
         self._buffers = [aligned_buffer(device, nbytes) for _ in range(BUFFERS)]
         self._free: queue.SimpleQueue[tuple[Buffer, Any]] = queue.SimpleQueue()  # each with what has to happen first
         for buffer in self._buffers:
@@ -185,7 +186,7 @@ class DirectRing:
         fill = FileFill(counters)
         timed = [counters.listener.work("disk in", unit, "weights", piece.nbytes) for piece, _ in jobs]
         self._order.submit(self._read, fill, jobs, timed)
-        self._sender.submit(self._send, fill, list(copies), around, files, writable)
+        self._sender.submit(self._send, fill, self._device.up.record_event(), list(copies), around, files, writable)
         return fill
 
     def close(self) -> None:
@@ -221,6 +222,7 @@ class DirectRing:
     def _send(
         self,
         fill: FileFill,
+        begin: Any,
         copies: list[tuple[Tensor, Tensor]],
         around: Around,
         files: Sequence[DirectFile],
@@ -228,11 +230,12 @@ class DirectRing:
     ) -> None:
         try:
             if not self._device.is_host:
-                torch.accelerator.set_stream(self._device.up)
+                torch.accelerator.set_stream(self._stream)
+            self._stream.wait_event(begin)
             with torch.no_grad():
                 with around:
                     if _queue(copies):
-                        self._device.up.record_event().synchronize()
+                        self._stream.record_event().synchronize()
                     if not writable:
                         fill.on_host.set_result(None)
                     for targets, buffer, read in fill.reads():
@@ -244,8 +247,10 @@ class DirectRing:
                         fill.on_host.set_result(None)
                 for file in files:
                     file.check()
-            fill.on_device.set_result(self._device.up.record_event())
+            fill.on_device.set_result(self._stream.record_event())
         except BaseException as error:
+            with contextlib.suppress(RuntimeError):  # the device's own error, which whoever waits for it raises
+                self._stream.synchronize()
             fill.fail(error)
             for _, buffer, read in fill.reads():
                 with self._lent(buffer, read):
@@ -258,7 +263,7 @@ class DirectRing:
             yield
         finally:
             read.exception()
-            self._free.put((buffer, self._device.up.record_event()))
+            self._free.put((buffer, self._stream.record_event()))
 
     def _copy(self, target: Target, buffer: Buffer) -> None:
         source = buffer.flat[target.at : target.at + target.nbytes]
@@ -266,7 +271,7 @@ class DirectRing:
             target.place.copy_(source, non_blocking=True)
         else:
             target.place.copy_(self._convert(source, *target.converted), non_blocking=True)
-            self._convert_after = self._device.up.record_event()
+            self._convert_after = self._stream.record_event()
 
     def _convert(self, source: Tensor, given: torch.dtype, wanted: torch.dtype) -> Tensor:
         """Convert bytes of one type into bytes of another (Rule 4); in a file elements may begin at any byte."""

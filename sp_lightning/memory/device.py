@@ -187,8 +187,7 @@ class Device:
         check_supported(found)
         self.is_host = found.type == "cpu"
         self.torch_device = found = numbered(found)
-        self.up: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
-        self.down: Any = _IdleStream() if self.is_host else torch.Stream(device=found)
+        self.up, self.down = self.new_stream(), self.new_stream()
         self._idle = _IdleStream()
         self._clock: Any = None  # an idle stream, made when it is first needed
         self._host_memory = host_memory
@@ -216,9 +215,9 @@ class Device:
         event.record(stream)
         return event
 
-    def new_stream(self) -> torch.Stream:
+    def new_stream(self) -> Any:
         """Make a stream of the device."""
-        return torch.Stream(device=self.torch_device)
+        return _IdleStream() if self.is_host else torch.Stream(device=self.torch_device)
 
     def both_clocks(self) -> tuple[Any, float]:
         """Read both clocks at one moment: an event, on a stream that is always idle, and the host's seconds."""
@@ -323,8 +322,8 @@ class Device:
         if self._rings is None:
             nbytes = min(STAGING_NBYTES, aligned(max(self._largest_slab, 1)))
             buffers = [self.staging(nbytes) for _ in range(2 * STAGING_COUNT)]
-            up = StagingRing(self.up, buffers[:STAGING_COUNT], "up")
-            down = StagingRing(self.down, buffers[STAGING_COUNT:], "down")
+            up = StagingRing(self.new_stream(), buffers[:STAGING_COUNT], "up")
+            down = StagingRing(self.new_stream(), buffers[STAGING_COUNT:], "down")
             self._rings = _Rings(up, down, sum(buffer.nbytes for buffer in buffers))
             log.log(
                 logging.INFO if self._host_memory == "pageable" else logging.WARNING,
@@ -367,7 +366,7 @@ class Device:
             after: The copy down that brings the host bytes.
         """
         if not all(self._by_itself(source) for _, source in copies):
-            return self._ring().up.up(copies, around, uncut, after)
+            return self._ring().up.up(self.up.record_event(), copies, around, uncut, after)
         if after is not None:
             after.wait(self.up)
         with self.up, around:
@@ -381,12 +380,19 @@ class Device:
     def send_down(self, copies: Copies, around: Around) -> Arrival:
         """Start copies of bytes to the host, on the down stream."""
         if not all(self._by_itself(target) for target, _ in copies):
-            return self._ring().down.down(copies, around)
+            return self._ring().down.down(self.down.record_event(), copies, around)
         with self.down, around:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
             arrival: Arrival = self.down.record_event()
         return arrival
+
+    def finish_copies(self) -> None:
+        """Wait for all copies that were started."""
+        for ring in () if self._rings is None else (self._rings.up, self._rings.down):
+            ring.finish()
+        self.up.synchronize()
+        self.down.synchronize()
 
     def _by_itself(self, host: Tensor) -> bool:
         """Whether the device copies from and to this host memory without blocking the caller."""

@@ -4,9 +4,12 @@ A device copies by itself only from and to page-locked memory. A copy of other m
 So a thread for each direction moves the bytes between that memory and a ring of small page-locked buffers, from and to
 which the device copies by itself.
 
-1. Copies begin in the order in which they are submitted. The caller queues all work that a copy has to wait for before
-   it submits the copy, so no work on the device waits for other work that is not queued yet.
+1. Copies begin in the order in which they are submitted, on a stream that is the ring's own. A copy waits for what is
+   on the device's stream when it is submitted. What comes there before the thread queues the copy may wait for readers
+   of its bytes, so a copy that waited for that as well would run after compute in place of beside it. The caller queues
+   all work that a copy has to wait for before it submits the copy: nothing on the device waits for what is not queued.
 2. A copy is on its stream only when the thread has queued it there. Making a stream wait for it waits for that first.
+   Where it failed, what was queued of it has ended.
 3. A buffer is written again only after the device read it (up), or after the thread emptied it (down).
 4. A thread waits for the other one only if bytes have to come down before they go up again.
 5. Who waited for a copy may count the references to its bytes at once. So a thread says that a copy ended, and for host
@@ -16,6 +19,7 @@ which the device copies by itself.
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -74,41 +78,51 @@ class StagingRing:
         self._next = 0
         self._thread = ThreadPoolExecutor(1, f"superpipeline-{name}")
 
-    def up(self, copies: Copies, around: Around, uncut: Copies = (), after: Arrival | None = None) -> StagedCopy:
+    def up(
+        self, begin: Any, copies: Copies, around: Around, uncut: Copies = (), after: Arrival | None = None
+    ) -> StagedCopy:
         """Start copies to the device.
 
         Args:
+            begin: An event after which the device's memory may be written (Rule 1).
             copies: The copies to make in pieces.
             around: Entered before the first copy is queued, left after the last.
             uncut: Pairs of tensors of equal shape that are copied in one piece, without a buffer.
             after: The copy down that brings the host bytes.
         """
-        return self._submit(lambda _: self._up(copies, around, uncut, after))
+        return self._submit(begin, lambda _: self._up(copies, around, uncut, after))
 
-    def down(self, copies: Copies, around: Around) -> StagedCopy:
-        """Start copies to the host."""
-        return self._submit(lambda staged: self._down(staged, copies, around))
+    def down(self, begin: Any, copies: Copies, around: Around) -> StagedCopy:
+        """Start copies to the host, of memory that may be read after the event ``begin`` (Rule 1)."""
+        return self._submit(begin, lambda staged: self._down(staged, copies, around))
+
+    def finish(self) -> None:
+        """Wait for all copies that were submitted."""
+        self._thread.submit(self._stream.synchronize).result()
 
     def close(self) -> None:
         """End the thread, after the copies that were submitted."""
         self._thread.shutdown()
 
-    def _submit(self, work: Callable[[StagedCopy], Any]) -> StagedCopy:
+    def _submit(self, begin: Any, work: Callable[[StagedCopy], Any]) -> StagedCopy:
         staged = StagedCopy()
-        self._thread.submit(self._run, staged, [work])
+        self._thread.submit(self._run, staged, begin, [work])
         return staged
 
     # ---- on the thread
 
-    def _run(self, staged: StagedCopy, works: list[Callable[[StagedCopy], Any]]) -> None:
+    def _run(self, staged: StagedCopy, begin: Any, works: list[Callable[[StagedCopy], Any]]) -> None:
         try:
             torch.accelerator.set_stream(self._stream)  # not entered as a context: another thread may be in that
+            self._stream.wait_event(begin)
             with torch.no_grad():
                 queued = works.pop()(staged)  # which ends with all that it refers to (Rule 5)
             if not staged.on_device.done():
                 staged.on_device.set_result(queued)
             staged.on_host.set_result(None)
         except BaseException as error:
+            with contextlib.suppress(RuntimeError):  # the device's own error, which whoever waits for it raises
+                self._stream.synchronize()
             staged.fail(error)
 
     def _up(self, copies: Copies, around: Around, uncut: Copies, after: Arrival | None) -> Any:

@@ -442,8 +442,8 @@ class StepsOnDevice(StateInMemory):
             step_ahead()
             end()
         except BaseException:
-            for stream in (self._copies.up, self._stream, self._copies.down):  # nothing writes to the host from here on
-                stream.synchronize()
+            self._stream.synchronize()
+            self._copies.finish_copies()  # nothing writes to the host from here on
             raise
 
     def _send_up(self, portion: Portion, buffer: Tensor) -> list[Arrival]:

@@ -236,8 +236,7 @@ class Recorder(StepListener):
             return _NOTHING
         now: Callable[[], Any] = time.perf_counter
         if lane not in OF_THE_HOST:
-            stream = self._clock.up if lane == "up" else self._clock.down
-            now = lambda: self._clock.moment(stream)  # noqa: E731
+            now = lambda: self._clock.moment(self._clock.compute)  # noqa: E731  # whose thread copies
         return _Work(_Entry(lane, unit, phase, "", nbytes), of_pass.entries, now)
 
     def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:

@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import models
 import simgpu
 import sp_lightning
+from sp_lightning.autograd.offload import Offload, PlacesInMemory
 from sp_lightning.core.telemetry import Counters
 from sp_lightning.memory.access import Access
-from sp_lightning.memory.device import CudaPageLock
+from sp_lightning.memory.device import CudaPageLock, Device
 from sp_lightning.memory.pinned import HostAllocator
 from sp_lightning.optim.pending_step import HostThread, PendingStep
 from sp_lightning.optim.pieces import step_in_pieces
@@ -342,6 +343,28 @@ def test_backward_inside_the_step_brings_back_what_the_last_unit_saved():
         squares(net, x.to(DEVICE)).backward()
         handle.close_scope()
         assert all(torch.equal(p.grad, other) for p, other in zip(net.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize("host_memory", ["auto", "pageable"])
+def test_memory_of_another_stream_is_given_out_again_after_the_copy_of_what_was_saved_there(host_memory):
+    device, counters = Device(DEVICE, host_memory), Counters()
+    offload = Offload(device, counters, PlacesInMemory(device, counters))
+    main, side = torch.accelerator.current_stream(), torch.Stream(DEVICE)
+    slow(d2h=SLOW_US)
+    kept = []
+    for stream in (main, side):
+        with stream:
+            offload.begin()
+            saved = torch.full((4096,), 3.0, device=DEVICE)
+            kept.append(offload.pack(saved))
+            offload.end()
+    del saved
+    offload.finish()  # on the main stream
+    with side:
+        zeros = [torch.zeros(4096, device=DEVICE) for _ in range(2)]  # in the memory of what was saved on this stream
+    device.synchronize()
+    assert all(bool(offload.unpack(one).eq(3).all()) for one in kept) and not any(one.any() for one in zeros)
+    device.close()
 
 
 class Branching(nn.Module):

@@ -2308,10 +2308,13 @@ class Branches(models.Stack):
 
 @pytest.mark.simgpu
 @parity.product(
-    window=[1, 3], activations=["keep", "recompute", "offload", "recompute+offload"], slow=["copies", "kernels"]
+    window=[1, 3],
+    activations=["keep", "recompute", "offload", "recompute+offload"],
+    slow=["copies", "kernels"],
+    host_memory=["auto", "pageable"],
 )
 @pytest.mark.few(1)
-def test_units_that_are_read_on_several_streams_at_once(slow, activations, window):
+def test_units_that_are_read_on_several_streams_at_once(host_memory, slow, activations, window):
     import simgpu
 
     def run(net, device):
@@ -2319,7 +2322,7 @@ def test_units_that_are_read_on_several_streams_at_once(slow, activations, windo
             setattr(simgpu.config, name, 100)
         yield from training()(net, device)
 
-    options = {"window": window, "activations": activations}
+    options = {"window": window, "activations": activations, "host_memory": host_memory}
     check(lambda: Branches(models.Block() for _ in range(6)), run, torch.device("simgpu", 0), **options)
 
 

@@ -117,6 +117,38 @@ def test_a_fill_ends_when_no_tensor_of_the_ring_is_over_its_target(device, filed
     assert seen == [before]
 
 
+@pytest.mark.simgpu
+def test_a_fill_waits_for_what_the_stream_has_and_not_for_what_comes_there_later(filed):
+    import simgpu
+
+    file, content = filed
+    found, begins = Device("simgpu"), threading.Event()
+
+    @contextlib.contextmanager
+    def around():
+        begins.wait()
+        yield
+
+    ring = DirectRing(found, 2 * BLOCK)
+    flats = [torch.zeros(5000, dtype=torch.uint8, device=found.torch_device) for _ in range(2)]
+    found.synchronize()
+    first = ring.fill(Counters(), [], jobs_of(file, flats[0]), around(), [file])  # which is queued within
+    with simgpu.hold(found.up):
+        second = ring.fill(Counters(), [], jobs_of(file, flats[1]), contextlib.nullcontext(), [file])
+        begins.set()
+        first_end, until = first.on_device.result(), time.monotonic() + 30
+        while not first_end.query() and time.monotonic() < until:
+            time.sleep(1e-3)
+        assert first_end.query()
+        end = second.on_device.result()
+        time.sleep(0.1)
+        assert not end.query()
+    for fill, flat in zip((first, second), flats, strict=True):
+        fill.wait(found.compute)
+        assert bytes(flat.cpu().numpy()) == content[1001:6001]
+    ring.close()
+
+
 def test_after_a_fill_that_failed_the_next_one_has_its_bytes(device, filed, monkeypatch):
     file, content = filed
     found = Device(device)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import fake_cudart
@@ -25,7 +26,7 @@ from sp_lightning.core import malloc
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.errors import HostMemoryError
 from sp_lightning.memory import pinned
-from sp_lightning.memory.device import CudaPageLock
+from sp_lightning.memory.device import CudaPageLock, Device
 from sp_lightning.memory.layout import Layout
 from sp_lightning.memory.pinned import HostAllocator
 from sp_lightning.memory.staging import StagingRing
@@ -239,15 +240,46 @@ def test_a_copy_through_the_ring_ends_when_no_tensor_of_the_ring_is_over_its_tar
     target, found = on_device if way == "up" else host, []
     storage = target.untyped_storage()
     before = uses_of([storage])
+    begin = torch.Stream(SIMGPU).record_event()
     if way == "up":
-        end = ring.up([(on_device, host)], around(), uncut=[(on_device[:8], host[:8])]).on_device
+        end = ring.up(begin, [(on_device, host)], around(), uncut=[(on_device[:8], host[:8])]).on_device
     else:
-        end = ring.down([(host, on_device)], around()).on_host
+        end = ring.down(begin, [(host, on_device)], around()).on_host
     end.add_done_callback(lambda _: found.append(uses_of([storage])))
     torch.accelerator.synchronize()
     begins.set()
     ring.close()
     assert found == [before]
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_copy_waits_for_what_its_stream_has_and_not_for_what_comes_there_later(way):
+    device, begins = Device(SIMGPU, host_memory="pageable"), threading.Event()
+
+    @contextlib.contextmanager
+    def around():
+        begins.wait()
+        yield
+
+    host, there = torch.ones(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8, device=SIMGPU)
+    device.synchronize()
+
+    def copy():
+        return device.send_up([(there, host)], around()) if way == "up" else device.send_down([(host, there)], around())
+
+    first = copy()  # which its thread queues within
+    with simgpu.hold(device.up, device.down):
+        second = copy()
+        begins.set()
+        first_end, until = first.on_device.result(), time.monotonic() + 30
+        while not first_end.query() and time.monotonic() < until:
+            time.sleep(1e-3)
+        assert first_end.query()
+        second_end = second.on_device.result()
+        time.sleep(0.1)
+        assert not second_end.query()
+    second.synchronize()
+    device.close()
 
 
 @pytest.mark.parametrize("host_memory", ["auto", "pinned", "pageable"])
