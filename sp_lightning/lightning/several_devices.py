@@ -37,9 +37,10 @@ from ..compat.modules import set_device_mesh
 from ..compat.tensors import is_dtensor
 from ..errors import OptionError, PeerError, UnsupportedError
 from ..memory.device import check_supported
+from ..nodes.launched import connect_launched
 from ..options import Options, is_int
 from ..ranks.board import ONE_RANK, OneRank
-from ..ranks.connection import broadcast_buffers, connect, home, meet_launched, typed
+from ..ranks.connection import broadcast_buffers, connect, home
 from ..ranks.shared_memory import check_possible
 from ..runtime.preflight import check_copies
 from ..wholes.sharded import registering_on_host
@@ -355,9 +356,13 @@ class SeveralDevices:
             f"superpipeline: rank 0 waits at {address[0]}:{address[1]} for {self.world_size} ranks on {self._machines} "
             f"machines, for at most {self._timeout}"
         )
-        store = meet_launched(*address, self.global_rank, self.world_size, self._timeout)
-        with typed(f"rank {self.global_rank}", store, address[0]):
-            init_process_group(environment, backend, timeout=self._timeout, store=store)
+        connect_launched(
+            *address,
+            self.global_rank,
+            self.world_size,
+            self._timeout,
+            lambda store: init_process_group(environment, backend, timeout=self._timeout, store=store),
+        )
 
     def tell_peers(self, exception: BaseException) -> None:
         """Tell the other ranks, which would wait for this one, of an exception. Safe twice."""

@@ -38,12 +38,19 @@ class Meeting:
     So the first rank's process names the attempt, and an attempt is this one if its first rank has met this process.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, note: str = "") -> None:
+        """Begin a meeting. ``note``: what the first rank leaves for the others to read before they come."""
         self._store, self._rank, self._size = store, rank, size
         self.process = os.urandom(8).hex()
         self.attempt = store  # once all have met, a part of it that is this attempt's alone
         if rank == 0:
+            store_within(self.process, store).set("note", note)
             store.set("attempt", self.process)
+
+    def note(self) -> str | None:
+        """Return what the first rank left, once it is there."""
+        attempt = self._here()
+        return str(attempt.get("note").decode()) if attempt.check(["note"]) else None
 
     def come(self, text: str) -> list[str] | None:
         """Bring a text; return those of all, or None while some are missing."""

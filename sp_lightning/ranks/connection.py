@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import sys
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -18,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..compat.tensors import is_dtensor, local_of, store_within
+from ..compat.tensors import is_dtensor, local_of
 from ..errors import OptionError, PeerError
-from ..nodes.arrivals import ENDED_EARLY, Arrivals, Meeting, has_agent
+from ..nodes.arrivals import Arrivals
+from ..nodes.launched import check_interfaces
 from ..nodes.transport import KEEPALIVE, NodePlace, interface_error, machine, namespace, node_identity
 from .board import ONE_RANK, OneRank, Ranks
 from .shared_memory import check_possible
@@ -55,76 +55,6 @@ class _Known(NamedTuple):
     node: str
     host: str
     error: str
-
-
-def meet_launched(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return the store through which the processes of several machines find each other, once all have come to it.
-
-    torch by itself names none that does not come, and an interface that a host has not got is an error there alone.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in each torch
-
-    here, others = f"rank {rank} on {socket.gethostname()}", [other for other in range(size) if other != rank]
-    error, meeting = interface_error(), None
-    late: list[int] = []
-    until, pause = time.monotonic() + timeout.total_seconds(), 0.01
-    try:
-        is_server = rank == 0 and not has_agent()
-        server = TCPStore(address, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True)
-        meeting = Meeting(store_within("superpipeline", server), rank, size)
-        while (said := meeting.come(f"{socket.gethostname()}: {error}" if error else "")) is None:
-            late = meeting.late()
-            if late or time.monotonic() > until:
-                raise TimeoutError("the others have come")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
-    except (RuntimeError, TimeoutError) as failure:
-        if meeting is not None and isinstance(failure, RuntimeError):
-            raise PeerError(_end_of_store(address)) from failure
-        if meeting is not None:
-            with contextlib.suppress(RuntimeError):
-                others = late or meeting.missing()
-                if rank == 0:  # the store may end with it
-                    meeting.give_up(others)
-        names = ", ".join(f"rank {other}" for other in others) or "another rank"
-        raise PeerError(
-            f"{here} waited for the processes of all machines, and {names} did not come to {address}:{port} within "
-            f"{timeout} ({str(failure).splitlines()[0]}): start as many on every machine, with the same MASTER_ADDR "
-            "and MASTER_PORT, which all machines can reach"
-        ) from failure
-    if errors := list(filter(None, said)):
-        meeting.stay()
-    _check_interfaces(errors)
-    return store_within("group", meeting.attempt)
-
-
-def _end_of_store(address: str) -> str:
-    return f"{'the agent of torchrun' if has_agent() else 'rank 0'} on {address} {ENDED_EARLY}"
-
-
-@contextlib.contextmanager
-def typed(place: str, store: Any, address: str) -> Iterator[None]:
-    """Raise what torch says of connections that it cannot make, or lost, as a PeerError, with what to look at.
-
-    ``store``: the one through which the processes find each other, on the host with this address.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        try:
-            store.check(["any"])
-        except RuntimeError:
-            raise PeerError(_end_of_store(address)) from error
-        raise PeerError(
-            f"{place} could not connect to the other processes: {str(error).splitlines()[0]}. "
-            "GLOO_SOCKET_IFNAME names each host's network interface, and NCCL_SOCKET_IFNAME that for NCCL"
-        ) from error
-
-
-def _check_interfaces(errors: Sequence[str]) -> None:
-    if errors:
-        found = "; ".join(dict.fromkeys(errors))
-        raise OptionError(argument="GLOO_SOCKET_IFNAME", found=found, allowed="an interface that each host has")
 
 
 def connect(
@@ -221,7 +151,7 @@ def _check(known: Sequence[_Known], names: Sequence[str], nodes: int | None) -> 
             allowed=f"{len(names)}, the number of machines on which the ranks are ({hosts}), or of containers with a "
             "network of their own",
         )
-    _check_interfaces([f"{one.host}: {one.error}" for one in known if one.error])
+    check_interfaces([f"{one.host}: {one.error}" for one in known if one.error])
     values_of = [(one.device, one.torch, one.version, one.capability, one.threads) for one in known]
     for what, values in zip(ALIKE, zip(*values_of, strict=True), strict=True):
         if len(set(values)) > 1:

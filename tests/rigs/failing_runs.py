@@ -19,6 +19,7 @@ import multiprocessing.forkserver
 import os
 import pathlib
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -287,7 +288,7 @@ def run(
     node = f"{rank // here}"
     if nodes > 1:
         connection.node_identity = lambda: f"pretended node {node}"
-        connection.socket = mock.Mock(gethostname=lambda: f"host{node}")
+        socket.gethostname = lambda: f"host{node}"
     os.environ.update(
         LOCAL_RANK=str(rank % here),
         NODE_RANK=node,

@@ -1,0 +1,299 @@
+"""Processes that a launcher started on several machines: they meet in a store, and torch connects them.
+
+1. torch waits for the processes of a group until its timeout, in code that nothing interrupts, and names none. So all
+   meet before, and each looks around while a thread of its own lets torch connect it.
+2. From before it comes to the meeting each process holds a line to the first one's, which ends with either. The first
+   process tells all who ended or failed, or that all are connected: none goes on earlier.
+3. Who ended is named before anybody who failed, as others fail because of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from ..compat.tensors import store_within
+from ..errors import OptionError, PeerError
+from .arrivals import ENDED_EARLY, NO_MORE, READ_S, STORE_S, Meeting, has_agent
+from .transport import PAUSE_S, PULSE_S, interface_error
+
+CONNECTED, FAILED, ENDED = b"c", b"f", b""  # words on a line; the first process also says why all end
+GREETING = 32  # bytes with which a line begins: the first process's token, and the rank
+LINE_S = 2.0  # how long one attempt at a line may take
+
+
+def connect_launched(
+    address: str, port: int, rank: int, size: int, timeout: timedelta, connect: Callable[[Any], None]
+) -> None:
+    """Have torch connect the processes of several machines by ``connect``, which gets the store in which they met.
+
+    torch by itself names none that does not come or ends, and an interface that a host has not got is an error there
+    alone.
+    """
+    line: _Line = _LinesOfFirst(size) if rank == 0 else _LineToFirst(rank, address)
+    with contextlib.closing(line):
+        store, hosts = _meet(address, port, rank, size, timeout, line)
+        line.hold(_Connecting(connect, store, f"rank {rank} on {hosts[rank]}", hosts[0]), hosts)
+
+
+def check_interfaces(errors: Sequence[str]) -> None:
+    """Raise OptionError, the same on every rank, for interfaces that hosts have not got."""
+    if errors:
+        found = "; ".join(dict.fromkeys(errors))
+        raise OptionError(argument="GLOO_SOCKET_IFNAME", found=found, allowed="an interface that each host has")
+
+
+def _meet(address: str, port: int, rank: int, size: int, timeout: timedelta, line: _Line) -> tuple[Any, list[str]]:
+    """Return the store through which the processes find each other, and their hosts, once all have come to it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in each torch
+
+    host, error, meeting = socket.gethostname(), interface_error(), None
+    others = [other for other in range(size) if other != rank]
+    late: list[int] = []
+    until, pause = time.monotonic() + timeout.total_seconds(), 10 * PAUSE_S
+    try:
+        is_server = rank == 0 and not has_agent()
+        server = TCPStore(address, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True)
+        meeting = Meeting(store_within("superpipeline", server), rank, size, line.note)
+        text = json.dumps([host, f"{host}: {error}" if error else ""])
+        while not line.is_there(meeting.note()) or (said := meeting.come(text)) is None:
+            late = meeting.late()
+            if late or time.monotonic() > until:
+                raise TimeoutError("the others have come")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+    except (RuntimeError, TimeoutError) as failure:
+        if meeting is not None and isinstance(failure, RuntimeError):
+            raise PeerError(_end_of_store(line.first)) from failure
+        if meeting is not None:
+            with contextlib.suppress(RuntimeError):
+                others = late or meeting.missing()
+                if rank == 0:  # the store may end with it
+                    meeting.give_up(others)
+        names = ", ".join(f"rank {other}" for other in others) or "another rank"
+        raise PeerError(
+            f"rank {rank} on {host} waited for the processes of all machines, and {names} did not come to "
+            f"{address}:{port} within {timeout} ({str(failure).splitlines()[0]}): start as many on every machine, with "
+            "the same MASTER_ADDR and MASTER_PORT, which all machines can reach"
+        ) from failure
+    hosts, errors = zip(*map(json.loads, said), strict=True)
+    if any(errors):
+        meeting.stay()
+    check_interfaces(list(filter(None, errors)))
+    return store_within("group", meeting.attempt), list(hosts)
+
+
+def _end_of_store(host: str) -> str:
+    return f"{'the agent of torchrun' if has_agent() else 'rank 0'} on {host} {ENDED_EARLY}"
+
+
+class _Connecting:
+    """A thread in which torch connects this process (Rule 1)."""
+
+    def __init__(self, connect: Callable[[Any], None], store: Any, me: str, first: str) -> None:
+        self.me = me
+        self.is_connected = False
+        self.error: BaseException | None = None
+        self._failed_at = 0.0
+        args = connect, store, first
+        threading.Thread(target=self._run, args=args, name="superpipeline-nodes", daemon=True).start()
+
+    def check(self, say: Callable[[bytes], None]) -> None:
+        """Raise the error, and say that there is one, once the end of another process would be known (Rule 3)."""
+        if self.error is not None and time.monotonic() > self._failed_at + STORE_S:
+            say(FAILED)
+            raise self.error
+
+    def _run(self, connect: Callable[[Any], None], store: Any, first: str) -> None:
+        try:
+            with _typed(self.me, store, first):
+                connect(store)
+            self.is_connected = True
+        except BaseException as error:
+            self._failed_at = time.monotonic()
+            self.error = error
+
+
+@contextlib.contextmanager
+def _typed(me: str, store: Any, first: str) -> Iterator[None]:
+    """Raise what torch says of connections that it cannot make, or lost, as a PeerError, with what to look at.
+
+    ``store``: the one through which the processes find each other, on the host ``first``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        try:
+            store.check(["any"])
+        except RuntimeError:
+            raise PeerError(_end_of_store(first)) from error
+        raise PeerError(
+            f"{me} could not connect to the other processes: {str(error).splitlines()[0]}. "
+            "GLOO_SOCKET_IFNAME names each host's network interface, and NCCL_SOCKET_IFNAME that for NCCL"
+        ) from error
+
+
+class _Line(Protocol):
+    """What a process holds while others might end (Rule 2)."""
+
+    note: str  # what the first process leaves for the others: where it waits for lines, its token, and its host
+    first: str  # the first process's host, or its address as long as that is all this process knows
+
+    def is_there(self, note: str | None) -> bool:
+        """Whether this process may come to the meeting for which the first one left this note."""
+
+    def hold(self, connecting: _Connecting, hosts: Sequence[str]) -> None:
+        """Return once all processes are connected; raise what prevents it."""
+
+    def close(self) -> None:
+        """End the line. Safe twice."""
+
+
+class _LineToFirst:
+    """The line of another process than the first."""
+
+    def __init__(self, rank: int, address: str) -> None:
+        self.note, self.first = "", address
+        self._rank, self._address = rank, address
+        self._line: socket.socket | None = None
+
+    def is_there(self, note: str | None) -> bool:
+        if note is not None and note != self.note:  # a later attempt than that of the line
+            self.close()
+            port, token, self.first = note.split()
+            try:
+                self._line = socket.create_connection((self._address, int(port)), timeout=LINE_S)
+                self._line.sendall(f"{token} {self._rank}".ljust(GREETING).encode())
+                self.note = note
+            except OSError:
+                return False
+        return note is not None
+
+    def hold(self, connecting: _Connecting, hosts: Sequence[str]) -> None:
+        assert self._line is not None
+        self._line.settimeout(PULSE_S)
+        said = False
+        while True:
+            if connecting.is_connected and not said:
+                said = True
+                self._say(CONNECTED)
+            connecting.check(self._say)
+            why = _heard(self._line)
+            if why == CONNECTED:
+                return
+            if why is not None:
+                while why and (more := _heard(self._line)):
+                    why += more
+                told = why.decode() or f"rank 0 on {hosts[0]} {ENDED_EARLY}"
+                if connecting.error is not None and told.endswith(NO_MORE):
+                    raise connecting.error
+                raise PeerError(told)
+
+    def close(self) -> None:
+        line, self._line, self.note = self._line, None, ""
+        if line is not None:
+            line.close()
+
+    def _say(self, word: bytes) -> None:
+        assert self._line is not None
+        with contextlib.suppress(OSError):  # what the first process says then, or its end, is heard next
+            self._line.sendall(word)
+
+
+class _LinesOfFirst:
+    """The lines of the first process to all others."""
+
+    def __init__(self, size: int) -> None:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._server = socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=both)
+        self._server.setblocking(False)
+        self._token = os.urandom(8).hex()
+        self.first = socket.gethostname()
+        self.note = f"{self._server.getsockname()[1]} {self._token} {self.first}"
+        self._size = size
+        self._lines: dict[int, socket.socket] = {}
+
+    def is_there(self, note: str | None) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._take(self._server.accept()[0])
+        return True
+
+    def hold(self, connecting: _Connecting, hosts: Sequence[str]) -> None:
+        connected: set[int] = set()
+        while not (connecting.is_connected and len(connected) == self._size - 1):
+            self.is_there(None)
+            connecting.check(lambda _: self._say_why(f"{connecting.me} {NO_MORE}"))
+            words = self._words()
+            connected.update(rank for rank, word in words.items() if word == CONNECTED)
+            ended = [rank for rank, word in words.items() if word == ENDED]
+            failed = [rank for rank, word in words.items() if word == FAILED]
+            if ended or (failed and connecting.error is None):
+                names = "; ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(ended or failed))
+                self._say_why(why := f"{names} {ENDED_EARLY if ended else NO_MORE}")
+                raise PeerError(why)
+        self._say(CONNECTED)
+
+    def close(self) -> None:
+        self._server.close()
+        for line in self._lines.values():
+            line.close()
+
+    def _take(self, line: socket.socket) -> None:
+        """Take a line that begins as one does; others come from elsewhere."""
+        line.settimeout(LINE_S)
+        greeting = b""
+        while len(greeting) < GREETING and (more := _heard(line, GREETING - len(greeting))):
+            greeting += more
+        token, _, rank = greeting.decode(errors="replace").strip().partition(" ")
+        if token != self._token:
+            line.close()
+            return
+        line.settimeout(PULSE_S)
+        self._lines[int(rank)] = line
+
+    def _words(self) -> dict[int, bytes]:
+        """Wait a short time for words; return them by rank."""
+        with selectors.DefaultSelector() as selector:
+            for rank, line in self._lines.items():
+                selector.register(line, selectors.EVENT_READ, rank)
+            ready = [key.data for key, _ in selector.select(PULSE_S / 4)]
+        heard = {rank: _heard(self._lines[rank], 1) or ENDED for rank in ready}
+        for rank, word in heard.items():
+            if word == ENDED:
+                self._lines.pop(rank).close()
+        return heard
+
+    def _say(self, word: bytes) -> None:
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):
+                line.sendall(word)
+
+    def _say_why(self, why: str) -> None:
+        """Say why all end, and stay a short time until all heard it: the store may end with this process."""
+        self._say(why.encode())
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_WR)
+        until = time.monotonic() + READ_S
+        while self._lines and time.monotonic() < until:
+            self._words()
+
+
+def _heard(line: socket.socket, most: int = 4096) -> bytes | None:
+    """Return what came on a line, ENDED at its end, or None if nothing came within the line's timeout."""
+    try:
+        return line.recv(most)
+    except TimeoutError:
+        return None
+    except OSError:
+        return ENDED
