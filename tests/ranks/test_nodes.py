@@ -1,5 +1,7 @@
 """Several nodes train as DDP does over all their ranks, to the last bit: here two parts of this machine's ranks."""
 
+import contextlib
+import socket
 import time
 from datetime import timedelta
 
@@ -22,6 +24,7 @@ from families import FAMILIES
 import models
 import parity
 import sp_lightning
+from sp_lightning.nodes import launched
 from sp_lightning.ranks.board import CUT, LATER_S, LEFT, LOST, TO_AGREE
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
@@ -293,6 +296,16 @@ def test_a_rank_that_ends_while_torch_connects_the_processes_is_named(victim, wa
     for ending in endings:
         assert ending.error == "PeerError" and ending.at - struck < LIMIT_S, endings
         assert ending.message == f"rank {victim} on host{victim // 2} {what}", endings
+
+
+def test_a_connection_from_elsewhere_is_not_taken_for_a_rank():
+    first, other = launched._LinesOfFirst(2), launched._LineToFirst(1, "127.0.0.1")
+    with contextlib.closing(first), contextlib.closing(other):
+        port = int(first.note.split()[0])
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert other.is_there(first.note) and first.is_there(None)
+            assert list(first._lines) == [1]
 
 
 @pytest.mark.slow
