@@ -142,7 +142,7 @@ def _typed(me: str, store: Any, first: str) -> Iterator[None]:
 
 
 class _Line(Protocol):
-    """What a process holds while others might end (Rule 2)."""
+    """A line, or all lines, of a process (Rule 2)."""
 
     note: str  # what the first process leaves for the others: where it waits for lines, its token, and its host
     first: str  # the first process's host, or its address as long as that is all this process knows

@@ -192,8 +192,9 @@ def test_averages_of_weights_over_two_nodes_are_those_of_ddp(feature, options):
 
 @SLOW
 @pytest.mark.parametrize(
-    "family", sorted({*list(FAMILIES)[1::3], "mixtral", "vit", "gpt2", "qwen2_vl"})
-)  # any is exact
+    "family",
+    sorted({*list(FAMILIES)[1::3], "mixtral", "vit", "gpt2", "qwen2_vl"}),  # each equals DDP
+)
 def test_families_over_two_nodes_are_ddp_with_the_tree(family):
     for library in FAMILIES[family].case.tags:
         pytest.importorskip(library)
