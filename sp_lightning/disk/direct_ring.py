@@ -206,18 +206,19 @@ class DirectRing:
             with under_way:
                 piece.file.read(memory, piece.begin, piece.nbytes)
 
-        try:
-            for (piece, targets), under_way in zip(jobs, timed, strict=True):
-                if fill.on_device.done():  # it failed
-                    break
-                buffer, after = self._free.get()
+        for (piece, targets), under_way in zip(jobs, timed, strict=True):
+            if fill.on_device.done():  # it failed
+                break
+            buffer, after = self._free.get()
+            try:
                 if after is not None:
                     after.synchronize()
-                fill.reading((targets, buffer, self._threads.submit(read, piece, buffer.memory, under_way)))
-        except BaseException as error:
-            fill.fail(error)
-        finally:
-            fill.reading(None)
+                begun = self._threads.submit(read, piece, buffer.memory, under_way)
+            except BaseException as error:  # for the thread that sends, which alone ends a fill
+                begun = Future()
+                begun.set_exception(error)
+            fill.reading((targets, buffer, begun))
+        fill.reading(None)
 
     def _send(
         self,

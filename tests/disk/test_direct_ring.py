@@ -173,6 +173,41 @@ def test_after_a_fill_that_failed_the_next_one_has_its_bytes(device, filed, monk
     ring.close()
 
 
+def test_a_fill_whose_reading_fails_ends_where_it_is_sent(device, filed, monkeypatch):
+    file, content = filed
+    found, begins, submitted = Device(device), threading.Event(), []
+
+    @contextlib.contextmanager
+    def around():
+        begins.wait()
+        yield
+
+    ring = DirectRing(found, 2 * BLOCK)
+    flats = [torch.zeros(50000, dtype=torch.uint8, device=found.torch_device) for _ in range(2)]
+    found.synchronize()
+    submit = ring._threads.submit
+
+    def fail_second(*given):
+        submitted.append(given)
+        if len(submitted) == 2:
+            raise RuntimeError("can't start new thread")
+        return submit(*given)
+
+    monkeypatch.setattr(ring._threads, "submit", fail_second)
+    first = ring.fill(Counters(), [], jobs_of(file, flats[0]), around(), [file])
+    while len(submitted) < 2:
+        time.sleep(1e-3)
+    time.sleep(0.1)
+    assert not first.on_device.done()  # a piece may still be sent
+    begins.set()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        first.wait(found.compute)
+    second = ring.fill(Counters(), [], jobs_of(file, flats[1]), contextlib.nullcontext(), [file])
+    second.wait(found.compute)
+    assert bytes(flats[1].cpu().numpy()) == content[1001:51001]
+    ring.close()
+
+
 def test_a_wait_for_the_disk_is_counted(filed, monkeypatch):
     file, _ = filed
     found, counters, read = Device("cpu"), Counters(), os.preadv
