@@ -35,7 +35,7 @@ from ..core.telemetry import Counters
 from ..core.unit_numbers import aligned
 from ..errors import UnsupportedError
 from ..memory.device import Device
-from ..memory.staging import Arrival
+from ..memory.staging import AllCopies, Arrival
 from .direct_file import blocks
 from .direct_ring import READERS, Buffer, aligned_buffer, keep_from_forks
 from .scratch_file import ScratchFile
@@ -170,21 +170,24 @@ class ActivationBlocks:
             for arrival in arrivals:
                 arrival.synchronize()  # they read memory that the caller is about to give up
             raise
-        return PlaceInBlocks(self, parts, arrivals[-1])
+        return PlaceInBlocks(self, parts, AllCopies(arrivals))
 
     def send(self, parts: Sequence[_PartOfBlock], target: Tensor, arrived: Arrival) -> Arrival:
         """Start the copy of a saved tensor's parts to a row of bytes on the device."""
-        sent: Arrival | None = None
+        sent: list[Arrival] = []
         end = target.nbytes
-        for block, at, nbytes in reversed(parts):
-            memory = self._bring(block)
-            under_way = self._counters.listener.work("up", "", "activations", nbytes)
-            copies = [(target[end - nbytes : end], memory.buffer.flat[at : at + nbytes])]
-            sent = self._device.send_up(copies, under_way, after=arrived)
-            memory.copies.append(sent)
-            end -= nbytes
-        assert sent is not None
-        return sent
+        try:
+            for block, at, nbytes in reversed(parts):
+                memory = self._bring(block)
+                under_way = self._counters.listener.work("up", "", "activations", nbytes)
+                copies = [(target[end - nbytes : end], memory.buffer.flat[at : at + nbytes])]
+                sent.append(self._device.send_up(copies, under_way, after=arrived))
+                memory.copies.append(sent[-1])
+                end -= nbytes
+        except BaseException:
+            AllCopies(sent).wait(self._device.compute)  # they write to memory that the caller is about to give up
+            raise
+        return AllCopies(sent)
 
     def close(self) -> None:
         """End the threads and close the file; what is in memory may still be sent. Safe twice."""

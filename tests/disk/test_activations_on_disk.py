@@ -23,6 +23,7 @@ from sp_lightning.disk import activation_blocks, placement, state_ring
 from sp_lightning.disk.activation_blocks import BEHIND, LEAST, ActivationBlocks
 from sp_lightning.disk.scratch_file import OneProcess, ScratchFile
 from sp_lightning.errors import DiskError, UnsupportedError
+from sp_lightning.memory.device import Device
 from sp_lightning.planning import plan
 
 BLOCK = 1 << 12
@@ -466,6 +467,81 @@ def brought(store, places, sources):
         target = torch.zeros_like(source)
         place.send(target).synchronize()
         assert torch.equal(target, source)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("way", ["down", "up"])
+@pytest.mark.parametrize("locked", list(itertools.product([True, False], repeat=2)))
+def test_a_tensor_in_locked_and_in_unlocked_blocks_is_copied_once_all_of_it_is(locked, way):
+    import simgpu  # noqa: F401
+
+    device, begins, can_lock = Device("simgpu"), threading.Event(), iter(locked)
+    store = ActivationBlocks(lambda: None, device, Counters(), BLOCK, 100 * BLOCK)
+    slab = device.slab
+
+    def some(nbytes):
+        device._can_pin = next(can_lock)
+        return slab(nbytes)
+
+    device.slab = some
+
+    @contextlib.contextmanager
+    def around():
+        begins.wait()
+        yield
+
+    source = torch.full((2 * BLOCK,), 7, dtype=torch.uint8, device=device.torch_device)
+    host, other, target = torch.zeros(64, dtype=torch.uint8), torch.zeros_like(source[:64]), torch.zeros_like(source)
+    device.synchronize()
+    busy = [device.send_down([(host, other)], around())] if way == "down" else []
+    place = store.receive(source)
+    if way == "up":
+        place.arrived.synchronize()
+        device._can_pin = False
+        busy = [device.send_up([(other, torch.zeros(64, dtype=torch.uint8))], around())]
+    later = threading.Timer(0.2, begins.set)
+    later.start()
+    if way == "down":
+        place.arrived.wait(device.compute)
+        source.fill_(9)  # its memory is given to another tensor
+    place.send(target).wait(device.compute)
+    assert target.clone().eq(7).all()
+    for copy in busy:
+        copy.synchronize()
+    later.join()
+    store.close()
+    device.close()
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("host_memory", ["auto", "pageable"])
+def test_a_way_up_that_fails_in_the_middle_writes_to_no_memory_that_is_given_out_again(host_memory, monkeypatch):
+    import simgpu
+
+    device = Device("simgpu", host_memory)
+    store = ActivationBlocks(lambda: None, device, Counters(), BLOCK, 100 * BLOCK)
+    target = torch.zeros(2 * BLOCK, dtype=torch.uint8, device=device.torch_device)
+    source = torch.full_like(target, 7)
+    device.synchronize()
+    place = store.receive(source)
+    device.finish_copies()
+    brought, bring = [], store._bring
+
+    def fail_second(block):
+        brought.append(block)
+        if len(brought) == 2:
+            raise OSError("cannot be read")
+        return bring(block)
+
+    monkeypatch.setattr(store, "_bring", fail_second)
+    monkeypatch.setattr(simgpu.config, "h2d_us", 100_000)
+    with pytest.raises(OSError, match="cannot be read"):
+        place.send(target)
+    target.fill_(1)  # as whoever gets its memory does
+    device.finish_copies()
+    assert target.eq(1).all()
+    store.close()
+    device.close()
 
 
 def test_what_has_not_come_down_is_not_written(late):
