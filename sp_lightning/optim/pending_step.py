@@ -337,7 +337,7 @@ class PendingStep:
                 self._leave()
             jobs = list(self._jobs)
             error = next(filter(None, [job.exception() for job in jobs]), None)
-            if isinstance(error, DiskError) and self._writes:
+            if isinstance(error, DiskError) and self._writes and self.optimizer is not None:
                 error = error.in_step(len(self.stepped), self._count)
             if self._deferred:
                 error = error or (None if self._parts.is_all else self._error_of_others(self._deferred.values()))

@@ -463,6 +463,8 @@ class Handle:
                 self.stop_recording()
             finally:
                 self._detach()
+        except DiskError as error:
+            raise error.going_on_from(self.last_checkpoint) from error.__cause__
         finally:
             for entry in self._entries:
                 entry.retire()

@@ -345,8 +345,10 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_bits(precision, 
         done = live("killed", 1000, kill_at)
         assert done.returncode == -signal.SIGKILL, done.stderr
         killed_in.append(done.stdout.split()[-1])
-        left = {"last.ckpt", "last.ckpt.part"} if kill_at == "replace" else {"last.ckpt"}
-        assert set(os.listdir(folders["killed"] / "checkpoints")) in (set(), left)
+        allowed = [set(), {"last.ckpt", "last.ckpt.part"} if kill_at == "replace" else {"last.ckpt"}]
+        if checkpoints == "beside":  # whose thread may be where "replace" strikes, whatever the run is doing
+            allowed += [{"last.ckpt.part"}, {"last.ckpt", "last.ckpt.part"}]
+        assert set(os.listdir(folders["killed"] / "checkpoints")) in allowed
     in_checkpoint = {"checkpoint"} if checkpoints == "wait" else set()  # else the next step runs beside it
     assert set(killed_in) >= {"forward", "backward", "step"} | in_checkpoint
     assert live("killed", END, 0).returncode == live("undisturbed", END, 0).returncode == 0

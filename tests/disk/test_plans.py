@@ -246,7 +246,7 @@ def test_a_listed_model_needs_less_host_memory_with_a_disk():
     found = plan("llama3-8b", 32768, host_budget="0B", disk="/", **options)
     assert found.on_disk == 18 * plain.parameters
     assert found.host.total == found.host.ring
-    assert found.host.total == plain.host.total - found.on_disk + found.host.ring
+    assert plain.host.total == 16 * plain.parameters  # gradients have two bytes there, and four on a disk
     some = plan("llama3-8b", 32768, host_budget="96GiB", disk="/", **options)
     assert some.fits_host and 0 < some.on_disk < 8 * plain.parameters and some.host.weights == 4 * plain.parameters
     assert plan("llama3-8b", 32768, copies=1, host_budget="0B", disk="/", **options).host.copies == plain.host.weights
