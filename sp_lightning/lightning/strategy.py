@@ -587,12 +587,15 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
             handle = self._streaming
+            own, owned = functools.partial(_own_state, optimizer), set[int]()
             if handle is not None and handle.divides_state:
                 handle.state_loaded(optimizer)  # from the file: no host has to have the whole state
+            elif handle is not None:
+                handle.state_loaded(optimizer, own)  # one by one: what goes to a disk need not fit in memory
+                owned.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
             for parameter in list(optimizer.state):
-                optimizer.state[parameter] = apply_to_collection(optimizer.state[parameter], torch.Tensor, _copied)
-            if handle is not None and not handle.divides_state:
-                handle.state_loaded(optimizer)
+                if id(parameter) not in owned:
+                    own(parameter)
         if self._streaming is not None:
             self._streaming.settle()
 
@@ -722,6 +725,11 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
 def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else tensor.to(HOST)
+
+
+def _own_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    """Copy a parameter's state that was loaded, which may lie in a file."""
+    optimizer.state[parameter] = apply_to_collection(optimizer.state[parameter], torch.Tensor, _copied)
 
 
 def _copied(state: torch.Tensor) -> torch.Tensor:

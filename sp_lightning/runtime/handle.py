@@ -427,14 +427,17 @@ class Handle:
         """Make true for all ranks what users wrote to weights on each. Every rank comes here."""
         self.team.settle()
 
-    def state_loaded(self, optimizer: Optimizer) -> None:
+    def state_loaded(self, optimizer: Optimizer, prepare: Callable[[torch.Tensor], object] | None = None) -> None:
         """Move an optimizer's state that was loaded to where it lies: to the disk, or into what the ranks share.
 
-        Every rank loaded it, and `settle` follows.
+        Every rank loaded it, and `settle` follows. ``prepare`` is called with each parameter before its state is moved:
+        what it makes of the state need not be in memory for all at once.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in optimizer.state:
+                    if prepare is not None:
+                        prepare(parameter)
                     self.storage.state.adopt_one(optimizer, parameter)
         self.team.adopt_state(optimizer)
 
