@@ -151,6 +151,9 @@ class SourceFiles(_Files):
                     found[index] = mine
         return found
 
+    def wire_like(self, index: int, like: Tensor) -> Tensor | None:
+        return None
+
     def convert(self, index: int, data: Tensor, converted: Tensor) -> bool:
         return False
 
@@ -214,6 +217,9 @@ class ScratchHome(_Files):
 
     def changed(self) -> dict[int, Tensor]:
         return {}  # what is written to a weight is what its file has
+
+    def wire_like(self, index: int, like: Tensor) -> Tensor | None:
+        return self._scratch.placed(like)[0] if index in self._wired else None
 
     def convert(self, index: int, data: Tensor, converted: Tensor) -> bool:
         return self._scratch.converted(data, converted)

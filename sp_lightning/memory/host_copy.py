@@ -90,6 +90,9 @@ class FileHome(Home, Protocol):
     def changed(self) -> Mapping[int, Tensor]:
         """Return the bytes of weights, by index, that are not those of their files."""
 
+    def wire_like(self, index: int, like: Tensor) -> Tensor | None:
+        """Return a tensor of the file, like this one, if the weight's wire copies lie there."""
+
     def convert(self, index: int, data: Tensor, converted: Tensor) -> bool:
         """Convert a weight past the mapping of its file; return False, with nothing done, if that is not possible."""
 
@@ -457,10 +460,13 @@ class HostCopy:
                 yield index
 
     def host_cast(self, index: int, like: Tensor) -> Tensor:
-        """Cast a weight to other host memory, with the type, the shape and the strides of ``like``."""
-        cast, data = self.device.host_empty(like), true_data(self.params[index])
+        """Cast a weight to where wire copies are, with the type, the shape and the strides of ``like``."""
+        data, homes = true_data(self.params[index]), [home for home in self.files if index in home.indices]
         with torch.inference_mode(False), torch.no_grad():
-            if not any(index in home.indices and home.convert(index, data, cast) for home in self.files):
+            cast = next((made for home in homes if (made := home.wire_like(index, like)) is not None), None)
+            if cast is None:
+                cast = self.device.host_empty(like)
+            if not any(home.convert(index, data, cast) for home in homes):
                 cast.copy_(data)
         return cast
 

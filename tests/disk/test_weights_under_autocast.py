@@ -258,16 +258,25 @@ def test_weights_that_travel_as_they_are_stay_in_memory_where_that_is_known(devi
         assert not handle.storage.in_files and not handle.storage.placed.masters
 
 
-@pytest.mark.few(1)
-def test_a_graph_keeps_the_weights_that_it_saved(device):
-    """Two forwards, a write, and then both backwards: a plain run saved the casts of the weights before."""
+@parity.product(steps=[0, 2], device=parity.DEVICES)
+@pytest.mark.few(2)
+def test_a_graph_keeps_the_weights_that_it_saved(steps, device):
+    """Two forwards, a write, and then both backwards: a plain run saved the casts of the weights before.
+
+    In the first pass these are made on the device, and kept on the host for this case: on the disk, as wire copies are.
+    """
 
     def run(on_disk):
         net = stack()
-        with streamed(net, device, on_disk):
+        with streamed(net, device, on_disk) as handle:
             optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-            train(net, optimizer, device, 2)
+            train(net, optimizer, device, steps)
+            before = handle.stats()["disk_written"]
             losses = [forward(net, device)]
+            if on_disk and not steps:
+                saved = layers(net) - {"0.weight"}  # whose input needs no gradient
+                casts = sum(weight.numel() for name, weight in net.named_parameters() if name in saved)
+                assert handle.stats()["disk_written"] - before == casts * 2
             with torch.no_grad():
                 net[1].cast.weight.mul_(1.5)
             losses.append(forward(net, device))
