@@ -90,7 +90,7 @@ BETWEEN_RANKS = {
 BETWEEN_RANKS |= {"nodes/transport.py", "lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {
     "optim/pending_step.py: _error_of_others",
-    "lightning/fabric.py: _settle",
+    "lightning/fabric.py: load_checkpoint",
     "runtime/engine.py: exchanging",
     "runtime/handle.py: settle",
 }

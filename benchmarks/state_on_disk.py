@@ -23,8 +23,8 @@ gradients, and FP32 weights lie on the disk, too.
 
 The growth of anonymous and locked memory of "disk" since before ``stream`` is sampled all the time, and compared with
 what the run's own choice says, first step and the loading of state included. The page cache is not part of it. With
-``--trainer`` only that is measured, in a Trainer's run and in one that goes on from its checkpoint, each with a
-``host_budget`` that it exceeds without the disk.
+``--trainer`` only that is measured, in a Trainer's run and in one that goes on from its checkpoint, and the same by
+Fabric, each with a ``host_budget`` that it exceeds without the disk.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.6, help="of weights; on the disk twice as many")
     parser.add_argument("--folder", help="where to put the scratch file (default: a temporary folder)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--trainer", action="store_true", help="measure the memory of a Trainer's run")
+    parser.add_argument("--trainer", action="store_true", help="measure the memory of a Trainer's run and of Fabric's")
     parser.add_argument("--autocast", action="store_true", help="compute under autocast, with weights on the disk")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -224,11 +224,11 @@ def give_gradients(net: nn.Sequential, number: int) -> None:
         torch.mul(some.roll(index)[:, None], some[None], out=layer.weight.grad)
 
 
-# ---- a Trainer's run, and one that goes on from its checkpoint
+# ---- runs of a Trainer and of Fabric, and those that go on from their checkpoints
 
 
 def in_trainers(gigabytes: float, folder: str) -> None:
-    for name in ("fit", "resume"):
+    for name in ("fit", "resume", "fabric fit", "fabric resume"):
         print(f"{name}:")
         found = Worker(name, gigabytes, folder).ask("")
         say_memory(found)
@@ -240,7 +240,6 @@ def fit(name: str, layers: int, folder: str, autocast: bool) -> None:
     import lightning as L
     from torch.utils.data import DataLoader
 
-    from sp_lightning.disk.state_ring import BUFFER, BUFFERS
     from sp_lightning.lightning.strategy import SuperpipelineStrategy
 
     class Module(L.LightningModule):
@@ -259,14 +258,11 @@ def fit(name: str, layers: int, folder: str, autocast: bool) -> None:
             self.nbytes = planned_nbytes(trainer.strategy.handle, budget)
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
-            stats = trainer.strategy.handle.stats()
-            assert stats["disk_written"] > 0
-            self.nbytes += stats["device_peak"]  # which is the CPU's memory, too
+            self.nbytes += peak_on_device(trainer.strategy.handle)
 
-    budget = int(SPARE * (2 * layers * LAYER_NBYTES + BUFFERS * BUFFER))
+    budget = budget_of(layers)
     path, planned = Path(folder) / "last.ckpt", Planned()
-    module, batches = Module(), DataLoader([torch.randn(4, NARROW) for _ in range(2)], batch_size=None)
-    there = layers * LAYER_NBYTES
+    module = Module()
     memory = Growth()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -279,10 +275,61 @@ def fit(name: str, layers: int, folder: str, autocast: bool) -> None:
         default_root_dir=folder,
         callbacks=[planned],
     )
-    trainer.fit(module, batches, ckpt_path=None if name == "fit" else path)
+    trainer.fit(module, DataLoader(batches(), batch_size=None), ckpt_path=None if name == "fit" else path)
     if name == "fit":
         trainer.save_checkpoint(path)
-    found = {"growth": memory.end(), "there": there, "planned": planned.nbytes, "budget": budget}
+    say_kept(memory, layers, planned.nbytes)
+
+
+def fit_by_fabric(name: str, layers: int, folder: str, autocast: bool) -> None:
+    """Do the same in a loop of one's own with Fabric."""
+    import lightning as L
+
+    from sp_lightning.lightning.fabric import SuperpipelineFabricStrategy
+
+    budget, path = budget_of(layers), Path(folder) / "last.ckpt"
+    strategy = SuperpipelineFabricStrategy(
+        disk=folder, host_budget=budget, window=1, wire_dtype="as-is", units=["Linear"]
+    )
+    net = stack(layers * (WIDTH // NARROW) ** 2, NARROW)
+    memory = Growth()
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    net, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-4))
+    state = {"net": net, "optimizer": optimizer}
+    if name == "fabric resume":
+        fabric.load(path, state)
+    for batch in batches():
+        optimizer.zero_grad()
+        fabric.backward(net(batch).square().mean())
+        optimizer.step()
+    if name == "fabric fit":
+        fabric.save(path, state)
+    (handle,) = strategy.handles
+    say_kept(memory, layers, planned_nbytes(handle, budget) + peak_on_device(handle))
+
+
+def budget_of(layers: int) -> int:
+    """Return a host budget that a run exceeds without the disk."""
+    from sp_lightning.disk.state_ring import BUFFER, BUFFERS
+
+    return int(SPARE * (2 * layers * LAYER_NBYTES + BUFFERS * BUFFER))
+
+
+def batches() -> list[torch.Tensor]:
+    return [torch.randn(4, NARROW) for _ in range(2)]
+
+
+def peak_on_device(handle: Any) -> int:
+    """Return the most that a run took on the device, which is the CPU's memory, too."""
+    stats = handle.stats()
+    assert stats["disk_written"] > 0
+    return int(stats["device_peak"])
+
+
+def say_kept(memory: Growth, layers: int, planned: int) -> None:
+    """Say what a run took, and whether it kept to its budget."""
+    there, budget = layers * LAYER_NBYTES, budget_of(layers)
+    found = {"growth": memory.end(), "there": there, "planned": planned, "budget": budget}
     answer({**found, "kept": found["growth"] + there <= budget})
 
 
@@ -416,6 +463,8 @@ RUNS: dict[str, Callable[[str, int, str, bool], None]] = {
     "ring": ring,
     "fit": fit,
     "resume": fit,
+    "fabric fit": fit_by_fabric,
+    "fabric resume": fit_by_fabric,
 }
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ bits are the same as long as the operator is all that ever sees the weight. So:
    forward, as autocast would cast it, and its gradient comes down in autocast's type. Saved by autograd, such casts
    would take half a copy of all weights: they are dropped after the forward and made again in backward from the
    resident unit. A plain run saves them, so they have to keep their values when the weight changes in the meantime: the
-   host has a copy for that case, where wire copies are. Other code is given the weight as it is: autograd saves its cast, and sums the
-   gradients.
+   host has a copy for that case, where wire copies are. Other code is given the weight as it is: autograd saves its
+   cast, and sums the gradients.
 """
 
 from __future__ import annotations

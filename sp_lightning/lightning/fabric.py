@@ -26,8 +26,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import weakref
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -45,7 +45,7 @@ from ..optim import torn_step
 from ..options import Options
 from ..ranks.connection import leave_at_exit
 from ..runtime.handle import Handle, close_all, close_dropped
-from .checkpoint_io import MappedCheckpointIO
+from .checkpoint_io import MappedCheckpointIO, own_state
 from .master_weights import MasterWeights
 from .names import (
     Accelerator,
@@ -307,18 +307,25 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint as the base class does, without a second copy of the modules' weights in memory."""
+        """Load a checkpoint as the base class does, without a second copy of weights and state in memory."""
+        parts = state if isinstance(state, dict) else {"": state}
+        optimizers = [part for part in parts.values() if isinstance(part, Optimizer)]
         if isinstance(self.checkpoint_io, MappedCheckpointIO):
-            parts = state.items() if isinstance(state, dict) else ()
-            copied = [name for name, part in parts if isinstance(part, nn.Module)]
-            is_whole = isinstance(state, nn.Module)
-            self.checkpoint_io.copied_later = self.get_module_state_dict(state) if is_whole else copied
+            copied = [name for name, part in parts.items() if isinstance(part, (nn.Module, Optimizer))]
+            if isinstance(state, nn.Module):
+                copied = [*self.get_module_state_dict(state)]
+            self.checkpoint_io.copied_later = ["state"] if isinstance(state, Optimizer) else copied
+        handles = [handle for handle in self.handles if not handle.closed]
         if self._axes.has_shards:
             found = self._load_shards(path, state, *args, **kwargs)
+            for handle, optimizer in itertools.product(handles, optimizers):
+                handle.state_loaded(optimizer)
         else:
             found = super().load_checkpoint(path, state, *args, **kwargs)
-        if self.ranks.world > 1:
-            self._settle(state.values() if isinstance(state, dict) else [])
+            for optimizer in optimizers:
+                own_state(optimizer, handles)
+        for handle in handles:
+            handle.settle()
         return found
 
     def _load_shards(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -341,14 +348,6 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load the state of the user's module, under its own names."""
         super().load_module_state_dict(_users(module), state_dict, strict)
-
-    def _settle(self, parts: Iterable[Any]) -> None:
-        """Make true for all ranks what each has loaded, once."""
-        optimizers = [part for part in parts if isinstance(part, Optimizer) and hasattr(part, "param_groups")]
-        for handle in self.handles:
-            for optimizer in optimizers:
-                handle.state_loaded(optimizer)
-            handle.settle()
 
 
 class RankedModule(nn.Module):

@@ -37,7 +37,7 @@ from ..observe.progress import waiting
 from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..options import Options, check_choice, format_bytes
-from ..ranks.new_weights import check_readable, share_of
+from ..ranks.new_weights import check_readable
 from ..runtime.handle import Handle, check_at_once
 from . import master_weights as masters
 from . import step_timing
@@ -49,7 +49,7 @@ from .checkpoint_io import (
     WrittenAtOnce,
     WrittenBeside,
     checkpoints_to_come,
-    on_host,
+    own_state,
     size_so_far,
 )
 from .names import (
@@ -584,20 +584,12 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state and copy it on the host: the optimizer writes to it, and a mapped file may vanish."""
         self._writer.finish()
+        handles = [] if self._streaming is None else [self._streaming]
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
-            handle = self._streaming
-            own, owned = functools.partial(_own_state, optimizer), set[int]()
-            if handle is not None and handle.divides_state:
-                handle.state_loaded(optimizer)  # from the file: no host has to have the whole state
-            elif handle is not None:
-                handle.state_loaded(optimizer, own)  # one by one: what goes to a disk need not fit in memory
-                owned.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-            for parameter in list(optimizer.state):
-                if id(parameter) not in owned:
-                    own(parameter)
-        if self._streaming is not None:
-            self._streaming.settle()
+            own_state(optimizer, handles)
+        for handle in handles:
+            handle.settle()
 
     # ---- steps
 
@@ -725,12 +717,3 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
 def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_meta else tensor.to(HOST)
-
-
-def _own_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
-    """Copy a parameter's state that was loaded, which may lie in a file."""
-    optimizer.state[parameter] = apply_to_collection(optimizer.state[parameter], torch.Tensor, _copied)
-
-
-def _copied(state: torch.Tensor) -> torch.Tensor:
-    return state if share_of(state) else on_host(state)

@@ -1107,10 +1107,11 @@ def test_memory_stays_within_what_the_choice_says(autocast, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_trainer_stays_within_its_budget_also_after_a_resume(tmp_path):
+@pytest.mark.parametrize("by", ["", "fabric "])
+def test_the_memory_of_a_run_stays_within_its_budget_also_after_a_resume(by, tmp_path):
     """Its layers are small: malloc would keep a hole between any two gradients (malloc.py, Rule 3)."""
     script = pathlib.Path(__file__).parents[2] / "benchmarks" / "state_on_disk.py"
-    for run in "fit", "resume":
+    for run in f"{by}fit", f"{by}resume":
         command = [sys.executable, str(script), "--run", run, "--gigabytes", "0.8", "--folder", str(tmp_path)]
         said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         found = json.loads(said.splitlines()[-1])
