@@ -64,7 +64,7 @@ def _meet(address: str, port: int, rank: int, size: int, timeout: timedelta, lin
         server = TCPStore(address, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True)
         meeting = Meeting(store_within("superpipeline", server), rank, size, line.note)
         text = json.dumps([host, f"{host}: {error}" if error else ""])
-        while not line.is_there(meeting.note()) or (said := meeting.come(text)) is None:
+        while not line.prepare(meeting.note()) or (said := meeting.come(text)) is None:
             late = meeting.late()
             if late or time.monotonic() > until:
                 raise TimeoutError("the others have come")
@@ -147,8 +147,8 @@ class _Line(Protocol):
     note: str  # what the first process leaves for the others: where it waits for lines, its token, and its host
     first: str  # the first process's host, or its address as long as that is all this process knows
 
-    def is_there(self, note: str | None) -> bool:
-        """Whether this process may come to the meeting for which the first one left this note."""
+    def prepare(self, note: str | None) -> bool:
+        """Make the line for which the first process left this note; return whether this one may come to the meeting."""
 
     def hold(self, connecting: _Connecting, hosts: Sequence[str]) -> None:
         """Return once all processes are connected; raise what prevents it."""
@@ -165,7 +165,7 @@ class _LineToFirst:
         self._rank, self._address = rank, address
         self._line: socket.socket | None = None
 
-    def is_there(self, note: str | None) -> bool:
+    def prepare(self, note: str | None) -> bool:
         if note is not None and note != self.note:  # a later attempt than that of the line
             self.close()
             port, token, self.first = note.split()
@@ -222,16 +222,14 @@ class _LinesOfFirst:
         self._size = size
         self._lines: dict[int, socket.socket] = {}
 
-    def is_there(self, note: str | None) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._take(self._server.accept()[0])
+    def prepare(self, note: str | None) -> bool:
+        self._accept()
         return True
 
     def hold(self, connecting: _Connecting, hosts: Sequence[str]) -> None:
         connected: set[int] = set()
         while not (connecting.is_connected and len(connected) == self._size - 1):
-            self.is_there(None)
+            self._accept()
             connecting.check(lambda _: self._say_why(f"{connecting.me} {NO_MORE}"))
             words = self._words()
             connected.update(rank for rank, word in words.items() if word == CONNECTED)
@@ -247,6 +245,12 @@ class _LinesOfFirst:
         self._server.close()
         for line in self._lines.values():
             line.close()
+
+    def _accept(self) -> None:
+        """Take the lines that have come."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._take(self._server.accept()[0])
 
     def _take(self, line: socket.socket) -> None:
         """Take a line that begins as one does; others come from elsewhere."""

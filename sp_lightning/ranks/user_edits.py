@@ -176,7 +176,7 @@ class Faces:
         for alike in all_of_them:
             if not self._are_alike(alike.digest):
                 raise ExactnessError(
-                    f"the ranks {alike.differs} since they were last equal; rank {self._ranks.rank} {alike.mine}. Do "
+                    f"the ranks {alike.differs} since they were last equal; {self._ranks.name()} {alike.mine}. Do "
                     "the same on every rank, as under DDP"
                 )
 

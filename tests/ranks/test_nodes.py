@@ -307,7 +307,7 @@ def test_a_connection_from_elsewhere_is_not_taken_for_a_rank():
         port = int(first.note.split()[0])
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            assert other.is_there(first.note) and first.is_there(None)
+            assert other.prepare(first.note) and first.prepare(None)
             assert list(first._lines) == [1]
 
 
