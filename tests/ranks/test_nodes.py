@@ -397,6 +397,12 @@ def test_one_machine_where_two_are_said_is_refused():
         assert not reads
 
 
+def test_ranks_that_differ_in_their_edits_are_named_by_their_number_among_all():
+    said = r"(?s)rank 0 on host0 changed none\. .*rank 1 on host1 changed net\.stem\.weight and 0 others\. "
+    with pytest.raises(processes.RankFailed, match=said):
+        processes.run(2, pretended_nodes.trainer, 2, ranked_features.run, "scaled gradient of one rank", {"window": 2})
+
+
 def test_machines_with_a_group_in_a_loop_by_hand_that_differ_are_refused():
     for error in processes.run(2, refused_runs.unlike_group, [0, 1], "threads"):
         assert error.startswith("OptionError: ") and "host0 1, host1 7" in error, error
