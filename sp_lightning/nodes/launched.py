@@ -61,6 +61,8 @@ def _meet(address: str, port: int, rank: int, size: int, timeout: timedelta, lin
     until, pause = time.monotonic() + timeout.total_seconds(), 10 * PAUSE_S
     try:
         is_server = rank == 0 and not has_agent()
+        if not is_server:
+            _wait_for_store(address, port, until)
         server = TCPStore(address, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True)
         meeting = Meeting(store_within("superpipeline", server), rank, size, line.note)
         text = json.dumps([host, f"{host}: {error}" if error else ""])
@@ -89,6 +91,17 @@ def _meet(address: str, port: int, rank: int, size: int, timeout: timedelta, lin
         meeting.stay()
     check_interfaces(list(filter(None, errors)))
     return store_within("group", meeting.attempt), list(hosts)
+
+
+def _wait_for_store(address: str, port: int, until: float) -> None:
+    """Return once something listens there, for which torch waits in code that nothing interrupts, such as Ctrl-C."""
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=LINE_S).close()
+        except OSError as error:
+            if time.monotonic() > until:
+                raise TimeoutError(str(error)) from error
+        time.sleep(PULSE_S)
 
 
 def _end_of_store(host: str) -> str:

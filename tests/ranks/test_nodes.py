@@ -1,9 +1,13 @@
 """Several nodes train as DDP does over all their ranks, to the last bit: here two parts of this machine's ranks."""
 
 import contextlib
+import os
+import signal
 import socket
+import threading
 import time
 from datetime import timedelta
+from unittest import mock
 
 import failing_runs
 import linked_nodes
@@ -299,6 +303,14 @@ def test_a_rank_that_ends_while_torch_connects_the_processes_is_named(victim, wa
     for ending in endings:
         assert ending.error == "PeerError" and ending.at - struck < LIMIT_S, endings
         assert ending.message == f"rank {victim} on host{victim // 2} {what}", endings
+
+
+def test_a_process_that_waits_for_the_first_one_can_be_interrupted():
+    since, interrupt = time.monotonic(), threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        launched.connect_launched("127.0.0.1", processes.free_port(), 1, 2, timedelta(seconds=30), mock.Mock())
+    assert time.monotonic() - since < LIMIT_S
 
 
 def test_a_connection_from_elsewhere_is_not_taken_for_a_rank():
