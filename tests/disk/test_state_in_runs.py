@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -1117,3 +1118,16 @@ def test_the_memory_of_a_run_stays_within_its_budget_also_after_a_resume(by, tmp
         found = json.loads(said.splitlines()[-1])
         assert found["there"] + found["growth"] <= 1.1 * found["planned"]
         assert found["kept"]
+
+
+@pytest.mark.slow
+def test_a_run_under_a_real_limit_of_memory_keeps_to_its_budget(tmp_path):
+    """The kernel ends a process that takes more than its cgroup's limit, where one can be made."""
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "memory_limits.py"
+    command = [sys.executable, str(script), "--parameters", "2.7e8", "--steps", "3", "--folder", str(tmp_path)]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    runs = [line for line in said.splitlines() if line.startswith(("half", "quarter"))]
+    assert len(runs) == 2 and all("bits equal" in line and "swap 0.00 GB" in line for line in runs), said
+    if all("no limit" not in line for line in runs):
+        assert all(float(re.search(r"([\d.]+) of its budget", line)[1]) <= 1.05 for line in runs), said
+    assert os.listdir(tmp_path) == []

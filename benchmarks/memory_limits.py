@@ -1,0 +1,213 @@
+"""Train under a real limit of memory: does a host budget hold, with which bits, and what does it cost in time?
+
+    python benchmarks/memory_limits.py [--parameters 1e9] [--folder DIR] [--steps 4] [--autocast]
+
+A stack of layers with so many FP32 parameters, which lie in a file, is trained on a few tokens by AdamW on the CPU, by
+processes of their own, one after another: in memory as a whole, and with ``disk=`` and a ``host_budget`` of a half and
+of a quarter of what that took. Each enters a memory cgroup of its own once it has imported its libraries, so that all
+it takes from there on counts: anonymous and shared memory, locked or not. With a budget the cgroup has a limit of 1.05
+times the budget; the page cache, which the kernel gives up where memory is short, is within it too. Where no cgroup can
+be made (that takes root), the memory is sampled from ``/proc``, that of the libraries included, and nothing is limited.
+
+Before each run the kernel drops what it has of the file from the page cache. Printed are, for each run: the most memory
+beside its budget, the swap that was used, the seconds of a step (the median after the first, which makes state) beside
+those in memory, the bytes that a step reads and writes, and whether weights and state are equal, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+WIDTH = 4096
+TOKENS = 8
+OVER = 1.05  # times its budget is a run's limit
+CGROUPS = Path("/sys/fs/cgroup")
+PARTS = {"half": 2, "quarter": 4}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=1e9)
+    parser.add_argument("--folder", help="where to put the files (default: a temporary folder)")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--autocast", action="store_true", help="compute under autocast in bfloat16")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run is not None:
+        return train(json.loads(options.run))
+    layers = max(2, round(options.parameters / WIDTH**2))
+    with tempfile.TemporaryDirectory(prefix="memory-limits-", dir=options.folder) as folder:
+        make(layers, Path(folder) / "weights.pt")
+        print(f"{layers * WIDTH * WIDTH / 1e6:.0f}e6 parameters", flush=True)
+        given = {"folder": folder, "steps": options.steps, "autocast": options.autocast}
+        whole = measured(given, None)
+        say("in memory", whole, whole)
+        for name, part in PARTS.items():
+            say(name, measured(given, whole["peak"] // part), whole)
+
+
+def make(layers: int, path: Path) -> None:
+    """Write the weights to a file, in a process of its own: this one's memory stays small."""
+    code = "import sys, torch; torch.manual_seed(0); layers, width = map(int, sys.argv[2:]); "
+    code += "torch.save([torch.empty(width, width).normal_(0, 0.02) for _ in range(layers)], sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(path), str(layers), str(WIDTH)], check=True)
+
+
+def measured(given: dict[str, Any], budget: int | None) -> dict[str, Any]:
+    """Run a process, in a cgroup with a limit if it has a budget, and return what it says, and its most memory."""
+    drop(Path(given["folder"]) / "weights.pt")
+    with cgroup(budget) as group:
+        run = json.dumps({**given, "budget": budget, "group": None if group is None else str(group)})
+        with subprocess.Popen([sys.executable, __file__, "--run", run], stdout=subprocess.PIPE, text=True) as process:
+            memory = Memory(group, process.pid)
+            assert process.stdout is not None
+            lines = process.stdout.read().splitlines()
+            taken = memory.end()
+    if process.returncode:
+        return {"budget": budget, **taken, "failed": process.returncode}
+    return {"budget": budget, "is_limited": group is not None, **taken, **json.loads(lines[-1])}
+
+
+def drop(path: Path) -> None:
+    """Have the kernel drop a file from the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def cgroup(budget: int | None) -> Iterator[Path | None]:
+    """Make a memory cgroup with a limit; None where that is not possible."""
+    is_second = (CGROUPS / "cgroup.controllers").exists()
+    group = (CGROUPS if is_second else CGROUPS / "memory") / f"memory-limits-{os.getpid()}"
+    try:
+        group.mkdir()
+        if budget is not None:
+            limit = group / ("memory.max" if is_second else "memory.limit_in_bytes")
+            limit.write_text(str(int(OVER * budget)))
+        assert (group / "memory.stat").exists()
+    except (OSError, AssertionError):
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        yield None
+        return
+    try:
+        yield group
+    finally:
+        for _ in range(100):  # the kernel takes a moment to forget its processes
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+class Memory:
+    """The most anonymous and shared memory of a cgroup, or of a process, and its swap, sampled by a thread."""
+
+    def __init__(self, group: Path | None, pid: int) -> None:
+        self._group, self._pid = group, pid
+        self._most: dict[str, int] = {"peak": 0, "swap": 0}
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._ends.wait(0.005):
+            with contextlib.suppress(OSError):  # the process has ended
+                for name, nbytes in self._now().items():
+                    self._most[name] = max(self._most[name], nbytes)
+
+    def _now(self) -> dict[str, int]:
+        if self._group is None:
+            lines = Path(f"/proc/{self._pid}/status").read_text().splitlines()
+            found = {
+                name: int(line.split()[0]) << 10 for name, _, line in (x.partition(":") for x in lines) if "kB" in line
+            }
+            return {"peak": found["RssAnon"] + found["RssShmem"], "swap": found["VmSwap"]}
+        stat = dict(line.split() for line in (self._group / "memory.stat").read_text().splitlines())
+        anonymous = int(stat["anon"]) if "anon" in stat else int(stat["rss"])
+        shared = int(stat.get("shmem", 0))
+        return {"peak": anonymous + shared, "swap": int(stat.get("swap", stat.get("swapcached", 0)))}
+
+    def end(self) -> dict[str, int]:
+        """End the samples."""
+        self._ends.set()
+        self._thread.join()
+        return self._most
+
+
+def train(given: dict[str, Any]) -> None:
+    """Train, and say how."""
+    import torch
+    from torch import nn
+
+    import sp_lightning
+    from sp_lightning.optim import native
+
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # what it imports counts as libraries'
+    if given["group"] is not None:
+        (Path(given["group"]) / "cgroup.procs").write_text(str(os.getpid()))
+    weights = torch.load(Path(given["folder"]) / "weights.pt", mmap=True)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in weights))
+    for layer in net:
+        layer.weight = nn.Parameter(weights.pop(0))
+    optimizer = torch.optim.AdamW(net.parameters())
+    options: dict[str, Any] = {"window": 1, "units": ["Linear"]}
+    options["wire_dtype"] = "auto" if given["autocast"] else "as-is"
+    if given["budget"] is not None:
+        options |= {"disk": given["folder"], "host_budget": given["budget"]}
+    seconds, moved = [], []
+    with sp_lightning.stream(net, "cpu", **options) as handle:
+        for number in range(given["steps"]):
+            before, begin = handle.stats(), time.perf_counter()
+            batch = torch.empty(TOKENS, WIDTH).normal_(0, 1, generator=torch.Generator().manual_seed(number))
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=given["autocast"]):
+                loss = net(batch).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            handle.finish_step()
+            native.LIBRARY.wait()
+            seconds.append(time.perf_counter() - begin)
+            moved.append({name: handle.stats()[name] - before[name] for name in ("disk_read", "disk_written")})
+        digest = hashlib.sha256()
+        for parameter in net.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+            for value in optimizer.state[parameter].values():
+                digest.update(value.numpy().tobytes())
+    print(json.dumps({"seconds": statistics.median(seconds[1:]), **moved[-1], "bits": digest.hexdigest()}))
+
+
+def say(name: str, found: dict[str, Any], whole: dict[str, Any]) -> None:
+    if "failed" in found:
+        print(f"{name}: ended with {found['failed']} at {found['peak'] / 1e9:.2f} GB", flush=True)
+        return
+    said = [f"{name}: {found['peak'] / 1e9:.2f} GB"]
+    if found["budget"] is not None:
+        limit = f", limit {OVER * found['budget'] / 1e9:.2f} GB" if found["is_limited"] else ", no limit"
+        said.append(f"{found['peak'] / found['budget']:.3f} of its budget{limit}")
+    said += [f"swap {found['swap'] / 1e9:.2f} GB", f"step {found['seconds'] / whole['seconds']:.2f} of that in memory"]
+    said.append(f"reads {found['disk_read'] / 1e9:.2f} GB and writes {found['disk_written'] / 1e9:.2f} GB")
+    said.append("bits equal" if found["bits"] == whole["bits"] else "bits DIFFERENT")
+    print("; ".join(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
