@@ -9,7 +9,8 @@
 4. A weight that travels in autocast's type has a node for each use, as plain autocast has a cast for each. The gradient
    that arrives there is the one that the cast's backward would convert to FP32. The gradients of several uses are
    summed in FP32, in the order in which they arrive. Gradients of casts that are made on the device are collected
-   likewise (autocast_weights.py, Rule 6).
+   likewise (autocast_weights.py, Rule 6). autograd does not know of them, so the unit's node itself waits for the
+   streams on which they arrived.
 5. autograd runs what is ready by the numbers that nodes had from their thread when they were made. In a graph of
    gradients (create_graph) nodes of the caller's thread meet those of the device's, and the order of sums depends on
    how far each thread has counted. So what has no counterpart in a plain run takes no number of either: the unit's
@@ -18,7 +19,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from ..compat.tensors import graph_task, set_sequence_number, without_dispatch
 from ..errors import ExactnessError
+from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import true_grad_fn
 
@@ -84,16 +87,19 @@ def check_not_recorded(output: Tensor, name: str) -> None:
 class CastUses:
     """The gradients of a unit's weights in autocast's type, by their uses in a graph (Rule 4)."""
 
-    def __init__(self, awaited: Awaited) -> None:
+    def __init__(self, awaited: Awaited, device: Device) -> None:
         self.awaited = awaited
-        self.arrived: dict[int, dict[int, list[Tensor]]] = {}  # by the number of autograd's task, then by weight
+        self._device = device
+        # By the number of autograd's task, then by weight: each with the stream on which it arrived.
+        self.arrived: dict[int, dict[int, list[tuple[Tensor, Any]]]] = {}
         self.left_to_autograd: set[int] = set()  # weights of casts on the device that are read in another way as well
 
     def arrive(self, index: int, use: int, grads: Gradients) -> Gradients:
         """Collect the gradient of a use, as a prehook of its node: the unit's node gets none from there."""
         self.awaited.pop(use, None)
         if grads[0] is not None:
-            self.arrived.setdefault(graph_task(), {}).setdefault(index, []).append(grads[0])
+            stream = None if self._device.is_host else self._device.compute
+            self.arrived.setdefault(graph_task(), {}).setdefault(index, []).append((grads[0], stream))
         return (None,)
 
     def arrive_at_cast(self, index: int, use: int, grads: Gradients) -> Gradients | None:
@@ -105,17 +111,30 @@ class CastUses:
 
     def sums(self) -> dict[int, Tensor]:
         """Return and forget the sums of gradients that arrived in the running task of autograd, by weight."""
-        return {index: _sum(arrived) for index, arrived in self.arrived.pop(graph_task(), {}).items()}
+        arrived = self.arrived.pop(graph_task(), {})
+        if not self._device.is_host:
+            self._wait_for(itertools.chain.from_iterable(arrived.values()))
+        return {index: _sum(grads) for index, grads in arrived.items()}
+
+    def _wait_for(self, arrived: Iterable[tuple[Tensor, Any]]) -> None:
+        """Order the caller's stream after the others on which gradients arrived, and tell the allocator of it."""
+        compute, streams = self._device.compute, set()
+        for grad, stream in arrived:
+            if stream != compute:
+                streams.add(stream)
+                grad.record_stream(compute)
+        for stream in streams:
+            compute.wait_event(stream.record_event())
 
     def clear(self) -> None:
         """Drop gradients of tasks that ended before they reached the unit's node."""
         self.arrived.clear()
 
 
-def _sum(arrived: list[Tensor]) -> Tensor:
+def _sum(arrived: list[tuple[Tensor, Any]]) -> Tensor:
     if len(arrived) == 1:
-        return arrived[0]
-    total = arrived[0].float()
-    for grad in arrived[1:]:
+        return arrived[0][0]
+    total = arrived[0][0].float()
+    for grad, _ in arrived[1:]:
         total = total + grad.float()
     return total

@@ -130,7 +130,7 @@ class StandIns:
         self.may_be_kept = False  # whether it was read before, and other code may still have what it got (Rule 4)
         self._were: list[Tensor] = []  # the weights' device bytes, where it may and the host's may be written unseen
         self.awaited = Awaited()  # of any build: a graph leads from them to a node of the unit
-        self.uses = CastUses(self.awaited)
+        self.uses = CastUses(self.awaited, store.device)
         self.full_precision = FullPrecisionCopies(store, receive)
         self._bound_slots = 0
         self._trainable: list[bool] = []
@@ -160,7 +160,7 @@ class StandIns:
         for whole in self.wholes:
             whole.follow()
         trainable = list(map(_requires_grad, self.hosts))  # a whole's parts train as it does
-        self.uses = CastUses(self.awaited)
+        self.uses = CastUses(self.awaited, self.store.device)
         receive = self._receiver(self.uses)
         views = [*map(self.store.on_device.view, range(len(self.store.params)))]
         self.places, parts = [*views], self.store.unit.parts

@@ -2269,8 +2269,9 @@ def test_nested_tensors_in_a_forward(activations):
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("window", [1, 2, 6])
-@pytest.mark.few(1)
-def test_forward_and_backward_on_a_stream_of_the_user(window):
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.few(2)
+def test_forward_and_backward_on_a_stream_of_the_user(autocasts, window):
     import simgpu
 
     def run(net, device):
@@ -2281,8 +2282,11 @@ def test_forward_and_backward_on_a_stream_of_the_user(window):
             optimizer.zero_grad()
             side.wait_event(torch.accelerator.current_stream().record_event())
             with side:
-                loss = squares(net, x)
+                with torch.autocast("simgpu", torch.bfloat16, autocasts, cache_enabled=False):
+                    loss = squares(net, x)
+                simgpu.config.compute_us = 200
                 loss.backward()
+                simgpu.config.compute_us = 0
             torch.accelerator.current_stream().wait_event(side.record_event())
             optimizer.step()
             yield loss, squares(net, x)
