@@ -21,6 +21,8 @@ it, so that the second run equals the first and leaves no trace:
    other tensors than the first time.
 4. A unit inside of a non-reentrant checkpoint of the user's is left to that one, which runs it again as in a plain run,
    with its traces: batch normalization counts twice there. Around a checkpoint of ours it would stop before the unit.
+5. The second run is on the stream of the first one, whichever stream needs something of it first: a unit may compute on
+   several. So what it saves is made, ordered and freed on the streams on which a plain run has it.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Recompute:
     """Run units' forwards so that they can run again in backward."""
 
     def __init__(self, device: Device, offload: Offload | None) -> None:
-        self._offload = offload
+        self._device, self._offload = device, offload
         # Tells the checkpoint of which device to restore the random state.
         self._anchor = torch.empty(0, device=device.torch_device)
         self.written = Written()
@@ -106,10 +108,12 @@ class Recompute:
         offloaded = before.offload_arguments(self._offload) if self._offload is not None and known else []
         passed = _versions(tensors_in((args, kwargs)))
         first = [(args, kwargs)]  # the closure refers to them no longer than the first run takes
+        stream = None if self._device.is_host else self._device.compute
 
         def forward(_anchor: Tensor) -> Any:
-            again, again_kwargs = first.pop() if first else before.arguments()
-            return call(*again, **again_kwargs)
+            with contextlib.nullcontext() if first or stream is None else self._device.on(stream):  # Rule 5
+                again, again_kwargs = first.pop() if first else before.arguments()
+                return call(*again, **again_kwargs)
 
         @contextlib.contextmanager
         def first_run() -> Iterator[None]:

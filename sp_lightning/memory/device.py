@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -168,6 +169,16 @@ def page_lock(device: torch.device) -> PageLock | None:
     return CudaPageLock(device) if device.type == "cuda" else None
 
 
+@contextlib.contextmanager
+def _in_order(own: Any, stream: Any) -> Iterator[None]:
+    stream.wait_event(own.record_event())
+    try:
+        with stream:
+            yield
+    finally:
+        own.wait_event(stream.record_event())
+
+
 class _Rings(NamedTuple):
     """The staging rings of a device, one in each direction."""
 
@@ -206,6 +217,10 @@ class Device:
     def compute(self) -> Any:
         """The stream on which the calling thread launches kernels."""
         return self._idle if self.is_host else torch.accelerator.current_stream(self.torch_device)
+
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        """Return a context in which the calling thread launches kernels on this stream, in order with its own one."""
+        return contextlib.nullcontext() if stream == (own := self.compute) else _in_order(own, stream)
 
     def moment(self, stream: Any) -> Any:
         """Record a timed event on the stream; it has its time once its ``query()`` is True."""

@@ -2330,6 +2330,49 @@ def test_units_that_are_read_on_several_streams_at_once(host_memory, slow, activ
     check(lambda: Branches(models.Block() for _ in range(6)), run, torch.device("simgpu", 0), **options)
 
 
+class OnTwoStreams(models.Block):
+    """Computes all but one layer on a stream of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.beside, self.side = nn.Linear(models.WIDTH, models.WIDTH), torch.Stream(device="simgpu")
+
+    def forward(self, x):
+        main, side = torch.accelerator.current_stream(), self.side
+        here = torch.tanh(self.beside(x))
+        side.wait_event(main.record_event())
+        with side:
+            x.record_stream(side)
+            there = super().forward(x)
+        main.wait_event(side.record_event())
+        there.record_stream(main)
+        return here + there
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
+@pytest.mark.few(3)
+def test_a_unit_that_computes_on_two_streams(activations, autocasts):
+    import simgpu
+
+    def run(net, device):
+        # Plainly, gradients are of the side stream, and would be given up while the optimizer reads them.
+        simgpu.config.sync = next(net.parameters()).device == device
+        optimizer = sgd(net)
+        for x in inputs(device):
+            optimizer.zero_grad()
+            with torch.autocast("simgpu", torch.bfloat16, autocasts, cache_enabled=False):
+                loss = squares(net, x)
+            simgpu.config.compute_us = 200
+            loss.backward()
+            simgpu.config.compute_us = 0
+            optimizer.step()
+            yield loss
+
+    check(models.stack_of(OnTwoStreams), run, torch.device("simgpu", 0), activations=activations)
+
+
 @pytest.mark.simgpu
 def test_batches_from_pinned_memory():
     device = torch.device("simgpu", 0)
