@@ -328,6 +328,8 @@ class NodeTransport:
                     group.recv([nothing], next(iter(self._rank_of)), CLOSES).wait(timedelta(milliseconds=1))
             self._join(until + 1)
         self._inbox.clear()
+        if not any(thread.is_alive() for thread in self._threads):
+            self._groups.clear()  # their sockets and threads end now, also if something refers to this object
 
     def _join(self, until: float) -> None:
         for thread in self._threads:

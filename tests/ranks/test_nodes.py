@@ -151,6 +151,12 @@ def test_a_rank_that_left_has_no_threads_that_wait_for_one_that_stays():
 
 
 @pytest.mark.seldom
+def test_connections_to_other_nodes_end_where_a_run_does():
+    for first, _, last in processes.run(2, pretended_nodes.run, 2, waiting.sockets_after_leaving):
+        assert last <= first
+
+
+@pytest.mark.seldom
 def test_all_ranks_of_all_nodes_come_to_a_meeting():
     *others, _ = processes.run(4, pretended_nodes.run, 2, waiting.seconds_at_a_meeting)
     assert min(others) > waiting.SLOW_S / 2

@@ -228,6 +228,24 @@ def threads_after_leaving() -> int:
         return left
 
 
+def sockets_after_leaving() -> list[int]:
+    """Connect and leave three times; return how many sockets each left, while all that they made is still there."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    kept, counts = [], []
+    for _ in range(3):
+        kept.append(connect(None, torch.device("cpu"), timedelta(seconds=60)))
+        kept[-1].meet("all")
+        kept[-1].close()
+        counts.append(sum(name.startswith("socket:") for name in map(_target, os.listdir("/proc/self/fd"))))
+    return counts
+
+
+def _target(descriptor: str) -> str:
+    with contextlib.suppress(OSError):  # that of the listing itself
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    return ""
+
+
 def messages() -> list[bool]:
     """Send messages to the other node, and return whether its own came as they were sent.
 
