@@ -26,7 +26,7 @@ from .arrivals import ENDED_EARLY, NO_MORE, READ_S, STORE_S, Meeting, has_agent
 from .transport import PAUSE_S, PULSE_S, interface_error
 
 CONNECTED, FAILED, ENDED = b"c", b"f", b""  # words on a line; the first process also says why all end
-GREETING = 32  # bytes with which a line begins: the first process's token, and the rank
+GREETING = 32  # bytes with which a line begins: the first process's token, the rank, and how many it expects
 LINE_S = 2.0  # how long one attempt at a line may take
 
 
@@ -38,7 +38,7 @@ def connect_launched(
     torch by itself names none that does not come or ends, and an interface that a host has not got is an error there
     alone.
     """
-    line: _Line = _LinesOfFirst(size) if rank == 0 else _LineToFirst(rank, address)
+    line: _Line = _LinesOfFirst(size) if rank == 0 else _LineToFirst(rank, size, address)
     with contextlib.closing(line):
         store, hosts = _meet(address, port, rank, size, timeout, line)
         line.hold(_Connecting(connect, store, f"rank {rank} on {hosts[rank]}", hosts[0]), hosts)
@@ -104,6 +104,16 @@ def _wait_for_store(address: str, port: int, until: float) -> None:
         time.sleep(PULSE_S)
 
 
+def _check_size(rank: int, size: int, first: int) -> None:
+    """Raise OptionError if a process expects another number of processes than the first one."""
+    if size != first:
+        raise OptionError(
+            argument="num_nodes",
+            found=f"num_nodes * devices = {size} on rank {rank}, and {first} on rank 0",
+            allowed="the same on every machine, with as many devices",
+        )
+
+
 def _end_of_store(host: str) -> str:
     return f"{'the agent of torchrun' if has_agent() else 'rank 0'} on {host} {ENDED_EARLY}"
 
@@ -157,7 +167,7 @@ def _typed(me: str, store: Any, first: str) -> Iterator[None]:
 class _Line(Protocol):
     """A line, or all lines, of a process (Rule 2)."""
 
-    note: str  # what the first process leaves for the others: where it waits for lines, its token, and its host
+    note: str  # what the first process leaves: where it waits for lines, its token, how many it expects, its host
     first: str  # the first process's host, or its address as long as that is all this process knows
 
     def prepare(self, note: str | None) -> bool:
@@ -173,21 +183,22 @@ class _Line(Protocol):
 class _LineToFirst:
     """The line of another process than the first."""
 
-    def __init__(self, rank: int, address: str) -> None:
+    def __init__(self, rank: int, size: int, address: str) -> None:
         self.note, self.first = "", address
-        self._rank, self._address = rank, address
+        self._rank, self._size, self._address = rank, size, address
         self._line: socket.socket | None = None
 
     def prepare(self, note: str | None) -> bool:
         if note is not None and note != self.note:  # a later attempt than that of the line
             self.close()
-            port, token, self.first = note.split()
+            port, token, size, self.first = note.split()
             try:
                 self._line = socket.create_connection((self._address, int(port)), timeout=LINE_S)
-                self._line.sendall(f"{token} {self._rank}".ljust(GREETING).encode())
+                self._line.sendall(f"{token} {self._rank} {self._size}".ljust(GREETING).encode())
                 self.note = note
             except OSError:
                 return False
+            _check_size(self._rank, self._size, int(size))
         return note is not None
 
     def hold(self, connecting: _Connecting, hosts: Sequence[str]) -> None:
@@ -231,7 +242,7 @@ class _LinesOfFirst:
         self._server.setblocking(False)
         self._token = os.urandom(8).hex()
         self.first = socket.gethostname()
-        self.note = f"{self._server.getsockname()[1]} {self._token} {self.first}"
+        self.note = f"{self._server.getsockname()[1]} {self._token} {size} {self.first}"
         self._size = size
         self._lines: dict[int, socket.socket] = {}
 
@@ -271,12 +282,14 @@ class _LinesOfFirst:
         greeting = b""
         while len(greeting) < GREETING and (more := _heard(line, GREETING - len(greeting))):
             greeting += more
-        token, _, rank = greeting.decode(errors="replace").strip().partition(" ")
+        token, *numbers = greeting.decode(errors="replace").split()
         if token != self._token:
             line.close()
             return
+        rank, size = map(int, numbers)
+        _check_size(rank, size, self._size)
         line.settimeout(PULSE_S)
-        self._lines[int(rank)] = line
+        self._lines[rank] = line
 
     def _words(self) -> dict[int, bytes]:
         """Wait a short time for words; return them by rank."""

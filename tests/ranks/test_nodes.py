@@ -320,7 +320,7 @@ def test_a_process_that_waits_for_the_first_one_can_be_interrupted():
 
 
 def test_a_connection_from_elsewhere_is_not_taken_for_a_rank():
-    first, other = launched._LinesOfFirst(2), launched._LineToFirst(1, "127.0.0.1")
+    first, other = launched._LinesOfFirst(2), launched._LineToFirst(1, 2, "127.0.0.1")
     with contextlib.closing(first), contextlib.closing(other):
         port = int(first.note.split()[0])
         with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -413,6 +413,15 @@ def test_one_machine_where_two_are_said_is_refused():
     for error, _, reads in processes.run(2, refused_runs.unlike_nodes, [0, 0], "nothing"):
         assert error.startswith("OptionError: num_nodes must be 1, the number of machines on which"), error
         assert not reads
+
+
+def test_processes_that_expect_other_numbers_of_each_other_are_refused():
+    """Each would wait for ranks that there are not."""
+    for error in processes.run(2, refused_runs.unlike_sizes, [2, 3]):
+        assert error.startswith("OptionError: num_nodes must be the same on every machine, with as many devices, "), (
+            error
+        )
+        assert error.endswith("got 'num_nodes * devices = 3 on rank 1, and 2 on rank 0'"), error
 
 
 def test_ranks_that_differ_in_their_edits_are_named_by_their_number_among_all():

@@ -171,6 +171,14 @@ def unlike_nodes(nodes: Sequence[int], what: str, machines: int = 2, **trainer: 
     return said, time.monotonic() - began, Untouched.reads
 
 
+def unlike_sizes(machines: Sequence[int]) -> str:
+    """Train on pretended nodes of one rank each, whose Trainers are told of different numbers of machines."""
+    rank = int(os.environ["LOCAL_RANK"])
+    place = {"LOCAL_RANK": "0", "NODE_RANK": str(rank)}
+    with pretended_nodes.pretending(rank), mock.patch.dict(os.environ, place):
+        return error(lambda: trained(Net(), DataLoader(Untouched(), batch_size=None), 1, num_nodes=machines[rank]))
+
+
 def unlike_group(nodes: Sequence[int], what: str) -> str:
     """Stream over a group on pretended nodes, of which the last has something else."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
