@@ -83,7 +83,10 @@ PARTS = {
     ),
     "disk-weights": Part((f"{IN_FILES}_as_in_memory",), ("sp_lightning/disk/",)),
     "disk-autocast": Part((f"{IN_FILES}_under_autocast_as_in_memory",), ("sp_lightning/disk/",)),
-    "disk": Part(("tests/contract/test_weights_in_files.py", "tests/disk"), ("sp_lightning/disk/",)),
+    "disk": Part(
+        ("tests/contract/test_weights_in_files.py", "tests/disk"),
+        tuple(f"sp_lightning/{name}/" for name in ("disk", "storage", "gradients", "autograd", "lightning")),
+    ),
     "hf": Part(
         ("tests/hf",), ("sp_lightning/hf/", "sp_lightning/compat/accelerate.py", "sp_lightning/runtime/entries.py")
     ),
