@@ -177,7 +177,7 @@ class _Backward:
         self.until_s = 0.0  # when it gives up to wait for further ones
         self.kept: set[HostCopy] = set()  # units of which old gradients were looked for (Rule 4)
         self.job: Future[None] | None = None  # that sums
-        self.all_posted = False
+        self.all_posted = False  # whether the job ends once it has summed what there is
 
 
 class Exchange:
@@ -325,6 +325,7 @@ class Exchange:
         """Forget a backward that failed, but for the thread's work."""
         backward, self._backward = self._backward, None
         if backward is not None:
+            backward.all_posted = True
             self._end_job(backward)
             self._is_torn = self._is_torn or bool(backward.begun)
 
@@ -526,7 +527,6 @@ class Exchange:
 
     def _end_job(self, backward: _Backward) -> None:
         """Wait for the thread, which sums what all ranks have posted by now."""
-        backward.all_posted = True
         job, backward.job = backward.job, None
         if job is not None:
             job.result()
@@ -576,6 +576,7 @@ class Exchange:
             self._post_next(backward)
         self._post_rest(backward)
         self.board.meet()
+        backward.all_posted = True
         self._end_job(backward)
         for store in self.stores:
             if not self._is_summed(backward, store):
