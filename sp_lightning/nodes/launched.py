@@ -14,6 +14,7 @@ import json
 import os
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from .transport import PAUSE_S, PULSE_S, interface_error
 CONNECTED, FAILED, ENDED = b"c", b"f", b""  # words on a line; the first process also says why all end
 GREETING = 32  # bytes with which a line begins: the first process's token, the rank, and how many it expects
 LINE_S = 2.0  # how long one attempt at a line may take
+AT_ONCE = struct.pack("ii", 1, 0)  # the way in which a socket closes whose port is free then
 
 
 def connect_launched(
@@ -96,11 +98,17 @@ def _meet(address: str, port: int, rank: int, size: int, timeout: timedelta, lin
 def _wait_for_store(address: str, port: int, until: float) -> None:
     """Return once something listens there, for which torch waits in code that nothing interrupts, such as Ctrl-C."""
     while True:
+        why = "nothing listens there"
         try:
-            return socket.create_connection((address, port), timeout=LINE_S).close()
+            with socket.create_connection((address, port), timeout=LINE_S) as probe:
+                if probe.getsockname() != probe.getpeername():
+                    return
+                # The system gave it this port, and so connected it to itself: leave the port to the first process.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
         except OSError as error:
-            if time.monotonic() > until:
-                raise TimeoutError(str(error)) from error
+            why = str(error)
+        if time.monotonic() > until:
+            raise TimeoutError(why)
         time.sleep(PULSE_S)
 
 

@@ -319,6 +319,22 @@ def test_a_process_that_waits_for_the_first_one_can_be_interrupted():
     assert time.monotonic() - since < LIMIT_S
 
 
+def test_a_process_that_the_system_connects_to_itself_leaves_the_port_to_the_first_one(monkeypatch):
+    """Linux does so where the port that it gives a socket is the one to connect to."""
+    port, connect, made = processes.free_port(), socket.create_connection, []
+
+    def from_the_same_port(address, timeout):
+        made.append(connect(address, timeout, source_address=address))
+        return made[-1]
+
+    monkeypatch.setattr(socket, "create_connection", from_the_same_port)
+    with pytest.raises(TimeoutError, match="nothing listens there"):
+        launched._wait_for_store("127.0.0.1", port, time.monotonic())
+    assert len(made) == 1
+    with socket.socket() as first:
+        first.bind(("127.0.0.1", port))
+
+
 def test_a_connection_from_elsewhere_is_not_taken_for_a_rank():
     first, other = launched._LinesOfFirst(2), launched._LineToFirst(1, 2, "127.0.0.1")
     with contextlib.closing(first), contextlib.closing(other):

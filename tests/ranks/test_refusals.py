@@ -51,7 +51,10 @@ def test_ranks_that_were_refused_in_a_loop_by_hand_no_longer_watch_each_other():
 
 
 def test_a_weight_whose_memory_another_tensor_has_too():
-    for error in processes.run(2, refused_runs.shared_bytes):
+    """A rank that comes there later may hear of the other one first."""
+    errors = [error for error in processes.run(2, refused_runs.shared_bytes) if not error.startswith("PeerError: rank")]
+    assert errors
+    for error in errors:
         assert error.startswith("UnsupportedError: blocks.1.weight_orig shares its memory with another tensor"), error
         assert error.endswith("or use devices=1, or strategy='ddp'"), error
 
