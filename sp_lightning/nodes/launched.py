@@ -290,11 +290,11 @@ class _LinesOfFirst:
         greeting = b""
         while len(greeting) < GREETING and (more := _heard(line, GREETING - len(greeting))):
             greeting += more
-        token, *numbers = greeting.decode(errors="replace").split()
+        token, _, numbers = greeting.decode(errors="replace").partition(" ")
         if token != self._token:
             line.close()
             return
-        rank, size = map(int, numbers)
+        rank, size = map(int, numbers.split())
         _check_size(rank, size, self._size)
         line.settimeout(PULSE_S)
         self._lines[rank] = line

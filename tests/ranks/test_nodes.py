@@ -335,12 +335,14 @@ def test_a_process_that_the_system_connects_to_itself_leaves_the_port_to_the_fir
         first.bind(("127.0.0.1", port))
 
 
-def test_a_connection_from_elsewhere_is_not_taken_for_a_rank():
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b""])
+def test_a_connection_from_elsewhere_is_not_taken_for_a_rank(greeting):
     first, other = launched._LinesOfFirst(2), launched._LineToFirst(1, 2, "127.0.0.1")
     with contextlib.closing(first), contextlib.closing(other):
         port = int(first.note.split()[0])
         with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            stranger.sendall(greeting)
+            stranger.shutdown(socket.SHUT_WR)
             assert other.prepare(first.note) and first.prepare(None)
             assert list(first._lines) == [1]
 
