@@ -309,20 +309,21 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint as the base class does, without a second copy of weights and state in memory."""
         parts = state if isinstance(state, dict) else {"": state}
-        optimizers = [part for part in parts.values() if isinstance(part, Optimizer)]
+        # Others are wrappers that show nothing of the optimizers which have the state.
+        optimizers = {k: part for k, part in parts.items() if isinstance(part, Optimizer) and hasattr(part, "state")}
         if isinstance(self.checkpoint_io, MappedCheckpointIO):
-            copied = [name for name, part in parts.items() if isinstance(part, (nn.Module, Optimizer))]
+            copied = [name for name, part in parts.items() if isinstance(part, nn.Module) or name in optimizers]
             if isinstance(state, nn.Module):
                 copied = [*self.get_module_state_dict(state)]
-            self.checkpoint_io.copied_later = ["state"] if isinstance(state, Optimizer) else copied
+            self.checkpoint_io.copied_later = ["state"] if "" in optimizers else copied
         handles = [handle for handle in self.handles if not handle.closed]
         if self._axes.has_shards:
             found = self._load_shards(path, state, *args, **kwargs)
-            for handle, optimizer in itertools.product(handles, optimizers):
+            for handle, optimizer in itertools.product(handles, optimizers.values()):
                 handle.state_loaded(optimizer)
         else:
             found = super().load_checkpoint(path, state, *args, **kwargs)
-            for optimizer in optimizers:
+            for optimizer in optimizers.values():
                 own_state(optimizer, handles)
         for handle in handles:
             handle.settle()

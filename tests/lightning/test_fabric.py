@@ -512,6 +512,30 @@ def test_loaded_state_goes_to_the_disk_before_any_step(raw, tmp_path):
     assert all(torch.equal(found[i][name], value) for i, one in saved["state"].items() for name, value in one.items())
 
 
+def test_state_is_loaded_into_a_wrapper_that_has_none_of_its_own(tmp_path):
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def load_state_dict(self, state):
+            self.inner.load_state_dict(state)
+
+    net = blocks()
+    inner = adamw(net)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    inner.step()
+    saved = copy.deepcopy(inner.state_dict())
+    torch.save({"optimizer": saved}, tmp_path / "state.ckpt")
+    inner.state.clear()
+    fabric = fabric_on(torch.device("cpu"), streaming(torch.device("cpu")))
+    fabric.setup_module(net)
+    fabric.load(tmp_path / "state.ckpt", {"optimizer": Wrapper(inner)})
+    (tmp_path / "state.ckpt").write_bytes(b"")
+    found = inner.state_dict()["state"]
+    assert all(torch.equal(found[i][name], value) for i, one in saved["state"].items() for name, value in one.items())
+
+
 def test_a_step_that_failed_half_done_is_not_saved_and_goes_on_from_what_is_loaded(tmp_path, monkeypatch):
     def backward(state):
         state["optimizer"].zero_grad()
