@@ -17,9 +17,9 @@ node. Ranks have a local number, and one among all nodes', which errors say.
    the receiver has sent, so it takes them at once, and they never wait behind parts: each have a tag, and threads.
 5. The nodes' first ranks also tell each other, a few times a second, what their boards say of ranks: all nodes name the
    same rank. They compare numbers when all ranks have to agree. These words never wait behind gradients.
-6. A connection that ends before the farewell of each tag is the end of a process, as far as its peer can tell. The
-   loss of a machine or of the link to it may end nothing: a node of which nothing came for the keepalive's time counts
-   as lost.
+6. A connection that ends before the farewell of each tag is the end of a process, as far as its peer can tell, so a
+   forked process closes its copies. The loss of a machine or of the link to it may end nothing: a node of which
+   nothing came for the keepalive's time counts as lost.
 7. A rank that leaves says farewell with its state, and with what its board says of others: one that stops because of
    another rank names that one. It waits a short time for the farewells of the others, a shorter one after an error, as
    they may be in a collective that waits for the end of its process: threads that wait in gloo for a peer would outlive
@@ -139,7 +139,9 @@ class NodeTransport:
         self._tags = (*LARGE, WORDS) if rank == 0 else LARGE
         self._pulsed_at = 0.0
         # What goes to nodes with higher numbers, to lower ones, and words (Rule 8).
+        there = _sockets()
         self._groups: list[Any] = [self._connect(rank, token, timeout, number) for number in range(2 + (rank == 0))]
+        self._sockets = _sockets() - there
         self._threads: list[threading.Thread] = []
         self._units = {tag: self._sender(peers, tag) for tag in LARGE}
         self._says = {node: self._sender([node], WORDS) for node in peers if rank == 0}  # none waits for another's
@@ -331,6 +333,11 @@ class NodeTransport:
         if not any(thread.is_alive() for thread in self._threads):
             self._groups.clear()  # their sockets and threads end now, also if something refers to this object
 
+    def close_copies(self) -> None:
+        """Close a forked process's copies of the connections, which end with their last one (Rule 6)."""
+        for descriptor, _ in self._sockets & _sockets():
+            os.close(descriptor)
+
     def _join(self, until: float) -> None:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -376,6 +383,15 @@ def _of_numbers(numbers: list[int]) -> Tensor:
 
 def _nothing() -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """Return the descriptors of this process that are sockets, each with the socket's own number."""
+    found = set()
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # it was that of the listing itself, or is closed by now
+            found.add((descriptor, os.readlink(f"/proc/self/fd/{descriptor}")))
+    return {(descriptor, what) for descriptor, what in found if what.startswith("socket:")}
 
 
 def node_identity() -> str:

@@ -429,6 +429,8 @@ class Ranks(OneRank):
         self._closed = True
         for end in (*self._lives.values(), *self._peers.values()):
             end.close()
+        if self.transport is not None:
+            self.transport.close_copies()
 
     # ---- details
 

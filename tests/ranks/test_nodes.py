@@ -300,6 +300,14 @@ def test_a_node_of_one_rank_that_ends_before_it_is_connected_is_named(phase, way
     assert other.at - endings[victim].struck < LIMIT_S, endings
 
 
+@pytest.mark.seldom
+def test_a_node_of_one_rank_that_is_killed_is_named_while_a_process_that_it_forked_lives():
+    """No rank beside it tells the others, and the forked process had copies of its connections."""
+    first, victim = failing_runs.endings(2, phase="forward", way="orphan", victim=1, nodes=2)
+    assert (first.error, first.message) == ("PeerError", "rank 1 on host1 ended, or the connection to it did"), first
+    assert first.at - victim.struck < LIMIT_S, first
+
+
 @pytest.mark.parametrize("way", ["kill", pytest.param("raise", marks=SLOW)])
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2])
 def test_a_rank_that_ends_while_torch_connects_the_processes_is_named(victim, way):

@@ -45,6 +45,7 @@ from sp_lightning.ranks import board, connection, exchange, new_weights, sharded
 LONGEST_S = 90
 SAVE_S = 3.0  # of a checkpoint on exception
 LAG_S = 5.0  # that a slow rank's thread waits at most in a step
+ORPHAN_S = 12.0  # for which a forked process outlives its parent
 
 
 @dataclasses.dataclass
@@ -168,7 +169,10 @@ def ways(way: str) -> None:
         raise ValueError("the victim fails")
     if way == "memory":
         raise MemoryError("the victim has no memory left")
-    if way == "kill":
+    if way == "orphan" and os.fork() == 0:  # as a worker of a data loader, which looks for its parent now and then
+        time.sleep(ORPHAN_S)
+        os._exit(0)
+    if way in ("kill", "orphan"):
         os.kill(os.getpid(), signal.SIGKILL)
     if way == "signal":
         os.kill(os.getpid(), signal.SIGTERM)
