@@ -278,6 +278,9 @@ class SeveralDevices:
                     found=self._num_processes,
                     allowed=f"more than the local rank, which is {self.local_rank}",
                 )
+            if not 0 <= self.node_rank < self._machines:
+                allowed = f"from 0 to {self._machines - 1}, as there are num_nodes={self._machines}"
+                raise OptionError(argument="NODE_RANK", found=self.node_rank, allowed=allowed)
             self._check_launched()
             self.cluster_environment.set_global_rank(self.node_rank * self._num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.world_size)

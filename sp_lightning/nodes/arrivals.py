@@ -9,12 +9,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import queue
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,13 +24,56 @@ import torch
 from torch import Tensor
 
 from ..compat.tensors import default_store, gloo_of, members_of, store_within
-from ..errors import PeerError
+from ..errors import OptionError, PeerError
 from .transport import FOREVER, PAUSE_S, PULSE_S
 
 LEAVES = 7351  # a tag in groups of the user's, of the word that says that a rank need not be listened to (Rule 2)
 READ_S = 2.0  # how long a process that is to end waits for others to read what it leaves in a store
 STORE_S = 1.0  # how long after the end of a store that of a connection may be noticed
+ANSWER_S = 5.0  # how long a store may take to answer in any case
 ENDED_EARLY, NO_MORE = "ended before all ranks were connected", "failed; its own error says why"
+
+
+class NoAnswer(RuntimeError):
+    """A store that exists did not answer."""
+
+
+def answer(ask: Callable[[], Any], until: float) -> Any:
+    """Ask a store, or make one, in a thread of its own; raise NoAnswer if no answer came until then.
+
+    torch waits without end where another process holds the store and is stopped, in code that nothing interrupts.
+    """
+    found: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def asking() -> None:
+        try:
+            found.put((ask(), None))
+        except BaseException as error:
+            found.put((None, error))
+
+    threading.Thread(target=asking, name="superpipeline-nodes", daemon=True).start()
+    try:
+        value, error = found.get(timeout=max(until - time.monotonic(), ANSWER_S))
+    except queue.Empty:
+        raise NoAnswer("no answer came from there") from None
+    if error is not None:
+        raise error
+    return value
+
+
+class AnsweringStore:
+    """A store whose answers are waited for until a time, as `answer` does."""
+
+    def __init__(self, store: Any, until: float) -> None:
+        self.store, self.until = store, until
+
+    def within(self, name: str) -> AnsweringStore:
+        """Return the part of the store whose keys begin with this name."""
+        return AnsweringStore(store_within(name, self.store), self.until)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.store, name)
+        return lambda *args: answer(functools.partial(method, *args), self.until)
 
 
 class Meeting:
@@ -38,13 +83,13 @@ class Meeting:
     So the first rank's process names the attempt, and an attempt is this one if its first rank has met this process.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, note: str = "") -> None:
+    def __init__(self, store: AnsweringStore, rank: int, size: int, note: str = "") -> None:
         """Begin a meeting. ``note``: what the first rank leaves for the others to read before they come."""
         self._store, self._rank, self._size = store, rank, size
         self.process = os.urandom(8).hex()
         self.attempt = store  # once all have met, a part of it that is this attempt's alone
         if rank == 0:
-            store_within(self.process, store).set("note", note)
+            store.within(self.process).set("note", note)
             store.set("attempt", self.process)
 
     def note(self) -> str | None:
@@ -91,15 +136,17 @@ class Meeting:
         with contextlib.suppress(RuntimeError):  # it ended with another one
             _wait_for_readers(self.attempt, "read", self._size)
 
-    def _here(self) -> Any:
+    def _here(self) -> AnsweringStore:
         number = self._store.get("attempt").decode() if self._store.check(["attempt"]) else "none"
-        return store_within(number, self._store)
+        if self._rank == 0 and number != self.process:
+            raise twice(0, "which both come to the same MASTER_ADDR and MASTER_PORT")
+        return self._store.within(number)
 
 
 class Arrivals:
     """The ranks of a process group until they are connected, who all name the same one that fails (Rule 1)."""
 
-    def __init__(self, group: Any, rank: int, host: str) -> None:
+    def __init__(self, group: Any, rank: int, host: str, timeout: timedelta) -> None:
         members, name = members_of(group)
         self._rank, self._size, self._hosts = rank, len(members), {rank: host}
         self._holder = members.index(0) if 0 in members and not has_agent() else None  # its process has the store
@@ -111,7 +158,8 @@ class Arrivals:
         for peer in self._peers:
             threading.Thread(target=self._listen, args=(peer,), name="superpipeline-nodes", daemon=True).start()
         with self._store_there():
-            self._store = store_within(f"superpipeline/{name}", default_store())
+            until = time.monotonic() + timeout.total_seconds()
+            self._store = AnsweringStore(default_store(), until).within(f"superpipeline/{name}")
             self.meeting = Meeting(self._store, rank, self._size)
             self._store.set(f"at/{rank}", f"{self.meeting.process} {host}")
 
@@ -157,6 +205,7 @@ class Arrivals:
     def blame(self, error: BaseException) -> str:
         """Say to all why the ranks do not connect, unless it was said before; return what was said first."""
         said = str(error) if isinstance(error, PeerError) else f"{self.name(self._rank)} {NO_MORE}"
+        self._store.until = time.monotonic()  # this process is to end
         with contextlib.suppress(RuntimeError):  # the store ended
             there = [rank for rank in range(self._size) if self._store.check([f"at/{rank}"])]
             at = self._store.multi_get([f"at/{rank}" for rank in there])
@@ -207,10 +256,10 @@ class Arrivals:
                 time.sleep(PAUSE_S)
             if self._holder in self._ended:
                 self._ended = {self._holder: self._ended[self._holder]}  # the others ended because of it
-            raise PeerError(
-                self._news()
-                or f"the process ended that holds the store of the process group: {str(error).splitlines()[0]}"
-            ) from error
+            who = "" if self._holder is None else f" ({self.name(self._holder)})"
+            what = "does not answer" if isinstance(error, NoAnswer) else f"ended: {str(error).splitlines()[0]}"
+            news = self._news() or f"the process that holds the store of the process group{who} {what}"
+            raise PeerError(news) from error
 
     def _listen(self, peer: int) -> None:
         word = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -238,6 +287,12 @@ def _wait_for_readers(store: Any, name: str, count: int) -> None:
     store.add(name, 1)
     while store.add(name, 0) < count and time.monotonic() < until:
         time.sleep(10 * PAUSE_S)
+
+
+def twice(rank: int, where: str) -> OptionError:
+    """Return the error of two processes that have one rank."""
+    allowed = "another number on each machine, from 0 on"
+    return OptionError(argument="NODE_RANK", found=f"two processes with rank {rank}, {where}", allowed=allowed)
 
 
 def has_agent() -> bool:

@@ -5,6 +5,8 @@
 2. From before it comes to the meeting each process holds a line to the first one's, which ends with either. The first
    process tells all who ended or failed, or that all are connected: none goes on earlier.
 3. Who ended is named before anybody who failed, as others fail because of it.
+4. Once the time is over in which all should connect, the first process names those that have said nothing: others
+   failed because of them, and say so. If it says nothing itself, it is named.
 """
 
 from __future__ import annotations
@@ -17,18 +19,29 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from ..compat.tensors import store_within
 from ..errors import OptionError, PeerError
-from .arrivals import ENDED_EARLY, NO_MORE, READ_S, STORE_S, Meeting, has_agent
+from .arrivals import (
+    ENDED_EARLY,
+    NO_MORE,
+    READ_S,
+    STORE_S,
+    AnsweringStore,
+    Meeting,
+    NoAnswer,
+    answer,
+    has_agent,
+    twice,
+)
 from .transport import PAUSE_S, PULSE_S, interface_error
 
 CONNECTED, FAILED, ENDED = b"c", b"f", b""  # words on a line; the first process also says why all end
 GREETING = 32  # bytes with which a line begins: the first process's token, the rank, and how many it expects
 LINE_S = 2.0  # how long one attempt at a line may take
+SILENT_S = 2 * STORE_S  # how long after it should be connected a process that has said nothing is named (Rule 4)
 AT_ONCE = struct.pack("ii", 1, 0)  # the way in which a socket closes whose port is free then
 
 
@@ -43,7 +56,8 @@ def connect_launched(
     line: _Line = _LinesOfFirst(size) if rank == 0 else _LineToFirst(rank, size, address)
     with contextlib.closing(line):
         store, hosts = _meet(address, port, rank, size, timeout, line)
-        line.hold(_Connecting(connect, store, f"rank {rank} on {hosts[rank]}", hosts[0]), hosts)
+        connecting = _Connecting(connect, store, f"rank {rank} on {hosts[rank]}", hosts[0], timeout)
+        line.hold(connecting, hosts)
 
 
 def check_interfaces(errors: Sequence[str]) -> None:
@@ -61,12 +75,13 @@ def _meet(address: str, port: int, rank: int, size: int, timeout: timedelta, lin
     others = [other for other in range(size) if other != rank]
     late: list[int] = []
     until, pause = time.monotonic() + timeout.total_seconds(), 10 * PAUSE_S
+    is_server = rank == 0 and not has_agent()
     try:
-        is_server = rank == 0 and not has_agent()
         if not is_server:
             _wait_for_store(address, port, until)
-        server = TCPStore(address, port, size, is_server, timeout, wait_for_workers=False, multi_tenant=True)
-        meeting = Meeting(store_within("superpipeline", server), rank, size, line.note)
+        options = {"wait_for_workers": False, "multi_tenant": True}
+        server = answer(lambda: TCPStore(address, port, size, is_server, timeout, **options), until)
+        meeting = Meeting(AnsweringStore(server, until).within("superpipeline"), rank, size, line.note)
         text = json.dumps([host, f"{host}: {error}" if error else ""])
         while not line.prepare(meeting.note()) or (said := meeting.come(text)) is None:
             late = meeting.late()
@@ -75,9 +90,18 @@ def _meet(address: str, port: int, rank: int, size: int, timeout: timedelta, lin
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
     except (RuntimeError, TimeoutError) as failure:
-        if meeting is not None and isinstance(failure, RuntimeError):
+        if meeting is not None and isinstance(failure, RuntimeError) and not isinstance(failure, NoAnswer):
             raise PeerError(_end_of_store(line.first)) from failure
-        if meeting is not None:
+        if meeting is None and is_server:
+            raise OptionError(
+                argument="MASTER_ADDR:MASTER_PORT",
+                found=f"{address}:{port}",
+                allowed=f"an address of rank 0's machine, which is {host}, and a port there that no other process has: "
+                f"{str(failure).splitlines()[0]}",
+            ) from failure
+        if isinstance(failure, NoAnswer):
+            others = [0]
+        elif meeting is not None:
             with contextlib.suppress(RuntimeError):
                 others = late or meeting.missing()
                 if rank == 0:  # the store may end with it
@@ -92,7 +116,7 @@ def _meet(address: str, port: int, rank: int, size: int, timeout: timedelta, lin
     if any(errors):
         meeting.stay()
     check_interfaces(list(filter(None, errors)))
-    return store_within("group", meeting.attempt), list(hosts)
+    return meeting.attempt.within("group").store, list(hosts)
 
 
 def _wait_for_store(address: str, port: int, until: float) -> None:
@@ -129,19 +153,32 @@ def _end_of_store(host: str) -> str:
 class _Connecting:
     """A thread in which torch connects this process (Rule 1)."""
 
-    def __init__(self, connect: Callable[[Any], None], store: Any, me: str, first: str) -> None:
+    def __init__(self, connect: Callable[[Any], None], store: Any, me: str, first: str, timeout: timedelta) -> None:
         self.me = me
         self.is_connected = False
         self.error: BaseException | None = None
         self._failed_at = 0.0
+        self._timeout, self._until = timeout, time.monotonic() + timeout.total_seconds()
         args = connect, store, first
         threading.Thread(target=self._run, args=args, name="superpipeline-nodes", daemon=True).start()
 
-    def check(self, say: Callable[[bytes], None]) -> None:
-        """Raise the error, and say that there is one, once the end of another process would be known (Rule 3)."""
-        if self.error is not None and time.monotonic() > self._failed_at + STORE_S:
-            say(FAILED)
+    @property
+    def failed(self) -> bool:
+        """Whether there is an error, and the end of another process would be known by now (Rule 3)."""
+        return self.error is not None and time.monotonic() > self._failed_at + STORE_S
+
+    def check(self) -> None:
+        """Raise the error, unless it is that others did not connect in time: they are named then (Rule 4)."""
+        if self.error is not None and self.failed and self._failed_at < self._until:
             raise self.error
+
+    def check_late(self, ranks: Iterable[int], hosts: Sequence[str], seconds: float) -> None:
+        """Raise PeerError for silent ranks, or the error, this number of seconds after the timeout (Rule 4)."""
+        if time.monotonic() > self._until + seconds:
+            if names := ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks):
+                raise PeerError(f"{self.me} waited {self._timeout} for all to be connected: {names} did not come")
+            if self.error is not None:
+                raise self.error
 
     def _run(self, connect: Callable[[Any], None], store: Any, first: str) -> None:
         try:
@@ -214,10 +251,11 @@ class _LineToFirst:
         self._line.settimeout(PULSE_S)
         said = False
         while True:
-            if connecting.is_connected and not said:
+            if not said and (connecting.is_connected or connecting.failed):
                 said = True
-                self._say(CONNECTED)
-            connecting.check(self._say)
+                self._say(CONNECTED if connecting.is_connected else FAILED)
+            connecting.check()
+            connecting.check_late([0], hosts, 2 * SILENT_S)
             why = _heard(self._line)
             if why == CONNECTED:
                 return
@@ -253,51 +291,66 @@ class _LinesOfFirst:
         self.note = f"{self._server.getsockname()[1]} {self._token} {size} {self.first}"
         self._size = size
         self._lines: dict[int, socket.socket] = {}
+        self._unknown: dict[socket.socket, float] = {}  # those that have not said all yet, and how long they may
 
     def prepare(self, note: str | None) -> bool:
         self._accept()
         return True
 
     def hold(self, connecting: _Connecting, hosts: Sequence[str]) -> None:
-        connected: set[int] = set()
-        while not (connecting.is_connected and len(connected) == self._size - 1):
-            self._accept()
-            connecting.check(lambda _: self._say_why(f"{connecting.me} {NO_MORE}"))
-            words = self._words()
-            connected.update(rank for rank, word in words.items() if word == CONNECTED)
-            ended = [rank for rank, word in words.items() if word == ENDED]
-            failed = [rank for rank, word in words.items() if word == FAILED]
-            if ended or (failed and connecting.error is None):
-                names = "; ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(ended or failed))
-                self._say_why(why := f"{names} {ENDED_EARLY if ended else NO_MORE}")
-                raise PeerError(why)
+        try:
+            self._hold(connecting, hosts)
+        except Exception as error:
+            of_another = isinstance(error, PeerError) and error is not connecting.error
+            self._say_why(str(error) if of_another else f"{connecting.me} {NO_MORE}")
+            raise
         self._say(CONNECTED)
 
+    def _hold(self, connecting: _Connecting, hosts: Sequence[str]) -> None:
+        said: dict[int, bytes] = {}
+        while not (connecting.is_connected and len(said) == self._size - 1):
+            self._accept()
+            connecting.check()
+            connecting.check_late([rank for rank in range(1, self._size) if rank not in said], hosts, SILENT_S)
+            said |= self._words()
+            ended = [rank for rank, word in said.items() if word == ENDED]
+            failed = [rank for rank, word in said.items() if word == FAILED]
+            if ended or (failed and connecting.error is None):
+                names = "; ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(ended or failed))
+                raise PeerError(f"{names} {ENDED_EARLY if ended else NO_MORE}")
+
     def close(self) -> None:
-        self._server.close()
-        for line in self._lines.values():
+        for line in (self._server, *self._unknown, *self._lines.values()):
             line.close()
 
     def _accept(self) -> None:
-        """Take the lines that have come."""
+        """Take the lines that have come and begin as one does; others come from elsewhere, and keep nobody waiting."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                self._take(self._server.accept()[0])
+                line, _ = self._server.accept()
+                line.setblocking(False)
+                self._unknown[line] = time.monotonic() + LINE_S
+        for line, until in list(self._unknown.items()):
+            greeting = _heard(line, GREETING, socket.MSG_PEEK)
+            if (greeting is None or 0 < len(greeting) < GREETING) and time.monotonic() < until:
+                continue
+            del self._unknown[line]
+            token, _, numbers = (_heard(line, GREETING) or b"").decode(errors="replace").partition(" ")
+            if token == self._token:
+                self._take(line, *map(int, numbers.split()))
+            else:
+                line.close()
 
-    def _take(self, line: socket.socket) -> None:
-        """Take a line that begins as one does; others come from elsewhere."""
-        line.settimeout(LINE_S)
-        greeting = b""
-        while len(greeting) < GREETING and (more := _heard(line, GREETING - len(greeting))):
-            greeting += more
-        token, _, numbers = greeting.decode(errors="replace").partition(" ")
-        if token != self._token:
-            line.close()
-            return
-        rank, size = map(int, numbers.split())
+    def _take(self, line: socket.socket, rank: int, size: int) -> None:
+        before, self._lines[rank] = self._lines.get(rank), line
         _check_size(rank, size, self._size)
+        if before is not None:
+            before.setblocking(False)
+            if _heard(before, 1, socket.MSG_PEEK) != ENDED:
+                both = (peer.getpeername()[0].removeprefix("::ffff:") for peer in (before, line))
+                raise twice(rank, "at " + " and ".join(both))
+            before.close()
         line.settimeout(PULSE_S)
-        self._lines[rank] = line
 
     def _words(self) -> dict[int, bytes]:
         """Wait a short time for words; return them by rank."""
@@ -327,11 +380,11 @@ class _LinesOfFirst:
             self._words()
 
 
-def _heard(line: socket.socket, most: int = 4096) -> bytes | None:
+def _heard(line: socket.socket, most: int = 4096, flags: int = 0) -> bytes | None:
     """Return what came on a line, ENDED at its end, or None if nothing came within the line's timeout."""
     try:
-        return line.recv(most)
-    except TimeoutError:
+        return line.recv(most, flags)
+    except (TimeoutError, BlockingIOError):
         return None
     except OSError:
         return ENDED

@@ -74,7 +74,7 @@ def connect(
         return ONE_RANK
     check_keepalive(keepalive)
     check_possible()
-    arrivals = Arrivals(group, rank, socket.gethostname())
+    arrivals = Arrivals(group, rank, socket.gethostname(), timeout)
     try:
         return _connected(arrivals, rank, _known(device), timeout, nodes, keepalive)
     except OptionError:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -10,6 +11,7 @@ from datetime import timedelta
 from unittest import mock
 
 import failing_runs
+import lightning as L
 import linked_nodes
 import loops
 import pretended_nodes
@@ -28,7 +30,8 @@ from families import FAMILIES
 import models
 import parity
 import sp_lightning
-from sp_lightning.nodes import launched
+from sp_lightning.errors import OptionError, PeerError
+from sp_lightning.nodes import arrivals, launched
 from sp_lightning.ranks.board import CUT, LATER_S, LEFT, LOST, TO_AGREE
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
@@ -319,12 +322,90 @@ def test_a_rank_that_ends_while_torch_connects_the_processes_is_named(victim, wa
         assert ending.message == f"rank {victim} on host{victim // 2} {what}", endings
 
 
-def test_a_process_that_waits_for_the_first_one_can_be_interrupted():
+@SLOW
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_stopped_while_torch_connects_the_processes_is_named_after_the_timeout(victim):
+    """torch waits without end for the store of a process that is stopped, and names none that it waits for."""
+    endings = failing_runs.endings(4, phase="joining", way="stop", victim=victim, nodes=4, timeout=5, longest=40)
+    struck = endings.pop(victim).struck
+    for ending in endings:
+        assert ending.error == "PeerError" and ending.at - struck < 5 + 2 * LIMIT_S, endings
+        named = re.findall(r"(?:: |, and )((?:rank \d[^:]*?)+) did not come", ending.message)
+        assert named in ([f"rank {victim} on host{victim}"], [f"rank {victim}"]), endings
+
+
+@SLOW
+def test_a_first_rank_that_is_stopped_before_it_meets_the_others_again_is_named():
+    """They are connected by torch, and meet in its store, which that process holds."""
+    endings = failing_runs.endings(2, phase="meeting", way="stop", victim=0, nodes=2, timeout=5, longest=40)
+    said = "the process that holds the store of the process group (rank 0 on host0) does not answer"
+    assert (endings[1].error, endings[1].message) == ("PeerError", said), endings
+
+
+def join(port, timeout=30):
+    """Join as the second of two processes."""
+    launched.connect_launched("127.0.0.1", port, 1, 2, timedelta(seconds=timeout), mock.Mock())
+
+
+@contextlib.contextmanager
+def silent():
+    """Listen at a port, and say nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_process_that_waits_for_the_first_one_can_be_interrupted(listens):
     since, interrupt = time.monotonic(), threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        launched.connect_launched("127.0.0.1", processes.free_port(), 1, 2, timedelta(seconds=30), mock.Mock())
+    port = silent() if listens else contextlib.nullcontext(processes.free_port())
+    with port as at, pytest.raises(KeyboardInterrupt):
+        join(at)
     assert time.monotonic() - since < LIMIT_S
+
+
+def test_a_first_process_that_does_not_answer_is_named_after_the_timeout(monkeypatch):
+    monkeypatch.setattr(arrivals, "ANSWER_S", 0.1)
+    with silent() as port, pytest.raises(PeerError, match=r", and rank 0 did not come to 127.*no answer came from"):
+        join(port, timeout=0.1)
+
+
+def test_a_port_that_another_process_has_is_refused():
+    found = r"MASTER_ADDR:MASTER_PORT must be an address of rank 0's machine, .*, got '127.0.0.1:"
+    with silent() as port, pytest.raises(OptionError, match=found):
+        launched.connect_launched("127.0.0.1", port, 0, 2, timedelta(seconds=30), mock.Mock())
+
+
+def test_two_processes_with_one_rank_are_refused():
+    """A machine on which NODE_RANK was forgotten would take the place of another one, which waits."""
+    lines = launched._LinesOfFirst(3), *(launched._LineToFirst(1, 3, "127.0.0.1") for _ in range(3))
+    with contextlib.ExitStack() as closes:
+        first, ended, begun_again, another = [closes.enter_context(contextlib.closing(line)) for line in lines]
+        assert ended.prepare(first.note) and first.prepare(None)
+        ended.close()
+        assert begun_again.prepare(first.note) and first.prepare(None)
+        assert another.prepare(first.note)
+        found = r"NODE_RANK must be another .*'two processes with rank 1, at 127.0.0.1 and 127.0.0.1'"
+        with pytest.raises(OptionError, match=found):
+            first.prepare(None)
+
+
+def test_two_first_processes_are_refused():
+    store = arrivals.AnsweringStore(torch.distributed.HashStore(), time.monotonic() + 30)
+    first, another = (arrivals.Meeting(store, 0, 2) for _ in range(2))
+    assert another.come("") is None
+    with pytest.raises(OptionError, match=r"NODE_RANK must be another .*'two processes with rank 0, which both"):
+        first.come("")
+
+
+@pytest.mark.parametrize("number", ["2", "-1"])
+def test_a_number_of_a_machine_that_there_is_not_is_refused(number, monkeypatch):
+    """The first process would wait for the others."""
+    monkeypatch.setenv("NODE_RANK", number)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    strategy = sp_lightning.SuperpipelineStrategy()
+    with pytest.raises(OptionError, match=f"NODE_RANK must be from 0 to 1, as there are num_nodes=2, got {number}"):
+        L.Trainer(strategy=strategy, accelerator="cpu", num_nodes=2, logger=False).fit(L.LightningModule())
 
 
 def test_a_process_that_the_system_connects_to_itself_leaves_the_port_to_the_first_one(monkeypatch):
@@ -343,16 +424,20 @@ def test_a_process_that_the_system_connects_to_itself_leaves_the_port_to_the_fir
         first.bind(("127.0.0.1", port))
 
 
-@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b""])
-def test_a_connection_from_elsewhere_is_not_taken_for_a_rank(greeting):
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"half", b""])
+def test_a_connection_from_elsewhere_is_not_taken_for_a_rank(greeting, ends):
+    """Nor does it keep one waiting."""
     first, other = launched._LinesOfFirst(2), launched._LineToFirst(1, 2, "127.0.0.1")
     with contextlib.closing(first), contextlib.closing(other):
         port = int(first.note.split()[0])
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(greeting)
-            stranger.shutdown(socket.SHUT_WR)
+            if ends:
+                stranger.shutdown(socket.SHUT_WR)
+            since = time.monotonic()
             assert other.prepare(first.note) and first.prepare(None)
-            assert list(first._lines) == [1]
+            assert list(first._lines) == [1] and time.monotonic() - since < launched.LINE_S / 2
 
 
 @pytest.mark.slow
