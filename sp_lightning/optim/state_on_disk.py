@@ -282,7 +282,7 @@ class StateOnDisk(StateInMemory):
         else:
             shadow.rest = functools.partial(self._rest, shadow.rest)
             shadow.first = self._first
-        if shadow is None or not all(map(self._takes, optimizer.param_groups)):
+        if shadow is None or not all(self._takes(optimizer, group) for group in optimizer.param_groups):
             self._say_slow(optimizer, "")
         self.adopt(optimizer)
 
@@ -471,12 +471,14 @@ class StateOnDisk(StateInMemory):
         return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]
 
     _each_by_itself = staticmethod(each_by_itself)
-    _takes = staticmethod(takes_the_loop)  # a group that can be stepped in portions
+    def _takes(self, optimizer: Any, group: Group) -> bool:
+        """Whether a group can be stepped in portions: torch's fused kernels step each element by itself, too."""
+        return takes_the_loop({**group, "fused": type(optimizer) not in FUSED and group.get("fused")})
 
     def _spilled(self, shadow: Any, conversions: Conversions) -> Iterator[Spilled]:
         """Yield the parameters that can be stepped in portions, in the order of the groups."""
         for group in shadow.param_groups:
-            if not self._takes(group):
+            if not self._takes(shadow, group):
                 continue
             fuses = (
                 self._fuses and type(shadow) in FUSED and group.get("foreach") is None and group.get("fused") is None
@@ -500,7 +502,8 @@ class StateOnDisk(StateInMemory):
                 entry = shadow.state.get(param, {})
                 known = {key: place for key, place in places.items() if place is not None}
                 if known and len(known) == len(places):
-                    fused, is_new = fuses and bool(entry), not entry and not keeps_no_state(shadow, group)
+                    is_new = not entry and not keeps_no_state(shadow, group)
+                    fused = bool(group.get("fused") or (fuses and entry))
                     one = Spilled(param, group, entry, views, known, is_new, fused, is_whole, conversion=conversion)
                     if is_whole and one.nbytes_in_buffer(0, param.numel()) > self._ring.nbytes:
                         self._say_slow(
@@ -728,12 +731,12 @@ def _made_for(param: Tensor, shadow: Any, group: Group) -> State:
     return made
 
 
-def even_lengths(one: Spilled, room: int) -> tuple[int, ...]:
-    """Cut a parameter into pieces of whole vectors, as large as a buffer's room allows."""
-    numel, most = one.param.numel(), one.most(room)
+def even_lengths(one: Spilled, room: int, most: int) -> tuple[int, ...]:
+    """Cut a parameter into pieces of whole vectors, as large as a buffer's room and `most` elements allow."""
+    numel = one.param.numel()
     if one.is_whole:
         return (numel,)
-    most = most // BLOCK * BLOCK or BLOCK // 8
+    most = min(one.most(room), most) // BLOCK * BLOCK or BLOCK // 8
     return tuple(min(most, numel - first) for first in range(0, numel, most))
 
 
@@ -741,7 +744,7 @@ def _lengths(one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
     """Cut a parameter into pieces, at least one of which fits into the room that a buffer has left."""
     numel, most = one.param.numel(), one.most(room)
     if one.is_whole or one.fuses:  # fused kernels share vectors of elements between threads, wherever a tensor begins
-        return even_lengths(one, room)
+        return even_lengths(one, room, NEW_PIECE if one.is_new else numel)
     if one.is_new:
         cutting = replace(cutting, in_turn=False, piece=NEW_PIECE)
     return (numel,) if numel <= most and cutting.leaves_whole(numel) else cutting.lengths(numel, most)

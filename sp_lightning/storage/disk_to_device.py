@@ -52,8 +52,7 @@ class FromDiskToDevice(StateOnDisk):
         super().close()
         self._steps.close()
 
-    @staticmethod
-    def _takes(group: Group) -> bool:
+    def _takes(self, optimizer: Any, group: Group) -> bool:
         return True
 
     def _first(self, shadow: Any, conversions: Conversions, adopts: bool = False) -> list[Group]:
@@ -62,7 +61,7 @@ class FromDiskToDevice(StateOnDisk):
         return self._steps.first(shadow, conversions)
 
     def _lengths(self, one: Spilled, cutting: Cutting, room: int) -> tuple[int, ...]:
-        return even_lengths(one, room)  # Rule 2
+        return even_lengths(one, room, one.param.numel())  # Rule 2
 
     def _step_parts(self, shadow: Any, parts: Sequence[ParameterPart], buffer: Buffer, cutting: Cutting) -> None:
         step, conversions, pieces = in_buffer(shadow, parts, buffer)

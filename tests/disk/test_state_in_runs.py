@@ -220,6 +220,39 @@ def test_an_optimizer_that_cannot_be_stepped_in_portions_steps_on_the_tensors(ki
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("AdamW", {}),
+        ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+        ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        ("SGD", {}),
+        ("Adagrad", {}),
+    ],
+)
+@pytest.mark.few(3)
+def test_a_fused_optimizer_of_the_users_is_stepped_in_portions(kind, options, dtype, device, caplog):
+    """With a scaler, too, whose factor the kernels take from gradients, also where a step is skipped."""
+    found, make = [], functools.partial(getattr(torch.optim, kind), fused=True, **options)
+    for where in (True, False):
+        net = stack(263).to(dtype)
+        optimizer = make(net.parameters())
+        factor = {"grad_scale": torch.tensor(8.0), "found_inf": torch.tensor(0.0)}
+        with streamed(net, device) if where else sp_lightning.stream(net, device, window=2) as handle, caplog.at_level(20):
+            for step in range(5):
+                vars(optimizer).update(factor if step % 2 else dict.fromkeys(factor))
+                factor["found_inf"].fill_(step == 3)
+                optimizer.zero_grad()
+                net(batch(device, 263).to(dtype)).square().mean().backward()
+                optimizer.step()
+            if where:
+                assert handle.stats()["disk_read"] > 0 and resident(os.getcwd()) == 0
+        found.append((net, optimizer))
+    assert_same(*found)
+    assert not any("cannot be stepped in portions" in message for message in caplog.messages)
+
+
 @pytest.mark.parametrize("made", [torch.zeros_like, lambda p: [torch.zeros_like(p)]], ids=["a tensor", "a list"])
 @pytest.mark.few(1)
 def test_state_that_is_no_dictionary_stays_in_memory(made, device):
