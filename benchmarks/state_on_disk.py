@@ -24,7 +24,7 @@ gradients, and FP32 weights lie on the disk, too.
 The growth of anonymous and locked memory of "disk" since before ``stream`` is sampled all the time, and compared with
 what the run's own choice says, first step and the loading of state included. The page cache is not part of it. With
 ``--trainer`` only that is measured, in a Trainer's run and in one that goes on from its checkpoint, and the same by
-Fabric, each with a ``host_budget`` that it exceeds without the disk.
+Fabric and by transformers' Trainer, each with a ``host_budget`` that it exceeds without the disk.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.6, help="of weights; on the disk twice as many")
     parser.add_argument("--folder", help="where to put the scratch file (default: a temporary folder)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--trainer", action="store_true", help="measure the memory of a Trainer's run and of Fabric's")
+    parser.add_argument("--trainer", action="store_true", help="measure the memory of Trainers' runs and of Fabric's")
     parser.add_argument("--autocast", action="store_true", help="compute under autocast, with weights on the disk")
     parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -228,7 +228,7 @@ def give_gradients(net: nn.Sequential, number: int) -> None:
 
 
 def in_trainers(gigabytes: float, folder: str) -> None:
-    for name in ("fit", "resume", "fabric fit", "fabric resume"):
+    for name in list(RUNS)[list(RUNS).index("fit") :]:
         print(f"{name}:")
         found = Worker(name, gigabytes, folder).ask("")
         say_memory(found)
@@ -306,6 +306,44 @@ def fit_by_fabric(name: str, layers: int, folder: str, autocast: bool) -> None:
         fabric.save(path, state)
     (handle,) = strategy.handles
     say_kept(memory, layers, planned_nbytes(handle, budget) + peak_on_device(handle))
+
+
+def fit_by_transformers(name: str, layers: int, folder: str, autocast: bool) -> None:
+    """Do the same with transformers' Trainer, whose checkpoint is in a folder."""
+    import transformers
+
+    import sp_lightning.hf
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = stack(layers * (WIDTH // NARROW) ** 2, NARROW)
+
+        def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.net(rows).square().mean()}
+
+    resumes, budget = name == "transformers resume", budget_of(layers)
+    rows = [{"rows": row} for batch in batches() for row in batch]
+    net = Module()
+    memory = Growth()
+    options = {"disk": folder, "host_budget": budget, "window": 1, "wire_dtype": "as-is", "units": ["Linear"]}
+    with sp_lightning.hf.streaming(**options) as stream:
+        arguments = transformers.TrainingArguments(
+            folder,
+            per_device_train_batch_size=4,
+            max_steps=4 if resumes else 2,
+            save_steps=2,
+            save_strategy="no" if resumes else "steps",
+            use_cpu=True,
+            dataloader_pin_memory=False,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(net, arguments, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2") if resumes else None)
+        (handle,) = stream.handles
+        planned = planned_nbytes(handle, budget) + peak_on_device(handle)
+    say_kept(memory, layers, planned)
 
 
 def budget_of(layers: int) -> int:
@@ -465,6 +503,8 @@ RUNS: dict[str, Callable[[str, int, str, bool], None]] = {
     "resume": fit,
     "fabric fit": fit_by_fabric,
     "fabric resume": fit_by_fabric,
+    "transformers fit": fit_by_transformers,
+    "transformers resume": fit_by_transformers,
 }
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.hooks import ModelHook  # type: ignore[import-untyped,unused-ignore]
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped,unused-ignore]
 from torch import nn
 
 from ..errors import UnsupportedError
@@ -29,6 +30,12 @@ PREPARE_MODEL = Patch(Accelerator, "prepare_model")
 
 # hf/context.py, likewise. The state of an optimizer would make a detour over the device.
 PREPARE_OPTIMIZER = Patch(Accelerator, "prepare_optimizer")
+
+# hf/context.py, likewise. An optimizer's state that was loaded would be in memory as a whole until the first step.
+LOAD_STATE = Patch(AcceleratedOptimizer, "load_state_dict")
+
+# hf/context.py, while a Trainer reads an optimizer's state. All of it would be in memory, or on each device, at once.
+LOAD = Patch(torch, "load")
 
 # hf/context.py, likewise. Trainers, and loops, that move models themselves would not stream them.
 MODULE_TO = Patch(nn.Module, "to")
@@ -49,9 +56,11 @@ ACCELERATOR = Patch(Accelerator, "__init__")
 MODULE_CUDA = Patch(nn.Module, "cuda")
 
 PATCHES = [PREPARE_MODEL, PREPARE_OPTIMIZER, MODULE_TO, MODULE_CUDA, DATA_PARALLEL, DISTRIBUTED_DATA_PARALLEL]
+PATCHES += [LOAD_STATE, LOAD]
 PARAMETERS = {  # that the replacements rely on
     PREPARE_MODEL: ["model", "device_placement", "evaluation_mode"],
     PREPARE_OPTIMIZER: ["optimizer", "device_placement"],
+    LOAD_STATE: ["state_dict"],
 }
 
 
@@ -61,6 +70,16 @@ def trainer_log() -> Patch:
     """Make the patch of the Trainer's log: transformers is slow to import, and loops with accelerate do without."""
     patch = Patch(importlib.import_module("transformers").Trainer, "log")
     _check(patch, ["logs"], f"transformers {importlib.import_module('transformers').__version__}")
+    return patch
+
+
+# hf/context.py, likewise, if there is a Trainer. It would read an optimizer's state into memory.
+@functools.cache
+def trainer_resumes() -> Patch:
+    """Make the patch of the method by which a Trainer reads an optimizer's state from a checkpoint."""
+    transformers = importlib.import_module("transformers")
+    patch = Patch(transformers.Trainer, "_load_optimizer_and_scheduler")
+    _check(patch, ["checkpoint"], f"transformers {transformers.__version__}")
     return patch
 
 

@@ -25,7 +25,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import weakref
+import zipfile
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -42,7 +44,7 @@ from ..nodes.transport import KEEPALIVE
 from ..options import Options
 from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
-from ..runtime.handle import Handle, close_all, close_dropped
+from ..runtime.handle import Handle, close_all, close_dropped, own_state
 from .patched import function, names_of_accelerate, replace
 from .ranked_model import RankedModel
 from .report import Reports
@@ -98,6 +100,7 @@ class streaming:
         replacements = {
             names.PREPARE_MODEL: self._prepare_model,
             names.PREPARE_OPTIMIZER: self._prepare_optimizer,
+            names.LOAD_STATE: self._load_state,
             names.MODULE_TO: self._to,
             names.MODULE_CUDA: self._cuda,
             names.DATA_PARALLEL: self._wrap_in_data_parallel,
@@ -228,7 +231,27 @@ class streaming:
     def _prepare_optimizer(self, accelerator: Any, optimizer: Any, device_placement: Any = None) -> Any:
         if any(handle.steps.manages(optimizer) for handle in self.handles if not handle.closed):
             device_placement = False  # Rule 6
+        if "transformers.trainer" in sys.modules and not (resumes := self._names.trainer_resumes()).users:
+            replace(self._undo, resumes, function(resumes.original, self._resume))
         return self._names.PREPARE_OPTIMIZER.original(accelerator, optimizer, device_placement)
+
+    def _resume(self, trainer: Any, checkpoint: str | None) -> None:
+        """Map the files of an optimizer's state into memory instead of reading them."""
+        with contextlib.ExitStack() as undo:
+            replace(undo, self._names.LOAD, self._mapped)
+            self._names.trainer_resumes().original(trainer, checkpoint)
+
+    def _mapped(self, file: Any, map_location: Any = None, **options: Any) -> Any:
+        if zipfile.is_zipfile(file):
+            map_location, options = "cpu", {**options, "mmap": True}
+        return self._names.LOAD.original(file, map_location, **options)
+
+    def _load_state(self, wrapper: Any, state: Any) -> None:
+        self._names.LOAD_STATE.original(wrapper, state)
+        handles = [handle for handle in self.handles if not handle.closed and handle.steps.manages(wrapper.optimizer)]
+        own_state(wrapper.optimizer, handles)
+        for handle in handles:
+            handle.settle()
 
     def _to(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         to = self._names.MODULE_TO.original

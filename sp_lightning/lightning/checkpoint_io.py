@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +20,9 @@ from torch.optim import Optimizer
 from ..compat.lightning import is_last_batch, is_local, local_name
 from ..core.unit_numbers import state_nbytes
 from ..errors import CheckpointError, OptionError, SuperpipelineError
-from ..ranks.new_weights import share_of
 from .names import LightningModule, ModelCheckpoint, ModelParallelStrategy, TorchCheckpointIO
 
 if TYPE_CHECKING:
-    from ..runtime.handle import Handle
     from ..storage.checkpoint_beside import CheckpointBeside
 
 log = logging.getLogger(__name__)
@@ -402,24 +400,3 @@ def _sync_folder(path: str) -> None:
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor into ordinary host memory."""
     return tensor.to("cpu", copy=True)
-
-
-def own_state(optimizer: Optimizer, handles: Iterable[Handle]) -> None:
-    """Copy an optimizer's state that was loaded, and move it to where it lies: the file that it is in may vanish.
-
-    That is done for one parameter after another: what goes to a disk need not fit in memory.
-    """
-    done: set[int] = set()
-
-    def own(parameter: torch.Tensor) -> None:
-        if id(parameter) not in done:
-            done.add(id(parameter))
-            optimizer.state[parameter] = apply_to_collection(optimizer.state[parameter], torch.Tensor, copied)
-
-    def copied(state: torch.Tensor) -> torch.Tensor:
-        return state if share_of(state) else on_host(state)
-
-    for handle in handles:  # with divided state from the file: no host has to have the whole
-        handle.state_loaded(optimizer, None if handle.divides_state else own)
-    for parameter in list(optimizer.state):
-        own(parameter)

@@ -44,8 +44,8 @@ from ..nodes.transport import KEEPALIVE
 from ..optim import torn_step
 from ..options import Options
 from ..ranks.connection import leave_at_exit
-from ..runtime.handle import Handle, close_all, close_dropped
-from .checkpoint_io import MappedCheckpointIO, own_state
+from ..runtime.handle import Handle, close_all, close_dropped, own_state
+from .checkpoint_io import MappedCheckpointIO
 from .master_weights import MasterWeights
 from .names import (
     Accelerator,

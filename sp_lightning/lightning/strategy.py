@@ -38,7 +38,7 @@ from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..options import Options, check_choice, format_bytes
 from ..ranks.new_weights import check_readable
-from ..runtime.handle import Handle, check_at_once
+from ..runtime.handle import Handle, check_at_once, own_state
 from . import master_weights as masters
 from . import step_timing
 from .callback import SuperpipelineCallback
@@ -49,7 +49,6 @@ from .checkpoint_io import (
     WrittenAtOnce,
     WrittenBeside,
     checkpoints_to_come,
-    own_state,
     size_so_far,
 )
 from .names import (

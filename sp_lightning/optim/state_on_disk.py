@@ -471,6 +471,7 @@ class StateOnDisk(StateInMemory):
         return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]
 
     _each_by_itself = staticmethod(each_by_itself)
+
     def _takes(self, optimizer: Any, group: Group) -> bool:
         """Whether a group can be stepped in portions: torch's fused kernels step each element by itself, too."""
         return takes_the_loop({**group, "fused": type(optimizer) not in FUSED and group.get("fused")})

@@ -24,7 +24,7 @@ from ..autograd.recompute import host_of
 from ..calls.call_threads import CallThreads
 from ..calls.lockstep import Call, Lockstep
 from ..compat.dynamo import Unsupported, never_compiled
-from ..compat.modules import is_compiled
+from ..compat.modules import is_compiled, tree_map_only
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, were_replaced, without_dispatch
 from ..core.telemetry import Counters, StepListener
 from ..core.unit_numbers import UnitNumbers
@@ -40,6 +40,7 @@ from ..options import Options, is_int
 from ..ranks.alone import Alone
 from ..ranks.board import ONE_RANK, OneRank, Ranks
 from ..ranks.connection import broadcast_buffers, connect
+from ..ranks.new_weights import share_of
 from ..ranks.shared_memory import drop_own_pages
 from ..storage.in_memory import InMemory
 from ..wholes.sharded import bring_to_host, check_supported, has_shards
@@ -883,6 +884,27 @@ def _structure(module: nn.Module) -> list[Any]:
 
     with without_dispatch():
         return [described(name, p) for child in module.modules() for name, p in child._parameters.items()]
+
+
+def own_state(optimizer: Optimizer, handles: Iterable[Handle]) -> None:
+    """Copy an optimizer's state that was loaded, and move it to where it lies: the file that it is in may vanish.
+
+    That is done for one parameter after another: what goes to a disk need not fit in memory.
+    """
+    done: set[int] = set()
+
+    def own(parameter: torch.Tensor) -> None:
+        if id(parameter) not in done:
+            done.add(id(parameter))
+            optimizer.state[parameter] = tree_map_only(torch.Tensor, copied, optimizer.state[parameter])
+
+    def copied(state: torch.Tensor) -> torch.Tensor:
+        return state if share_of(state) else state.to("cpu", copy=True)
+
+    for handle in handles:  # with divided state from the file: no host has to have the whole
+        handle.state_loaded(optimizer, None if handle.divides_state else own)
+    for parameter in list(optimizer.state):
+        own(parameter)
 
 
 def materialize(module: nn.Module, keeps: bool = True) -> None:

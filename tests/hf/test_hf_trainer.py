@@ -133,3 +133,29 @@ def test_a_run_resumes_from_the_others_checkpoint(first, second, device, tmp_pat
         return parity.Record([e for e in kept if e.what not in ("train_loss", "total_flos")])  # of this call alone
 
     parity.compare(last(whole), last(rest))
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_state_that_a_run_resumes_with_is_on_the_disk_before_any_step(optim, device, tmp_path):
+    """And nothing is left in the file that it was read from, which is mapped meanwhile."""
+    settings = {"optim": optim, "save_strategy": "steps", "save_steps": 2, "evaluates": False}
+    record(functools.partial(train, **settings, max_steps=2), tmp_path / "first", None)
+    checkpoint = tmp_path / "first" / "checkpoint-2"
+    whole, _ = record(functools.partial(train, **settings, resume=str(checkpoint)), tmp_path / "stock", None)
+    seen = []
+
+    class Looks(transformers.Trainer):
+        def _load_scaler(self, folder):  # which comes next
+            (checkpoint / "optimizer.pt").write_bytes(b"")
+            (handle,) = hf_runs.OPEN[0].handles
+            place_of = handle.storage.state._file.place_of
+            state = self.optimizer.state.values()
+            seen.extend(place_of(one[name]) is not None for one in state for name in ("exp_avg", "exp_avg_sq"))
+            return super()._load_scaler(folder)
+
+    resumes = functools.partial(train, **settings, kind=Looks, resume=str(checkpoint))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    rest, _ = record(resumes, tmp_path / "streamed", {"window": 1, "disk": str(disk), "host_budget": "0B"})
+    assert seen and all(seen)
+    parity.compare(whole, rest)
