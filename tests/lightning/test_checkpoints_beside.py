@@ -416,6 +416,23 @@ def test_a_load_waits_for_the_file(what, gate, tmp_path):
     assert Loading.found["global_step"] == 1
 
 
+def test_units_that_are_made_anew_wait_for_the_file(gate, tmp_path):
+    """The copies of weights that it waits for are not those of the units that come."""
+    there = []
+
+    class Growing(Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if trainer.global_step == 1 and not gate.open.is_set():
+                module.extra = torch.nn.Linear(4, 4)
+                threading.Timer(0.5, gate.open.set).start()
+
+        def on_before_backward(self, *_):
+            there.append((tmp_path / "step=1.ckpt").exists())
+
+    fit(tmp_path, max_steps=2, callbacks=[Growing], saver=ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1))
+    assert there == [False, True]
+
+
 @pytest.mark.parametrize("where", ["a callback", "the file"])
 def test_what_was_kept_for_a_checkpoint_that_an_error_ended_is_let_go(where, gate, tmp_path, monkeypatch):
     def fail(*_):
