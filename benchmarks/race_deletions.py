@@ -36,12 +36,18 @@ from typing import NamedTuple, TypeGuard
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _CLOSURE = "tests/contract/test_writes_outside_visits.py::test_a_view_that_is_written_in_the_closure_of_a_manual_step"
 _KEPT = "tests/contract/test_random_programs.py::test_a_view_of_what_a_step_read_under_autocast_is_one_of_the_weight"
+_STREAMS = "forward_and_backward_on_a_stream_of_the_user units_that_are_read_on_several_streams_at_once".split()
+_STREAMS += ["a_unit_that_computes_on_two_streams"]
+_AGAIN = "tests/lightning/test_checkpoints_beside.py::test_units_that_are_made_anew_wait_for_the_file"
 TESTS = (
     "tests/contract/test_races.py",
     "tests/optim/test_deferred_step.py",
     "tests/optim/test_device_step.py",
+    "tests/memory/test_pinned.py",
+    *(f"tests/contract/test_unusual_use.py::test_{name}" for name in _STREAMS),
     _CLOSURE,
     _KEPT,
+    _AGAIN,
 )
 _OF_RANKS = (
     "waits steps_in_backward deferred_steps nodes schedules stream_by_hand features_with_ddp refusals failures "
@@ -92,6 +98,7 @@ BETWEEN_RANKS |= {
     "optim/pending_step.py: _error_of_others",
     "lightning/fabric.py: load_checkpoint",
     "runtime/engine.py: exchanging",
+    "runtime/handle.py: _follow_changes",
     "runtime/handle.py: settle",
 }
 BETWEEN_NODES = {"nodes/arrivals.py", "nodes/transport.py"}  # where all waits are for other machines

@@ -121,8 +121,8 @@ class DeviceCopy:
                 self._failed()
                 raise
 
-    def let_go(self) -> None:
-        """Let go of the host bytes: nothing is loaded any more."""
+    def forget_sources(self) -> None:
+        """Forget the host bytes: nothing is loaded any more."""
         self.own_aliases -= len(self._copies)
         self._runs, self._copies = (), []
 

@@ -227,7 +227,7 @@ class HostCopy:
         if self.on_device.is_loaded and not kept:
             self.on_device.free()
         self._runs = None
-        self.on_device.let_go()
+        self.on_device.forget_sources()
 
     def _settle_on_device(self) -> None:
         """Have the parameters lie in the device buffer, where they have their own types there."""

@@ -267,7 +267,6 @@ class StepsOnDevice(StateInMemory):
                 self._device.claim(buffer.untyped_storage(), nbytes)
                 self._buffers.append(buffer)
             self._nbytes = nbytes  # if there are all
-            self._device.compute.synchronize()  # which had the memory
 
     def _free_buffers(self) -> None:
         """Free the buffers; nothing uses them between two steps."""
@@ -407,7 +406,6 @@ class StepsOnDevice(StateInMemory):
                 buffer = self._device.device_bytes(portion.nbytes)
                 with self._stream:
                     self._device.claim(buffer.untyped_storage(), portion.nbytes)
-                self._copies.up.wait_event(self._stream.record_event())
                 return buffer
             while not free:
                 end(1)

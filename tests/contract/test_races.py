@@ -184,6 +184,29 @@ def test_weights_that_are_written_within_a_step_went_up_before(write):
     check(lambda: Writing(models.Block() for _ in range(4)), run, DEVICE)
 
 
+class WritingKept(models.Stack):
+    """Its forward writes to the weights of a block that it called, through tensors that were read before."""
+
+    def run(self, x):
+        for block, weight in zip(self.blocks, self.kept, strict=True):
+            x = block(x)
+            weight.mul_(2)
+        return x
+
+
+def test_weights_that_are_written_by_what_was_read_before_went_up_before():
+    def run(net, device):
+        net.kept = [block.up.weight.data for block in net.blocks]
+        xs = list(inputs(device))
+        with torch.no_grad():
+            slow(h2d=SLOW_US)
+            for x in xs:
+                yield net(x)
+        del net.kept
+
+    check(lambda: WritingKept(models.Block() for _ in range(4)), run, DEVICE)
+
+
 @pytest.mark.parametrize("in_closure", [False, True])
 def test_weights_that_an_optimizer_steps_within_a_step_went_up_before(in_closure):
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import time
 
 import pytest
 import torch
@@ -629,6 +630,47 @@ def test_an_error_in_a_portion_tears_the_step(fails, place, monkeypatch):
     plain(torch.ones(4, 24, device="simgpu")).sum().backward()
     optimizer.step()
     assert all(torch.equal(value.cpu(), after[name].cpu()) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("host_memory", ["auto", "pageable"])
+@pytest.mark.parametrize("slow", ["copies to the host", "work in the buffers"])
+def test_nothing_of_a_step_that_failed_is_under_way(slow, host_memory, monkeypatch):
+    """Neither copies to memory of the host, nor work in buffers, which the next step fills."""
+    import rounding
+
+    import simgpu
+
+    monkeypatch.setattr(device_step, "BUFFER", 16384)
+    monkeypatch.setattr(simgpu.config, "d2h_us", 20_000 * (slow == "copies to the host"))
+    calls = [0]
+
+    def failing(self, one, other, value=1):
+        calls[0] += 1
+        if calls[0] == 9:
+            if slow == "work in the buffers":
+                simgpu.config.compute_us = 200_000
+                self.mul_(1)
+                simgpu.config.compute_us = 0
+            raise RuntimeError("the device fails")
+        return self + one / other * value
+
+    def copied():
+        return [value.clone() for entry in optimizer.state.values() for value in entry.values()]
+
+    net, options = Net(), {"optimizer_device": "device", "host_memory": host_memory}
+    with sp_lightning.stream(net, device="simgpu", window=2, **options):
+        optimizer = AdamW(net.parameters(), foreach=False)
+        loaded = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        net(torch.ones(4, 24, device="simgpu")).sum().backward()
+        with rounding.replaced({"addcdiv_": failing}), pytest.raises(RuntimeError, match="the device fails"):
+            optimizer.step()
+        if slow == "copies to the host":
+            at_once = copied()
+            time.sleep(0.1)
+            assert all(map(torch.equal, at_once, copied()))
+        net.load_state_dict(loaded[0])
+        optimizer.load_state_dict(loaded[1])
+        optimizer.step()
 
 
 @pytest.mark.parametrize("second", ["device", "disk"])
