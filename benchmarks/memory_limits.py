@@ -1,6 +1,6 @@
 """Train under a real limit of memory: does a host budget hold, with which bits, and what does it cost in time?
 
-    python benchmarks/memory_limits.py [--parameters 1e9] [--folder DIR] [--steps 4] [--autocast]
+    python benchmarks/memory_limits.py [--parameters 1e9] [--folder DIR] [--steps 4] [--autocast] [--peer deepspeed]
 
 A stack of layers with so many FP32 parameters, which lie in a file, is trained on a few tokens by AdamW on the CPU, by
 processes of their own, one after another: in memory as a whole, and with ``disk=`` and a ``host_budget`` of a half and
@@ -12,6 +12,11 @@ be made (that takes root), the memory is sampled from ``/proc``, that of the lib
 Before each run the kernel drops what it has of the file from the page cache. Printed are, for each run: the most memory
 beside its budget, the swap that was used, the seconds of a step (the median after the first, which makes state) beside
 those in memory, the bytes that a step reads and writes, and whether weights and state are equal, bit for bit.
+
+``--peer deepspeed`` trains the same weights on the same batches by DeepSpeed's ZeRO-Infinity as well, with weights and
+state on the disk, under the same limits, and its memory and time are printed beside those of the run in memory. Its
+first loss has to be that of the others to four digits; its bits are its own. Other peers do not train from a disk:
+accelerate's `disk_offload` serves inference.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -47,6 +53,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to put the files (default: a temporary folder)")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--autocast", action="store_true", help="compute under autocast in bfloat16")
+    parser.add_argument("--peer", choices=["deepspeed"], help="train by this library as well")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run is not None:
@@ -60,6 +67,8 @@ def main() -> None:
         say("in memory", whole, whole)
         for name, part in PARTS.items():
             say(name, measured(given, whole["peak"] // part), whole)
+        for name, part in PARTS.items() if options.peer else ():
+            say(f"{options.peer}, {name}", measured({**given, "peer": options.peer}, whole["peak"] // part), whole)
 
 
 def make(layers: int, path: Path) -> None:
@@ -155,6 +164,12 @@ class Memory:
 
 def train(given: dict[str, Any]) -> None:
     """Train, and say how."""
+    way = with_deepspeed if "peer" in given else with_a_window
+    print(json.dumps(way(given)))
+
+
+def with_a_window(given: dict[str, Any]) -> dict[str, Any]:
+    """Train by this library."""
     import torch
     from torch import nn
 
@@ -162,8 +177,7 @@ def train(given: dict[str, Any]) -> None:
     from sp_lightning.optim import native
 
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # what it imports counts as libraries'
-    if given["group"] is not None:
-        (Path(given["group"]) / "cgroup.procs").write_text(str(os.getpid()))
+    enter(given)
     weights = torch.load(Path(given["folder"]) / "weights.pt", mmap=True)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in weights))
     for layer in net:
@@ -173,18 +187,18 @@ def train(given: dict[str, Any]) -> None:
     options["wire_dtype"] = "auto" if given["autocast"] else "as-is"
     if given["budget"] is not None:
         options |= {"disk": given["folder"], "host_budget": given["budget"]}
-    seconds, moved = [], []
+    seconds, losses, moved = [], [], []
     with sp_lightning.stream(net, "cpu", **options) as handle:
         for number in range(given["steps"]):
             before, begin = handle.stats(), time.perf_counter()
-            batch = torch.empty(TOKENS, WIDTH).normal_(0, 1, generator=torch.Generator().manual_seed(number))
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=given["autocast"]):
-                loss = net(batch).float().square().mean()
+                loss = net(batch(number)).float().square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             handle.finish_step()
             native.LIBRARY.wait()
+            losses.append(loss.item())
             seconds.append(time.perf_counter() - begin)
             moved.append({name: handle.stats()[name] - before[name] for name in ("disk_read", "disk_written")})
         digest = hashlib.sha256()
@@ -192,7 +206,75 @@ def train(given: dict[str, Any]) -> None:
             digest.update(parameter.detach().numpy().tobytes())
             for value in optimizer.state[parameter].values():
                 digest.update(value.numpy().tobytes())
-    print(json.dumps({"seconds": statistics.median(seconds[1:]), **moved[-1], "bits": digest.hexdigest()}))
+    return {"seconds": statistics.median(seconds[1:]), "loss": losses[0], **moved[-1], "bits": digest.hexdigest()}
+
+
+def with_deepspeed(given: dict[str, Any]) -> dict[str, Any]:
+    """Train by DeepSpeed, weights and state on the disk."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    import deepspeed  # type: ignore[import-not-found]
+    import torch
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder  # type: ignore[import-not-found]
+    from torch import nn
+
+    for builder in (AsyncIOBuilder(), CPUAdamBuilder()):
+        builder.load()  # compiled once, and what that takes counts as libraries'
+    defaults = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).defaults
+    enter(given)
+    config = deepspeed_config(given, {name: defaults[name] for name in ("lr", "betas", "eps", "weight_decay")})
+    weights = torch.load(Path(given["folder"]) / "weights.pt", mmap=True)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in weights))
+    for layer in net:
+        with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0), torch.no_grad():
+            layer.weight.copy_(weights.pop(0))
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+    seconds, losses = [], []
+    for number in range(given["steps"]):
+        begin = time.perf_counter()
+        loss = engine(batch(number).to(torch.bfloat16 if given["autocast"] else None)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - begin)
+    return {"seconds": statistics.median(seconds[1:]), "loss": losses[0]}
+
+
+def deepspeed_config(given: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a config that keeps no more in memory than DeepSpeed needs for one layer after the other."""
+    of_layer = WIDTH * WIDTH
+    on_disk = {"device": "nvme", "nvme_path": given["folder"], "pin_memory": False}
+    zero = {
+        "stage": 3,
+        "offload_param": {**on_disk, "buffer_count": 6, "buffer_size": of_layer, "max_in_cpu": 0},
+        "offload_optimizer": {**on_disk, "buffer_count": 4},  # fewest that it takes: weight, gradient, two moments
+        "sub_group_size": of_layer,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_live_parameters": of_layer,
+        "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": 0,
+    }
+    return {
+        "train_micro_batch_size_per_gpu": TOKENS,
+        "bf16": {"enabled": given["autocast"]},
+        "optimizer": {"type": "AdamW", "params": arguments},
+        "zero_optimization": zero,
+        "aio": {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True},
+    }
+
+
+def enter(given: dict[str, Any]) -> None:
+    """Count and limit this process's memory from here on."""
+    if given["group"] is not None:
+        (Path(given["group"]) / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def batch(number: int) -> Any:
+    """Return the tokens of a step."""
+    import torch
+
+    return torch.empty(TOKENS, WIDTH).normal_(0, 1, generator=torch.Generator().manual_seed(number))
 
 
 def say(name: str, found: dict[str, Any], whole: dict[str, Any]) -> None:
@@ -204,8 +286,12 @@ def say(name: str, found: dict[str, Any], whole: dict[str, Any]) -> None:
         limit = f", limit {OVER * found['budget'] / 1e9:.2f} GB" if found["is_limited"] else ", no limit"
         said.append(f"{found['peak'] / found['budget']:.3f} of its budget{limit}")
     said += [f"swap {found['swap'] / 1e9:.2f} GB", f"step {found['seconds'] / whole['seconds']:.2f} of that in memory"]
-    said.append(f"reads {found['disk_read'] / 1e9:.2f} GB and writes {found['disk_written'] / 1e9:.2f} GB")
-    said.append("bits equal" if found["bits"] == whole["bits"] else "bits DIFFERENT")
+    if "bits" in found:
+        said.append(f"reads {found['disk_read'] / 1e9:.2f} GB and writes {found['disk_written'] / 1e9:.2f} GB")
+        said.append("bits equal" if found["bits"] == whole["bits"] else "bits DIFFERENT")
+    else:
+        is_same = math.isclose(found["loss"], whole["loss"], rel_tol=1e-4)
+        said.append("the same first loss" if is_same else f"ANOTHER first loss: {found['loss']}, {whole['loss']}")
     print("; ".join(said), flush=True)
 
 
