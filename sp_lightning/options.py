@@ -71,7 +71,8 @@ class Options:
         """Raise OptionError if an option is not built for ``count`` devices on each of ``machines`` machines."""
         if count * machines > 1 and self.optimizer_device == "device":
             allowed = "1 with optimizer_device='device', which is built for one device so far"
-            raise OptionError(argument="devices", found=count, allowed=allowed)
+            argument, found = ("devices", count) if machines == 1 else ("num_nodes * devices", f"{machines} * {count}")
+            raise OptionError(argument=argument, found=found, allowed=allowed)
 
     @classmethod
     def parse(cls, **given: Any) -> Options:

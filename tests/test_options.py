@@ -195,6 +195,14 @@ def test_any_other_switch_is_refused(name, value):
 
 
 @pytest.mark.parametrize(
+    ("machines", "found"), [(1, "devices must be 1 .*got 2"), (4, r"num_nodes \* devices .*'4 \* 2'")]
+)
+def test_a_step_on_the_device_with_several_of_them_is_refused_with_what_was_given(machines, found):
+    with pytest.raises(OptionError, match=found):
+        Options(optimizer_device="device").check_devices(2, machines)
+
+
+@pytest.mark.parametrize(
     ("text", "nbytes"),
     [
         ("0", 0),
