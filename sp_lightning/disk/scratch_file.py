@@ -400,7 +400,7 @@ def shares(folders: Sequence[str], nbytes: int) -> dict[str, int]:
     """Return how many bytes of a file in these folders lie on each of their disks, by a folder on it (Rule 7)."""
     by_disk: dict[int, list[str]] = {}
     for folder in folders:
-        by_disk.setdefault(mount_of(folder).device, []).append(folder)
+        by_disk.setdefault(_device_of(folder), []).append(folder)
     return {of_disk[0]: -(-nbytes * len(of_disk) // len(folders)) for of_disk in by_disk.values()}
 
 
@@ -412,7 +412,7 @@ def moving_nbytes(
     Those in other files move into this one, or a new one, as they are given: what moves at once lies in both for a
     moment, so the most of that has no room yet.
     """
-    devices = {mount_of(folder).device for folder in folders}
+    devices = set(map(_device_of, folders))
     files = {file: file.part_on(devices) for file in list(FILES)}
     total = most = 0
     for tensors in tensors_of:
@@ -430,8 +430,26 @@ def in_memory_nbytes(tensors: Iterable[Tensor]) -> int:
 
 def free_nbytes(folder: str) -> int:
     """Return how many bytes can still be written to a folder's disk."""
-    status = os.statvfs(folder)
+    with _asking(folder):
+        status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
+
+
+def _device_of(folder: str) -> int:
+    with _asking(folder):
+        return mount_of(folder).device
+
+
+@contextlib.contextmanager
+def _asking(folder: str) -> Iterator[None]:
+    """Raise DiskError where the system can say nothing of a folder, which may be gone by now."""
+    try:
+        yield
+    except OSError as error:
+        outcome = (
+            f"The folder has to be there as long as the run: put it back, or name another one, and {DiskError.GO_ON}"
+        )
+        raise DiskError(path=folder, offset=0, errno=error.errno or errno.EIO, outcome=outcome) from error
 
 
 def no_room(folder: str, nbytes: int, checkpoints: int = 0, activations: bool = False) -> DiskError:

@@ -101,6 +101,27 @@ def test_a_disk_that_fails_as_weights_move_there_leaves_the_module(error, device
     assert_plain(net, before)
 
 
+@pytest.mark.few(1)
+def test_a_folder_that_is_gone_before_state_is_made_is_named_and_a_run_goes_on_once_it_is_back(device, tmp_path):
+    found = []
+    for disk in (None, tmp_path / "disk"):
+        net, options = stack(), {}
+        if disk is not None:
+            disk.mkdir()
+            options = {"disk": [os.getcwd(), str(disk)], "host_budget": "0B"}
+        with sp_lightning.stream(net, device, window=2, **options) as handle:
+            optimizer = torch.optim.AdamW(net.parameters())
+            if disk is not None:
+                disk.rmdir()
+                with pytest.raises(DiskError, match=f"{disk} could not be read .* No such file .* put it back"):
+                    train(net, optimizer, device)
+                disk.mkdir()
+            train(net, optimizer, device, 2)
+            assert disk is None or handle.stats()["disk_read"] > 0
+        found.append(net.state_dict())
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
+
+
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwritev"])
 @pytest.mark.parametrize("kind", ["loaded", "foreach", "a subclass"])
 @pytest.mark.few(1)
