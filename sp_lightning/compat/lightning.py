@@ -89,7 +89,8 @@ def set_epochs(trainer: Any) -> None:
 def begin_noting_sigterm(trainer: Any) -> None:
     """Have a Trainer note SIGTERM, to end after its batch, and pass it on to the processes that it started.
 
-    By itself it also waits in a collective, wherever the signal came: for ranks which wait for this one.
+    By itself it also waits in a collective, wherever the signal came: for ranks which wait for this one. And all ranks
+    come to one before each batch, where nothing tells those that wait who has left, until that one's process ended.
     """
     connector = trainer._signal_connector
 
@@ -99,11 +100,13 @@ def begin_noting_sigterm(trainer: Any) -> None:
         connector.received_sigterm = True
 
     connector._sigterm_notifier_fn = note
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 def end_noting_sigterm(trainer: Any) -> None:
     """Have a Trainer do by itself what it does at SIGTERM. Safe twice."""
     vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 
 def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:

@@ -8,7 +8,9 @@ import sys
 import time
 
 import failing_runs
+import processes
 import pytest
+import ranked_features
 import torch
 
 import parity
@@ -87,6 +89,12 @@ def test_one_of_four_may_fail(phase, way):
 def test_a_rank_that_gets_sigterm_ends_after_its_batch_and_is_named(phase, victim):
     """Lightning's own handler waits for the others in a collective, and they wait for this one elsewhere."""
     assert check(2, phase, "signal", victim)[victim].error == "SIGTERMException"
+
+
+def test_batches_begin_without_a_collective_of_torch():
+    """Lightning's own of each batch, by which it tells of SIGTERM, waits for a rank until its process ended."""
+    few, more = (processes.run(2, ranked_features.broadcasts, steps) for steps in (1, 4))
+    assert few == more
 
 
 @SLOW

@@ -14,10 +14,12 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import ranked_runs
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
@@ -913,6 +915,25 @@ def synchronised_norms() -> tuple[str, bool]:
     )
     trainer.fit(module, DataLoader(torch.ones(4, 4), batch_size=2))
     return module.kinds[0], isinstance(module.norm, nn.SyncBatchNorm)
+
+
+def broadcasts(steps: int) -> int:
+    """Fit a module without buffers for some steps; return how often that broadcast something."""
+    module = Norm()
+    module.norm = nn.Identity()
+    trainer = L.Trainer(
+        strategy=sp_lightning.SuperpipelineStrategy(),
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as seen:
+        trainer.fit(module, DataLoader(torch.ones(16, 4), batch_size=2))
+    return int(seen.call_count)
 
 
 def masters(name: str, precision: str, accelerator: str = "cpu") -> list[Tensor]:
