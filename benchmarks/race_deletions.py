@@ -37,7 +37,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 _CLOSURE = "tests/contract/test_writes_outside_visits.py::test_a_view_that_is_written_in_the_closure_of_a_manual_step"
 _KEPT = "tests/contract/test_random_programs.py::test_a_view_of_what_a_step_read_under_autocast_is_one_of_the_weight"
 _STREAMS = "forward_and_backward_on_a_stream_of_the_user units_that_are_read_on_several_streams_at_once".split()
-_STREAMS += ["a_unit_that_computes_on_two_streams"]
+_STREAMS += ["what_is_recomputed_for_another_stream_is_in_order_with_it"]
 _AGAIN = "tests/lightning/test_checkpoints_beside.py::test_units_that_are_made_anew_wait_for_the_file"
 TESTS = (
     "tests/contract/test_races.py",
