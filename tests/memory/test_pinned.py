@@ -29,7 +29,7 @@ from sp_lightning.memory import pinned
 from sp_lightning.memory.device import CudaPageLock, Device
 from sp_lightning.memory.layout import Layout
 from sp_lightning.memory.pinned import HostAllocator
-from sp_lightning.memory.staging import StagingRing
+from sp_lightning.memory.staging import AllCopies, StagingRing
 
 SIMGPU = torch.device("simgpu", 0)
 MIB = 2**20
@@ -280,6 +280,46 @@ def test_a_copy_waits_for_what_its_stream_has_and_not_for_what_comes_there_later
         assert not second_end.query()
     second.synchronize()
     device.close()
+
+
+def test_a_copy_through_the_ring_that_fails_leaves_none_of_its_pieces_under_way(monkeypatch):
+    monkeypatch.setattr(simgpu.config, "h2d_us", 100_000)
+    stream = torch.Stream(SIMGPU)
+    ring = StagingRing(stream, [torch.empty(100, dtype=torch.uint8).pin_memory() for _ in range(2)], "up")
+    host, there = torch.ones(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8, device=SIMGPU)
+    torch.accelerator.synchronize()
+
+    @contextlib.contextmanager
+    def failing():
+        yield
+        raise ZeroDivisionError
+
+    copy = ring.up(stream.record_event(), [(there, host)], failing())
+    with pytest.raises(ZeroDivisionError):
+        copy.synchronize()
+    assert stream.query()
+    ring.close()
+
+
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("waits", ["the host", "a stream"])
+def test_the_end_of_several_copies_is_that_of_all(waits, last, monkeypatch):
+    streams = [torch.Stream(SIMGPU) for _ in range(2)]
+    host = torch.ones(64, dtype=torch.uint8).pin_memory()
+    there = torch.zeros(64, dtype=torch.uint8, device=SIMGPU)
+    torch.accelerator.synchronize()
+    copies = []
+    for number, stream in enumerate(streams):
+        monkeypatch.setattr(simgpu.config, "h2d_us", 100_000 * (number == last))
+        with stream:
+            there[32 * number : 32 * number + 32].copy_(host[:32], non_blocking=True)
+        copies.append(stream.record_event())
+    if waits == "the host":
+        AllCopies(copies).synchronize()
+        assert AllCopies(copies).query()
+    else:
+        AllCopies(copies).wait(torch.accelerator.current_stream())
+        assert there.add(1).eq(2).all()  # or a race
 
 
 @pytest.mark.parametrize("host_memory", ["auto", "pinned", "pageable"])
