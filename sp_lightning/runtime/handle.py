@@ -24,7 +24,7 @@ from ..autograd.recompute import host_of
 from ..calls.call_threads import CallThreads
 from ..calls.lockstep import Call, Lockstep
 from ..compat.dynamo import Unsupported, never_compiled
-from ..compat.modules import is_compiled, tree_map_only
+from ..compat.modules import is_compiled, tree_leaves, tree_map_only
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, were_replaced, without_dispatch
 from ..core.telemetry import Counters, StepListener
 from ..core.unit_numbers import UnitNumbers
@@ -40,7 +40,6 @@ from ..options import Options, is_int
 from ..ranks.alone import Alone
 from ..ranks.board import ONE_RANK, OneRank, Ranks
 from ..ranks.connection import broadcast_buffers, connect
-from ..ranks.new_weights import share_of
 from ..ranks.shared_memory import drop_own_pages
 from ..storage.in_memory import InMemory
 from ..wholes.sharded import bring_to_host, check_supported, has_shards
@@ -889,20 +888,19 @@ def _structure(module: nn.Module) -> list[Any]:
 def own_state(optimizer: Optimizer, handles: Iterable[Handle]) -> None:
     """Copy an optimizer's state that was loaded, and move it to where it lies: the file that it is in may vanish.
 
-    That is done for one parameter after another: what goes to a disk need not fit in memory.
+    That is done for one parameter after another: what goes to a disk need not fit in memory. Of several ranks each
+    moves what it owns, and copies the rest: no host has to have the whole once for each.
     """
-    done: set[int] = set()
+    loaded = {id(value): value for state in optimizer.state.values() for value in tree_leaves(state)}
 
     def own(parameter: torch.Tensor) -> None:
-        if id(parameter) not in done:
-            done.add(id(parameter))
-            optimizer.state[parameter] = tree_map_only(torch.Tensor, copied, optimizer.state[parameter])
+        optimizer.state[parameter] = tree_map_only(torch.Tensor, copied, optimizer.state[parameter])
 
     def copied(state: torch.Tensor) -> torch.Tensor:
-        return state if share_of(state) else state.to("cpu", copy=True)
+        return state.to("cpu", copy=True) if id(state) in loaded else state
 
-    for handle in handles:  # with divided state from the file: no host has to have the whole
-        handle.state_loaded(optimizer, None if handle.divides_state else own)
+    for handle in handles:
+        handle.state_loaded(optimizer, own if handle.team.size == 1 else None)
     for parameter in list(optimizer.state):
         own(parameter)
 

@@ -37,6 +37,12 @@ def test_a_run_that_ended_maps_its_weights_alone():
         assert after < 2.2 * weights < before  # their truth and their face
 
 
+@pytest.mark.seldom
+def test_no_rank_has_all_of_the_state_while_it_is_loaded(tmp_path):
+    for state, most in processes.run(2, loops.grown_by_a_resume, str(tmp_path / "of.ckpt")):
+        assert most < 0.25 * state, (state, most)
+
+
 SCRIPT = "import loops, processes; print(processes.run(2, loops.use_of_shm, 2048))"
 MOUNTED = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
 LIMITED = ["unshare", "--mount", "--map-root-user", "sh", "-c", MOUNTED, "sh"]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -430,6 +431,69 @@ def shared_bytes() -> int:
     with open("/proc/self/maps") as maps:
         ranges = [line.split()[0].split("-") for line in maps if "memfd:superpipeline" in line]
     return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+
+class Layers(L.LightningModule):
+    """Layers of 4 MB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+
+    def training_step(self, x: Tensor, index: int) -> Tensor:
+        return self.layers(x).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def grown_by_a_resume(path: str) -> tuple[int, int]:
+    """Resume; return the bytes of state, and the most by which this rank's own memory grew while that was loaded."""
+    load, most = sp_lightning.SuperpipelineStrategy.load_optimizer_state_dict, 0
+    size, launched = int(os.environ["WORLD_SIZE"]), dict(os.environ)
+
+    def watched(*args: Any) -> None:
+        nonlocal most
+        ends, before = threading.Event(), own_bytes()
+
+        def sample() -> None:
+            nonlocal most
+            while not ends.wait(1e-3):
+                most = max(most, own_bytes() - before)
+
+        thread = threading.Thread(target=sample)
+        thread.start()
+        load(*args)
+        ends.set()
+        thread.join()
+
+    def fit(steps: int, source: str | None) -> L.Trainer:
+        trainer = L.Trainer(
+            strategy=sp_lightning.SuperpipelineStrategy(window=1, units=["Linear"]),
+            accelerator="cpu",
+            devices=size,
+            max_steps=steps,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        batches = torch.utils.data.DataLoader(torch.ones(8 * size, 2, 1024), batch_size=None)
+        trainer.fit(Layers(), batches, ckpt_path=source)
+        os.environ.update(launched)  # a Trainer takes out what it was launched with
+        return trainer
+
+    fit(1, None).save_checkpoint(path)
+    with mock.patch.object(sp_lightning.SuperpipelineStrategy, "load_optimizer_state_dict", watched):
+        trainer = fit(2, path)
+    state = trainer.optimizers[0].state.values()
+    return sum(value.nbytes for entry in state for value in entry.values()), most
+
+
+def own_bytes() -> int:
+    """Return the bytes of this process's anonymous memory."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
 
 
 def use_of_shm(width: int) -> tuple[int, int]:
