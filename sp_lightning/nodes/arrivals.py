@@ -88,9 +88,12 @@ class Meeting:
         self._store, self._rank, self._size = store, rank, size
         self.process = os.urandom(8).hex()
         self.attempt = store  # once all have met, a part of it that is this attempt's alone
+        self._given_up = ""  # an earlier attempt, if that is the one that is there
         if rank == 0:
             store.within(self.process).set("note", note)
             store.set("attempt", self.process)
+        elif self._here().check(["late"]):
+            self._given_up = self._number()
 
     def note(self) -> str | None:
         """Return what the first rank left, once it is there."""
@@ -125,7 +128,7 @@ class Meeting:
     def late(self) -> list[int]:
         """List the ranks for which the first one waits no more."""
         attempt = self._here()
-        if not attempt.check(["late"]):
+        if not attempt.check(["late"]) or self._number() == self._given_up:
             return []
         found = json.loads(attempt.get("late"))
         _wait_for_readers(attempt, "know", 0)
@@ -136,8 +139,11 @@ class Meeting:
         with contextlib.suppress(RuntimeError):  # it ended with another one
             _wait_for_readers(self.attempt, "read", self._size)
 
+    def _number(self) -> str:
+        return str(self._store.get("attempt").decode()) if self._store.check(["attempt"]) else "none"
+
     def _here(self) -> AnsweringStore:
-        number = self._store.get("attempt").decode() if self._store.check(["attempt"]) else "none"
+        number = self._number()
         if self._rank == 0 and number != self.process:
             raise twice(0, "which both come to the same MASTER_ADDR and MASTER_PORT")
         return self._store.within(number)

@@ -72,7 +72,6 @@ def _meet(address: str, port: int, rank: int, size: int, timeout: timedelta, lin
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in each torch
 
     host, error, meeting = socket.gethostname(), interface_error(), None
-    others = [other for other in range(size) if other != rank]
     late: list[int] = []
     until, pause = time.monotonic() + timeout.total_seconds(), 10 * PAUSE_S
     is_server = rank == 0 and not has_agent()
@@ -99,18 +98,17 @@ def _meet(address: str, port: int, rank: int, size: int, timeout: timedelta, lin
                 allowed=f"an address of rank 0's machine, which is {host}, and a port there that no other process has: "
                 f"{str(failure).splitlines()[0]}",
             ) from failure
-        if isinstance(failure, NoAnswer):
-            others = [0]
-        elif meeting is not None:
+        names, why = _holder_of_store(), line.error or str(failure).splitlines()[0]
+        if meeting is not None and not isinstance(failure, NoAnswer):
             with contextlib.suppress(RuntimeError):
                 others = late or meeting.missing()
+                names = ", ".join(f"rank {other}" for other in others if other != rank) or "another rank"
                 if rank == 0:  # the store may end with it
                     meeting.give_up(others)
-        names = ", ".join(f"rank {other}" for other in others) or "another rank"
         raise PeerError(
             f"rank {rank} on {host} waited for the processes of all machines, and {names} did not come to "
-            f"{address}:{port} within {timeout} ({str(failure).splitlines()[0]}): start as many on every machine, with "
-            "the same MASTER_ADDR and MASTER_PORT, which all machines can reach"
+            f"{address}:{port} within {timeout} ({why}): start as many on every machine, with the same MASTER_ADDR and "
+            "MASTER_PORT, which all machines can reach"
         ) from failure
     hosts, errors = zip(*map(json.loads, said), strict=True)
     if any(errors):
@@ -146,8 +144,12 @@ def _check_size(rank: int, size: int, first: int) -> None:
         )
 
 
+def _holder_of_store() -> str:
+    return "the agent of torchrun" if has_agent() else "rank 0"
+
+
 def _end_of_store(host: str) -> str:
-    return f"{'the agent of torchrun' if has_agent() else 'rank 0'} on {host} {ENDED_EARLY}"
+    return f"{_holder_of_store()} on {host} {ENDED_EARLY}"
 
 
 class _Connecting:
@@ -214,6 +216,7 @@ class _Line(Protocol):
 
     note: str  # what the first process leaves: where it waits for lines, its token, how many it expects, its host
     first: str  # the first process's host, or its address as long as that is all this process knows
+    error: str  # why there is no line to it, though it left its note
 
     def prepare(self, note: str | None) -> bool:
         """Make the line for which the first process left this note; return whether this one may come to the meeting."""
@@ -229,7 +232,7 @@ class _LineToFirst:
     """The line of another process than the first."""
 
     def __init__(self, rank: int, size: int, address: str) -> None:
-        self.note, self.first = "", address
+        self.note, self.first, self.error = "", address, ""
         self._rank, self._size, self._address = rank, size, address
         self._line: socket.socket | None = None
 
@@ -240,8 +243,9 @@ class _LineToFirst:
             try:
                 self._line = socket.create_connection((self._address, int(port)), timeout=LINE_S)
                 self._line.sendall(f"{token} {self._rank} {self._size}".ljust(GREETING).encode())
-                self.note = note
-            except OSError:
+                self.note, self.error = note, ""
+            except OSError as error:
+                self.error = f"no line to {self.first}, at {self._address}:{port}: {error}"
                 return False
             _check_size(self._rank, self._size, int(size))
         return note is not None
@@ -287,7 +291,7 @@ class _LinesOfFirst:
         self._server = socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=both)
         self._server.setblocking(False)
         self._token = os.urandom(8).hex()
-        self.first = socket.gethostname()
+        self.first, self.error = socket.gethostname(), ""
         self.note = f"{self._server.getsockname()[1]} {self._token} {size} {self.first}"
         self._size = size
         self._lines: dict[int, socket.socket] = {}
@@ -325,7 +329,7 @@ class _LinesOfFirst:
 
     def _accept(self) -> None:
         """Take the lines that have come and begin as one does; others come from elsewhere, and keep nobody waiting."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # there are no more, or one ended before
             while True:
                 line, _ = self._server.accept()
                 line.setblocking(False)

@@ -40,6 +40,7 @@ from ..options import Options, is_int
 from ..ranks.alone import Alone
 from ..ranks.board import ONE_RANK, OneRank, Ranks
 from ..ranks.connection import broadcast_buffers, connect
+from ..ranks.new_weights import share_of
 from ..ranks.shared_memory import drop_own_pages
 from ..storage.in_memory import InMemory
 from ..wholes.sharded import bring_to_host, check_supported, has_shards
@@ -430,13 +431,13 @@ class Handle:
     def state_loaded(self, optimizer: Optimizer, prepare: Callable[[torch.Tensor], object] | None = None) -> None:
         """Move an optimizer's state that was loaded to where it lies: to the disk, or into what the ranks share.
 
-        Every rank loaded it, and `settle` follows. ``prepare`` is called with each parameter before its state is moved:
-        what it makes of the state need not be in memory for all at once.
+        Every rank loaded it, and `settle` follows. ``prepare`` is called with each of the module's parameters before
+        its state is moved: what it makes of the state need not be in memory for all at once.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in optimizer.state:
-                    if prepare is not None:
+                    if prepare is not None and id(parameter) in self.engine.managed:
                         prepare(parameter)
                     self.storage.state.adopt_one(optimizer, parameter)
         self.team.adopt_state(optimizer)
@@ -891,7 +892,9 @@ def own_state(optimizer: Optimizer, handles: Iterable[Handle]) -> None:
     That is done for one parameter after another: what goes to a disk need not fit in memory. Of several ranks each
     moves what it owns, and copies the rest: no host has to have the whole once for each.
     """
-    loaded = {id(value): value for state in optimizer.state.values() for value in tree_leaves(state)}
+    leaves = (value for state in optimizer.state.values() for value in tree_leaves(state))
+    tensors = (value for value in leaves if isinstance(value, torch.Tensor))
+    loaded = {id(value): value for value in tensors if share_of(value) is None}  # others were not loaded
 
     def own(parameter: torch.Tensor) -> None:
         optimizer.state[parameter] = tree_map_only(torch.Tensor, copied, optimizer.state[parameter])

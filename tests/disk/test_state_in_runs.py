@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from unittest import mock
 
 import forks
 import lightning as L
@@ -32,7 +33,7 @@ import parity
 import sp_lightning
 from sp_lightning.disk import placement, scratch_file, state_ring
 from sp_lightning.errors import DiskError, HostMemoryError, TornStepError
-from sp_lightning.runtime.handle import Handle
+from sp_lightning.runtime.handle import Handle, own_state
 
 
 @pytest.fixture(autouse=True)
@@ -1165,3 +1166,28 @@ def test_a_run_under_a_real_limit_of_memory_keeps_to_its_budget(tmp_path):
     if all("no limit" not in line for line in runs):
         assert all(float(re.search(r"([\d.]+) of its budget", line)[1]) <= 1.05 for line in runs), said
     assert os.listdir(tmp_path) == []
+
+
+def test_state_of_two_modules_goes_to_their_disks_one_parameter_after_another(tmp_path):
+    """What is loaded is copied only as it moves: of both modules it need not fit in memory."""
+    nets = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        options = {"device": "cpu", "units": ["Linear"], "disk": str(tmp_path), "host_budget": "0B"}
+        handles = [stack.enter_context(sp_lightning.stream(net, **options)) for net in nets]
+        parameters = [parameter for net in nets for parameter in net.parameters()]
+        optimizer = torch.optim.AdamW(parameters)
+        for parameter in parameters:
+            optimizer.state[parameter] = {"step": torch.ones(()), "exp_avg": torch.ones_like(parameter.detach())}
+        loaded = {id(value): value for entry in optimizer.state.values() for value in entry.values()}
+        there = []
+
+        def seeing(adopt, optimizer, parameter):
+            there.append(sum(id(value) in loaded for entry in optimizer.state.values() for value in entry.values()))
+            adopt(optimizer, parameter)
+
+        for handle in handles:
+            state = handle.storage.state
+            stack.enter_context(mock.patch.object(state, "adopt_one", functools.partial(seeing, state.adopt_one)))
+        own_state(optimizer, handles)
+        # Each handle is asked for all parameters, and copies its own four.
+        assert there == [14, 12, 10, 8, 8, 8, 8, 8, 8, 8, 8, 8, 6, 4, 2, 0]

@@ -408,6 +408,29 @@ def test_a_number_of_a_machine_that_there_is_not_is_refused(number, monkeypatch)
         L.Trainer(strategy=strategy, accelerator="cpu", num_nodes=2, logger=False).fit(L.LightningModule())
 
 
+def test_a_process_that_cannot_reach_the_first_one_names_that_one_alone():
+    port = processes.free_port()
+    with pytest.raises(PeerError, match=f"rank 3 on .*, and rank 0 did not come to 127.0.0.1:{port} .*refused"):
+        launched.connect_launched("127.0.0.1", port, 3, 6, timedelta(seconds=0.3), mock.Mock())
+
+
+def test_a_process_without_a_line_to_the_first_one_says_why():
+    port, line = processes.free_port(), launched._LineToFirst(1, 2, "127.0.0.1")
+    assert not line.prepare(f"{port} token 2 host0")
+    assert line.error.startswith(f"no line to host0, at 127.0.0.1:{port}: ") and "refused" in line.error
+
+
+def test_a_process_that_starts_again_waits_also_where_an_earlier_attempt_was_given_up():
+    from torch.distributed import HashStore
+
+    store = arrivals.AnsweringStore(HashStore(), time.monotonic() + 30)
+    arrivals.Meeting(store, 0, 2).give_up([1])
+    later = arrivals.Meeting(store, 1, 2)
+    assert later.late() == []
+    arrivals.Meeting(store, 0, 2).give_up([1])
+    assert later.late() == [1]
+
+
 def test_a_process_that_the_system_connects_to_itself_leaves_the_port_to_the_first_one(monkeypatch):
     """Linux does so where the port that it gives a socket is the one to connect to."""
     port, connect, made = processes.free_port(), socket.create_connection, []
