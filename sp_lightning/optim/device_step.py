@@ -406,6 +406,7 @@ class StepsOnDevice(StateInMemory):
                 buffer = self._device.device_bytes(portion.nbytes)
                 with self._stream:
                     self._device.claim(buffer.untyped_storage(), portion.nbytes)
+                self._copies.up.wait_event(self._stream.record_event())
                 return buffer
             while not free:
                 end(1)
