@@ -159,6 +159,7 @@ def error_of_one_that_waits_for_one_that_stopped() -> str:
     with connected() as ranks, mock.patch.object(transport.NodeTransport, "_pulse", lambda *_: None):
         state, rank = ranks._state, ranks.world_rank
         assert state is not None
+        dist.barrier()  # one that is still at the last meeting of the connection would hear there that another failed
         if rank == 0:
             ranks.fail()
             stay_until_noticed()
