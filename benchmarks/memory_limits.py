@@ -14,9 +14,9 @@ beside its budget, the swap that was used, the seconds of a step (the median aft
 those in memory, the bytes that a step reads and writes, and whether weights and state are equal, bit for bit.
 
 ``--peer deepspeed`` trains the same weights on the same batches by DeepSpeed's ZeRO-Infinity as well, with weights and
-state on the disk, under the same limits, and its memory and time are printed beside those of the run in memory. Its
-first loss has to be that of the others to four digits; its bits are its own. Other peers do not train from a disk:
-accelerate's `disk_offload` serves inference.
+state on the disk, without a limit and under the same limits, and its memory and time are printed beside those of the
+run in memory. Its first loss has to be that of the others to four digits; its bits are its own. Other peers do not train
+from a disk: accelerate's `disk_offload` serves inference.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def main() -> None:
         say("in memory", whole, whole)
         for name, part in PARTS.items():
             say(name, measured(given, whole["peak"] // part), whole)
-        for name, part in PARTS.items() if options.peer else ():
-            say(f"{options.peer}, {name}", measured({**given, "peer": options.peer}, whole["peak"] // part), whole)
+        for name, part in {"no limit": 0, **PARTS}.items() if options.peer else ():
+            budget = whole["peak"] // part if part else None
+            say(f"{options.peer}, {name}", measured({**given, "peer": options.peer}, budget), whole)
 
 
 def make(layers: int, path: Path) -> None:
