@@ -15,8 +15,8 @@ those in memory, the bytes that a step reads and writes, and whether weights and
 
 ``--peer deepspeed`` trains the same weights on the same batches by DeepSpeed's ZeRO-Infinity as well, with weights and
 state on the disk, without a limit and under the same limits, and its memory and time are printed beside those of the
-run in memory. Its first loss has to be that of the others to four digits; its bits are its own. Other peers do not train
-from a disk: accelerate's `disk_offload` serves inference.
+run in memory. Its first loss has to be that of the others to four digits; its bits are its own. Other peers do not
+train from a disk: accelerate's `disk_offload` serves inference.
 """
 
 from __future__ import annotations

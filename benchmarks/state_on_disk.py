@@ -59,6 +59,7 @@ LAYER_NBYTES = WIDTH * WIDTH * 4
 THREADS = (1, 2, 3, 4)
 SIZES = (4 << 20, 16 << 20, 32 << 20, 64 << 20)
 SAMPLE = 512 << 20  # bytes to find the fastest of these with
+COUNTED = {"read": "disk_read", "write": "disk_written"}
 BEFORE = 3  # steps: the first one makes state, and compiled code is compared meanwhile
 NARROW = 2048  # of layers in a Trainer's run: the window and gradients of the device are beside them, on the CPU
 SPARE = 1.1  # times weights, gradients and buffers is a Trainer's host budget; in memory all takes twice as much
@@ -85,7 +86,9 @@ def main() -> None:
         print(workers["raw"].ask("choose"))
         times: dict[str, list[float]] = {}
         for turn in range(BEFORE + options.repeats):
-            taken = {name: workers[name].ask("step") for name in ("memory", "disk")}
+            steps = {name: workers[name].ask("step") for name in ("memory", "disk")}
+            taken = {name: step.pop("seconds") for name, step in steps.items()}
+            assert not turn or steps["disk"] == nbytes, steps["disk"]  # the first step makes the state
             taken["raw"] = workers["raw"].ask("both")
             for way in ("read", "write"):
                 taken[f"ring {way}"] = workers["ring"].ask(way)
@@ -97,10 +100,13 @@ def main() -> None:
                     times.setdefault(name, []).append(seconds)
         checked = dd(Path(folder) / "raw", nbytes)
         ends = {name: workers[name].ask("end") for name in ("memory", "disk")}
-    print(f"{layers * WIDTH * WIDTH / 1e6:.0f}e6 parameters, {nbytes / 1e9:.2f} GB read and written in a step")
+    gigabytes = {way: value / 1e9 for way, value in nbytes.items()}
+    said = f"{gigabytes['read']:.2f} GB read and {gigabytes['write']:.2f} GB written in a step"
+    print(f"{layers * WIDTH * WIDTH / 1e6:.0f}e6 parameters, {said}")
     print("weights and state:", "equal, bit for bit" if ends["memory"]["bits"] == ends["disk"]["bits"] else "DIFFERENT")
     for name, seconds in times.items():
-        rate = f", {nbytes / 1e9 / statistics.median(seconds):.2f} GB/s" if name.endswith(("read", "write")) else ""
+        way = name.split()[-1]
+        rate = f", {gigabytes[way] / statistics.median(seconds):.2f} GB/s" if way in gigabytes else ""
         print(f"{name}: {statistics.median(seconds):.2f} s, from {min(seconds):.2f} to {max(seconds):.2f}{rate}")
     print(checked)
     for way in ("read", "write"):
@@ -112,9 +118,9 @@ def main() -> None:
     say_memory(ends["disk"])
 
 
-def on_disk(layers: int, autocast: bool) -> int:
-    """Count the bytes that a step reads and writes: two moments, and weights that autocast casts."""
-    return (3 if autocast else 2) * layers * LAYER_NBYTES
+def on_disk(layers: int, autocast: bool) -> dict[str, int]:
+    """Count the bytes that a step reads and writes: weights, two moments, and gradients that a backward made."""
+    return {"read": (4 if autocast else 3) * layers * LAYER_NBYTES, "write": 3 * layers * LAYER_NBYTES}
 
 
 def spread(ratios: list[float]) -> str:
@@ -155,7 +161,10 @@ def serve(name: str, layers: int, folder: str, autocast: bool) -> None:
     from sp_lightning.optim import native
 
     net = stack(layers)
-    there = layers * LAYER_NBYTES
+    torch.save([layer.weight.data for layer in net], Path(folder) / f"{name}.pt")
+    weights = torch.load(Path(folder) / f"{name}.pt", mmap=True)  # which take no memory before the run
+    for layer in net:
+        layer.weight = nn.Parameter(weights.pop(0))
     memory = Growth()
     options = {"disk": folder, "host_budget": "0B"} if name == "disk" else {}
     options["wire_dtype"] = "auto" if autocast else "as-is"
@@ -163,7 +172,7 @@ def serve(name: str, layers: int, folder: str, autocast: bool) -> None:
     with sp_lightning.stream(net, "cpu", window=1, units=["Linear"], **options) as handle:
         planned = 0
         if name == "disk":
-            planned = planned_nbytes(handle, autocast=autocast)
+            planned = planned_nbytes(handle, autocast=autocast) + (0 if autocast else layers * LAYER_NBYTES)
         for number, line in enumerate(sys.stdin):
             if line.strip() == "end":
                 break
@@ -171,20 +180,20 @@ def serve(name: str, layers: int, folder: str, autocast: bool) -> None:
                 compute(net, number)
             else:
                 give_gradients(net, number)
-            begin = time.perf_counter()
+            before, begin = handle.stats(), time.perf_counter()
             optimizer.step()
             native.LIBRARY.wait()
-            seconds = time.perf_counter() - begin
+            seconds, after = time.perf_counter() - begin, handle.stats()
             if number == 0:  # and loads what it has, as a run does that goes on from a checkpoint
                 handle.state_loaded(optimizer)
-            answer(seconds)
+            answer({"seconds": seconds, **{way: after[name] - before[name] for way, name in COUNTED.items()}})
         growth, planned = memory.end(), planned + handle.stats()["device_peak"]  # which is the CPU's memory, too
         digest = hashlib.sha256()
         for parameter in net.parameters():
             digest.update(parameter.detach().numpy().tobytes())
             for value in optimizer.state[parameter].values():
                 digest.update(value.numpy().tobytes())
-    answer({"bits": digest.hexdigest(), "growth": growth, "planned": planned, "there": there})
+    answer({"bits": digest.hexdigest(), "growth": growth, "planned": planned, "there": 0})
 
 
 def stack(layers: int, width: int = WIDTH) -> nn.Sequential:
@@ -215,7 +224,7 @@ def compute(net: nn.Sequential, number: int) -> None:
 
 
 def give_gradients(net: nn.Sequential, number: int) -> None:
-    """Make gradients as a backward would, in memory that stays."""
+    """Make gradients as a backward would, in memory that stays, and that no plan counts."""
     generator = torch.Generator().manual_seed(number)
     some = torch.empty(WIDTH).normal_(0, 1e-3, generator=generator)
     for index, layer in enumerate(net):
@@ -377,13 +386,15 @@ def say_kept(memory: Growth, layers: int, planned: int) -> None:
 class Raw:
     """Direct transfers of a file that was written before."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: dict[Any, int]) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._fd, 0, nbytes)
-        self._nbytes = nbytes
+        most = max(nbytes.values())
+        os.posix_fallocate(self._fd, 0, most)
+        self._nbytes = {os.pwritev: most}
         self._memory = [private(max(SIZES)) for _ in range(2 * max(THREADS))]
         self._fastest = dict.fromkeys((os.preadv, os.pwritev), (3, 32 << 20))
         self.time(os.pwritev)
+        self._nbytes = nbytes
 
     def choose(self) -> str:
         """Find the fastest number of threads and size of transfers for each direction."""
@@ -392,20 +403,21 @@ class Raw:
             taken: dict[tuple[int, int], list[float]] = {}
             for _ in range(3):
                 for way in itertools.product(THREADS, SIZES):
-                    taken.setdefault(way, []).append(self._timed({call: way}, min(SAMPLE, self._nbytes)))
+                    taken.setdefault(way, []).append(self._timed({call: way}, SAMPLE))
             self._fastest[call] = best = min(taken, key=lambda way: statistics.median(taken[way]))
             said.append(f"{call.__name__} by {best[0]} threads in {best[1] >> 20} MiB")
         return f"raw: {', '.join(said)}"
 
     def time(self, *calls: Any, way: tuple[int, int] | None = None) -> float:
-        """Move the whole file in these directions, at once, the fastest way or by so many threads and bytes."""
-        return self._timed({call: way or self._fastest[call] for call in calls}, self._nbytes)
+        """Move a step's bytes in these directions, at once, the fastest way or by so many threads and bytes."""
+        return self._timed({call: way or self._fastest[call] for call in calls})
 
-    def _timed(self, ways: dict[Any, tuple[int, int]], nbytes: int) -> float:
+    def _timed(self, ways: dict[Any, tuple[int, int]], at_most: int = sys.maxsize) -> float:
         memory = iter(self._memory)
         with concurrent.futures.ThreadPoolExecutor(2 * max(THREADS)) as threads:
             begin, jobs = time.perf_counter(), []
             for call, (count, size) in ways.items():
+                nbytes = min(at_most, self._nbytes[call])
                 begins, lock = iter(range(0, nbytes, size)), threading.Lock()
                 jobs += [
                     threads.submit(self._move, call, next(memory), begins, lock, size, nbytes) for _ in range(count)
@@ -428,7 +440,8 @@ class Raw:
 def raw(name: str, layers: int, folder: str, autocast: bool) -> None:
     from sp_lightning.disk.state_ring import BUFFER, READERS
 
-    disk = Raw(Path(folder) / "raw", on_disk(layers, autocast))
+    nbytes = on_disk(layers, autocast)
+    disk = Raw(Path(folder) / "raw", {os.preadv: nbytes["read"], os.pwritev: nbytes["write"]})
     same = READERS, BUFFER
     calls: dict[str, Callable[[], Any]] = {
         "choose": disk.choose,
@@ -451,25 +464,25 @@ def ring(name: str, layers: int, folder: str, autocast: bool) -> None:
 
     file = ScratchFile(folder, ONE_RANK)
     ring = StateRing(file, BUFFER, Counters())
-    (tensor,) = file.tensors([torch.empty(on_disk(layers, autocast), dtype=torch.uint8)])
+    nbytes = on_disk(layers, autocast)
+    (tensor,) = file.tensors([torch.empty(max(nbytes.values()), dtype=torch.uint8)])
     place = file.place_of(tensor)
     assert place is not None
-    ends = place.offset + place.nbytes
-    runs = [BlockRun(at, 0, min(BUFFER, ends - at)) for at in range(place.offset, ends, BUFFER)]
+    runs = [BlockRun(place.offset + at, 0, min(BUFFER, place.nbytes - at)) for at in range(0, place.nbytes, BUFFER)]
 
     def read() -> None:
-        with contextlib.closing(ring.portions((run, [run]) for run in runs)) as portions:
+        with contextlib.closing(ring.portions((run, [run]) for run in runs[: nbytes["read"] // BUFFER])) as portions:
             for _, buffer in portions:
                 ring.write(buffer, [])
 
-    def write() -> None:
-        for run in runs:
+    def write(count: int = nbytes["write"] // BUFFER) -> None:
+        for run in runs[:count]:
             ring.write(ring.take(), [run])
         ring.drain()
 
     for buffer in ring._buffers:
         buffer.memory[:] = os.urandom(1 << 20) * (BUFFER >> 20)
-    write()
+    write(len(runs))
     for line in sys.stdin:
         with computing():
             begin = time.perf_counter()
@@ -478,17 +491,16 @@ def ring(name: str, layers: int, folder: str, autocast: bool) -> None:
         answer(seconds)
 
 
-def dd(path: Path, nbytes: int) -> str:
+def dd(path: Path, nbytes: dict[str, int]) -> str:
     """Read and write the raw file once more by another program."""
     if shutil.which("dd") is None:
         return "there is no dd"
-    count = nbytes // (32 << 20)
     rates = {}
     for way, flags in (
         ("read", [f"if={path}", "of=/dev/null", "iflag=direct"]),
         ("write", ["if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc"]),
     ):
-        begin = time.perf_counter()
+        begin, count = time.perf_counter(), nbytes[way] // (32 << 20)
         subprocess.run(["dd", *flags, "bs=32M", f"count={count}"], check=True, capture_output=True)
         rates[way] = count * (32 << 20) / 1e9 / (time.perf_counter() - begin)
     return f"dd, one thread: read {rates['read']:.2f} GB/s, write {rates['write']:.2f} GB/s"
