@@ -9,8 +9,8 @@
 3. The first step of an optimizer makes its state, tensor by tensor, among temporaries of the same sizes. From a heap,
    the holes between the tensors that stay took a fifth as much memory as the state. From `by_themselves` until
    `as_ever`, blocks of at least 1 MiB are mapped: state takes its exact size, and freed temporaries leave nothing.
-   Where the CPU computes and state lies on a disk, that is so for the whole run: units come and go among gradients,
-   and would do so in the holes of weights that moved, which `freed` leaves to malloc.
+   Where the CPU computes for a budget of host memory, that is so for the whole run: units come and go among gradients
+   and in the holes of weights that moved, and what they leave resident took 1.5 times as much as the gradients.
 4. Nothing is changed if the user set malloc's thresholds, or if this is another C library.
 """
 

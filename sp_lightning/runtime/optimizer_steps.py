@@ -150,7 +150,7 @@ class OptimizerSteps:
         self.engine.device.compute.synchronize()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        if not (self.state.is_on_disk and self.engine.device.is_host):  # malloc.py, Rule 3
+        if not self._storage.maps_blocks:
             malloc.as_ever()
         self._counters.listener.stepped()
         managed = self._managed_by(optimizer)

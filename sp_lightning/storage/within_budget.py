@@ -70,7 +70,7 @@ class WithinBudget(InMemory):
     ) -> None:
         super().__init__(state)
         self._module = module
-        self._device = device
+        self._device, self.maps_blocks = device, device.is_host
         self._options = options
         self._types, self._trains = (compute_dtype, may_cast), trains
         self._counters = counters
@@ -127,6 +127,8 @@ class WithinBudget(InMemory):
         return [parameter for index in indices for _, parameter in self._units[index].params]
 
     def open(self) -> None:
+        if self.maps_blocks:
+            malloc.by_themselves()
         self.files.open(self.in_files, self._moved | self._wired, self._wired)
         # Not with "0B": as little as can be had. Ranks step in memory that they share.
         is_bounded = self.spills or self._budget or self._sharing.several
@@ -233,8 +235,6 @@ class WithDisk(WithinBudget):
     def open(self) -> None:
         placed = self.placed
         if placed.spilled and not self.state.is_on_disk:
-            if self._device.is_host:
-                malloc.by_themselves()  # from now on: weights that move would leave holes for what units compute with
             file = ScratchFile(self._folders, self._ranks)
             self.state = self.files.scratch = self._on_disk(file, placed.buffer)
             self._gradients = GradientRing(file, self._device, self._counters, placed.gradient_buffer)
