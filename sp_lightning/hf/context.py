@@ -154,8 +154,7 @@ class streaming:
             self.ranks = connect(None, device, self._timeout, None, self._keepalive)
             leave_at_exit(self, self.ranks)
         self._shared.add(self._begin(module, device, self.ranks))
-        if self.ranks.world > 1:
-            broadcast_buffers(module, None, device)
+        broadcast_buffers(module, self.ranks, None, device)
 
     def handle_of(self, module: nn.Module) -> Handle | None:
         """Return the handle that streams a module, or one that it is a part of."""

@@ -47,9 +47,8 @@ class RankedModel(DistributedDataParallel):
         """Run the model's forward, with the first rank's buffers where DDP's has them (Rule 3)."""
         handle = self.handle_in(self._stream)
         self._stream.ranks.check()
-        if self._sends_buffers and self.require_forward_param_sync and self._stream.ranks.world > 1:
-            with self._stream.ranks.together("the buffers of the first one"):
-                broadcast_buffers(self.module, None, self.device)
+        if self._sends_buffers and self.require_forward_param_sync:
+            broadcast_buffers(self.module, self._stream.ranks, None, self.device)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             handle.exchanges = self.require_backward_grad_sync

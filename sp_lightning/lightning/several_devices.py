@@ -392,9 +392,7 @@ class SeveralDevices:
 
     def broadcast_buffers(self, module: torch.nn.Module) -> None:
         """Give all ranks that have the same weights the first one's buffers."""
-        if self.data_ranks.world > 1:
-            with self.data_ranks.together("the buffers of the first one"):
-                broadcast_buffers(module, self._axes.group, self._root_device)
+        broadcast_buffers(module, self.data_ranks, self._axes.group, self._root_device)
 
     @property
     def _home(self) -> torch.device:

@@ -185,12 +185,15 @@ def _leave(ranks: OneRank, process: int) -> None:
         ranks.close()
 
 
-def broadcast_buffers(module: nn.Module, group: Any, device: torch.device) -> None:
-    """Give all ranks the first one's buffers."""
+def broadcast_buffers(module: nn.Module, ranks: OneRank, group: Any, device: torch.device) -> None:
+    """Give all ranks the first one's buffers, once all have come here."""
+    if ranks.world == 1:
+        return
     first = _first(group)
-    for buffer in module.buffers():
-        with _for_backend(local_of(buffer) if is_dtensor(buffer) else buffer, home(group, device)) as tensor:
-            dist.broadcast(tensor.view(-1).view(torch.uint8), first, group)  # gloo and NCCL know no int16
+    with ranks.together("the buffers of the first one"):
+        for buffer in module.buffers():
+            with _for_backend(local_of(buffer) if is_dtensor(buffer) else buffer, home(group, device)) as tensor:
+                dist.broadcast(tensor.view(-1).view(torch.uint8), first, group)  # gloo and NCCL know no int16
 
 
 def home(group: Any, device: torch.device) -> torch.device:

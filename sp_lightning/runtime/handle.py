@@ -451,7 +451,7 @@ class Handle:
 
     def broadcast_buffers(self) -> None:
         """Give all ranks the first one's buffers. Every rank comes here."""
-        broadcast_buffers(self.module, self.group, self.device.torch_device)
+        broadcast_buffers(self.module, self.team.ranks, self.group, self.device.torch_device)
 
     # ---- ends
 

@@ -72,6 +72,11 @@ def test_a_module_may_grow_while_gradients_accumulate(accumulate):
     check(2, "cpu", accumulate=accumulate, clip=True, grows_at=4)
 
 
+def test_a_rank_that_is_gone_is_named_where_others_wait_for_its_buffers():
+    first, second = processes.run(2, loops.left_before_a_forward)
+    assert first.startswith("ValueError") and second.startswith("PeerError: rank 0 failed")
+
+
 def test_buffers_of_any_type_are_the_first_ranks():
     """Backends of process groups do not know all of them."""
     expected = dict(loops.Buffers(0).named_buffers())

@@ -386,6 +386,22 @@ def buffers_of_the_first() -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
+def left_before_a_forward() -> str:
+    """Leave with an error on the first rank, after a step; return the error with which this one ends."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    module = Buffers(rank)
+    try:
+        with sp_lightning.stream(module, "cpu", group=dist.group.WORLD):
+            for step in range(2):
+                if rank == 0 and step == 1:
+                    raise ValueError("the first rank leaves")
+                module(torch.ones(1, 2)).sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
 def beside_the_streamed(streams: bool) -> tuple[list[Tensor], dict[Any, Any]]:
     """Train a body, under DDP or streamed, and a head under DDP by one optimizer; return losses and its state."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
