@@ -42,6 +42,7 @@ class Clipping:
         }
         self._numbers = {place: number for number, place in enumerate(self._places.values())}
         self._factors: defaultdict[Place, list[Tensor]] = defaultdict(list)  # in the order of the calls
+        self._before: defaultdict[Place, list[Tensor]] = defaultdict(list)  # those before the backward that runs
         self._unseen: dict[Place, Tensor] = {}  # those of gradients that this rank has not multiplied (Rule 2)
         multiplied_later.add(self)
 
@@ -86,10 +87,14 @@ class Clipping:
                 grad.mul_(factor)
         self._access.gradients.discard(self)
 
-    def forget(self) -> None:
-        """Begin a backward: owners multiply no more what came before (Rule 3)."""
+    def backward_begins(self) -> None:
+        """Note that owners multiply no more what came before, which this rank has multiplied now (Rule 3)."""
         self.show()
-        self._factors.clear()
+        self._before, self._factors = self._factors, defaultdict(list)
+
+    def backward_made_none(self) -> None:
+        """Have owners multiply after all: a backward made no gradients, and may have been on this rank alone."""
+        self._factors, self._before = self._before, defaultdict(list)
 
     def is_clipped(self, store: HostCopy, index: int) -> bool:
         """Whether owners have to multiply a gradient yet."""

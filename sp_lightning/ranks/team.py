@@ -139,7 +139,7 @@ class Team(Alone):
         self.exchange.note_forward(ended)
 
     def backward_begins(self) -> None:
-        self.clipping.forget()
+        self.clipping.backward_begins()
         if self.exchanges:
             self.exchange.begin(graph_task())
 
@@ -150,10 +150,11 @@ class Team(Alone):
             self._exchange_gradients()
         else:  # `torch.autograd.grad` makes none
             self.exchange.cancel()
+            self.clipping.backward_made_none()
 
     @contextlib.contextmanager
     def exchanging(self, loss: Tensor) -> Iterator[None]:
-        self.clipping.forget()
+        self.clipping.backward_begins()
         self.exchange.begin(None)
         if loss.requires_grad:  # autograd calls its hook first, and in the outermost backward
             hook = loss.register_hook(lambda _: self.exchange.runs_as(graph_task()))  # type: ignore[no-untyped-call]

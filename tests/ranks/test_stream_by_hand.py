@@ -72,6 +72,15 @@ def test_a_module_may_grow_while_gradients_accumulate(accumulate):
     check(2, "cpu", accumulate=accumulate, clip=True, grows_at=4)
 
 
+@pytest.mark.parametrize("rank_alone", [True, False])
+def test_gradients_of_inputs_may_be_taken_between_clipping_and_step(rank_alone):
+    expected = processes.run(2, loops.differentiated_once_clipped, False, rank_alone)
+    for theirs, ours in zip(
+        expected, processes.run(2, loops.differentiated_once_clipped, True, rank_alone), strict=True
+    ):
+        assert all(map(torch.equal, theirs, ours))
+
+
 def test_a_rank_that_is_gone_is_named_where_others_wait_for_its_buffers():
     first, second = processes.run(2, loops.left_before_a_forward)
     assert first.startswith("ValueError") and second.startswith("PeerError: rank 0 failed")

@@ -402,6 +402,31 @@ def left_before_a_forward() -> str:
     return "none"
 
 
+def differentiated_once_clipped(streams: bool, rank_alone: bool) -> list[Tensor]:
+    """Train with a gradient of the inputs between clipping and step, on the first rank or on all; return weights."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+    with contextlib.ExitStack() as stack:
+        called: nn.Module = net
+        if streams:
+            stack.enter_context(sp_lightning.stream(net, "cpu", units=["Sequential"], group=dist.group.WORLD))
+        else:
+            called = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+        for step in range(4):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(size * step + rank))
+            called(x).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            if rank == 0 or not rank_alone:
+                torch.autograd.grad(net(x.requires_grad_()).sum(), x)
+            optimizer.step()
+            if step != 1:  # else gradients accumulate onto those that were clipped
+                optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
 def beside_the_streamed(streams: bool) -> tuple[list[Tensor], dict[Any, Any]]:
     """Train a body, under DDP or streamed, and a head under DDP by one optimizer; return losses and its state."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
