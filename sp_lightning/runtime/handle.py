@@ -493,6 +493,7 @@ class Handle:
 
     # ---- details
 
+    @torch.inference_mode(False)  # what is made here may be trained later
     def _attach(self, units: list[Unit] | None = None, again: bool = False) -> None:
         """Begin to stream, or begin again; ``units``: the module's, if they are known."""
         bring_to_host(self.module)

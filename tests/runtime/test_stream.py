@@ -125,14 +125,19 @@ def test_results_without_gradients_are_those_of_the_plain_module(device, context
     assert torch.equal(net(x.cpu()), expected)
 
 
-def test_it_may_begin_in_inference_mode_and_train_afterwards(device):
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
+@pytest.mark.parametrize("begins", [True, False])
+def test_units_that_are_made_in_inference_mode_train_afterwards(begins, activations, device):
     torch.manual_seed(0)
-    net = blocks()
+    net = models.stack_of(models.NormedBatchBlock)()
     expected = train(copy.deepcopy(net).to(device), device)
+    with torch.inference_mode(begins):
+        handle = sp_lightning.stream(net, device, window=1, activations=activations)
+    if not begins:  # they are made anew
+        net.head.bias = nn.Parameter(net.head.bias.detach().clone())
     with torch.inference_mode():
-        handle = sp_lightning.stream(net, device, window=1)
-        net(models.vectors(0)[0].to(device))
-    assert train(net, device) == expected
+        net.eval()(models.vectors(0)[0].to(device))
+    assert train(net.train(), device) == expected
     handle.close()
 
 
