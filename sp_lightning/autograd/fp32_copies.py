@@ -103,14 +103,28 @@ class FullPrecisionCopies:
         self._sources.clear()
         self.gradients_split = False
 
+    def collect_in_visit(self) -> None:
+        """Write back what model code has written to the copies of this visit (Rule 3)."""
+        for index, tensor in self.copies.items():
+            self._collect(index, tensor)
+
+    def _collect(self, index: int, tensor: FullPrecisionStandIn) -> None:
+        if (true_version(tensor) or tensor.data_exposed[0]) and not self._equals_host(index, tensor.detach()):
+            check_not_recorded(tensor, self._store.names[index])
+            self._write_back(index, tensor.detach())
+
+    def refill(self) -> None:
+        """Give the copies of this visit the bytes that their weights have now."""
+        for index, tensor in self.copies.items():
+            with torch.inference_mode(False), torch.no_grad():
+                tensor.detach().copy_(self._store.data(index))
+
     def end_visit(self) -> None:
         """Write back what model code wrote to the copies, and end their use (Rule 3)."""
         while self.copies:
             index, tensor = self.copies.popitem()
+            self._collect(index, tensor)
             data = tensor.detach()
-            if (true_version(tensor) or tensor.data_exposed[0]) and not self._equals_host(index, data):
-                check_not_recorded(tensor, self._store.names[index])
-                self._write_back(index, data)
             tensor.data_exposed[0] = False
             self.old_copies.append(
                 _OldCopy(index, data, true_version(data), tensor.data_exposed, self._store.state(index))

@@ -12,7 +12,7 @@
    the same optimizer. An optimizer's closure runs in the phase below the optimizer's step.
 5. Reads of weights are watched (weight_reads.py) in all phases but OPTIMIZER, and there while a step is deferred. A
    function that model code gives a weight finds it on the device, as in a plain run, with the type that it has there;
-   ``p.data`` is the host's in any phase.
+   ``p.data`` is the host's in any phase, but for model code inside of the parameter's unit.
 6. Where user code or an optimizer's goes on after code of the library's or the model's, no fill may read host bytes any
    more: a scope, a backward or a closure ends, or an optimizer's step begins (access.py, Rule 3).
 7. User code for one model may be model code of another: a loss that is computed in a student's step, from a teacher's

@@ -324,6 +324,11 @@ class StandIns:
             self.store.wrote()
             raise
 
+    def collect_in_visit(self) -> None:
+        """Write back what model code has written so far in the visit that the unit is in."""
+        self.collect_writes()
+        self.full_precision.collect_in_visit()
+
     def _changed_whole(self) -> str | None:
         """Return the name of a whole whose stand-in was given another attribute, if any was."""
         changed = map(were_replaced, self._attributes)

@@ -28,6 +28,8 @@
 10. A transform (``torch.func``) wraps the tensors that it is given before it calls any function with them, and is given
     stand-ins for host parameters in all phases but an optimizer's step: what it computes with is on the device, as in a
     plain run. The visit ends at once, and what the transform wrapped keeps the unit there.
+11. Inside a visit of its unit a weight has one set of bytes, as in a plain run: those of its stand-in. There also
+    functions that write to a host parameter, or give its bytes to code, are given the stand-in.
 """
 
 from __future__ import annotations
@@ -62,6 +64,12 @@ from ..memory.watched_parameters import (
 )
 from .autocast_weights import cast_by
 
+_BYTES = frozenset(  # functions about a parameter itself that read its bytes or give them to code (Rule 11)
+    """
+    __repr__ __str__ __format__ __contains__ __reduce_ex__ __dlpack__ __array__ detach numpy data_ptr storage
+    untyped_storage storage_offset is_nonzero new_tensor
+    """.split()
+)
 _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others are about the parameter itself
 _ABOUT = frozenset(  # functions about a parameter itself (Rule 2)
     """
@@ -78,9 +86,9 @@ _METADATA = frozenset(  # properties and functions about a parameter that read n
     """
     shape dtype device requires_grad is_leaf grad_fn layout ndim itemsize nbytes name names output_nr retains_grad
     is_cpu is_cuda is_meta is_sparse is_nested is_quantized _backward_hooks _post_accumulate_grad_hooks __len__ __hash__
-    __dir__ size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
-    is_complex is_signed is_conj is_neg get_device has_names is_inference dim_order is_same_size is_tensor
-    requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad result_type can_cast promote_types
+    __dir__ size stride dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex is_signed
+    is_conj is_neg get_device has_names is_inference dim_order is_same_size is_tensor requires_grad_ register_hook
+    register_post_accumulate_grad_hook retain_grad result_type can_cast promote_types
     zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full
     """.split()
 )
@@ -157,9 +165,12 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         if name == "grad" and not is_property:
             _refuse_dtensors(hosts)
         served = [] if is_about_parameter else [host for host in hosts if owner_of(host).phases.serving]
+        inside = [host for host in hosts if owner_of(host).in_visit(host)]
+        if inside and (name in _BYTES if is_about_parameter else _is_any(inside, _written(func, args, kwargs))):
+            return _call_with_stand_ins(call, args, kwargs, served or inside)
         if served:
             device = owner_of(served[0]).device
-            if _writes(func, args, kwargs) and not _writes_on_device(func, args, kwargs, device):
+            if _written(func, args, kwargs) and not _writes_on_device(func, args, kwargs, device):
                 for host in hosts:
                     expose(host)
                 return call(*args, **kwargs)
@@ -249,17 +260,19 @@ def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) ->
     name = _name(func)
     if name == "grad":
         return _differentiated(func, args, kwargs, hosts)
-    read = cast_by(func, args, kwargs)
+    read, inside = cast_by(func, args, kwargs), owner_of(hosts[0]).in_visit(hosts[0])
     with contextlib.ExitStack() as visits:
         stand_ins: dict[int, Any] = {id(host): visits.enter_context(owner_of(host).lend(host, read)) for host in hosts}
-        if name in _OFFSETS:
+        if name in _OFFSETS and not inside:  # where the offset is the stand-in's already
             args, kwargs = _with_offset(_OFFSETS[name], args, kwargs, stand_ins)
         result = func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
         if read is not None and read.dtype is not None and has_hidden_stand_in(hosts[0]):
             return result.clone() if result is stand_ins[id(hosts[0])] else result  # a cast's result is a copy
-    if not torch.is_grad_enabled():
+    gives_bytes = name in _BYTES
+    if gives_bytes or not torch.is_grad_enabled():
         for stand_in in stand_ins.values():
-            if result is not stand_in and isinstance(result, (Tensor, tuple, list)) and _shares_bytes(result, stand_in):
+            may_share = gives_bytes or isinstance(result, (Tensor, tuple, list))
+            if result is not stand_in and may_share and _shares_bytes(result, stand_in):
                 stand_in.data_exposed[0] = True  # Rule 8
     return next((host for host in hosts if stand_ins[id(host)] is result), result)  # a write returns the host parameter
 
@@ -360,11 +373,15 @@ def _name(func: Any) -> str:
     return getattr(func, "__name__", "")
 
 
-def _writes(func: Any, args: Any, kwargs: Any) -> bool:
+def _is_any(some: list[Any], others: list[Any]) -> bool:
+    return not set(map(id, some)).isdisjoint(map(id, others))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """List the host parameters to which a function writes."""
     name = _name(func)
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
-    written = (args[0] if in_place and args else None, kwargs.get("out"))
-    return bool(_hosts(written))
+    return _hosts(args[0] if in_place and args else None, kwargs.get("out"))
 
 
 def _writes_on_device(func: Any, args: Any, kwargs: Any, device: Device) -> bool:

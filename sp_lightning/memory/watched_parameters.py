@@ -28,6 +28,8 @@
    torch's functions are shown that one: ``zero_grad``, which takes it away, and ``clip_grad_norm_``, which asks for its
    norm and has it multiplied (host_gradients.py). Code in C++ comes to it without asking, as autograd does to
    accumulate: then the operator is called with the widened gradient.
+10. Inside a visit of its unit a host parameter that code has kept gives the bytes of its stand-in, to functions
+    (weight_reads.py) and by ``.data``: in a plain run both are one.
 """
 
 from __future__ import annotations
@@ -137,6 +139,9 @@ class ParameterOwner(Protocol):
 
     def before_host_access(self, parameter: Tensor) -> None:
         """Complete a parameter's host bytes, before code outside of visits reads or writes them."""
+
+    def in_visit(self, parameter: Tensor) -> bool:
+        """Whether the calling thread runs model code inside a visit of the parameter's unit."""
 
     def lend(self, parameter: nn.Parameter, read: Any = None) -> AbstractContextManager[Tensor]:
         """Borrow the parameter's stand-in for the time of a call; ``read``: how the call only casts the weight."""
@@ -260,18 +265,30 @@ class HostParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        _watchers[id(self)].host_exposed(self)
+        watcher = _watchers[id(self)]
+        if watcher.owner.in_visit(self):  # Rule 10
+            with watcher.owner.lend(self) as lent:
+                return lent.data
+        watcher.host_exposed(self)
         return _data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         watcher = _watchers[id(self)]
+        if watcher.owner.in_visit(self):
+            with watcher.owner.lend(self) as lent:
+                lent.data = value
+            return
         watcher.host_exposed(self)
         _data.__set__(self, watcher.data_given(self, _with_plain_bytes(value)))
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> HostParameter:
         """Take a tensor's bytes or a storage, as ``torch.Tensor.set_``, which takes no part in function dispatch."""
         watcher = _watchers[id(self)]
+        if watcher.owner.in_visit(self):
+            with watcher.owner.lend(self) as lent:
+                lent.set_(source, *args, **kwargs)
+            return self
         watcher.host_exposed(self)
         if isinstance(source, Tensor):
             source = watcher.data_given(self, _with_plain_bytes(source))
@@ -328,7 +345,8 @@ class HostParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            copied = _data.__get__(self).clone(memory_format=torch.preserve_format)
+            data = self.data if owner_of(self).in_visit(self) else _data.__get__(self)
+            copied = data.clone(memory_format=torch.preserve_format)
             memo[id(self)] = nn.Parameter(copied, self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
@@ -612,6 +630,12 @@ class DeviceParameter(nn.Parameter):
                 f"requires_grad of a weight was set to {requires_grad} inside its unit's forward, which began with "
                 f"{not requires_grad}: set it before the step"
             )
+        return self
+
+    def set_(self, *args: Any, **kwargs: Any) -> DeviceParameter:
+        """Take a copy of a tensor's bytes, or of a storage's, as by ``.data =``."""
+        empty = torch.empty(0, dtype=true_dtype(self), device=true_device(self))
+        self.data = empty.set_(*args, **kwargs)
         return self
 
     def as_strided(self, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:  # type: ignore[override]

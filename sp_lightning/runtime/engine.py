@@ -187,6 +187,9 @@ class Engine:
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Begin an optimizer's step, which reads and writes on the host."""
         self.phases.begin_optimizer(optimizer)
+        with quietly():
+            for unit in {*self._open}:
+                unit.stand_ins.collect_in_visit()
         self.window.collect_writes()  # and marks nothing stale: a closure may run before the optimizer writes
 
     def run_closure(self, closure: Callable[[], Any]) -> Any:
@@ -200,6 +203,9 @@ class Engine:
         self.phases.end_optimizer(optimizer)
         self.mark_stale(parameters, stepped)
         with quietly():
+            for unit in {*self._open}:  # an optimizer inside of a forward
+                if unit.store.stale():
+                    self.window.refill(unit, has_collected=True)
             self.window.refresh_referenced()
 
     # ---- reads outside visits (weight_reads.py)
@@ -217,6 +223,12 @@ class Engine:
         """Whether a tensor's memory is that of a weight: at its home, or where user code has put it since."""
         stores = (unit.store for unit in self.units)
         return self.in_slab(tensor) or (shares_storage(tensor) and any(store.refers_to(tensor) for store in stores))
+
+    def in_visit(self, parameter: Tensor) -> bool:
+        """Whether the calling thread runs model code inside a visit of the parameter's unit."""
+        is_bound = self._by_parameter[id(parameter)].stand_ins.bound
+        is_here = is_bound and (self._thread == threading.get_ident() or in_backward())
+        return is_here and self.phases.serving
 
     @contextlib.contextmanager
     def lend(self, parameter: nn.Parameter, read: CastingCall | None = None) -> Iterator[Tensor]:
@@ -507,6 +519,9 @@ class Engine:
         unit.store.wait_step()
         for saving in self.access.savings:
             saving.wait_for((parameter,))
+        if self.in_visit(parameter):
+            with quietly():
+                unit.stand_ins.collect_in_visit()
         self.window.collect_writes((unit,))
 
     # ---- ends

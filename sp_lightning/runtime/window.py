@@ -243,11 +243,16 @@ class Window:
             if unit.stand_ins.full_precision.old_copies and not unit.visits:
                 unit.stand_ins.full_precision.refresh()
 
-    def refill(self, unit: StreamedUnit) -> None:
-        """Fill a unit's device bytes again in place: all references to them see the new values, as in a plain run."""
+    def refill(self, unit: StreamedUnit, has_collected: bool = False) -> None:
+        """Fill a unit's device bytes again in place: all references to them see the new values, as in a plain run.
+
+        ``has_collected``: what code wrote on the device is on the host already, beneath what was written there since.
+        """
         changes = unit.store.changes(unit.store.on_device.stamp)
-        unit.stand_ins.collect_writes()
+        if not has_collected:
+            unit.stand_ins.collect_writes()
         unit.stand_ins.check_replaced(changes.replaced)
         unit.store.refill()
+        unit.stand_ins.full_precision.refill()
         unit.stand_ins.overwritten(changes.written)
         unit.stand_ins.note_bytes()

@@ -544,8 +544,8 @@ def backward_hook(scene: Scene, at: int) -> None:
 # --- Inside of units: what their forward and backward do with data of weights
 
 
-def shrink(weight: nn.Parameter) -> None:
-    weight.data.mul_(0.99)
+def shrink(weight: nn.Parameter, row: bool = False) -> None:
+    (weight.data[0] if row else weight.data).mul_(0.99)
 
 
 def runs_in_layer(scene: Scene, at: int, do: Callable[[nn.Linear], None]) -> None:
@@ -583,7 +583,9 @@ def see_inside(scene: Scene, at: int) -> None:
 
 @edit("inside: layer that writes its data", OUTSIDE)
 def write_inside(scene: Scene, at: int) -> None:
-    runs_in_layer(scene, at, lambda layer: shrink(layer.weight))
+    """By itself, or by the weight that it found outside of any forward."""
+    found = scene.linear(at).weight
+    runs_in_layer(scene, at, lambda layer: shrink(layer.weight if at % 2 else found, row=at % 4 < 2))
 
 
 @edit("inside: layer that writes what was kept", OUTSIDE)
