@@ -24,6 +24,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -44,6 +45,7 @@ from ..memory.watched_parameters import (
     stand_in_of_whole,
     true_data,
     true_dtype,
+    true_grad_fn,
     true_version,
     unwatch,
     watch,
@@ -122,6 +124,7 @@ class StandIns:
         self.receive = receive
         self.hidden: list[Hidden] = []  # while the unit is bound
         self.bound = False
+        self._nodes: weakref.WeakSet[Any] = weakref.WeakSet()  # of this build, and of older ones that graphs keep
         self.build = -1  # number of times that the stand-ins were made anew
         self.outputs: list[Tensor] = []  # of the unit's node: the stand-ins of its weights
         self.places: list[Tensor] = []  # over the device bytes of the weights: the same, but for shards
@@ -147,6 +150,11 @@ class StandIns:
         """The types of the weights that travel in autocast's type, by index."""
         return self.store.autocast
 
+    @property
+    def has_one_node(self) -> bool:
+        """Whether every graph leads to the stand-ins that the next visit finds (Rule 3)."""
+        return len(self._nodes) < 2 and list(map(_requires_grad, self.hosts)) == self._trainable
+
     def refresh(self) -> bool:
         """Make the stand-ins if there are none, or if ``requires_grad`` of a parameter changed (Rule 3).
 
@@ -171,6 +179,7 @@ class StandIns:
             for output, parameter in zip(connect(self.store, receive, views), self.store.params, strict=True)
         ]
         del views
+        self._nodes.update(node for node in map(true_grad_fn, self.outputs) if node is not None)
         wholes = [*map(self._whole, self.wholes)]
         self.shown = [*self.outputs, *wholes] if wholes else self.outputs
         self._attributes = [*map(attributes_in, wholes)]

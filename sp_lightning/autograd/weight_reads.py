@@ -41,11 +41,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..compat.dynamo import never_compiled, not_compiled_itself_hook
 from ..compat.patches import FUNCTION_APPLY, TRANSFORM_WRAPPERS
-from ..compat.tensors import dispatches, is_dtensor, never_dispatched, storages_of, with_dispatch, without_dispatch
+from ..compat.tensors import (
+    dispatches,
+    is_dtensor,
+    local_of,
+    never_dispatched,
+    storages_of,
+    with_dispatch,
+    without_dispatch,
+)
 from ..errors import UnsupportedError
 from ..memory.access import StepBeside
 from ..memory.device import Device
@@ -57,9 +65,11 @@ from ..memory.watched_parameters import (
     flat,
     has_hidden_stand_in,
     has_hooks,
+    has_one_node,
     host_classes,
     name_of,
     owner_of,
+    true_grad_fn,
     wholes_in,
 )
 from .autocast_weights import cast_by
@@ -74,7 +84,7 @@ _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others are about
 _ABOUT = frozenset(  # functions about a parameter itself (Rule 2)
     """
     __repr__ __str__ __format__ __len__ __hash__ __deepcopy__ __reduce_ex__ __setstate__ __dir__ __contains__ __set__
-    __delete__ __dlpack__ __dlpack_device__ __array__ backward register_hook register_post_accumulate_grad_hook
+    __delete__ __dlpack__ __dlpack_device__ __array__ register_hook register_post_accumulate_grad_hook
     requires_grad_ retain_grad detach detach_ size stride dim ndimension numel nelement element_size data_ptr
     storage_offset storage untyped_storage is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_pinned
     pin_memory is_shared share_memory_ is_set_to is_same_size get_device has_names is_inference numpy dim_order
@@ -92,6 +102,7 @@ _METADATA = frozenset(  # properties and functions about a parameter that read n
     zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full
     """.split()
 )
+_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _RANDOM = frozenset("normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_".split())
 _OFFSETS = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}  # from a storage's begin
 _CROSSING = {"copy_", "to", "type_as", "set_data"}  # copy between devices, and are given the host parameter
@@ -162,8 +173,10 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         if is_about_parameter and name in _METADATA:
             return call(*args, **kwargs)
         hosts = _hosts(args, kwargs)
-        if name == "grad" and not is_property:
-            _refuse_dtensors(hosts)
+        if func in _DIFFERENTIATE:
+            if func is torch.autograd.grad:
+                _refuse_dtensors(hosts)
+            return _differentiated(call, args, kwargs)
         served = [] if is_about_parameter else [host for host in hosts if owner_of(host).phases.serving]
         inside = [host for host in hosts if owner_of(host).in_visit(host)]
         if inside and (name in _BYTES if is_about_parameter else _is_any(inside, _written(func, args, kwargs))):
@@ -257,10 +270,7 @@ def lent(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
-    name = _name(func)
-    if name == "grad":
-        return _differentiated(func, args, kwargs, hosts)
-    read, inside = cast_by(func, args, kwargs), owner_of(hosts[0]).in_visit(hosts[0])
+    name, read, inside = _name(func), cast_by(func, args, kwargs), owner_of(hosts[0]).in_visit(hosts[0])
     with contextlib.ExitStack() as visits:
         stand_ins: dict[int, Any] = {id(host): visits.enter_context(owner_of(host).lend(host, read)) for host in hosts}
         if name in _OFFSETS and not inside:  # where the offset is the stand-in's already
@@ -288,27 +298,37 @@ def _with_offset(position: int, args: Any, kwargs: Any, stand_ins: Mapping[int, 
     return [given.pop(index) for index in range(len(args))], given
 
 
-def _differentiated(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
-    """Call ``autograd.grad`` for host parameters; reads are watched in it, since it runs second forwards and hooks."""
-    owner, device = owner_of(hosts[0]), owner_of(hosts[0]).device.torch_device
-    if not any(has_hooks(host) or has_hidden_stand_in(host) for host in hosts):
-        with contextlib.ExitStack() as visits:
-            stand_ins = {id(host): visits.enter_context(owner.lend(host)) for host in hosts}
-            with with_dispatch():
-                return func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
-    # The graph leads to the host parameters through no stand-in that could be lent, or past the stand-ins to hooks,
-    # which a plain run calls with the gradients.
+def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``autograd.grad`` or a backward for host parameters, named by the edges that lead to them in the graph.
+
+    Reads are watched in it, since it runs second forwards and hooks.
+    """
+    named = {"inputs": kwargs.pop("inputs")} if "inputs" in kwargs else {}
     materializes = kwargs.pop("materialize_grads", False)
-    edges = {id(host): get_gradient_edge(host) for host in hosts}
-    with with_dispatch():
-        grads = func(*_replaced(args, edges), **_replaced(kwargs, edges))
+    edges = {id(host): _edge(func, host) for host in _hosts(args, named)}
+    with contextlib.ExitStack() as visits:
+        stand_ins = {id(host): visits.enter_context(owner_of(host).lend(host)) for host in _hosts(kwargs)}
+        with with_dispatch():
+            grads = func(*_replaced(args, edges), **_replaced(named, edges), **_replaced(kwargs, stand_ins))
 
-    def on_device(grad: Tensor | None, host: Tensor) -> Tensor | None:
+    def in_place(grad: Tensor | None, of: Any) -> Tensor | None:
+        is_lent = id(of) in edges and not owner_of(of).phases.optimizing
+        device = owner_of(of).device.torch_device if is_lent else of.device
         if grad is None and materializes:
-            return torch.zeros_like(host, device=device, requires_grad=kwargs["create_graph"])
-        return grad if grad is None else grad.to(device)
+            return torch.zeros_like(of, device=device, requires_grad=kwargs["create_graph"])
+        return grad.to(device) if is_lent and grad is not None else grad
 
-    return tuple(map(on_device, grads, args[1]))
+    return grads and tuple(map(in_place, grads, args[1]))
+
+
+def _edge(func: Any, host: Any) -> GradientEdge:
+    """Return the edge to a host parameter, or to its stand-in if all that ``autograd.grad`` looks for arrives there."""
+    owner = owner_of(host)
+    goes_on = _name(func) == "backward" or owner.phases.optimizing or has_hooks(host)  # which a plain run calls
+    if goes_on or not (host.requires_grad and has_one_node(host)):
+        return get_gradient_edge(local_of(host) if is_dtensor(host) else host)
+    with owner.lend(host) as stand_in:
+        return GradientEdge(true_grad_fn(stand_in), stand_in.output_nr)
 
 
 def _are_combined_on_device(func: Any, hosts: list[Any], args: Any, kwargs: Any) -> bool:

@@ -14,8 +14,9 @@
 4. A gradient in autocast's type comes down in that type and becomes FP32 on the host: the same value.
 5. Other code may change what was accumulated before the optimizer steps: a hook in backward, or a graph that leads to a
    host parameter past its unit's node (gradient_nodes.py). Such changes are recorded for the step in backward.
-6. A task of autograd takes a parameter's gradient once: a plain run adds the sum of all to an earlier gradient. Where a
-   unit has two nodes in one graph (stand_ins.py, Rule 3) they would come one after the other, which is an error.
+6. A task of autograd brings a parameter's gradient once: a plain run sums all of it before it adds the sum to an
+   earlier gradient, or calls a hook. Where a unit has two nodes in one graph (stand_ins.py, Rule 3) they would come one
+   after the other, which is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import contextlib
 import enum
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -195,6 +196,7 @@ class GradientReturn:
         self._last: GradientTransfer | None = None  # its device buffer is not freed yet
         self._numbers = itertools.count(LEAF_PRIORITY - 1, -1)
         self.taken: dict[int, int] = {}  # by the ids of parameters, the task of this backward that took theirs (Rule 1)
+        self._returned: dict[int, int] = {}  # likewise of those that autograd got back, in any backward (Rule 2)
         self.marks = GradientVersions()
 
     def receive(self, store: HostCopy, node: Any, grads: Gradients, step: PendingStep | None, task: int) -> Gradients:
@@ -206,7 +208,7 @@ class GradientReturn:
             if grad is None and has_hooks(parameter):
                 keep_from_hooks(parameter)
         if torch.is_grad_enabled() or forward_level() >= 0:
-            return self._differentiable(store, grads)
+            return self._differentiable(store, grads, task)
         taken: dict[int, Tensor] = {}
         returned: dict[int, Tensor] = {}
         for index, (grad, parameter, (leaf, _)) in enumerate(
@@ -215,7 +217,7 @@ class GradientReturn:
             if grad is None:
                 continue
             if is_batched_gradient(grad):
-                return self._differentiable(store, grads)
+                return self._differentiable(store, grads, task)
             disposition = _disposition(parameter, leaf, grad)
             if disposition is Disposition.TAKE:
                 taken[index] = grad
@@ -224,6 +226,8 @@ class GradientReturn:
                 set_sequence_number(leaf, next(self._numbers))
         if taken:
             self._take(store, taken, step, task)
+        if returned:
+            self._note_returned(store, returned, task)
         return self._arrived(store, returned)
 
     def finish(self) -> None:
@@ -279,7 +283,7 @@ class GradientReturn:
         indices = list(taken)
         ids = [id(store.params[index]) for index in indices]
         if not self.taken.keys().isdisjoint(ids):
-            self._check_once(store, ids, task)
+            _check_once(store, ids, task, self.taken)
         if slab.narrow:
             indices.sort(key=lambda index: index not in slab.narrow)  # slab.py, Rule 2
         grads = [taken[index] for index in indices]
@@ -304,14 +308,6 @@ class GradientReturn:
             step.take(store, transfer)
         else:
             self._under_way.append(transfer)
-
-    def _check_once(self, store: HostCopy, ids: Collection[int], task: int) -> None:
-        """Raise ExactnessError if this task of autograd took gradients of these parameters before (Rule 6)."""
-        if any(self.taken.get(each) == task for each in ids):
-            raise ExactnessError(
-                f"one backward sums gradients of {store.unit.name} over two forwards between which requires_grad of a "
-                "parameter changed; a plain run sums them in another order. Call backward before it changes"
-            )
 
     def _next_slab(self, store: HostCopy) -> GradientSlab:
         before = self._slabs.get(store)
@@ -356,6 +352,12 @@ class GradientReturn:
 
     # ---- returned
 
+    def _note_returned(self, store: HostCopy, indices: Iterable[int], task: int) -> None:
+        """Note which parameters' gradients a task of autograd gets back, each once (Rule 6)."""
+        ids = [id(store.params[index]) for index in indices]
+        _check_once(store, ids, task, self._returned)
+        self._returned.update(dict.fromkeys(ids, task))
+
     def _arrived(self, store: HostCopy, returned: dict[int, Tensor]) -> Gradients:
         """Return host copies of these gradients in their parameters' types; block until they have arrived.
 
@@ -381,11 +383,21 @@ class GradientReturn:
             self.counters.bytes_down += sparse._values().nbytes
         return tuple(result)
 
-    def _differentiable(self, store: HostCopy, grads: Gradients) -> Gradients:
+    def _differentiable(self, store: HostCopy, grads: Gradients, task: int) -> Gradients:
         """Copy gradients to the host by an operator, which autograd records and transforms like any other."""
+        self._note_returned(store, (index for index, grad in enumerate(grads) if grad is not None), task)
         self.counters.bytes_down += sum(grad.nbytes for grad in grads if grad is not None)
         fields = store.host_layout.fields
         return tuple(g if g is None else g.to("cpu", field.dtype) for g, field in zip(grads, fields, strict=True))
+
+
+def _check_once(store: HostCopy, ids: Iterable[int], task: int, brought: Mapping[int, int]) -> None:
+    """Raise ExactnessError if this task of autograd brought gradients of these parameters before (Rule 6)."""
+    if any(brought.get(each) == task for each in ids):
+        raise ExactnessError(
+            f"one backward sums gradients of {store.unit.name} over two forwards between which requires_grad of a "
+            "parameter changed; a plain run sums them in another order. Call backward before it changes"
+        )
 
 
 def _cancel(transfers: Iterable[GradientTransfer]) -> None:

@@ -173,6 +173,10 @@ class DataWatcher(Protocol):
     def autocast(self) -> Mapping[int, torch.dtype]:
         """The types of the weights that travel in autocast's type, by index."""
 
+    @property
+    def has_one_node(self) -> bool:
+        """Whether every graph leads to the stand-ins that the next visit finds."""
+
     def host_exposed(self, parameter: Tensor) -> None:
         """Prepare for writes to the host bytes at any time from here on, unseen by any version counter."""
 
@@ -788,6 +792,11 @@ def has_hidden_stand_in(parameter: Tensor) -> bool:
     """Whether the parameter's stand-in is hidden: in no slot (stand_ins.py, Rule 6)."""
     watcher = _watchers[id(parameter)]
     return watcher.index_of[id(parameter)] in watcher.autocast
+
+
+def has_one_node(parameter: Tensor) -> bool:
+    """Whether gradients of a parameter arrive on the device at its stand-in, and at no other place."""
+    return _watchers[id(parameter)].has_one_node and not has_hidden_stand_in(parameter)
 
 
 def expose(parameter: Tensor) -> None:

@@ -1927,6 +1927,53 @@ def test_weights_are_read_in_second_forwards_that_autograd_grad_runs(hooks, mate
     check(models.stack_of(ReadInSecondForwards), run, device, units=["Linear"])
 
 
+def test_weights_are_read_in_second_forwards_that_a_backward_of_some_weights_runs(device):
+    def run(net, device):
+        for x in inputs(device):
+            loss = squares(net, x)
+            loss.backward(inputs=list(net.parameters())[::2], retain_graph=True)
+            torch.autograd.backward([loss, loss], inputs=[net.blocks[1].up.weight])
+            yield loss
+
+    check(models.stack_of(ReadInSecondForwards), run, device, units=["Linear"])
+
+
+FLIPS = {"frozen": [False], "frozen and back": [False, True], "frozen, and used since": [False, None]}
+
+
+@pytest.mark.parametrize("flips", FLIPS)
+@pytest.mark.parametrize("options", [{}, {"create_graph": True}, {"materialize_grads": True}])
+@pytest.mark.few(4)
+def test_autograd_grad_of_a_graph_from_before_another_weight_of_the_unit_was_frozen(options, flips, device):
+    def run(net, device):
+        layer, weights = net.blocks[1].up, [net.blocks[1].up.weight, net.blocks[2].down.bias]
+        for x in inputs(device):
+            loss = squares(net, x)
+            for trains in FLIPS[flips]:
+                if trains is not None:
+                    layer.bias.requires_grad_(trains)
+                net(x)
+            yield loss, torch.autograd.grad(loss, weights, retain_graph=True, **options)
+            yield torch.autograd.grad(squares(net, x) + loss, weights[1:])
+
+    check(blocks, run, device)
+
+
+def test_autograd_grad_of_weights_of_two_models_and_an_input(device, caplog):
+    def run(net, device):
+        other = blocks()
+        with streaming(other, device, type(next(net.parameters())) is not nn.Parameter, window=2):
+            for x in inputs(device):
+                loss = squares(other, x := x.requires_grad_()) + squares(net, x)
+                wanted = [other.head.weight, x, *net.parameters(), other.stem.bias]
+                yield torch.autograd.grad(loss, wanted, [net.head.bias.detach().sum().to(device)], retain_graph=True)
+                wanted[-1].register_hook(lambda grad: grad * 0.5)
+                yield [grad.device for grad in torch.autograd.grad(loss, wanted)]
+
+    check(blocks, run, device)
+    assert "was read on the host" not in caplog.text
+
+
 def test_hooks_of_a_weight_that_was_frozen_meanwhile_are_called_only_where_a_gradient_arrives(device):
     def run(net, device):
         weight = net.blocks[0].experts[1].weight
@@ -2904,7 +2951,11 @@ def test_a_call_that_finds_weights_replaced_has_the_new_ones(part, wrapped, devi
 # --- One backward over forwards between which a parameter is frozen
 
 
-def two_forwards(net, device, between, sums=True):
+def backward(loss, net):
+    loss.backward()
+
+
+def two_forwards(net, device, between, sums=True, differentiate=backward):
     """Gradients of two forwards, by one backward or by two, on top of earlier ones."""
     first, second = (models.vectors(seed)[0].to(device) for seed in range(2))
     net(first).square().sum().backward()
@@ -2912,7 +2963,7 @@ def two_forwards(net, device, between, sums=True):
     between(net)
     values.append(net(second).square().mean())
     for value in [sum(values)] if sums else values:
-        value.backward()
+        differentiate(value, net)
     return [p.grad for p in net.parameters()]
 
 
@@ -2924,11 +2975,22 @@ def freeze_all(net):
     net.blocks[1].requires_grad_(False)
 
 
-def test_one_backward_over_forwards_between_which_a_parameter_was_frozen_is_refused(device):
+@pytest.mark.parametrize(
+    "differentiate, hooks",
+    [
+        (backward, []),
+        (backward, [lambda grad: grad * 0.5]),
+        (lambda loss, net: torch.autograd.grad(loss, net.blocks[1].down.weight), []),
+        (lambda loss, net: torch.autograd.grad(loss, net.blocks[1].down.weight, create_graph=True), []),
+    ],
+)
+def test_one_backward_over_forwards_between_which_a_parameter_was_frozen_is_refused(differentiate, hooks, device):
     """A plain run sums both before it adds them to an earlier gradient; two nodes bring one after the other."""
     with sp_lightning.stream(net := models.stack_of(models.Block)(), device, window=2):
+        for hook in hooks:
+            net.blocks[1].down.weight.register_hook(hook)
         with pytest.raises(ExactnessError, match=r"of blocks\.1 over two forwards between which requires_grad"):
-            two_forwards(net, device, freeze_one)
+            two_forwards(net, device, freeze_one, differentiate=differentiate)
 
 
 @pytest.mark.parametrize("between, sums", [(freeze_one, False), (freeze_all, True), (lambda net: None, True)])

@@ -812,15 +812,18 @@ def autograd_grad(scene: Scene, at: int) -> None:
     block = scene.block(at)
     trained = [p for p in block.parameters() if p.requires_grad]
     if trained:
-        loss = block(scene.batch(at)).float().square().mean()
-        scene.see("slopes", torch.autograd.grad(loss, trained, allow_unused=True))
+        loss, frozen = block(scene.batch(at)).float().square().mean(), trained[0]
+        asked = trained[1:] if at % 2 and len(trained) > 1 else trained
+        frozen.requires_grad_(frozen is asked[0])
+        scene.see("slopes", torch.autograd.grad(loss, asked, allow_unused=True))
+        frozen.requires_grad_(True)
 
 
 @edit("backward of a block", ("forward", "batch start", "batch end"), grad=True)
 def backward_of_block(scene: Scene, at: int) -> None:
     loss = scene.block(at)(scene.batch(at)).float().square().mean()
     if loss.requires_grad:
-        loss.backward()
+        loss.backward(inputs=[p for p in scene.weights if p.requires_grad] if at % 2 else None)
 
 
 # --- Faults

@@ -899,6 +899,16 @@ def misused(how: str) -> str:
     raise AssertionError("nothing was raised")
 
 
+def of_some(streams: bool) -> list[Tensor | None]:
+    """Return the gradients that a backward of some weights brings."""
+    mesh, _, device = begin(False)
+    torch.manual_seed(0)
+    model = made("in sequence", mesh)
+    with sp_lightning.stream(model, device, window=1) if streams else contextlib.nullcontext():
+        model(torch.arange(24).view(3, 8)).square().sum().backward(inputs=list(model.parameters())[:5])
+        return [None if p.grad is None else local(p.grad) for p in model.parameters()]
+
+
 def apart(what: str) -> str:
     """Return the error of this rank where one that has other shards of the same layers takes another path."""
     mesh, _, device = begin(False)
