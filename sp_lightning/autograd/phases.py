@@ -16,7 +16,7 @@
 6. Where user code or an optimizer's goes on after code of the library's or the model's, no fill may read host bytes any
    more: a scope, a backward or a closure ends, or an optimizer's step begins (access.py, Rule 3).
 7. User code for one model may be model code of another: a loss that is computed in a student's step, from a teacher's
-   weights. Then ``p.device`` is the device, as in a plain run.
+   weights. It reads weights as the other model's does.
 """
 
 from __future__ import annotations
@@ -94,8 +94,12 @@ class Phases:
 
     @property
     def serving(self) -> bool:
-        """Whether reads of host parameters are answered with their stand-ins."""
-        return self.current in MODEL_CODE
+        """Whether reads of host parameters are answered with their stand-ins (Rules 5 and 7)."""
+        phase, device = self.current, self._device.torch_device
+        return phase in MODEL_CODE or (
+            phase in USER_CODE
+            and any(one.current in MODEL_CODE and one._device.torch_device == device for one in _started)
+        )
 
     @property
     def between_steps(self) -> bool:
@@ -109,11 +113,7 @@ class Phases:
 
     def apparent_device(self) -> torch.device | None:
         """Return what ``parameter.device`` reports, or None for the true one."""
-        device = self._device.torch_device
-        is_shown = self.serving or (
-            self.between_steps and any(one.serving and one._device.torch_device == device for one in _started)  # Rule 7
-        )
-        return device if is_shown else None
+        return self._device.torch_device if self.serving else None
 
     def apparent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return what ``parameter.dtype`` reports for a parameter of this type."""

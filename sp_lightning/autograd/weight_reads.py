@@ -4,9 +4,11 @@
    instead, and their units are visited for the time of the call: the weights are *borrowed*. Kernels, device and the
    path of gradients are those of a plain run. The same holds for every ``torch.autograd.Function`` that is applied, a
    reentrant checkpoint's too.
-2. Functions that only read metadata of a parameter or register something with it, that write to it, or that compute
-   with other host tensors are given the host parameter itself, and so are all functions while an optimizer steps. A
-   write of data from the device, or from its random generator, goes to the stand-in.
+2. Functions that only read metadata of a parameter, register something with it or copy other data into it are given
+   the host parameter itself, and so are all functions while an optimizer steps. What else is on the host in a call
+   within a step was made of weights or gradients between steps (an anchor, an average), and is on the device in a plain
+   run: it goes up for the call, and what is written to it comes down. What is made like a parameter is where that seems
+   to be.
 3. Between a forward and its backward such a read is user code's own, and happens on the host. It is reported: if the
    loss depends on it, gradients from the host and from the device are summed on the host, in another order.
 4. Between steps user code may combine a host parameter with buffers, or with results of a step, on the device (a
@@ -36,7 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +69,7 @@ from ..memory.watched_parameters import (
     has_hooks,
     has_one_node,
     host_classes,
+    is_on_host,
     name_of,
     owner_of,
     true_grad_fn,
@@ -77,7 +80,7 @@ from .autocast_weights import cast_by
 _BYTES = frozenset(  # functions about a parameter itself that read its bytes or give them to code (Rule 11)
     """
     __repr__ __str__ __format__ __contains__ __reduce_ex__ __dlpack__ __array__ detach numpy data_ptr storage
-    untyped_storage storage_offset is_nonzero new_tensor
+    untyped_storage storage_offset is_nonzero
     """.split()
 )
 _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others are about the parameter itself
@@ -88,8 +91,7 @@ _ABOUT = frozenset(  # functions about a parameter itself (Rule 2)
     requires_grad_ retain_grad detach detach_ size stride dim ndimension numel nelement element_size data_ptr
     storage_offset storage untyped_storage is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_pinned
     pin_memory is_shared share_memory_ is_set_to is_same_size get_device has_names is_inference numpy dim_order
-    zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full
-    new_tensor new_empty_strided set_ resize_ is_tensor is_nonzero result_type can_cast promote_types
+    set_ resize_ is_tensor is_nonzero result_type can_cast promote_types
     """.split()
 )
 _METADATA = frozenset(  # properties and functions about a parameter that read none of its bytes (Rule 5)
@@ -99,13 +101,18 @@ _METADATA = frozenset(  # properties and functions about a parameter that read n
     __dir__ size stride dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex is_signed
     is_conj is_neg get_device has_names is_inference dim_order is_same_size is_tensor requires_grad_ register_hook
     register_post_accumulate_grad_hook retain_grad result_type can_cast promote_types
-    zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full
     """.split()
 )
 _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-_RANDOM = frozenset("normal_ uniform_ random_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_".split())
+_LIKE = frozenset(  # functions that make tensors where a parameter is, as it seems, and of the type that it has there
+    """
+    zeros_like ones_like empty_like full_like new_empty new_zeros new_ones new_full new_empty_strided
+    """.split()
+)
 _OFFSETS = {"as_strided": 3, "as_strided_": 3, "as_strided_copy": 3, "as_strided_scatter": 4}  # from a storage's begin
-_CROSSING = {"copy_", "to", "type_as", "set_data"}  # copy between devices, and are given the host parameter
+_CROSSING = frozenset(  # functions whose arguments may be on several devices, or that read only the form of one
+    "copy_ _foreach_copy_ to type_as new_tensor set_data view_as reshape_as expand_as".split()
+)
 deferred: list[StepBeside] = []  # the steps of all modules whose parameters have no data
 
 
@@ -173,26 +180,30 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         if is_about_parameter and name in _METADATA:
             return call(*args, **kwargs)
         hosts = _hosts(args, kwargs)
+        if name in _LIKE and len(hosts) == 1 and not _others(args, kwargs):
+            given = {key: value for key, value in kwargs.items() if value is not None}
+            return call(*args, **{"device": hosts[0].device, "dtype": hosts[0].dtype} | given)
         if func in _DIFFERENTIATE:
             if func is torch.autograd.grad:
                 _refuse_dtensors(hosts)
             return _differentiated(call, args, kwargs)
-        served = [] if is_about_parameter else [host for host in hosts if owner_of(host).phases.serving]
         inside = [host for host in hosts if owner_of(host).in_visit(host)]
-        if inside and (name in _BYTES if is_about_parameter else _is_any(inside, _written(func, args, kwargs))):
-            return _call_with_stand_ins(call, args, kwargs, served or inside)
+        if is_about_parameter:
+            served = inside if name in _BYTES else []
+        else:
+            served = hosts if any(owner_of(host).phases.serving for host in hosts) else []
         if served:
-            device = owner_of(served[0]).device
-            if _written(func, args, kwargs) and not _writes_on_device(func, args, kwargs, device):
+            written = _written(func, args, kwargs)
+            if name in _CROSSING and written and not _is_any(inside, written):
                 for host in hosts:
                     expose(host)
                 return call(*args, **kwargs)
-            if not _computes_on_host(args, kwargs, device):
-                return _call_with_stand_ins(call, args, kwargs, served)
-        elif not is_about_parameter and _are_combined_on_device(func, hosts, args, kwargs):
+            stays = is_about_parameter or name in _CROSSING or owner_of(hosts[0]).device.is_host
+            return _call_with_stand_ins(call, args, kwargs, served, [] if stays else _on_host(args, kwargs))
+        if not is_about_parameter and _are_combined_on_device(func, hosts, args, kwargs):
             return _call_with_stand_ins(call, args, kwargs, hosts)
         _complete(hosts)
-        if not served and not is_about_parameter and torch.is_grad_enabled():
+        if not is_about_parameter and torch.is_grad_enabled():
             for host in hosts:
                 if host.requires_grad:
                     owner_of(host).phases.read_on_host(name_of(host))  # Rule 3
@@ -269,13 +280,15 @@ def lent(func: Any, args: Any, kwargs: Any) -> Any:
     return _call_with_stand_ins(func, args, kwargs, _hosts(args, kwargs))
 
 
-def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) -> Any:
+def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any], below: Sequence[Tensor] = ()) -> Any:
+    """Call a function with stand-ins for host parameters, and copies on the device of what is ``below`` (Rule 2)."""
     name, read, inside = _name(func), cast_by(func, args, kwargs), owner_of(hosts[0]).in_visit(hosts[0])
+    sent = {id(other): _sent_up(other, owner_of(hosts[0]).device) for other in below}
     with contextlib.ExitStack() as visits:
         stand_ins: dict[int, Any] = {id(host): visits.enter_context(owner_of(host).lend(host, read)) for host in hosts}
         if name in _OFFSETS and not inside:  # where the offset is the stand-in's already
             args, kwargs = _with_offset(_OFFSETS[name], args, kwargs, stand_ins)
-        result = func(*_replaced(args, stand_ins), **_replaced(kwargs, stand_ins))
+        result = func(*_replaced(args, stand_ins | sent), **_replaced(kwargs, stand_ins | sent))
         if read is not None and read.dtype is not None and has_hidden_stand_in(hosts[0]):
             return result.clone() if result is stand_ins[id(hosts[0])] else result  # a cast's result is a copy
     gives_bytes = name in _BYTES
@@ -284,7 +297,18 @@ def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any]) ->
             may_share = gives_bytes or isinstance(result, (Tensor, tuple, list))
             if result is not stand_in and may_share and _shares_bytes(result, stand_in):
                 stand_in.data_exposed[0] = True  # Rule 8
-    return next((host for host in hosts if stand_ins[id(host)] is result), result)  # a write returns the host parameter
+    for other in below:
+        if sent[id(other)]._version:
+            other.copy_(sent[id(other)])
+    given = stand_ins | sent
+    return next((one for one in (*hosts, *below) if given[id(one)] is result), result)  # a write returns what it wrote
+
+
+def _sent_up(tensor: Tensor, device: Device) -> Tensor:
+    """Return a copy of a tensor on the device, whose version shows whether it was written."""
+    records = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records):
+        return tensor.to(device.torch_device)
 
 
 def _with_offset(position: int, args: Any, kwargs: Any, stand_ins: Mapping[int, Any]) -> tuple[Any, Any]:
@@ -343,9 +367,9 @@ def _on_device(args: Any, kwargs: Any, device: Device) -> bool:
     return any(map(device.holds, _others(args, kwargs)))
 
 
-def _computes_on_host(args: Any, kwargs: Any, device: Device) -> bool:
-    """Whether any argument but the host parameters, other than a scalar, is on the host: the caller computes there."""
-    return any(other.dim() and not device.holds(other) for other in _others(args, kwargs))
+def _on_host(*values: Any) -> list[Tensor]:
+    """List the tensors on the host among arguments, but for host parameters and scalars."""
+    return [other for other in _others(*values) if other.dim() and is_on_host(other)]
 
 
 def _complete(hosts: list[Any]) -> None:
@@ -379,7 +403,7 @@ def _others(*values: Any) -> list[Tensor]:
 
 
 def _replaced(value: Any, stand_ins: Mapping[int, Any]) -> Any:
-    if type(value) in host_classes:
+    if isinstance(value, Tensor):
         return stand_ins.get(id(value), value)
     if isinstance(value, (tuple, list)):
         made = [_replaced(item, stand_ins) for item in value]
@@ -402,10 +426,3 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     name = _name(func)
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
     return _hosts(args[0] if in_place and args else None, kwargs.get("out"))
-
-
-def _writes_on_device(func: Any, args: Any, kwargs: Any, device: Device) -> bool:
-    """Whether a function writes data that is on the device: another tensor's, or its random generator's."""
-    name = _name(func)
-    from_device = name in _RANDOM or (name not in _CROSSING and _on_device(args, kwargs, device))
-    return from_device and not device.is_host

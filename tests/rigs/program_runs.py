@@ -77,6 +77,7 @@ class Run:
         self.figures: list[dict[str, Any]] = []  # of each leg that was streamed
         self._failed: set[int] = set()  # the acts that raised, which happen once
         self._seen: list[tuple[str, str, Any]] = []
+        self.anchors: dict[str, Tensor] = {}  # by the names of weights
         self.scene = self._new_scene()
 
     @property
@@ -122,7 +123,7 @@ class Run:
         if kind == "of two calls":
             loss = loss + call(x * 0.5).float().square().mean()
         elif kind == "of weights too":
-            loss = loss + 0.01 * sum(p.float().square().sum() for p in self.scene.net.parameters())
+            loss = loss + 0.01 * sum(self.distance(name, p) for name, p in self.scene.net.named_parameters())
         elif kind == "of an input's gradient":
             inputs = x.detach().clone().requires_grad_()
             (slope,) = torch.autograd.grad(call(inputs).float().sum(), inputs, create_graph=True)
@@ -131,8 +132,15 @@ class Run:
             self.scene.see("loss", loss)
         return loss
 
+    def distance(self, name: str, weight: Tensor) -> Tensor:
+        """Return the squared distance of a weight to its anchor, or to zero."""
+        anchor = self.anchors.get(name)
+        moved = weight if anchor is None or anchor.shape != weight.shape else weight - anchor
+        return moved.float().square().sum()
+
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Make the program's optimizers."""
+        """Make the program's optimizers, and note anchors of its weights, every other one."""
+        self.anchors = {name: p.detach() * 0.9 for name, p in list(self.scene.net.named_parameters())[::2]}
         weights, make = list(self.scene.net.parameters()), (OPTIMIZERS | OTHER_KERNELS)[self.program.optimizer]
         if self.program.groups == "two optimizers":
             made = [make(weights[::2]), OPTIMIZERS["momentum"](weights[1::2])]
