@@ -45,9 +45,9 @@ from ..options import Options
 from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
 from ..runtime.handle import Handle, close_all, close_dropped, own_state
+from . import report as reports
 from .patched import function, names_of_accelerate, replace
 from .ranked_model import RankedModel
-from .report import Reports
 
 if TYPE_CHECKING:
     from ..compat.accelerate import RunsOn
@@ -83,7 +83,6 @@ class streaming:
         self.ranks = ONE_RANK  # others once several processes share a model
         self._shared: weakref.WeakSet[Handle] = weakref.WeakSet()  # those of one copy on all ranks
         self._timeout, self._keepalive = timeout, keepalive
-        self._reports = Reports()
         self._says, self._log_metrics = report, log_metrics
         self._marks: weakref.WeakKeyDictionary[Handle, RunsOn] = weakref.WeakKeyDictionary()
         self._moved: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # as ever (Rule 2)
@@ -125,7 +124,7 @@ class streaming:
 
     def figures(self, module: nn.Module) -> dict[str, float]:
         """Return the figures of a model since the last call, for a log of your own; needs ``log_metrics=True``."""
-        return self._reports.figures(self.handle_of(module))
+        return reports.figures(self.handle_of(module))
 
     def close(self) -> None:
         """Make all models plain again, on the host, and undo all patches. Safe twice."""
@@ -134,7 +133,7 @@ class streaming:
         with self._undo:
             self._undo.callback(self.ranks.close)
             self._undo.callback(close_all, self.handles)
-            self._reports.end(self.ranks, list(self._shared), self._says)
+            reports.end(self.ranks, self.handles, self._shared, self._says)
             for handle in self.handles:
                 self._unmark(handle)
 
@@ -180,7 +179,7 @@ class streaming:
             if not patch.users and not handle.device.is_host:
                 replace(self._undo, patch, property(never_compiled(functools.partial(_device_of, patch.original.fget))))
         if (self._says or self._log_metrics) and _trains(module):
-            self._reports.begin(handle)
+            reports.begin(handle)
         return handle
 
     def _check(self, module: nn.Module) -> None:

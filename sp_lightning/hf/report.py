@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 
 from ..errors import PeerError
 from ..observe.run_report import RunReport, ranks_in_words
@@ -19,37 +19,31 @@ NUMBER = struct.Struct("d"), struct.Struct("q")  # the board has whole numbers
 PREFIX = "superpipeline/"
 
 
-class Reports:
-    """The reports on models that train, by their handles."""
+def begin(handle: Handle) -> None:
+    """Record what a handle does from now on."""
+    handle.report = RunReport(handle)
 
-    def __init__(self) -> None:
-        self._reports: dict[Handle, RunReport] = {}
 
-    def begin(self, handle: Handle) -> None:
-        """Record what a handle does from now on."""
-        self._reports[handle] = RunReport(handle)
+def figures(handle: Handle | None) -> dict[str, float]:
+    """Return means over the steps of a model since the last call; none if it does not train."""
+    if handle is None or handle.report is None or handle.closed:
+        return {}
+    handle.report.update()
+    return {PREFIX + name: value for name, value in handle.report.figures().items()}
 
-    def figures(self, handle: Handle | None) -> dict[str, float]:
-        """Return means over the steps of a model since the last call; none if it does not train."""
-        report = None if handle is None else self._reports.get(handle)
-        if report is None or (handle is not None and handle.closed):
-            return {}
-        report.update()
-        return {PREFIX + name: value for name, value in report.figures().items()}
 
-    def end(self, ranks: OneRank, shared: Sequence[Handle], says: bool) -> None:
-        """Say on the first rank what the models did; ``shared``: those that all ranks came to end together."""
-        for handle, report in self._reports.items():
-            if handle.closed:
-                continue
-            report.close()
-            lines = report.report() if says else []
-            if says and isinstance(ranks, Ranks) and handle in shared:
-                lines += _of_all(ranks, report)
-            if says and ranks.rank == 0:
-                for line in lines:
-                    sys.stderr.write(f"superpipeline: {type(handle.module).__name__}: {line}\n")
-        self._reports.clear()
+def end(ranks: OneRank, handles: Iterable[Handle], shared: Collection[Handle], says: bool) -> None:
+    """Say on the first rank what the models did; ``shared``: those that all ranks came to end together."""
+    for handle in handles:
+        if handle.report is None or handle.closed:
+            continue
+        handle.report.close()
+        lines = handle.report.report() if says else []
+        if says and isinstance(ranks, Ranks) and handle in shared:
+            lines += _of_all(ranks, handle.report)
+        if says and ranks.rank == 0:
+            for line in lines:
+                sys.stderr.write(f"superpipeline: {type(handle.module).__name__}: {line}\n")
 
 
 def _of_all(ranks: Ranks, report: RunReport) -> list[str]:

@@ -142,6 +142,7 @@ class Handle:
         self._call_threads = CallThreads()  # in which they run
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
+        self.report: Any = None  # on this run, if one was asked for: kept here, it goes with the handle
         self.garbage: Any = None  # finds out whether this handle is (`close_dropped`)
         self.last_checkpoint: str | None = None  # that was written or read, as far as is known
         self._entries: list[ForwardEntry] = []

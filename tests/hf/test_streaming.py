@@ -252,8 +252,9 @@ def test_a_part_that_streams_by_itself_becomes_a_part_of_the_whole(device):
 
 
 @ON_DEVICE
-def test_a_model_that_was_dropped_is_closed_before_the_next_one_streams(device):
-    with sp_lightning.hf.streaming(window=1) as stream:
+@pytest.mark.parametrize("options", [{}, {"report": True}, {"log_metrics": True}])
+def test_a_model_that_was_dropped_is_closed_before_the_next_one_streams(options, device):
+    with sp_lightning.hf.streaming(window=1, **options) as stream:
         net = blocks().to(device)
         refer = weakref.ref(net)
         del net
