@@ -387,6 +387,6 @@ def accumulate(parameter: Tensor, before: Tensor | None, grad: Tensor) -> None:
     if before is None:
         set_true_grad(parameter, grad)
     elif before.requires_grad or before.layout is not torch.strided:
-        set_true_grad(parameter, before + grad)
+        set_true_grad(parameter, grad + before)  # in this order: a sparse one takes no dense one
     else:
         before += grad

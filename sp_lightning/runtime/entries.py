@@ -276,7 +276,8 @@ class UnitEntry(ModuleEntry):
             return self.forward(*args, **kwargs)
         if weight_reads.holds_parameters(args, kwargs):
             return weight_reads.lent(self.__call__, args, kwargs)
-        args, kwargs = to_device(args, kwargs, self.engine.device.torch_device)
+        if not self.engine.phases.in_step:  # inside, a plain module moves nothing
+            args, kwargs = to_device(args, kwargs, self.engine.device.torch_device)
         return (self.engine.record if torch.is_grad_enabled() else self.engine.visit)(
             self, self.forward, *args, **kwargs
         )

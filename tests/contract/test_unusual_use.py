@@ -2391,6 +2391,17 @@ def test_sparse_gradients_of_an_embedding(resident):
     check(SparseStack, run, torch.device("cpu"), units=units)
 
 
+@pytest.mark.parametrize("dense_first", [False, True])
+def test_sparse_gradients_that_accumulate_with_dense_ones(dense_first):
+    def run(net, device):
+        for index in range(4):
+            net.embedding.sparse = bool(index % 2) == dense_first
+            squares(net, models.tokens(index)["input_ids"].to(device)).backward()
+            yield [p.grad.clone() for p in net.parameters()]
+
+    check(SparseStack, run, torch.device("cpu"), units=["Block", "Embedding"])
+
+
 class Neighbours(models.Block):
     """Joins what neighbours in a graph have; how closely they are joined is a weight."""
 
@@ -3020,6 +3031,33 @@ def test_an_argument_on_the_host_beside_others_on_the_device_stays_there(device)
         return net(x[:, None].repeat(1, len(x), 1), lengths).square().mean()
 
     check(Packing, training(loss), device, units=["Linear", "GRU"])
+
+
+class Counting(nn.Module):
+    """Passes its units nothing on the device that is not in a dict, and a count on the host."""
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(models.FEATURES, models.FEATURES)
+
+        def forward(self, features, seen):
+            seen += len(features["x"])
+            return {"x": features["x"] + self.up(features["x"]).tanh()}
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(self.Part() for _ in range(3))
+
+    def forward(self, x):
+        seen, features = torch.zeros(1, device="cpu"), {"x": x}
+        for part in self.parts:
+            features = part(features, seen)
+        return features["x"] / seen.item()
+
+
+def test_a_tensor_on_the_host_that_a_unit_gets_in_a_step_is_not_moved(device):
+    check(Counting, training(lambda net, x: net(x).square().mean()), device, units=["Part"])
 
 
 class Offset(nn.Module):
