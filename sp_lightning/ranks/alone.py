@@ -97,6 +97,9 @@ class Alone:
     def backward_ends(self) -> None:
         """End a backward that raised no error: its gradients are in ``.grad``."""
 
+    def interrupt(self) -> None:
+        """End a backward that raised an error, if one did."""
+
     def exchanging(self, loss: Tensor) -> AbstractContextManager[None]:
         """Exchange the gradients of one backward of a loss, in this context, with the other ranks."""
         return contextlib.nullcontext()

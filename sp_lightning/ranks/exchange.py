@@ -38,8 +38,12 @@
     the other nodes are there, it adds what it has of its own share in a second tree over nodes, and sends the sum to
     all. A sum of another node comes after that one has this node's, so it is written over it at once. A node sends
     shares of all its units before it waits for any. For 2^n ranks on each node the two trees are the one of Rule 2.
-12. What was sent cannot be taken back: after a backward that failed in between, nodes would add sums of different
-    ones. So no backward follows one that failed once nodes had begun to sum.
+12. A backward that failed uses up its number, as one whose exchange ended: what ranks posted of it is of no other one.
+    Ranks that come to an exchange with different numbers, since a backward failed on some of them alone, all get an
+    error there, before any gradient is shown, and at each exchange that follows: some may have summed what belongs to
+    the backward that failed. Where one came to more that failed than another one, none waits as in Rule 8: the other
+    one may wait at an exchange to which nobody else comes. With several nodes what was sent cannot be taken back. So
+    there no backward follows one that failed once nodes had begun to sum.
 13. Before a rank posts a complete unit it posts a *mark*, which says how it would step that beside backward; 0 says
     that it would not. An owner has its part stepped once it has summed it, if all ranks have posted the same mark. So
     all owners of a unit decide alike, and by what each knew when it posted the unit (sharded_step.py, Rule 6). With
@@ -49,6 +53,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import operator
@@ -157,8 +162,9 @@ class _Crossing:
 class _Backward:
     """One backward whose gradients are exchanged, until the exchange is over."""
 
-    def __init__(self, task: int | None) -> None:
+    def __init__(self, task: int | None, used: set[int]) -> None:
         self.task = task  # autograd's number of it, if it is known: nested ones have others (Rule 6)
+        self.used = used  # ids of parameters that were reached before it
         self.has_any = False  # whether it made gradients
         self.under_way: list[tuple[HostCopy, Arriving, Sequence[Place]]] = []
         # By a parameter's id, what ``.grad`` was, and what came; None once the unit is complete.
@@ -198,8 +204,9 @@ class Exchange:
         self._done = {store: number + len(self.stores) for store, number in self._units.items()}
         self._stands = count + 2 * len(self.stores)  # the number that says whether this rank goes on (Rule 8)
         self._came_to = self._stands + 1  # that of the units to which this rank came since its forward (Rule 9)
-        self._marks = {store: self._came_to + 1 + number for number, store in enumerate(self.stores)}  # Rule 13
-        self.board = Board(ranks, self._came_to + 1 + len(self.stores))
+        self._failed = self._came_to + 1  # that of the last exchange in which this rank's backward failed (Rule 12)
+        self._marks = {store: self._failed + 1 + number for number, store in enumerate(self.stores)}  # Rule 13
+        self.board = Board(ranks, self._failed + 1 + len(self.stores))
         self.steps: StepsOfUnits  # which the team gives it
         self._signs = count  # the first number of which each change says that a rank gets on
         self._ahead, self._until = AHEAD, 0  # units for which there is room, and the last exchange that has it
@@ -208,7 +215,7 @@ class Exchange:
         self._sums = {store: self._sums_of(store) for store in self.stores}
         self._used: set[int] = set()  # ids of parameters reached since the last exchange, also in ``no_sync``
         self._slabs: dict[HostCopy, list[tuple[Tensor, GradientSlab]]] = {}  # over regions
-        self._count = 0  # of exchanges
+        self._count = self._finished = 0  # the number of the last exchange that began, and of the last that ended
         self.changed: set[int] = set()  # ids of parameters whose gradients user code changed, at the step that runs
         ranks.exchanges.add(self)
         self._backward: _Backward | None = None  # that runs, or whose exchange does
@@ -274,7 +281,7 @@ class Exchange:
             hook.remove()
         self._hooks, self._leaves = [], []
         self._ranks.exchanges.discard(self)
-        self._abandon()
+        self.abandon()
         self._thread.shutdown()
         self._slabs.clear()  # in the box
         self.box.close()
@@ -300,7 +307,7 @@ class Exchange:
 
     def begin(self, task: int | None) -> None:
         """Begin a backward whose gradients are exchanged, with autograd's number of it if it is known."""
-        self._abandon()
+        self.abandon()
         if self._is_torn:
             raise ExactnessError(
                 "a backward failed while its gradients were being summed between machines, and others may have summed "
@@ -308,7 +315,7 @@ class Exchange:
             )
         self._count += 1
         self._ahead = self._ahead if self._count <= self._until else AHEAD
-        self._backward = _Backward(task)
+        self._backward = _Backward(task, set(self._used))
         self._post_of_exchange(self._came_to, 0)
 
     def runs_as(self, task: int) -> None:
@@ -321,13 +328,32 @@ class Exchange:
         self._count -= 1
         self._backward = None
 
-    def _abandon(self) -> None:
-        """Forget a backward that failed, but for the thread's work."""
+    def abandon(self) -> None:
+        """Forget a backward that failed, if one did, but for its number (Rule 12)."""
         backward, self._backward = self._backward, None
-        if backward is not None:
+        if backward is None:
+            return
+        self.board.post(self._failed, self._count)
+        self._is_torn = self._is_torn or bool(backward.begun)
+        self._used = backward.used
+        with contextlib.suppress(Exception):  # of what was to be summed
             backward.all_posted = True
             self._end_job(backward)
-            self._is_torn = self._is_torn or bool(backward.begun)
+        with contextlib.suppress(RuntimeError):  # a device that fails runs nothing more
+            for _, arriving, _ in backward.under_way:
+                arriving.wait()
+        for _, region in backward.lent:
+            self.box.give_back(region)
+
+    def number(self) -> Alike:
+        """Return the number of the exchange to which this rank comes, the same on all ranks (Rule 12)."""
+        differs = "left out different batches after a backward that failed"
+        return Alike(differs, f"comes with backward {self._count}", b"%d" % self._count)
+
+    def _may_be_apart(self) -> bool:
+        """Whether other ranks may come to this exchange with other numbers (Rule 12)."""
+        failed = [self.board.read(rank, self._failed) for rank in range(self._ranks.size)]
+        return max(failed) > self._finished and min(failed) != max(failed)
 
     @property
     def used(self) -> list[Tensor]:
@@ -400,7 +426,7 @@ class Exchange:
         ranks = range(self._ranks.size)
         while True:
             held = self._reclaim(backward)
-            if len(held) + len(backward.under_way) <= self._ahead:
+            if len(held) + len(backward.under_way) <= self._ahead or self._may_be_apart():
                 return []
             posted = next((store for store in held if self._all_at(self._units[store])), None)
             if posted is None:
@@ -584,7 +610,7 @@ class Exchange:
         self._wait_for_nodes(backward)
         shown = [(store, backward.shown[store]) for store in self.stores]
         self.board.meet(AFTER_GRADIENTS)
-        self._backward = None
+        self._backward, self._finished = None, self._count
         for _, region in backward.lent:
             self.box.give_back(region)
         given_up = self.box.trim()

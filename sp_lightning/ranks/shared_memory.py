@@ -14,7 +14,7 @@
    was written takes memory (Rule 1). It has room for several times the gradients, because they are laid out again when
    they change their types.
 6. A box is taken in regions, each mapped and page-locked by itself. A region is given back when all owners have summed
-   what lies there, and taken again for gradients of about its size.
+   what lies there, or once it has arrived of a backward that failed, and taken again for gradients of about its size.
 7. A region that nobody took for `IDLE` exchanges is given up: its memory goes back to the system.
 """
 

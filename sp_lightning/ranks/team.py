@@ -152,6 +152,9 @@ class Team(Alone):
             self.exchange.cancel()
             self.clipping.backward_made_none()
 
+    def interrupt(self) -> None:
+        self.exchange.abandon()
+
     @contextlib.contextmanager
     def exchanging(self, loss: Tensor) -> Iterator[None]:
         self.clipping.backward_begins()
@@ -168,8 +171,16 @@ class Team(Alone):
     def _exchange_gradients(self) -> None:
         """Exchange the gradients of the backward that ended, and settle what users wrote. Every rank comes here."""
         self.exchange.end_backward()
-        self.faces.settle("an exchange of gradients")
-        self.exchange.finish()
+        try:
+            self.faces.settle("an exchange of gradients", self.exchange.number())
+        except BaseException:
+            self.exchange.abandon()
+            raise
+        try:
+            self.exchange.finish()
+        except BaseException as error:  # the others may have come to meetings in which this rank counts
+            self.fail(error)
+            raise
         self._gradients.marks.clear()  # of gradients that came before the mean
         self.owners.all_summed()
 

@@ -150,6 +150,7 @@ class Faces:
             shared = self.slabs[store]
             for start, end in pages:
                 if not same_bytes(shared.truth[start:end], shared.face[start:end]):
+                    self._ranks.fail()  # another rank may find no difference, and waits for this one
                     raise ExactnessError(
                         f"the ranks wrote different values to {_names(store, [SlabRange(start, end)])[0]}, or to a "
                         "parameter beside it; edit parameters on every rank in the same way, as under DDP"

@@ -539,6 +539,7 @@ class Engine:
         self.backward_pass.interrupt()
         self.counters.listener.idle()
         self.gradient_return.drop()
+        self.team.interrupt()
         self.saved.offload.backward_done()
         for unit in self.units:
             unit.visits = 0

@@ -48,6 +48,41 @@ def test_a_backward_after_one_that_failed_beside_sums_has_its_own_gradients():
     assert processes.run(2, waiting.after_a_failure_of_all) == [True, True]
 
 
+def test_ranks_whose_backwards_all_failed_go_on():
+    """Also after many of them: the memory in which their gradients were on the way is free again."""
+    expected = ["mean"] * 2 + ["RuntimeError"] * 20 + ["mean"] * 2
+    assert processes.run(2, waiting.left_out, ("backward", "backward"), times=20) == [(expected, exchange.AHEAD)] * 2
+
+
+@pytest.mark.parametrize("places", [("backward", ""), ("", "backward"), ("backward", "forward")])
+def test_a_backward_that_failed_on_one_rank_alone_is_an_error_on_all(places):
+    """None of them waits for gradients that the other one does not post."""
+    for place, (found, ahead) in zip(places, processes.run(2, waiting.left_out, places), strict=True):
+        failed = ["RuntimeError"] if place else []
+        rest = 3 - len(failed)
+        errors = ["ExactnessError"] * rest, ["ExactnessError"] * (rest - 1) + ["PeerError"]  # if the other one has left
+        assert found[: 2 + len(failed)] == ["mean", "mean", *failed]
+        assert found[2 + len(failed) :] in errors
+        assert ahead == exchange.AHEAD
+
+
+def test_a_block_that_only_a_backward_reached_which_failed_gets_no_gradients():
+    assert processes.run(2, waiting.gradients_after_a_failure) == [[True, False, False, False]] * 2
+
+
+@pytest.mark.simgpu
+def test_memory_of_a_backward_that_failed_is_free_once_its_gradients_have_arrived():
+    for arrived in processes.run(2, waiting.arrived_after_a_failure):
+        assert arrived and all(arrived)
+
+
+@pytest.mark.parametrize("where", ["settle", "sums"])
+def test_an_exchange_that_failed_on_one_rank_is_not_followed_by_another_on_any(where):
+    first, second = processes.run(2, waiting.errors_of_an_exchange, where)
+    assert first[1:] == ["PeerError"] * 2
+    assert second[1:] == [{"settle": "ExactnessError", "sums": "MemoryError"}[where], "PeerError"]
+
+
 def test_a_backward_ahead_of_sums_ends_with_the_error_that_ended_them():
     first, (second, _) = processes.run(2, waiting.error_of_sums_that_fail)
     assert first == ("this sum fails", exchange.AHEAD), "it waited for sums that do not come"

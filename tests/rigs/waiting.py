@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import os
 import pathlib
@@ -345,22 +346,24 @@ def exchanged() -> list[list[int]]:
 
 
 class Blocks(nn.Module):
-    """Blocks of which the first one's backward fails when it is told to."""
+    """Blocks whose backward may be slow, and of which the first one's fails when it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.fails = False
+        self.slow_s = 0.0
+        self.runs = 4  # so many of them
 
     def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks[: self.runs]):
             x = torch.tanh(block(x))
-            if index == 0:
-                x.register_hook(self.fail)
+            x.register_hook(functools.partial(self.pass_back, index))
         return x
 
-    def fail(self, grad: Tensor) -> None:
-        if self.fails:
+    def pass_back(self, index: int, grad: Tensor) -> None:
+        time.sleep(self.slow_s)
+        if self.fails and index == 0:
             raise RuntimeError("this backward fails")
 
 
@@ -430,6 +433,108 @@ def after_a_failure_of_all() -> bool:
         plain(torch.full((2, 8), 4.0)).sum().backward()
         pairs = zip(net.parameters(), plain.parameters(), strict=True)
         return not noted.left and all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
+
+
+def left_out(places: tuple[str, str], times: int = 1) -> tuple[list[str], int]:
+    """Train with batches of which the ranks leave some out, since they fail at these places.
+
+    Returns what comes of each batch, and for how many units this rank has room.
+    """
+    torch.manual_seed(0)
+    net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
+    plain, found = copy.deepcopy(net), []
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+
+    def run(model: nn.Module, batch: int, fails: bool = False) -> None:
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(2 * batch + rank))
+        loss = model(x).square().sum()
+        if fails:
+            raise RuntimeError("this forward fails")
+        model.zero_grad()
+        loss.backward()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "SHORT_S", 60.0)
+        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+            for batch in range(4 + times):
+                place = places[rank] if 2 <= batch < 2 + times else ""
+                net.fails, net.slow_s = place == "backward", 0.02 * (rank == 0)
+                try:
+                    run(net, batch, fails=place == "forward")
+                except (RuntimeError, ExactnessError) as error:
+                    found.append(type(error).__name__)
+                    continue
+                run(plain, batch)
+                for parameter in plain.parameters():
+                    parameter.grad *= 0.5
+                    dist.all_reduce(parameter.grad)
+                pairs = zip(net.parameters(), plain.parameters(), strict=True)
+                is_mean = all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
+                found.append("mean" if is_mean else "another")
+            return found, handle.team.exchange._ahead
+
+
+def gradients_after_a_failure() -> list[bool]:
+    """Run one block after a backward of all that failed; return whether each block has gradients."""
+    net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1):
+        net.fails = True
+        with contextlib.suppress(RuntimeError):
+            net(torch.ones(2, 8)).sum().backward()
+        net.zero_grad()
+        net.fails, net.runs = False, 1
+        net(torch.ones(2, 8)).sum().backward()
+        return [block.weight.grad is not None for block in net.blocks]
+
+
+def arrived_after_a_failure() -> list[bool]:
+    """Fail in a backward while gradients are on the way down; return whether they had arrived as memory was free."""
+    simgpu = importlib.import_module("simgpu")
+    net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    x, found = torch.ones(2, 8, device="simgpu"), []
+    with sp_lightning.stream(net, "simgpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+        net(x).sum().backward()
+        simgpu.config.d2h_us, net.fails = 100_000, True
+        with contextlib.suppress(RuntimeError):
+            net(x).sum().backward()
+        box, backward = handle.team.exchange.box, handle.team.exchange._backward
+        give_back = box.give_back
+
+        def noted(region: Tensor) -> None:
+            found.extend(arriving.has_arrived() for _, arriving, _ in backward.under_way)
+            give_back(region)
+
+        box.give_back, net.fails = noted, False
+        net(x)
+        simgpu.config.d2h_us = 0
+    return found
+
+
+def errors_of_an_exchange(where: str) -> list[str]:
+    """Have the second rank fail at a place of its exchange, and go on; return the error in each batch of this rank.
+
+    "settle": where it finds that it wrote other weights. "sums": before the ranks sum what is left.
+    """
+    torch.manual_seed(0)
+    net, rank, found = Blocks(), int(os.environ["LOCAL_RANK"]), []
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+        of_net = handle.team.exchange
+        post = of_net._post_rest
+        for batch in range(3):
+            if batch == 1 and where == "settle":
+                with torch.no_grad():
+                    net.blocks[0].weight[0, 0] += 1 + rank  # it is the first rank's
+            of_net._post_rest = mock.Mock(side_effect=MemoryError) if (batch, rank, where) == (1, 1, "sums") else post
+            try:
+                net(torch.ones(2, 8)).sum().backward()
+                found.append("")
+            except (ExactnessError, MemoryError, PeerError) as error:
+                found.append(type(error).__name__)
+            net.zero_grad()
+    return found
 
 
 def most_sums_of_a_unit() -> tuple[int, int]:
