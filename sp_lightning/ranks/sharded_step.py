@@ -6,8 +6,8 @@
 2. State has the parameter's shape and lies in shared slabs: each rank writes its range, and ``optimizer.state`` shows
    faces of it. So ``state_dict()`` is plain on every rank, and a run resumes with any other number of them. Scalar
    state is each rank's own. Edits of one rank alone are an error, also of scalars, and so is state that it cleared.
-   State that was loaded, or that user code replaced, moves into the slabs before the step; where user code keeps what
-   it replaced, on any rank, into other ones.
+   State that was loaded, or that user code replaced, moves into the slabs before the step. Where user code keeps what
+   was there, on any rank, all moves into other ones, also what a step makes anew.
 3. All else is *replicated*. Optimizers of other classes step their faces on each rank, as under DDP, and then these are
    settled (user_edits.py). Of an optimizer that is cut, each rank steps copies of what is in groups whose steps are not
    elementwise (pieces.py), of parameters without dimensions, whose state cannot be told from a count of steps, of those
@@ -88,7 +88,7 @@ class StateSlab:
 
     def __init__(self, shared: SharedSlab, layout: Layout) -> None:
         self.shared, self.layout = shared, layout
-        self._faces: dict[int, StorageWeakRef] = {}  # of parameters, by index
+        self.faces: dict[int, StorageWeakRef] = {}  # of parameters, by index: those that were given last
 
     def own(self, index: int, part: slice) -> Tensor:
         """Return what a rank owns of a parameter's state, as its owner writes it."""
@@ -101,12 +101,12 @@ class StateSlab:
     def face(self, index: int) -> Tensor:
         """Return a parameter's state as user code sees it."""
         face = Layout.own_view(self.shared.face.untyped_storage(), self.layout.fields[index])
-        self._faces[index] = StorageWeakRef(face.untyped_storage())  # type: ignore[no-untyped-call]
+        self.faces[index] = StorageWeakRef(face.untyped_storage())  # type: ignore[no-untyped-call]
         return face
 
     def is_kept(self, index: int) -> bool:
         """Whether anything refers to the bytes of the face that was given last."""
-        return index in self._faces and not self._faces[index].expired()  # type: ignore[no-untyped-call]
+        return not self.faces[index].expired()  # type: ignore[no-untyped-call]
 
     def has(self, index: int, value: Tensor) -> bool:
         """Whether a tensor is a parameter's state in this slab, as user code sees it."""
@@ -230,6 +230,7 @@ class Owners:
             early.collect()
             self._early = None
         self._collect_edits()
+        self._leave_kept_slabs(optimizer)
         try:
             self._new = self._make_room(optimizer)
         except BaseException:
@@ -237,7 +238,6 @@ class Owners:
             raise
         if self._new:
             self._exchange.board.alike(0)  # nobody steps before all have room, on every node
-        self._leave_kept_slabs(optimizer)
         self._pieces, self._copies = [], {}
         self._clipping.multiply()
         cut: dict[HostCopy, list[int]] = {}
@@ -484,14 +484,19 @@ class Owners:
         return Alike("wrote different optimizer state", f"wrote that of {listed(names)}", digest.digest())
 
     def _leave_kept_slabs(self, optimizer: Optimizer) -> None:
-        """Leave slabs to user code that keeps, on any rank, state that was replaced: all state moves to others."""
+        """Leave slabs to user code that keeps, on any rank, state that was there: all state moves to others.
+
+        It may have replaced that state, or taken it away, so that a step makes it anew.
+        """
         slabs, replaced, is_kept = self._slabs.get(optimizer, {}), set(), False
-        for group, parameter, key, value in self._outside(optimizer):
-            store, index = self._places[id(parameter)]
-            place = store, key, id(parameter) in self._disk.parameters
-            if place in slabs and self.is_cut(optimizer, group, parameter) and _is_like(value, parameter):
-                replaced.add(place)
-                is_kept = is_kept or slabs[place].is_kept(index)
+        for place, slab in slabs.items():
+            store, key, _ = place
+            for index in slab.faces:
+                parameter = store.params[index]
+                value = optimizer.state.get(parameter, {}).get(key)
+                if value is None or (_is_like(value, parameter) and not slab.has(index, value)):
+                    replaced.add(place)
+                    is_kept = is_kept or slab.is_kept(index)
         if replaced and any(self._exchange.board.exchange(int(is_kept))):
             for place in replaced:
                 del slabs[place]

@@ -36,6 +36,7 @@ DAILY = {
     "swapped state",
     "turned gradients",
     "weights of rank 0",
+    "without state",
 }
 OPTIONS = [{"window": 1}, {"window": 2, "activations": "recompute"}, {"window": 3, "transfer": 2}, {}]
 

@@ -276,6 +276,23 @@ class KeepsStateOnOneRank(LoadsEarlierState):
         return self.global_rank == 0
 
 
+class SetsStateAside(Plain):
+    """Trains two batches without the state of all weights, and later of one; the first rank keeps it, others a copy."""
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        state = self.trainer.optimizers[0].state
+        if batch_index in (2, 5):
+            taken = {parameter: state.pop(parameter) for parameter in list(state)[: None if batch_index == 2 else 1]}
+            self.aside = copy_of_state(taken) if self.global_rank else taken
+        if batch_index in (4, 7):
+            self.see([entry["exp_avg"] for entry in self.aside.values()])
+            state.update(self.aside)
+
+
+def copy_of_state(state: dict[Tensor, dict[str, Tensor]]) -> dict[Tensor, dict[str, Tensor]]:
+    return {parameter: {key: value.clone() for key, value in entry.items()} for parameter, entry in state.items()}
+
+
 class SwapsState(Plain):
     """Has two blocks exchange the optimizer's state of some weights, and then the weights themselves as well."""
 
@@ -814,6 +831,7 @@ FEATURES = {
     "kept state": Feature(LoadsEarlierState, settings={"batches": 7}),
     "kept state of rank 0": Feature(KeepsStateOnOneRank, settings={"batches": 7}),
     "swapped state": Feature(SwapsState, settings={"batches": 6}),
+    "without state": Feature(SetsStateAside, settings={"batches": 9}),
     "odd parameters": Feature(HasOddParameters, settings={"clip": ("norm", 0.1)}),
     "hooks after steps": Feature(HooksAfterSteps, settings={"batches": 6}),
     "norms, accumulation": Feature(NormsOfGradients, settings={"accumulate": 2}),
