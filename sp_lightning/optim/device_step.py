@@ -267,6 +267,7 @@ class StepsOnDevice(StateInMemory):
                 self._device.claim(buffer.untyped_storage(), nbytes)
                 self._buffers.append(buffer)
             self._nbytes = nbytes  # if there are all
+            self._copies.up.wait_event(self._device.compute.record_event())  # which had the memory
 
     def _free_buffers(self) -> None:
         """Free the buffers; nothing uses them between two steps."""

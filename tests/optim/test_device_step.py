@@ -735,3 +735,12 @@ def test_a_step_without_room_for_its_buffers_can_be_tried_again(rounds_otherwise
         plain = Net().to("simgpu")
         step(plain, AdamW(plain.parameters()))
     assert not differing(weights(plain), device)
+
+
+def test_buffers_that_grow_for_another_optimizer_are_ordered_after_what_had_their_memory():
+    net = models.stack_of(models.Block)()
+    with sp_lightning.stream(net, "simgpu", window=1, optimizer_device="device"):
+        optimizers = [SGD(net.stem.parameters(), lr=0.1), SGD(net.blocks.parameters(), lr=0.1, momentum=0.9)]
+        net(models.vectors(0)[0].to("simgpu")).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
