@@ -247,7 +247,8 @@ class streaming:
     def _load_state(self, wrapper: Any, state: Any) -> None:
         self._names.LOAD_STATE.original(wrapper, state)
         handles = [handle for handle in self.handles if not handle.closed and handle.steps.manages(wrapper.optimizer)]
-        own_state(wrapper.optimizer, handles)
+        if hasattr(wrapper.optimizer, "state"):  # else a wrapper that shows nothing of the optimizer which has it
+            own_state(wrapper.optimizer, handles)
         for handle in handles:
             handle.settle()
 

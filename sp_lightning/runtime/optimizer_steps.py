@@ -31,6 +31,7 @@ from ..compat.modules import HOOKS_AFTER_EVERY_STEP, HOOKS_AFTER_STEP, HOOKS_BEF
 from ..compat.patches import CLIP_GRADIENTS, PUBLIC_TOTAL_NORM, TOTAL_NORM, UNSCALE_GRADS
 from ..compat.tensors import consists_of_tensors
 from ..core import malloc
+from ..errors import UnsupportedError
 from ..optim import host_gradients, torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP, IsOwn, Parts
 from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, has_options_on_device
@@ -118,6 +119,7 @@ class OptimizerSteps:
     def _prepare(self, optimizer: Optimizer) -> None:
         torn_step.check_step(optimizer)
         if optimizer not in self._shadows:
+            self._check_options(optimizer)
             self._storage.check_state([optimizer])
             parameters = (param for group in optimizer.param_groups for param in group["params"])
             by_itself = any(map(consists_of_tensors, parameters))  # torch's own code steps DTensors (sharded.py)
@@ -133,6 +135,14 @@ class OptimizerSteps:
             self._shadows[optimizer] = shadow
             if not optimizer.state:
                 malloc.by_themselves()  # the first step makes the state
+
+    def _check_options(self, optimizer: Optimizer) -> None:
+        on_host = self._options.optimizer_device == "host" and not self.engine.device.is_host
+        if on_host and any(group.get("capturable") for group in optimizer.param_groups):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} has capturable=True, with which torch steps on a device alone, and it "
+                "steps on the host: set optimizer_device='device', or capturable=False"
+            )
 
     def _wait_for_file(self, optimizer: Optimizer) -> None:
         """Wait for a checkpoint, unless each weight's step waits by itself and no hook may write weights (Rule 5)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -10,6 +11,9 @@ from accelerate import Accelerator
 from hf_runs import compare, llama, rows
 from torch import nn
 from torch.utils.data import DataLoader
+
+import parity
+import sp_lightning.hf
 
 
 def loop(folder, accumulate=1, zeroes_first=False, **options):
@@ -128,3 +132,40 @@ def two_models(folder, **options):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
 def test_a_loop_over_two_models_leaves_the_bits_of_the_stock_run(run, device, tmp_path):
     assert len(compare(run, tmp_path)["handles"]) == (2 if run is two_models or device.type != "cpu" else 1)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Shows nothing of the state of the optimizer inside."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    defaults = property(lambda self: self.inner.defaults)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+
+def test_an_optimizer_inside_of_another_is_loaded(tmp_path):
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    with sp_lightning.hf.streaming(window=1):
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(net, Wrapper(torch.optim.AdamW(net.parameters())))
+        accelerator.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
+        accelerator.save_state(str(tmp_path))
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.optimizer.inner.state.clear()
+        accelerator.load_state(str(tmp_path))
+        loaded = dict(parity.leaves(optimizer.state_dict()))
+    assert all(parity.difference(leaf, loaded[path]) is None for path, leaf in parity.leaves(saved))

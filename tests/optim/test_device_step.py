@@ -535,6 +535,11 @@ def test_other_classes_are_refused_by_name(kind):
         train(kind, "device", steps=1)
 
 
+def test_what_steps_on_a_device_alone_is_refused_on_the_host_by_name():
+    with pytest.raises(UnsupportedError, match=r"AdamW has capturable=True.*optimizer_device='device'"):
+        train(functools.partial(AdamW, capturable=True), "host", steps=1)
+
+
 def test_a_group_that_is_not_the_modules_alone_has_to_choose_its_kernels(rounds_otherwise):
     def with_another(params, **options):
         other = torch.nn.Parameter(torch.ones(3))
