@@ -43,6 +43,7 @@ from ..memory.weights import layout_with
 from ..optim import native
 
 _dtype, _requires_grad = operator.attrgetter("dtype"), operator.attrgetter("requires_grad")
+MOST_PACKED = 16  # sets of gradients that come together, of which a slab keeps what packs them
 SMALL = 1 << 15  # elements that are widened by way of a copy, and whose operators threads do not share
 
 
@@ -124,7 +125,7 @@ class GradientSlab:
         self._tensors += [slot.wide_view for slot in self._slots.values() if slot.wide_view is not None]
         self._storages = list(map(Tensor.untyped_storage, self._tensors))
         self._untouched = self._traces()
-        # By the gradients that came together before, and their types.
+        # By the gradients that came together before, and their types; few of them.
         self._packed: dict[tuple[Any, ...], tuple[list[GradientSlot], PackedGradients]] = {}
 
     def _lay_out(
@@ -187,6 +188,8 @@ class GradientSlab:
         if any(slot is not self._slots.get(index) for index, slot in zip(indices, found, strict=True)):
             return found, PackedGradients(self._device, found)
         if known is None:
+            if len(self._packed) == MOST_PACKED:  # of experts other ones may come together in each step
+                self._packed.clear()
             known = self._packed[key] = found, PackedGradients(self._device, found)
         return known
 

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import sp_lightning
+from sp_lightning.gradients import slab
 
 TYPES = {"as it is": {}, "widened": {"master_weights": True}}  # a gradient's type on the way, and on the host
 
@@ -50,3 +51,29 @@ def test_a_gradient_whose_data_was_exchanged_gets_new_memory(backward):
     second = run()
     assert second[0] not in first
     assert second[2:] == first[2:]
+
+
+def test_what_packs_gradients_is_kept_of_few_sets_of_experts():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(8))
+
+        def forward(self, x, chosen):
+            return sum(expert(x) for index, expert in enumerate(self.experts) if chosen >> index & 1)
+
+    net = nn.Sequential()
+    net.unit = Experts()
+    net.forward = lambda x, chosen: net.unit(x, chosen)
+    with sp_lightning.stream(net, "cpu", units=["Experts"]) as handle:
+        for chosen in range(1, 200):
+            net(torch.ones(2, 4), chosen).sum().backward()
+            assert all(
+                torch.equal(expert.weight.grad, torch.full((4, 4), 2.0))
+                if chosen >> index & 1
+                else expert.weight.grad is None
+                for index, expert in enumerate(net.unit.experts)
+            )
+            net.zero_grad()
+        (of_unit,) = handle.engine.gradient_return._slabs.values()
+        assert 0 < len(of_unit._packed) <= slab.MOST_PACKED
