@@ -5,7 +5,9 @@ them.
    while backward runs (pending_step.py).
 2. A hook between the optimizer step and the next forward changes nothing: where it reads a weight, it waits for that
    weight's step, as all code does (pending_step.py, Rule 6).
-3. Methods of Lightning's classes and of this package's are known. Methods of any other class, and methods set on an
+3. Where SLURM may requeue a job, a signal handler of Lightning's saves a checkpoint at any time, which is of one step
+   only if no unit is stepped while backward runs.
+4. Methods of Lightning's classes and of this package's are known. Methods of any other class, and methods set on an
    object, may read anything.
 """
 
@@ -29,14 +31,16 @@ SAVING = ("on_save_checkpoint",)
 
 
 def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, optimizer: Optimizer) -> str | None:
-    """Say which hook or setting needs final gradients before the optimizer steps, or return None (Rule 1)."""
-    plugin = strategy.precision_plugin
+    """Say which hook or setting needs final gradients before the optimizer steps, or return None (Rules 1 and 3)."""
+    plugin, environment = strategy.precision_plugin, getattr(strategy, "cluster_environment", None)
     if not module.trainer.callbacks:  # type: ignore[attr-defined]  # the strategy adds one, which Lightning's tuner takes out
         return "in trials of a tuner, which may fail in backward and are followed by others"
     if module.trainer.gradient_clip_val:
         return "gradients are clipped"
     if getattr(plugin, "scaler", None) is not None:
         return "the gradient scaler needs all gradients first"
+    if getattr(environment, "auto_requeue", False):
+        return "SLURM's signal may save a checkpoint at any time: SLURMEnvironment(auto_requeue=False) ends that"
     if _has_replaced_step(optimizer):
         return "the optimizer's step method was replaced"
     return (
@@ -81,7 +85,7 @@ def _has_own(hook: str, part: object, base: type) -> bool:
 
 
 def _overrides(part: object, methods: Collection[str]) -> str | None:
-    """Name the first of these methods that comes from the user's code (Rule 3)."""
+    """Name the first of these methods that comes from the user's code (Rule 4)."""
     known = ("lightning", "pytorch_lightning", "lightning_fabric", "sp_lightning")
     places = [part, *(kind for kind in type(part).__mro__ if kind.__module__.partition(".")[0] not in known)]
     method = next((method for place in places for method in methods if method in vars(place)), None)

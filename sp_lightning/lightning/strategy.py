@@ -462,17 +462,23 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state for a checkpoint."""
+        self._check_whole()
         self._writer.keep(self._streaming, self.optimizers)
         return self._files.state_of((), super().lightning_module_state_dict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state for a checkpoint."""
+        self._check_whole()
         plain, handle = super().optimizer_state, self._streaming
         if handle is None:
             check_readable(optimizer)
         if handle is not None and handle.divides_state and not self._handles_exception:
             plain = handle.optimizer_state
         return self._files.state_of((optimizer,), plain)
+
+    def _check_whole(self) -> None:
+        if self._streaming is not None:
+            self._streaming.engine.step_owner.check_whole()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights as the base class does, with a progress bar if it takes long."""
@@ -493,8 +499,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint as the base class does, with a progress bar if it takes long.
 
-        Of a torn step nothing is saved: while Lightning handles an exception the log says so, else it is an error.
+        In the middle of a step that is an error. Of a torn step nothing is saved: while Lightning handles an exception
+        the log says so, else it is an error.
         """
+        self._check_whole()
         if why := self._why_not_saved("optimizer_states" in checkpoint):
             if not self._handles_exception:
                 raise TornStepError(why)

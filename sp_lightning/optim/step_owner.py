@@ -11,6 +11,7 @@
    the first backward before an optimizer's step finds out whether any code reads the state, and steps nothing. If some
    code does, nothing is ever stepped in backward. Code that begins to read it once units are stepped is an error.
 5. Backward must not come back to a unit that was submitted in it (backward_pass.py, Rule 1): its old bytes are gone.
+6. No checkpoint is saved between the first unit that is submitted in backward and the end of the optimizer's own code.
 """
 
 from __future__ import annotations
@@ -142,7 +143,17 @@ class StepOwner:
         self.thread.close()
         self._announced = self._current = self.takes_units = None
 
-    # ---- errors (Rules 4 and 5)
+    # ---- errors (Rules 4 to 6)
+
+    def check_whole(self) -> None:
+        """Raise if a step that began in backward has not ended: weights and state are of two steps (Rule 6)."""
+        step = self._current
+        if step is not None and step.submitted and step.optimizer is not None and not step.has_ended:
+            raise ExactnessError(
+                "a checkpoint was asked for in the middle of a step, from a signal handler or another thread, when the "
+                f"optimizer had begun to step {next(iter(step.submitted)).unit.name}: it would be of two steps. Save "
+                "between steps, or set optimizer_overlap=False"
+            )
 
     def _state_is_read(self) -> None:
         """Finish the step, as code reads its state; in backward step no unit, or raise if one is submitted (Rule 4)."""

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -294,6 +295,56 @@ def test_what_looks_between_backward_and_step_holds_the_step_and_is_said_once(ki
     with caplog.at_level(logging.INFO, "sp_lightning"):
         assert fit(module_of(kind=kind), callbacks, **trainer) == [0, 0, 0, 0]
     assert sum(reason in record.getMessage() for record in caplog.records) == 1
+
+
+class Interrupted(models.ZooModule):
+    """In the third batch a signal comes near the end of backward, when units above are stepped."""
+
+    def training_step(self, batch, number):
+        if number == 2:
+            self.before = {name: value.detach().cpu().clone() for name, value in self.state_dict().items()}
+            send = lambda *_: os.kill(os.getpid(), signal.SIGUSR1)  # noqa: E731
+            self.net.blocks[0].register_forward_hook(lambda module, args, out: out.register_hook(send) and None)
+        return super().training_step(batch, number)
+
+
+@pytest.fixture
+def interrupted(device, monkeypatch, tmp_path):
+    """A module and a trainer on a device whose backward runs in another thread, if there is one."""
+    if device.type == "simgpu":
+        import simgpu.lightning  # noqa: F401
+    handler = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.chdir(tmp_path)
+
+    def make():
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        module = module_of(kind=Interrupted)
+        return module, L.Trainer(accelerator=device.type, devices=1, strategy="superpipeline", max_steps=3, **quiet)
+
+    yield make
+    signal.signal(signal.SIGUSR1, handler)
+
+
+def test_a_signal_handler_that_saves_when_units_were_stepped_is_an_error(interrupted, tmp_path):
+    module, trainer = interrupted()
+    signal.signal(signal.SIGUSR1, lambda *_: trainer.save_checkpoint(tmp_path / "mixed.ckpt"))
+    with pytest.raises(ExactnessError, match="asked for in the middle of a step"):
+        trainer.fit(module, models.loader(module.case, 4))
+    assert not (tmp_path / "mixed.ckpt").exists()
+
+
+def test_what_slurms_signal_saves_is_of_one_step(interrupted, tmp_path, monkeypatch):
+    job = dict.fromkeys(["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"], "0")
+    job |= dict.fromkeys(["SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS_PER_NODE"], "1")
+    for name, value in {**job, "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", lambda *_, **__: 0)
+    module, trainer = interrupted()
+    trainer.fit(module, models.loader(module.case, 4))
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
+    assert {float(state["step"]) for state in saved["optimizer_states"][0]["state"].values()} == {2.0}
+    for name, value in saved["state_dict"].items():
+        assert torch.equal(value.cpu(), module.before[name]), name
 
 
 class SeesTheEnd(models.ZooModule):
