@@ -19,6 +19,8 @@
    that (``old = p.data; p.data = other; ...; p.data = old``), the stand-in is over the buffer again. Data of another
    shape has the weight's bytes in another order (a quantized layer that packs them for its kernel). Its unit keeps its
    place and its size, so a frozen weight gets that shape at once, on both sides, unless a graph needs the old one.
+8. Code in a visit that asks for a gradient gets a copy of it on the device, the same one until the visit ends. What the
+   code has written to it goes to the host then.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from ..errors import ExactnessError
 from ..memory.host_copy import HostCopy
 from ..memory.partition import Slot, Unit, exchange
 from ..memory.watched_parameters import (
+    finished_grad,
     set_true_data,
     stand_in,
     stand_in_of_parts,
@@ -56,6 +59,7 @@ from .fp32_copies import FullPrecisionCopies
 from .gradient_nodes import Awaited, CastUses, Gradients, Receive, check_not_recorded, connect
 
 _requires_grad = operator.attrgetter("requires_grad")
+GradientCopy = tuple[Tensor, int, Tensor, int]  # a gradient on the host, and one on the device, with their versions
 OnGradients = Callable[["StreamedUnit", Any, Gradients], Gradients]
 
 
@@ -135,6 +139,7 @@ class StandIns:
         self.awaited = Awaited()  # of any build: a graph leads from them to a node of the unit
         self.uses = CastUses(self.awaited, store.device)
         self.full_precision = FullPrecisionCopies(store, receive)
+        self.gradients: dict[int, GradientCopy] = {}  # that code in this visit has, by index
         self._bound_slots = 0
         self._trainable: list[bool] = []
         self._attributes: list[Any] = []  # of the wholes' stand-ins when they were made
@@ -337,6 +342,44 @@ class StandIns:
         """Write back what model code has written so far in the visit that the unit is in."""
         self.collect_writes()
         self.full_precision.collect_in_visit()
+        self.collect_gradients()
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's gradient, in a visit one on the device (Rule 8)."""
+        grad, index, device = finished_grad(parameter), self.index_of[id(parameter)], self.store.device
+        if grad is None or not self.bound or device.holds(grad):
+            return grad
+        known = self.gradients.get(index)
+        if known is not None and known[0] is grad:
+            if known[1] != grad._version:
+                self._collect_gradient(index)
+                known[2].data.copy_(grad)
+            copied = known[2]
+        else:
+            if known is not None:
+                self._collect_gradient(index)
+            copied = grad.to(device.torch_device)
+        self.gradients[index] = grad, grad._version, copied, copied._version
+        return copied
+
+    def collect_gradients(self) -> None:
+        """Write back what code wrote to gradients in the visit (Rule 8)."""
+        while self.gradients:
+            self._collect_gradient(next(iter(self.gradients)))
+
+    def _collect_gradient(self, index: int) -> None:
+        grad, version, copied, version_of_copy = self.gradients.pop(index)
+        if grad._version != version:
+            if copied._version != version_of_copy:
+                raise ExactnessError(
+                    f"the gradient of {self.store.names[index]} was written inside its unit's forward, and changed "
+                    "there by a backward, or by other code, as well: write to it outside of the forward"
+                )
+        elif copied._version != version_of_copy or (
+            copied.layout is torch.strided and not same_bytes(copied.cpu(), grad)
+        ):
+            with torch.no_grad():
+                grad.copy_(copied)
 
     def _changed_whole(self) -> str | None:
         """Return the name of a whole whose stand-in was given another attribute, if any was."""

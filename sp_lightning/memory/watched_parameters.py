@@ -29,7 +29,7 @@
    norm and has it multiplied (host_gradients.py). Code in C++ comes to it without asking, as autograd does to
    accumulate: then the operator is called with the widened gradient.
 10. Inside a visit of its unit a host parameter that code has kept gives the bytes of its stand-in, to functions
-    (weight_reads.py) and by ``.data``: in a plain run both are one.
+    (weight_reads.py) and by ``.data``: in a plain run both are one. So it is with ``.grad``.
 """
 
 from __future__ import annotations
@@ -167,6 +167,7 @@ class DataWatcher(Protocol):
 
     owner: ParameterOwner
     names: list[str]
+    bound: bool  # whether the stand-ins are in the places of the host parameters
     index_of: dict[int, int]  # by the parameters' ids
 
     @property
@@ -179,6 +180,9 @@ class DataWatcher(Protocol):
 
     def host_exposed(self, parameter: Tensor) -> None:
         """Prepare for writes to the host bytes at any time from here on, unseen by any version counter."""
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's gradient, in a visit of its unit one on the device."""
 
     def replace(self, stand_in: Tensor, parameter: nn.Parameter, value: Tensor) -> None:
         """Take note that model code gives a stand-in of the parameter other data."""
@@ -270,7 +274,7 @@ class HostParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         watcher = _watchers[id(self)]
-        if watcher.owner.in_visit(self):  # Rule 10
+        if in_visit(self):  # Rule 10
             with watcher.owner.lend(self) as lent:
                 return lent.data
         watcher.host_exposed(self)
@@ -279,7 +283,7 @@ class HostParameter(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         watcher = _watchers[id(self)]
-        if watcher.owner.in_visit(self):
+        if in_visit(self):
             with watcher.owner.lend(self) as lent:
                 lent.data = value
             return
@@ -289,7 +293,7 @@ class HostParameter(nn.Parameter):
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> HostParameter:
         """Take a tensor's bytes or a storage, as ``torch.Tensor.set_``, which takes no part in function dispatch."""
         watcher = _watchers[id(self)]
-        if watcher.owner.in_visit(self):
+        if in_visit(self):
             with watcher.owner.lend(self) as lent:
                 lent.set_(source, *args, **kwargs)
             return self
@@ -302,7 +306,10 @@ class HostParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        owner = _watchers[id(self)].owner
+        watcher = _watchers[id(self)]
+        owner = watcher.owner
+        if watcher.bound and owner.in_visit(self):  # Rule 10
+            return watcher.gradient(self)
         if owner.access.gradients:
             owner.check_gradient(self)
             if owner.access.changes_gradients or (_has_grad(self) and not grad_is_taken_away()):
@@ -349,7 +356,7 @@ class HostParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            data = self.data if owner_of(self).in_visit(self) else _data.__get__(self)
+            data = self.data if in_visit(self) else _data.__get__(self)
             copied = data.clone(memory_format=torch.preserve_format)
             memo[id(self)] = nn.Parameter(copied, self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
@@ -600,8 +607,7 @@ class DeviceParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        grad = finished_grad(self.host)
-        return None if grad is None else grad.to(_device.__get__(self))
+        return _watchers[id(self.host)].gradient(self.host)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -780,6 +786,12 @@ def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = 
 def owner_of(parameter: Tensor) -> ParameterOwner:
     """Return the owner of this managed host parameter."""
     return _watchers[id(parameter)].owner
+
+
+def in_visit(parameter: Tensor) -> bool:
+    """Whether model code runs in a visit of this managed host parameter's unit (Rule 10)."""
+    watcher = _watchers[id(parameter)]
+    return watcher.bound and watcher.owner.in_visit(parameter)
 
 
 def name_of(parameter: Tensor) -> str:

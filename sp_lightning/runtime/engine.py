@@ -312,6 +312,8 @@ class Engine:
                         replayed = [index for store, index in self.recompute.written.restored if store is unit.store]
                     unit.stand_ins.collect_writes(replayed)
                     unit.stand_ins.unbind()
+                    if unit.stand_ins.gradients:
+                        unit.stand_ins.collect_gradients()
                     if unit.stand_ins.may_be_kept:
                         self.window.borrowed.add(unit)
                     self.counters.listener.left(self._open[-1].name if self._open else "", in_backward())

@@ -9,9 +9,13 @@ import copy
 
 import pytest
 import torch
+from refusals import refusal
 from side_by_side import blocks, check, inputs, squares
 
+import models
 import parity
+import sp_lightning
+from sp_lightning.errors import ExactnessError
 
 
 def over(storage, like):
@@ -20,6 +24,14 @@ def over(storage, like):
 
 def replace(p):
     p.data = p.data * 0.5
+
+
+GRADIENT_WRITES = {
+    "zero_": lambda grad: grad.zero_(),
+    "mul_": lambda grad: grad.mul_(0.5),
+    "data": lambda grad: grad.data.mul_(0.5),
+    "row": lambda grad: grad[0].mul_(0.5),
+}
 
 
 def step(p):
@@ -104,3 +116,52 @@ def test_a_weight_that_travels_in_autocasts_type_and_is_written_by_a_hook_inside
     write, since, window, device
 ):
     check(blocks, hooked(WRITES[write], autocasts=True, since=since), device, window=window)
+
+
+@parity.product(
+    write=list(GRADIENT_WRITES),
+    by=["slot", "reference", "both"],
+    activations=["keep", "offload"],
+    device=parity.DEVICES,
+)
+@pytest.mark.few(4)
+def test_a_gradient_of_an_earlier_batch_that_code_inside_of_its_unit_writes(write, by, activations, device):
+    def run(net, device):
+        seen = []
+        for block in net.blocks:
+
+            def hook(layer, _, kept=block.down.weight):
+                weights = [*[layer.weight] * (by != "reference"), *[kept] * (by != "slot")]
+                for weight in weights:
+                    if weight.grad is not None:
+                        GRADIENT_WRITES[write](weight.grad)
+                        seen.append((weight.grad + layer.bias.grad.norm()).cpu())
+
+            block.down.register_forward_pre_hook(hook)
+        for x in inputs(device, 4):
+            squares(net, x).backward()
+            yield [p.grad for p in net.parameters()]
+        yield seen
+
+    check(blocks, run, device, activations=activations)
+
+
+@refusal(
+    "code inside a unit's forward writes a gradient of the unit, and a backward there adds to it",
+    ExactnessError,
+    "write to it outside of the forward",
+)
+def test_a_gradient_that_a_unit_writes_and_adds_to_is_an_error_on_a_device():
+    class Adding(models.Block):
+        def forward(self, x):
+            if self.up.weight.grad is not None:
+                self.up.weight.grad.mul_(0.5)
+                with torch.enable_grad():
+                    self.up(x.detach()).sum().backward()
+            return super().forward(x)
+
+    net, batches = models.stack_of(Adding)(), inputs(torch.device("simgpu"), 2)
+    with sp_lightning.stream(net, "simgpu", window=1):
+        squares(net, next(batches)).backward()
+        with pytest.raises(ExactnessError, match=r"the gradient of blocks\.0\.up\.weight was written inside its unit"):
+            squares(net, next(batches))

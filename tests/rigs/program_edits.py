@@ -583,9 +583,15 @@ def see_inside(scene: Scene, at: int) -> None:
 
 @edit("inside: layer that writes its data", OUTSIDE)
 def write_inside(scene: Scene, at: int) -> None:
-    """By itself, or by the weight that it found outside of any forward."""
+    """By itself, or by the weight that it found outside of any forward; also the gradient that is there."""
     found = scene.linear(at).weight
-    runs_in_layer(scene, at, lambda layer: shrink(layer.weight if at % 2 else found, row=at % 4 < 2))
+
+    def write(layer: nn.Linear) -> None:
+        shrink(layer.weight if at % 2 else found, row=at % 4 < 2)
+        if at % 3 == 0 and found.grad is not None:
+            found.grad.mul_(0.9)
+
+    runs_in_layer(scene, at, write)
 
 
 @edit("inside: layer that writes what was kept", OUTSIDE)
