@@ -2,7 +2,7 @@
 
 1. A unit may be stepped in backward (step_owner.py) once a whole backward was seen that did not come back to it
    after its gradients were complete. A backward comes back to a unit if the graph also uses a weight detached, or if a
-   hook reads a weight or changes its gradient. What was learned is forgotten when other weights become trainable. Some
+   hook reads a weight or its gradient. What was learned is forgotten when other weights become trainable. Some
    units are never stepped in backward: those with
    frozen weights, since the layers below decide whether these are needed after the unit's gradients; those of which a
    weight was borrowed in FP32 in this backward (fp32_copies.py), since the other weights' gradients may come later; and
@@ -47,6 +47,7 @@ class BackwardPass:
         self.last: StreamedUnit | None = None  # needed last; None once its gradients came
         self._inside: set[StreamedUnit] = set()  # needed by now, with gradients that are not complete
         self._complete: set[StreamedUnit] = set()  # with complete gradients
+        self._given: set[StreamedUnit] = set()  # with gradients that code got before the step
         self._never_revisited: set[StreamedUnit] = set()  # a whole backward did not come back to them (Rule 1)
 
     def begin(self, at_end: Callable[[], None]) -> None:
@@ -55,12 +56,13 @@ class BackwardPass:
         self._task = graph_task()
         self._inside.clear()
         self._complete.clear()
+        self._given.clear()
         at_end_of_backward(at_end)
 
     def end(self) -> None:
         """End a backward that raised no error, and record which units it did not come back to (Rule 1)."""
         self.interrupt()
-        self._never_revisited |= self._complete
+        self._never_revisited |= self._complete - self._given
 
     def interrupt(self) -> None:
         """End a backward that may have raised an error. Safe twice."""
@@ -86,6 +88,11 @@ class BackwardPass:
         self._complete.discard(unit)
         self._never_revisited.discard(unit)
         return True
+
+    def gives_gradient(self, unit: StreamedUnit) -> None:
+        """Record that code gets a gradient of the unit, which it may change before the step (Rule 1)."""
+        self._given.add(unit)
+        self._never_revisited.discard(unit)
 
     def forget(self) -> None:
         """Forget what was learned: from now on backward may need other units (Rule 1)."""

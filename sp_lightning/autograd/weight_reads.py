@@ -69,6 +69,7 @@ from ..memory.watched_parameters import (
     has_hooks,
     has_one_node,
     host_classes,
+    in_visit,
     is_on_host,
     name_of,
     owner_of,
@@ -187,7 +188,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
             if func is torch.autograd.grad:
                 _refuse_dtensors(hosts)
             return _differentiated(call, args, kwargs)
-        inside = [host for host in hosts if owner_of(host).in_visit(host)]
+        inside = [*filter(in_visit, hosts)]
         if is_about_parameter:
             served = inside if name in _BYTES else []
         else:

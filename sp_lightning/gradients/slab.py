@@ -324,6 +324,8 @@ def is_own(parameter: Tensor, slab: GradientSlab | None, index: int) -> bool:
     grad = _known(true_grad(parameter))
     if type(grad) is NarrowGradient:  # of which no code knows
         return True
+    if grad.layout is not torch.strided:
+        return False
     from_slab = 0 if slab is None else slab.references(index, grad)
     if not from_slab and not grad.untyped_storage().resizable():
         return False

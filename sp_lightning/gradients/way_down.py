@@ -13,7 +13,8 @@
    at most one exists, beside the gradients that autograd collects for the next unit.
 4. A gradient in autocast's type comes down in that type and becomes FP32 on the host: the same value.
 5. Other code may change what was accumulated before the optimizer steps: a hook in backward, or a graph that leads to a
-   host parameter past its unit's node (gradient_nodes.py). Such changes are recorded for the step in backward.
+   host parameter past its unit's node (gradient_nodes.py). Such changes are recorded for the step in backward. Where
+   code has kept an earlier gradient, the next one is added to it at once, for a hook may read or write what was kept.
 6. A task of autograd brings a parameter's gradient once: a plain run sums all of it before it adds the sum to an
    earlier gradient, or calls a hook. Where a unit has two nodes in one graph (stand_ins.py, Rule 3) they would come one
    after the other, which is an error.
@@ -51,6 +52,7 @@ from ..memory.watched_parameters import (
     true_grad,
     wide_grad,
 )
+from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving, PendingStep
 from .slab import GradientSlab, GradientSlot, NarrowSlab, PackedGradients, accumulate, can_stay_narrow, is_own, widen
 
@@ -63,6 +65,7 @@ class GradientVersions:
     def __init__(self) -> None:
         self._marks: dict[int, tuple[list[Tensor], Mark]] = {}  # by id of the first parameter that was packed together
         self._changed: list[Tensor] = []
+        self._given: list[tuple[Tensor, Tensor]] = []  # of parameters whose gradients code got: what they were
 
     def note_packed(self, parameters: list[Tensor]) -> None:
         """Record that the gradients of these parameters are on their way down together."""
@@ -76,6 +79,11 @@ class GradientVersions:
             self._changed.append(parameters[0])
         self._marks[id(parameters[0])] = parameters, mark_of(map(true_grad, parameters))
 
+    def note_given(self, parameter: Tensor) -> None:
+        """Record what a gradient is that code gets, and may write through its ``.data``."""
+        if (grad := wide_grad(parameter)) is not None:
+            self._given.append((parameter, grad.clone()))
+
     @contextlib.contextmanager
     def exchanging(self, parameters: Collection[Tensor]) -> Iterator[None]:
         """Have gradients of these parameters get other memory in a context: with the same values it is no change."""
@@ -87,14 +95,17 @@ class GradientVersions:
             self._marks[id(known[0])] = known, mark_of(map(true_grad, known))
 
     def changed(self) -> list[Tensor]:
-        """List the first parameter of each packed group in which other code changed a gradient."""
+        """List the first parameter of each packed group in which other code changed a gradient, and others."""
         marks = self._marks.values()
-        return self._changed + [known[0] for known, mark in marks if mark_of(map(true_grad, known)) != mark]
+        changed = [known[0] for known, mark in marks if mark_of(map(true_grad, known)) != mark]
+        unseen = [one for one, was in self._given if (now := true_grad(one)) is not None and not same_bytes(now, was)]
+        return [*self._changed, *changed, *unseen]
 
     def clear(self) -> None:
         """Forget all gradients: another backward begins."""
         self._marks.clear()
         self._changed.clear()
+        self._given.clear()
 
 
 def mark_of(grads: Iterable[Tensor | None]) -> Mark:
@@ -298,16 +309,25 @@ class GradientReturn:
         transfer.in_use = [(place.tensor, place.wide_view, place.lands_in) for place in places]
         self.marks.note_packed(transfer.parameters)
         self.taken.update(dict.fromkeys(ids, task))
+        is_first = {*map(type, map(true_grad, transfer.parameters))} == {type(None)}
+        is_kept = not is_first and self._is_kept(store, indices)
         if self.exchange is not None:
             self.exchange.reached(transfer.parameters)
         if exchange is not None:
             named = zip(indices, places, strict=True)
             exchange.submit(store, transfer, [(i, place.flat, place.tensor) for i, place in named], step)
-        elif step is not None and self.exchange is None and not self._under_way:
+        elif step is not None and self.exchange is None and not self._under_way and not is_kept:
             step.promise(store)
             step.take(store, transfer)
         else:
             self._under_way.append(transfer)
+            if is_kept:
+                self.finish()
+
+    def _is_kept(self, store: HostCopy, indices: Iterable[int]) -> bool:
+        """Whether code may have kept an earlier gradient of any of these parameters (Rule 5)."""
+        earlier = [index for index in indices if true_grad(store.params[index]) is not None]
+        return not all(self.is_own(store, index) for index in earlier)
 
     def _next_slab(self, store: HostCopy) -> GradientSlab:
         before = self._slabs.get(store)

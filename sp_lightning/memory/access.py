@@ -58,6 +58,7 @@ class Access:
     def __init__(self) -> None:
         self.gradients: set[object] = set()  # that make, change or read gradients: a backward, a step, a clipping
         self.deferred: object = None  # of these, a step that changes none, and refers itself to those that it reads
+        self.step_has_begun = False  # in a backward, while the optimizer's own code has yet to step the rest
         self.steps: dict[object, StepBeside] = {}  # that write the host bytes of a unit, by its store
         self.fills: dict[object, Fill] = {}  # that may still read them, likewise
         self.savings: set[Saving] = set()  # at most one

@@ -137,6 +137,9 @@ class ParameterOwner(Protocol):
     def check_gradient(self, parameter: Tensor) -> None:
         """Raise an error if a read of this gradient in a backward would not find what it finds in a plain run."""
 
+    def gradient_given(self, parameter: Tensor) -> None:
+        """Note that code is about to get this gradient, which it may write where no version shows it."""
+
     def before_host_access(self, parameter: Tensor) -> None:
         """Complete a parameter's host bytes, before code outside of visits reads or writes them."""
 
@@ -314,6 +317,8 @@ class HostParameter(nn.Parameter):
             owner.check_gradient(self)
             if owner.access.changes_gradients or (_has_grad(self) and not grad_is_taken_away()):
                 owner.land()
+        if owner.access.step_has_begun:
+            owner.gradient_given(self)
         with without_dispatch():
             grad = true_grad(self)
             return wide_grad(self) if type(grad) is NarrowGradient and not looks_at_no_value() else grad

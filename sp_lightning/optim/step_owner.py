@@ -76,6 +76,7 @@ class StepOwner:
             raise
         finally:
             self._announced = self.takes_units = None
+            self._access.step_has_begun = False
             step.end()
 
     def announce(
@@ -99,6 +100,7 @@ class StepOwner:
             self.takes_units = None
         elif step is not None and step is not self._current and self.begins_in_backward:
             self._current = step
+            self._access.step_has_begun = True
             if not self._reads_state and step.withhold(self._state_is_read):
                 self.takes_units = None if self._reads_state is None else step
                 self._reads_state = False
@@ -111,6 +113,7 @@ class StepOwner:
         Units are deferred in this order. ``is_own`` tells whether only a parameter refers to its gradient.
         """
         step, self._announced, self.takes_units = self._announced, None, None
+        self._access.step_has_begun = False
         assert step is not None
         self.finish()
         self._current = step
@@ -173,9 +176,13 @@ class StepOwner:
         step.given_up = "code in backward reads its state"
         step.give_back()
 
+    def has_submitted(self, store: HostCopy) -> bool:
+        """Whether the step in backward was given this unit."""
+        return self.takes_units is not None and store in self.takes_units.submitted
+
     def check_revisit(self, store: HostCopy) -> None:
         """Raise if backward comes back to a unit that was submitted in it."""
-        if self.takes_units is not None and store in self.takes_units.submitted:
+        if self.has_submitted(store):
             raise ExactnessError(
                 f"backward came back to {store.unit.name} after its gradients were complete and the optimizer had "
                 "stepped it. In earlier steps neither backward did so, nor a hook that reads weights or changes "

@@ -464,6 +464,16 @@ class Engine:
             unit = self._by_parameter[id(parameter)]
             self.backward_pass.check_gradient(unit, name_of(parameter))
 
+    def gradient_given(self, parameter: Tensor) -> None:
+        """Note that code may write a gradient through its ``.data`` between its arrival and a step in backward."""
+        if id(parameter) not in self.gradient_return.taken or self.team.size > 1:  # sums may come yet
+            return
+        unit = self._by_parameter[id(parameter)]
+        self.backward_pass.gives_gradient(unit)
+        if self.step_owner.has_submitted(unit.store):
+            with quietly():
+                self.gradient_return.marks.note_given(parameter)
+
     def check_changed(self) -> None:
         """Report the units whose gradients other code changed since they arrived (backward_pass.py, Rule 1)."""
         for parameter in self.gradient_return.marks.changed():

@@ -310,16 +310,24 @@ def test_a_hook_that_begins_to_look_at_a_weight_that_was_stepped_is_an_error(ove
         parity.check(case, options, accelerator=device.type)
 
 
+HALVES = {
+    "itself": lambda grad: grad.mul_(0.5),
+    "data": lambda grad: grad.data.mul_(0.5),
+    "a row's data": lambda grad: grad[0].data.mul_(0.5),
+    "nothing": lambda grad: grad.norm(),
+}
+
+
 class Changed(models.Stack):
     """A hook of an early block halves the gradient of a late one's weight, which is complete by then."""
 
-    def __init__(self, where, since=0):
+    def __init__(self, where, since=0, by="itself"):
         super().__init__(models.Block() for _ in range(4))
         weight, batches, early = self.blocks[3].up.weight, itertools.count(), self.blocks[0].up
 
         def halve(*_):
             if next(batches) >= since:
-                weight.grad.mul_(0.5)
+                HALVES[by](weight.grad)
 
         def halve_at_the_end(*_):
             torch.autograd.Variable._execution_engine.queue_callback(halve)
@@ -334,20 +342,46 @@ class Changed(models.Stack):
             early.weight.register_hook(halve if where == "tensor" else halve_at_the_end)
 
 
+@pytest.mark.parametrize("by", HALVES)
 @pytest.mark.parametrize("where", ["tensor", "leaf", "module", "at the end of the first", "at the end of the last"])
-@pytest.mark.few(1)
-def test_a_gradient_that_a_hook_in_backward_changes_is_stepped_with_as_it_is_then(where, device):
-    case = dataclasses.replace(models.case("mlp"), make=lambda: Changed(where))
+@pytest.mark.few(2)
+def test_a_gradient_that_a_hook_in_backward_changes_is_stepped_with_as_it_is_then(where, by, device):
+    case = dataclasses.replace(models.case("mlp"), make=lambda: Changed(where, by=by))
     parity.check(case, {"window": 2}, accelerator=device.type)
 
 
+@pytest.mark.parametrize("where", ["module", "at the end of the last"])
+@pytest.mark.parametrize("by", HALVES)
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.few(1)
-def test_a_hook_that_begins_to_change_a_gradient_that_was_stepped_with_is_an_error(overlap, device):
-    case = dataclasses.replace(models.case("mlp"), make=lambda: Changed("module", since=2))
+@pytest.mark.few(2)
+def test_a_hook_that_begins_to_change_a_gradient_that_was_stepped_with_is_an_error(overlap, by, where, device):
+    case = dataclasses.replace(models.case("mlp"), make=lambda: Changed(where, since=2, by=by))
     options = {"window": 2, "optimizer_overlap": overlap}
-    with refused(overlap, r"net\.blocks\.3 .* or changes gradients"):
+    with refused(overlap and by != "nothing", r"net\.blocks\.3 .* or changes gradients"):
         parity.check(case, options, accelerator=device.type)
+
+
+class Kept(models.Stack):
+    """Keeps a late gradient, or its data, in the backward of one batch, and halves it in that of the next one."""
+
+    def __init__(self, keep):
+        super().__init__(models.Block() for _ in range(4))
+        weight, kept = self.blocks[3].up.weight, []
+
+        def keep_or_halve(*_):
+            if kept:
+                kept.pop().mul_(0.5)
+            else:
+                kept.append(keep(weight.grad))
+
+        self.blocks[0].up.register_full_backward_hook(keep_or_halve)
+
+
+@pytest.mark.parametrize("keep", [lambda grad: grad, lambda grad: grad.data], ids=["itself", "data"])
+@pytest.mark.few(1)
+def test_a_gradient_that_was_kept_from_an_earlier_batch_is_stepped_with_as_a_hook_leaves_it(keep, device):
+    case = dataclasses.replace(models.case("mlp"), make=lambda: Kept(keep))
+    parity.check(case, {"window": 2}, accelerator=device.type, accumulate=2)
 
 
 class Square(torch.autograd.Function):
