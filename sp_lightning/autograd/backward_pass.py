@@ -12,11 +12,14 @@
    outermost backward brings them.
 3. Gradients of a unit become complete together, those of a plain run one by one. A hook that reads one of them while
    backward is inside the unit gets an error.
+4. A backward that failed never comes to its end, and no forward need follow before the next one begins. So that one
+   asks whether autograd still has what it is to call at the end: it lets go of that with the task.
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 
 from ..compat.tensors import at_end_of_backward, current_node, graph_task
@@ -43,6 +46,7 @@ class BackwardPass:
     def __init__(self, access: Access) -> None:
         self._access = access
         self._task = -1  # autograd's number of the outermost backward
+        self.at_end: Callable[[], object] = lambda: None  # what autograd is to call then (Rule 4)
         self.brought_by = -1  # that of the backward, nested or not, which brought the last gradients
         self.last: StreamedUnit | None = None  # needed last; None once its gradients came
         self._inside: set[StreamedUnit] = set()  # needed by now, with gradients that are not complete
@@ -57,6 +61,7 @@ class BackwardPass:
         self._inside.clear()
         self._complete.clear()
         self._given.clear()
+        self.at_end = weakref.ref(at_end)
         at_end_of_backward(at_end)
 
     def end(self) -> None:

@@ -404,8 +404,9 @@ class Engine:
 
     def _came_last(self, unit: StreamedUnit) -> bool:
         """Whether the unit is the one that backward needed last, and still there, with bytes that code cannot reach."""
-        on_device = unit.store.on_device
-        return unit is self.backward_pass.last and on_device.is_there and on_device.stamp.epoch == unit.store.epoch
+        on_device, backward = unit.store.on_device, self.backward_pass
+        is_last = unit is backward.last and backward.at_end() is not None
+        return is_last and on_device.is_there and on_device.stamp.epoch == unit.store.epoch
 
     def _require(self, unit: StreamedUnit, backward: bool) -> None:
         if backward:
@@ -485,7 +486,9 @@ class Engine:
 
     def _in_backward_from_here(self, unit: StreamedUnit) -> None:
         if self.backward_pass in self.access.gradients:
-            return
+            if self.backward_pass.at_end() is not None:
+                return
+            self._interrupt_backward()
         if self.phases.closed:
             raise _after_the_end(unit)
         if self.window.borrowed:  # other units may share the bytes that code wrote
@@ -548,17 +551,21 @@ class Engine:
             self.saved.pop()
         self._open.clear()
         self.window.borrowed.clear()
-        self.backward_pass.interrupt()
-        self.counters.listener.idle()
-        self.gradient_return.drop()
+        self._interrupt_backward()
         self.team.interrupt()
-        self.saved.offload.backward_done()
         for unit in self.units:
             unit.visits = 0
             unit.stand_ins.unbind()
         self.autocast_weights.interrupt()
-        self.autocast_weights.backward_done()
         self.window.interrupt()
+
+    def _interrupt_backward(self) -> None:
+        """End a backward that an exception left open, if one did; the team ends its own as the next one begins."""
+        self.backward_pass.interrupt()
+        self.counters.listener.idle()
+        self.gradient_return.drop()
+        self.saved.offload.backward_done()
+        self.autocast_weights.backward_done()
 
     def let_autograd_end(self) -> None:
         """Wait until autograd's thread of the device is done with a backward that failed, if one did."""

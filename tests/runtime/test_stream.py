@@ -348,6 +348,37 @@ def test_after_an_exception_in_a_step_the_next_one_is_exact(device, where):
         assert train(net, device) == expected
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("then", ["forward", "backward", "close"])
+@pytest.mark.few(1)
+def test_after_a_backward_that_failed_the_next_one_keeps_its_gradients(activations, then, device):
+    """The graph of the next one was there already: no forward between the two ended the failed one."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ZeroDivisionError
+
+    def run(net, device):
+        x = models.vectors(0)[0].to(device)
+        first, second = squares(net, Fails.apply(x.clone().requires_grad_())), squares(net, 2 * x)
+        with pytest.raises(ZeroDivisionError):
+            first.backward()
+        net.zero_grad()
+        second.backward()
+        if then == "forward":
+            with torch.no_grad():
+                yield net(x)
+        elif then == "backward":
+            squares(net, 3 * x).backward()
+
+    check(blocks, run, device, activations=activations)
+
+
 @pytest.mark.few(1)
 def test_a_module_that_outgrew_its_budget_is_never_run_plainly(device):
     """A caller that goes on after the error meets it again, and streams once the module fits."""
