@@ -175,7 +175,10 @@ class StandIns:
         trainable = list(map(_requires_grad, self.hosts))  # a whole's parts train as it does
         self.uses = CastUses(self.awaited, self.store.device)
         receive = self._receiver(self.uses)
-        views = [*map(self.store.on_device.view, range(len(self.store.params)))]
+        on_device = self.store.on_device
+        self._drop()
+        others = on_device.aliases()
+        views = [*map(on_device.view, range(len(self.store.params)))]
         self.places, parts = [*views], self.store.unit.parts
         for index, sharded in self.sharded.items():
             views[index] = sharded.over(views[index])
@@ -192,7 +195,8 @@ class StandIns:
         self._trainable = trainable
         self.build += 1
         self._versions = self.versions()
-        self.store.on_device.own_aliases = self.store.on_device.aliases()
+        on_device.stand_ins = on_device.aliases() - others
+        self.may_be_kept = self.may_be_kept or (changed and on_device.has_views())  # of the stand-ins before
         self._own_references = sum(map(sum, references(self.shown)))  # from Python and from C++
         return changed
 
@@ -280,13 +284,17 @@ class StandIns:
 
     def remake(self) -> None:
         """Drop the stand-ins, since their types changed: ``refresh`` makes others."""
-        self.outputs = self.shown = self.places = []
-        self._attributes = []
+        self._drop()
         self._versions = []  # the unit may be fetched and evicted before its next visit
         self.may_be_kept = False
         self._were = []
         self.data_exposed[0] = False
         self.full_precision.clear()
+
+    def _drop(self) -> None:
+        self.outputs = self.shown = self.places = []
+        self._attributes = []
+        self.store.on_device.stand_ins = 0
 
     def backward_done(self) -> None:
         """End a backward: all gradients have arrived."""
@@ -303,8 +311,7 @@ class StandIns:
             unwatch(host)
         for whole in self.wholes:
             whole.end()
-        self.outputs = self.shown = self.places = []
-        self._attributes = []
+        self._drop()
         self._versions = []  # an optimizer whose closure made the units anew ends with these
         self.slots = []
         self.hidden = []
@@ -428,8 +435,6 @@ class StandIns:
 
     def in_use(self) -> bool:
         """Whether the device bytes are referenced elsewhere (Rule 5)."""
-        if not self.outputs:
-            return False
         held = sum(map(sum, references(self.shown))) > self._own_references + self._bound_slots
         return held or self.store.on_device.has_views()
 
@@ -448,7 +453,7 @@ class StandIns:
 
     def has_views(self) -> bool:
         """Whether tensors other than the stand-ins lie over the device bytes and are referenced elsewhere."""
-        return bool(self.outputs) and self.store.on_device.has_views()
+        return self.store.on_device.has_views()
 
     def may_be_written(self) -> bool:
         """Whether code may write to device bytes of the unit outside of its visits."""
@@ -522,7 +527,7 @@ class StandIns:
     def _part(self, weight: Weight, parted: bool, stand_in: Tensor, data: Tensor) -> None:
         """Give a stand-in memory of its own, or place it over the device buffer again (Rule 7)."""
         set_true_data(stand_in, data)
-        self.store.on_device.own_aliases += weight.parted - parted
+        self.store.on_device.stand_ins += weight.parted - parted
         weight.parted = parted
 
     def _rejoin(self) -> None:

@@ -70,7 +70,8 @@ class DeviceCopy:
         self.storage = self.flat.untyped_storage()
         self._runs: Sequence[Run] = ()  # that the copies below are of
         self._copies: Copies = []
-        self.own_aliases = 0  # tensors over the buffer that are ours: counted when stand-ins are made
+        self.own_aliases = self.aliases()  # tensors over the buffer that are ours, but for stand-ins
+        self.stand_ins = 0  # tensors over it that these are, or have: counted when they are made
 
     # ---- fills
 
@@ -167,4 +168,4 @@ class DeviceCopy:
 
     def has_views(self) -> bool:
         """Whether tensors other than our own refer to the buffer."""
-        return uses_of([self.storage])[0] > self.own_aliases
+        return uses_of([self.storage])[0] > self.own_aliases + self.stand_ins

@@ -420,6 +420,8 @@ class Engine:
             self.window.require(unit)
         if not unit.stand_ins.bound and unit.stand_ins.refresh():
             self.backward_pass.forget()  # other weights train than before
+            if unit.stand_ins.may_be_kept:
+                self.window.borrowed.add(unit)
         self.backward_pass.last = unit if backward else None
 
     def mark_stale(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:

@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 import torch
+from side_by_side import check
 from torch import nn
 
 import parity
@@ -212,3 +213,51 @@ def test_data_that_a_hook_writes_in_backward_is_what_the_rest_of_it_reads(which,
         pytest.skip("its forward runs again with what the weight is by then (docs/exactness.md)")
     streamed = trained_with_hooks(which, by, device, True, window=window, activations=activations)
     assert_equal(trained_with_hooks(which, by, device, False), streamed)
+
+
+class KeepsOnce(nn.Module):
+    """Two layers, of which one's weight is kept in the first forward."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.keep, self.kept = keep, None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = self.keep(self.up.weight)
+        return x + self.down(self.up(x).tanh())
+
+
+KEEPS = {
+    "data": lambda weight: weight.data[:2],
+    "a view": lambda weight: weight.detach()[:2],
+    "the weight": lambda weight: weight,
+}
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+@pytest.mark.few(1)
+def test_what_is_kept_of_a_weight_is_the_weights_after_another_one_was_frozen(keep, window, device):
+    """The stand-ins are made anew: what is kept of those before is still somebody else's."""
+
+    def run(net, device):
+        x = torch.ones(2, 8, device=device)
+        with torch.no_grad():
+            net(x)
+            net[1].down.requires_grad_(False)
+            net(x)
+            net[0](x), net[2](x)
+            yield net[1].kept.clone()  # its memory would be free if the unit had left the device
+            net[1].kept.mul_(0.5)
+            yield net[1].up.weight.clone()
+            yield net(x)
+            net[1].kept = net[1].up.bias  # on the host: nothing is kept on the device
+            net[1].down.requires_grad_(True)
+            yield net(x)
+
+    def made():
+        return nn.Sequential(*(KeepsOnce(keep) for _ in range(3)))
+
+    check(made, run, device, window=window, units=["KeepsOnce"])
