@@ -55,6 +55,12 @@ should_log: Callable[[Any], bool] = operator.attrgetter("_logger_connector.shoul
 # Of a strategy: what it does to a module in its setup.
 setup_model: Callable[[Any], Callable[[Any], Any]] = operator.attrgetter("_setup_model")
 
+
+def logs_models(logger: Any) -> bool:
+    """Whether a logger logs checkpoints: one of Lightning's if it is told to, and any other, as far as is known."""
+    return bool(getattr(logger, "_log_model", True))
+
+
 # Of a callback that averages weights. Without it the whole model would go to the device.
 average_device: Callable[[Any], Any] = operator.attrgetter("_device")
 

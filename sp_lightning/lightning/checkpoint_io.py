@@ -10,17 +10,23 @@ import math
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.optim import Optimizer
 
-from ..compat.lightning import is_last_batch, is_local, local_name
+from ..compat.lightning import is_last_batch, is_local, local_name, logs_models
 from ..core.unit_numbers import state_nbytes
 from ..errors import CheckpointError, OptionError, SuperpipelineError
-from .names import LightningModule, ModelCheckpoint, ModelParallelStrategy, TorchCheckpointIO
+from .names import (
+    LightningModule,
+    Logger,
+    ModelCheckpoint,
+    ModelParallelStrategy,
+    TensorBoardLogger,
+    TorchCheckpointIO,
+)
 
 if TYPE_CHECKING:
     from ..storage.checkpoint_beside import CheckpointBeside
@@ -81,7 +87,7 @@ class WrittenAtOnce:
     def teardown(self) -> None:
         """End a fit."""
 
-    def keep(self, handle: Any, optimizers: Sequence[Optimizer]) -> None:
+    def keep(self, handle: Any) -> None:
         """Keep weights and optimizer state as they are, as a checkpoint is about to be put together."""
 
     def begin(self, checkpoint: dict[str, Any], path: Any, options: Any, done: Callable[[], None]) -> bool:
@@ -99,8 +105,9 @@ class WrittenAtOnce:
 class WrittenBeside(WrittenAtOnce):
     """Checkpoints that are written while training goes on (storage/checkpoint_beside.py).
 
-    The last one of a run, and one that goes to a remote folder, is complete before the run goes on. Until a file is
-    complete, a `ModelCheckpoint` finds that it exists, as in a plain run, and what it replaces is not removed.
+    The last one of a run, one that goes to a remote folder, and one that a logger reads are complete before the run
+    goes on. Until a file is complete, a `ModelCheckpoint` finds that it exists, as in a plain run, and what it replaces
+    is not removed.
     """
 
     def __init__(self) -> None:
@@ -132,26 +139,34 @@ class WrittenBeside(WrittenAtOnce):
     def _callbacks(self) -> list[Any]:
         return [one for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
 
+    @property
+    def _is_read_at_once(self) -> bool:
+        """Whether a logger may read a checkpoint when it is told of it: of Lightning's, each that logs models."""
+        idle = Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint
+        loggers = self._trainer.loggers
+        return any(
+            logs_models(one) for one in loggers if getattr(one.after_save_checkpoint, "__func__", None) not in idle
+        )
+
     def is_being_written(self, path: Any) -> bool:
         """Whether a file that is not complete yet will have this path."""
         return self._last is not None and self._last.is_being_written and self._last.path == local_path(path)
 
-    def keep(self, handle: Any, optimizers: Sequence[Optimizer]) -> None:
+    def keep(self, handle: Any) -> None:
         if self._trainer is None or handle is None or self._trainer.sanity_checking:
             return
         from ..storage.checkpoint_beside import CheckpointBeside  # other runs need nothing of it
 
         handle.finish_step()
         self.finish(raises=not self._trainer.interrupted)
-        shadows = {one: shadow for one, shadow in handle.steps.shadows.items() if one in optimizers}
-        engine = handle.engine
+        engine, shadows = handle.engine, handle.steps.shadows
         self._next = CheckpointBeside(engine.access, engine.counters, [unit.store for unit in engine.units], shadows)
 
     def begin(self, checkpoint: dict[str, Any], path: Any, options: Any, done: Callable[[], None]) -> bool:
         local, kept, self._next = local_path(path), self._next, None
         if kept is None:
             return False
-        if local is None or options is not None or is_last_save(self._trainer):
+        if local is None or options is not None or is_last_save(self._trainer) or self._is_read_at_once:
             kept.let_go()
             return False
         kept.begin(checkpoint, local, new_file(local))

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import (
@@ -60,6 +60,7 @@ __all__ = [
     "StochasticWeightAveraging",
     "Strategy",
     "StrategyRegistry",
+    "TensorBoardLogger",
     "TorchCheckpointIO",
     "Trainer",
     "TrainerFn",

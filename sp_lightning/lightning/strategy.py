@@ -463,7 +463,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state for a checkpoint."""
         self._check_whole()
-        self._writer.keep(self._streaming, self.optimizers)
+        self._writer.keep(self._streaming)
         return self._files.state_of((), super().lightning_module_state_dict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

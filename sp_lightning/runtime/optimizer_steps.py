@@ -11,7 +11,8 @@
    backward. Each step may be deferred, as if it ran inside ``overlapping``: code that reads or writes weights,
    gradients or state waits for it.
 5. While a checkpoint is written beside training, a shadow's step waits for each weight's bytes before it steps that
-   weight. Any other step, and one with hooks of the user's, begins once the whole file is written.
+   weight. Any other step, an optimizer's first one, and one with hooks of the user's begin once the whole file is
+   written.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ class OptimizerSteps:
                     shadow.close()
                 raise
             self._shadows[optimizer] = shadow
+            self.engine.access.finish_savings()  # a file that was begun before does not make this step wait
             if not optimizer.state:
                 malloc.by_themselves()  # the first step makes the state
 

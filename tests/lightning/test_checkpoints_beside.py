@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import functools
 import os
 import pickle
 import signal
@@ -13,7 +14,8 @@ import forks
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import models
@@ -85,6 +87,10 @@ class Module(models.ZooModule):
     def configure_optimizers(self):
         made = super().configure_optimizers()
         return made if isinstance(made, list) else ([made], [torch.optim.lr_scheduler.ExponentialLR(made, 0.9)])
+
+
+class WithRate(Module):
+    lr = 1e-2  # which a finder looks for
 
 
 def fit(folder, checkpoints="beside", accelerator="simgpu", make=Module, callbacks=(), saver=None, **given):
@@ -229,6 +235,49 @@ def test_without_a_wait_a_file_is_wrong_or_an_error(wait, latest, tmp_path, monk
 
 
 # ---- files, and what fails
+
+
+class Initial(Callback):
+    """Saves before the first step."""
+
+    def on_train_start(self, trainer, module):
+        trainer.save_checkpoint(trainer.checkpoint_callback.dirpath + "/initial.ckpt")
+
+
+def test_an_optimizers_first_step_waits_for_the_file(latest, tmp_path):
+    for checkpoints in ("wait", "beside"):
+        fit(tmp_path / checkpoints, checkpoints, max_steps=3, callbacks=[Initial])
+    assert latest.files
+    assert_same_files(tmp_path, "beside", "wait", count=4)
+
+
+def test_a_learning_rate_finder_goes_back_to_what_it_saved(latest, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for checkpoints in ("wait", "beside"):
+        finder = functools.partial(LearningRateFinder, num_training_steps=3, update_attr=False)
+        fit(tmp_path / checkpoints, checkpoints, max_steps=3, make=WithRate, callbacks=[finder])
+    assert latest.files
+    assert_same_files(tmp_path, "beside", "wait", count=3)
+
+
+class Uploads(DummyLogger):
+    """Notes whether the file is there when it is told of it."""
+
+    def __init__(self, log_model):
+        super().__init__()
+        self._log_model, self.found = log_model, []
+
+    def after_save_checkpoint(self, saver):
+        self.found.append(os.path.exists(saver.best_model_path))
+
+
+@pytest.mark.parametrize("log_model", [True, "all", False])
+@pytest.mark.few(1)
+def test_a_logger_that_logs_models_finds_each_file(log_model, latest, tmp_path):
+    logger = Uploads(log_model)
+    fit(tmp_path, max_steps=3, logger=logger)
+    assert logger.found == ([True] * 3 if log_model else [False, False, True])
+    assert latest.files == (0 if log_model else 2)
 
 
 class Gate:

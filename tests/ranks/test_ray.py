@@ -59,7 +59,14 @@ def test_one_worker_trains_as_under_rays_ddp(tmp_path):
     parity.compare(ended("alone under ddp", tmp_path / "ddp"), ended("alone", tmp_path / "ours"))
 
 
-def test_an_accelerator_that_is_not_the_workers_is_an_error(tmp_path):
-    done = script("other accelerator", tmp_path / "other")
+@pytest.mark.parametrize(
+    "run, message",
+    [
+        ("other accelerator", "accelerator must be 'auto', or that of the workers' devices, which is cpu"),
+        ("checkpoints beside", "checkpoints must be 'wait' with Ray, which reads a checkpoint as soon as it is saved"),
+    ],
+)
+def test_what_does_not_fit_ray_is_an_error(run, message, tmp_path):
+    done = script(run, tmp_path / "run")
     assert done.returncode != 0
-    assert "OptionError: accelerator must be 'auto', or that of the workers' devices, which is cpu" in done.stderr
+    assert f"OptionError: {message}" in done.stderr
