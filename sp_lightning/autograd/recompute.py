@@ -163,6 +163,7 @@ class Written:
 
     def __init__(self) -> None:
         self._records: list[dict[Any, Tensor]] = []
+        self.counts: dict[int, int] = {}  # of writes, by the ids of the weights: these leave versions as they were
         self.restored: dict[Any, Tensor] = {}  # in a second run: the weights' bytes before the first
 
     @contextlib.contextmanager
@@ -176,6 +177,9 @@ class Written:
 
     def report(self, key: Any, before: Tensor) -> None:
         """Record that a weight was written; ``before`` is its host copy, not yet overwritten."""
+        store, index = key
+        weight = id(store.params[index])
+        self.counts[weight] = self.counts.get(weight, 0) + 1
         if self._records:
             self._records[-1].setdefault(key, before.clone())
 
@@ -402,8 +406,10 @@ class _ForwardSnapshot:
         self._changes = False  # whether forward changes its arguments
         self._memo = memo  # of the copies for the running second run
         self._relied_on: list[tuple[Tensor, int]] = []  # must not change between the runs; each with its version
-        self._weights: list[Tensor] = []  # of the unit
+        self._of_modules: list[Tensor] = [weight for weight in weights if not hasattr(type(weight), FLATTEN)]
+        self._weights: list[Tensor] = []  # of these and of the unit
         self._addresses: list[int] = []  # of the weights' data: must not change either
+        self._counts: list[int | None] = []  # of their writes: likewise, but for those that forward itself writes
         self._cast: dict[Any, SavedBytes] = {}  # the bytes of weights that travel in autocast's type
         self._memory: object = None  # says that this graph needs the unit's layout (host_copy.py, Rule 6)
 
@@ -429,7 +435,8 @@ class _ForwardSnapshot:
         here = _mapped(self._arguments, lambda value: None if isinstance(value, OffloadedTensor) else value)
         with quietly():
             if store is not None:
-                self._weights = list(store.params)
+                self._weights = [*self._of_modules, *store.params]
+                self._counts = list(map(self._written.counts.get, map(id, self._weights)))
                 self._addresses = list(map(Tensor.data_ptr, self._weights))
                 self._cast = {(store, index): store.saved_bytes(index) for index in store.autocast}
                 self._memory = store.memory
@@ -474,6 +481,10 @@ class _ForwardSnapshot:
         mark_own_checkpoint()
         with quietly():
             changed = bool(_changed(self._relied_on)) or list(map(Tensor.data_ptr, self._weights)) != self._addresses
+        if (counts := list(map(self._written.counts.get, map(id, self._weights)))) != self._counts:
+            own = {id(store.params[index]) for store, index in self.weights}
+            both = zip(self._weights, counts, self._counts, strict=True)
+            changed = changed or any(now != then and id(weight) not in own for weight, now, then in both)
         by_others = self._cast.keys() - self.weights.keys()  # which forward itself wrote
         if changed or any(self._cast[key].before is not None for key in by_others):
             self._refuse()

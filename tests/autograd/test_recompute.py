@@ -985,3 +985,35 @@ def test_what_torch_does_by_default_around_a_forward_it_does_in_the_second_run(d
 
     check(models.stack_of(ByDefault), training(loss), device, activations="recompute")
     assert torch.get_default_dtype() is torch.float32 and torch.backends.cuda.flash_sdp_enabled()
+
+
+class Table(nn.Module):
+    """A table of which autograd saves the rows that are read, and a layer."""
+
+    def __init__(self, tied=None, **options):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(16, 8, **options), nn.Linear(8, 8)
+        if tied is not None:
+            self.table.weight = tied
+
+    def forward(self, x):
+        return x + self.layer(self.table(torch.arange(4, device=x.device)))
+
+
+@pytest.mark.parametrize("by", ["another unit", "data of the device", "a write on the host"])
+@pytest.mark.few(1)
+def test_a_weight_that_is_written_elsewhere_after_the_forward_is_an_error(by, device):
+    """Autograd saved nothing of it, and such a write may leave its version as it was."""
+    first = Table()
+    net = nn.Sequential(first, Table(first.table.weight, max_norm=0.1 if by == "another unit" else None))
+    with sp_lightning.stream(net, device, window=1, units=["Table"], activations="recompute"):
+        x = torch.ones(4, 8, device=device, requires_grad=True)
+        if by == "data of the device":
+            write = torch.no_grad()(lambda *_: [net[0].table.weight.add_(torch.ones(8, device=device))].clear())
+            net[1].register_forward_pre_hook(write)
+        loss = net(x).sum()
+        if by == "a write on the host":
+            with torch.no_grad():
+                net[1].table.weight.mul_(2)  # the unit of the first one has it, where backward comes last
+        with pytest.raises(ExactnessError, match="was changed after its forward"):
+            loss.backward()
