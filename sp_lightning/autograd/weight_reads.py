@@ -38,7 +38,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -289,7 +290,8 @@ def _call_with_stand_ins(func: Any, args: Any, kwargs: Any, hosts: list[Any], be
         stand_ins: dict[int, Any] = {id(host): visits.enter_context(owner_of(host).lend(host, read)) for host in hosts}
         if name in _OFFSETS and not inside:  # where the offset is the stand-in's already
             args, kwargs = _with_offset(_OFFSETS[name], args, kwargs, stand_ins)
-        result = func(*_replaced(args, stand_ins | sent), **_replaced(kwargs, stand_ins | sent))
+        args, kwargs = visits.enter_context(_replaced((args, kwargs), stand_ins | sent))
+        result = func(*args, **kwargs)
         if read is not None and read.dtype is not None and has_hidden_stand_in(hosts[0]):
             return result.clone() if result is stand_ins[id(hosts[0])] else result  # a cast's result is a copy
     gives_bytes = name in _BYTES
@@ -333,8 +335,10 @@ def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
     edges = {id(host): _edge(func, host) for host in _hosts(args, named)}
     with contextlib.ExitStack() as visits:
         stand_ins = {id(host): visits.enter_context(owner_of(host).lend(host)) for host in _hosts(kwargs)}
+        given, named = visits.enter_context(_replaced((args, named), edges))
+        _, others = visits.enter_context(_replaced(((), kwargs), stand_ins))
         with with_dispatch():
-            grads = func(*_replaced(args, edges), **_replaced(named, edges), **_replaced(kwargs, stand_ins))
+            grads = func(*given, **named, **others)
 
     def in_place(grad: Tensor | None, of: Any) -> Tensor | None:
         is_lent = id(of) in edges and not owner_of(of).phases.optimizing
@@ -403,15 +407,43 @@ def _others(*values: Any) -> list[Tensor]:
     return [value for value in flat(*values) if isinstance(value, Tensor) and type(value) not in host_classes]
 
 
-def _replaced(value: Any, stand_ins: Mapping[int, Any]) -> Any:
-    if isinstance(value, Tensor):
-        return stand_ins.get(id(value), value)
-    if isinstance(value, (tuple, list)):
-        made = [_replaced(item, stand_ins) for item in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
-    if isinstance(value, dict):
-        return {key: _replaced(item, stand_ins) for key, item in value.items()}
+@contextlib.contextmanager
+def _replaced(values: tuple[Any, Any], given: Mapping[int, Any]) -> Iterator[tuple[Any, Any]]:
+    """Give arguments with other tensors in place of some, by their ids, for the time of a call.
+
+    Lists and dictionaries stay the same objects, as the code that is called may change them.
+    """
+    put_back: dict[int, tuple[Any, Any]] = {}
+    changed: list[Any] = []
+    try:
+        yield _exchanged(values[0], given, put_back, changed), _exchanged(dict(values[1]), given, put_back, changed)
+    finally:
+        for place in changed:
+            for key, item in list(_items(place)):
+                if id(item) in put_back:
+                    place[key] = put_back[id(item)][1]
+
+
+def _exchanged(value: Any, given: Mapping[int, Any], put_back: dict[int, tuple[Any, Any]], changed: list[Any]) -> Any:
+    if id(value) in given:
+        put_back[id(given[id(value)])] = given[id(value)], value
+        return given[id(value)]
+    if isinstance(value, (list, dict)):
+        for key, item in list(_items(value)):
+            if (made := _exchanged(item, given, put_back, changed)) is not item:
+                value[key] = made
+                changed.append(value)
+    elif isinstance(value, tuple):
+        items = [_exchanged(item, given, put_back, changed) for item in value]
+        if not all(map(operator.is_, items, value)):
+            made = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            put_back[id(made)] = made, value
+            return made
     return value
+
+
+def _items(place: Any) -> Iterable[tuple[Any, Any]]:
+    return place.items() if isinstance(place, dict) else enumerate(place)
 
 
 def _name(func: Any) -> str:

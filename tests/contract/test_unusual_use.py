@@ -2712,6 +2712,43 @@ def test_a_weight_that_is_passed_to_a_unit(device, activations):
         assert torch.equal(ours, plain)
 
 
+class Noting(dict):
+    pass
+
+
+class TakesPlaces(TakesWeight):
+    """Leaves an auxiliary loss in a list, and a number in a dictionary that also has the weight."""
+
+    def forward(self, x, weights, aux, notes):
+        aux.append(x.square().mean())
+        notes["count"] = notes.get("count", 0) + (type(notes) is Noting)
+        weights.append(None)
+        return super().forward(x, weights[0] + notes["weight"])
+
+
+def test_lists_and_dictionaries_beside_and_around_a_weight_that_is_passed_to_a_unit_are_the_callers_own(device):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relative = nn.Embedding(8, 8)
+            self.blocks = nn.ModuleList(TakesPlaces() for _ in range(3))
+
+        def forward(self, x):
+            weight, aux = self.relative.weight, []
+            self.weights, self.notes = [weight], Noting(weight=weight)
+            for block in self.blocks:
+                x = block(x, self.weights, aux, self.notes)
+            return torch.stack(aux).mean() + x
+
+    def run(net, device):
+        x = torch.ones(4, 8, device=device)
+        squares(net, x).backward()
+        assert net.weights[0] is net.relative.weight is net.notes["weight"]
+        yield len(net.weights), net.notes["count"], [p.grad for p in net.parameters()]
+
+    check(Outer, run, device, units=["TakesPlaces"])
+
+
 def test_a_buffer_under_two_names_parts_as_it_does_in_a_plain_run(device):
     def shared_after(move):
         net = nn.Module()
