@@ -143,7 +143,7 @@ class StandIns:
         self._bound_slots = 0
         self._trainable: list[bool] = []
         self._attributes: list[Any] = []  # of the wholes' stand-ins when they were made
-        self._versions: list[int] = []
+        self.known_versions: list[int] = []  # as of when writes were collected last
         self._own_references = 0
         for whole in self.wholes:
             whole.begin()
@@ -194,7 +194,7 @@ class StandIns:
         del wholes
         self._trainable = trainable
         self.build += 1
-        self._versions = self.versions()
+        self.known_versions = self.versions()
         on_device.stand_ins = on_device.aliases() - others
         self.may_be_kept = self.may_be_kept or (changed and on_device.has_views())  # of the stand-ins before
         self._own_references = sum(map(sum, references(self.shown)))  # from Python and from C++
@@ -285,7 +285,7 @@ class StandIns:
     def remake(self) -> None:
         """Drop the stand-ins, since their types changed: ``refresh`` makes others."""
         self._drop()
-        self._versions = []  # the unit may be fetched and evicted before its next visit
+        self.known_versions = []  # the unit may be fetched and evicted before its next visit
         self.may_be_kept = False
         self._were = []
         self.data_exposed[0] = False
@@ -312,7 +312,7 @@ class StandIns:
         for whole in self.wholes:
             whole.end()
         self._drop()
-        self._versions = []  # an optimizer whose closure made the units anew ends with these
+        self.known_versions = []  # an optimizer whose closure made the units anew ends with these
         self.slots = []
         self.hidden = []
 
@@ -330,7 +330,7 @@ class StandIns:
         changed = self.wholes and self.bound and self._changed_whole()
         kept = self.may_be_kept and (self.bound or bool(self._were) or not self.store.stale())
         exposed = self.data_exposed[0] or kept
-        if not (exposed or replayed or old_copies or self.versions() != self._versions or changed):
+        if not (exposed or replayed or old_copies or self.versions() != self.known_versions or changed):
             return
         try:
             if changed:
@@ -401,13 +401,13 @@ class StandIns:
         if self.full_precision.old_copies:
             self.full_precision.collect_writes()
         versions = self.versions()
-        for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
+        for index, (now, before) in enumerate(zip(versions, self.known_versions, strict=True)):
             if now != before:
                 check_not_recorded(self.outputs[index], self.store.names[index])
                 self.store.write_back(index)
             elif exposed:
                 self._write_back_if_differs(index)
-        self._versions = versions
+        self.known_versions = versions
         self.may_be_kept = (self.data_exposed[0] or self.may_be_kept) and self.has_views()
         self.data_exposed[0] = False
         self.note_bytes()
@@ -426,12 +426,12 @@ class StandIns:
             return
         for index in indices:
             torch.autograd.graph.increment_version(self.outputs[index])
-        self._versions = self.versions()
+        self.known_versions = self.versions()
 
     def _replay(self, index: int) -> None:
         """Give a weight its bytes after the first run: a recomputation may have stopped before it wrote them."""
         self.store.on_device.view(index).copy_(true_data(self.store.params[index]))
-        set_versions((self.outputs[index],), (self._versions[index],))
+        set_versions((self.outputs[index],), (self.known_versions[index],))
 
     def in_use(self) -> bool:
         """Whether the device bytes are referenced elsewhere (Rule 5)."""

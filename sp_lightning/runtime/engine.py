@@ -349,6 +349,8 @@ class Engine:
         activations = self.options.activations if can_save else "keep"
         saved: list[OffloadedTensor] = []
         if activations.startswith("recompute"):
+            if unit.stand_ins.versions() != unit.stand_ins.known_versions:  # through a view that is kept; the same
+                self.window.collect_writes((unit,))
             call = compiling_as_here(call)  # a checkpoint, which compiles nothing, runs it now and in backward
             output, saved = self.recompute.run(call, unit.name, unit.store, entry.module, args, kwargs)
         elif activations == "offload" and not self.saved.offload.active and not in_backward():

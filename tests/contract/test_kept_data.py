@@ -132,6 +132,36 @@ def test_data_that_was_written_before_a_forward_is_not_what_that_forward_wrote(m
     assert_equal(trained("not written there", moment, device, False), streamed)
 
 
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+@pytest.mark.parametrize("keep", ["detach", "__getitem__"])
+@pytest.mark.few(2)
+def test_a_view_that_is_written_between_accumulating_batches_is_not_what_the_next_forward_wrote(
+    keep, activations, device
+):
+    def run(streams):
+        torch.manual_seed(0)
+        net, found = nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 8)), []
+        context = contextlib.nullcontext(net.to(device))
+        if streams:
+            net.cpu()
+            context = sp_lightning.stream(net, device, units=["Block", "Linear"], window=1, activations=activations)
+        with context:
+            kept, view_of = [], {"detach": torch.Tensor.detach, "__getitem__": lambda weight: weight[:2]}[keep]
+            hook = net[1].first.register_forward_hook(lambda layer, *_: kept.append(view_of(layer.weight)))
+            for step in range(4):
+                loss = net(torch.full((4, 8), 0.1 * (step + 1), device=device)).square().sum()
+                loss.backward()
+                found.append(loss.detach().cpu())
+                if step == 0:
+                    hook.remove()
+                with torch.no_grad():
+                    kept[0].mul_(0.5)
+            kept.clear()
+        return [*found, *(part.cpu().clone() for p in net.parameters() for part in (p.detach(), p.grad))]
+
+    assert_equal(run(False), run(True))
+
+
 def test_data_that_is_written_in_two_places_is_an_error():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), Keeper())
