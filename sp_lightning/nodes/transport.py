@@ -279,7 +279,7 @@ class NodeTransport:
             if nbytes and not self._take(node, payload, tag):
                 return
             self._heard_at[node] = time.monotonic()
-            if kind in (PULSE, FAREWELL):
+            if tag == WORDS and kind != WORD:  # by now all words that were said before have come
                 numbers = payload.view(torch.int64).tolist()
                 self._listener.heard(node, numbers[: self._place.world], numbers[self._place.world :])
             if kind == FAREWELL:

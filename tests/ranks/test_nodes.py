@@ -558,10 +558,12 @@ def test_processes_that_expect_other_numbers_of_each_other_are_refused():
         assert error.endswith("got 'num_nodes * devices = 3 on rank 1, and 2 on rank 0'"), error
 
 
-def test_ranks_that_differ_in_their_edits_are_named_by_their_number_among_all():
+@pytest.mark.parametrize("run", [pretended_nodes.trainer, pretended_nodes.late_words])
+def test_ranks_that_differ_in_their_edits_are_named_by_their_number_among_all(run):
+    """Also by a rank that hears that another one failed before it hears its last word."""
     said = r"(?s)rank 0 on host0 changed none\. .*rank 1 on host1 changed net\.stem\.weight and 0 others\. "
     with pytest.raises(processes.RankFailed, match=said):
-        processes.run(2, pretended_nodes.trainer, 2, ranked_features.run, "scaled gradient of one rank", {"window": 2})
+        processes.run(2, run, 2, ranked_features.run, "scaled gradient of one rank", {"window": 2})
 
 
 def test_machines_with_a_group_in_a_loop_by_hand_that_differ_are_refused():

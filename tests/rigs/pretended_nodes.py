@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from sp_lightning.nodes.transport import PRETENDED
+from sp_lightning.nodes.transport import PRETENDED, WORDS, NodeTransport
 from sp_lightning.ranks import connection
 
 NODES = "PRETENDED_NODES"
@@ -53,3 +54,20 @@ def trainer(nodes: int, function: Callable[..., Any], *args: Any, **kwargs: Any)
             return function(*args, **kwargs)
 
     return run(nodes, on_its_node)
+
+
+def late_words(nodes: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function as `trainer` does, on ranks of which the second hears words of others later than all else."""
+    take = NodeTransport._take
+
+    def late(transport: NodeTransport, node: int, tensor: Any, tag: int) -> bool:
+        is_taken = take(transport, node, tensor, tag)
+        if tag == WORDS and rank() == 1:
+            time.sleep(0.1)
+        return is_taken
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(NodeTransport, "_take", late):
+            return function(*args, **kwargs)
+
+    return trainer(nodes, patched, *args, **kwargs)
