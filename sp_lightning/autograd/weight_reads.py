@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..compat.dynamo import never_compiled, not_compiled_itself_hook
-from ..compat.patches import FUNCTION_APPLY, TRANSFORM_WRAPPERS
+from ..compat.patches import FUNCTION_APPLY, LIST_WRITES, TRANSFORM_WRAPPERS
 from ..compat.tensors import (
     dispatches,
     is_dtensor,
@@ -123,6 +123,7 @@ def enable() -> None:
     FUNCTION_APPLY.install(classmethod(apply))
     for patch in TRANSFORM_WRAPPERS:
         patch.install(_with_stand_ins(patch.original))
+    LIST_WRITES.install()
     resume()
 
 
@@ -145,6 +146,7 @@ def resume() -> None:
 
 def disable() -> None:
     """Stop watching reads, once called as often as ``enable``."""
+    LIST_WRITES.remove()
     for patch in TRANSFORM_WRAPPERS:
         patch.remove()
     FUNCTION_APPLY.remove()

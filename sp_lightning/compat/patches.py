@@ -76,6 +76,67 @@ class Patch:
                 setattr(self.holder, self.name, self._original)
 
 
+class CountedWrites:
+    """A kernel in front of each of torch's functions that write lists of tensors, for as long as there are users."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self._kernels: Any = None
+
+    def install(self) -> None:
+        """Add a user."""
+        with _lock:
+            if not self.users:
+                self._kernels = torch.library.Library("aten", "IMPL", "ADInplaceOrView")  # type: ignore[no-untyped-call]
+                for function, kernel in _counting_kernels():
+                    self._kernels.impl(function, kernel, with_keyset=True)
+            self.users += 1
+
+    def remove(self) -> None:
+        """Take away a user; after the last one, torch's functions are as they were."""
+        with _lock:
+            self.users -= 1
+            if not self.users:
+                self._kernels._destroy()
+
+
+@functools.cache
+def _counting_kernels() -> list[tuple[Any, Any]]:
+    """List torch's functions that write lists of tensors and count no write, each with a kernel that counts them."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, of = name.partition("::")
+        if namespace != "aten" or torch._C._dispatch_has_kernel_for_dispatch_key(name, "ADInplaceOrView"):
+            continue
+        packet, _, overload = of.partition(".")
+        arguments = torch._C._get_schema(f"aten::{packet}", overload).arguments
+        lists = [(place, it.name) for place, it in enumerate(arguments) if _is_written_list(it)]
+        if lists:
+            function = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            found.append((function, functools.partial(_count, function, lists)))
+    return found
+
+
+def _is_written_list(argument: Any) -> bool:
+    return isinstance(argument.type, torch.ListType) and bool(argument.alias_info and argument.alias_info.is_write)
+
+
+def _count(function: Any, lists: list[tuple[int, str]], keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function, and raise the versions of what it wrote where it has not done so itself."""
+    given = [args[place] if place < len(args) else kwargs.get(name, ()) for place, name in lists]
+    written = [tensor for tensors in given for tensor in tensors if not tensor.is_inference()]
+    before = [tensor._version for tensor in written]
+    result = function.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+    unseen = [tensor for tensor, version in zip(written, before, strict=True) if tensor._version == version]
+    torch.autograd.graph.increment_version(unseen)
+    return result
+
+
+# autograd/weight_reads.py, while any module is streamed. On a GPU ``torch._foreach_mul_`` and its kin, and fused
+# optimizers' kernels, leave the versions of what they write alone: what code inside of a unit or in a step writes with
+# them to a weight, a buffer or an average would be lost, or would be written a second time by a recomputed forward.
+LIST_WRITES = CountedWrites()
+
 # memory/watched_parameters.py, while any parameter is managed. ``nn.Parameter(p)`` would be a second host parameter
 # over the bytes of ``p``, which nothing manages: parametrizations and weight norm would fail at their first read of it.
 PARAMETER_NEW = Patch(nn.Parameter, "__new__")

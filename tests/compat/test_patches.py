@@ -304,6 +304,7 @@ def test_after_every_kind_of_run_nothing_is_left_patched(installed):
         left = [patch.name for patch in patches.ALL if patch.users]
         there = [vars(patch.holder).get(patch.name, patches.ABSENT) is patch.original for patch in patches.ALL]
         assert not left and all(there), (kind, left)
+        assert not patches.LIST_WRITES.users, kind
     assert differences(before, seen()) == []
     # Those of several devices need several processes: loops.py and sharded.py look at them there. Hugging Face's have
     # tests/hf: conftest.py looks at them after each test.
@@ -362,6 +363,17 @@ def test_a_patch_lasts_from_its_first_user_to_its_last():
     finally:
         for patch in (present, absent):
             patches.ALL.remove(patch)
+
+
+def test_kernels_that_count_writes_last_from_their_first_user_to_their_last():
+    def is_there() -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_foreach_mul_.Scalar", "ADInplaceOrView")
+
+    kernels, said = patches.CountedWrites(), [is_there()]
+    for change in (kernels.install, kernels.install, kernels.remove, kernels.remove, kernels.install, kernels.remove):
+        change()
+        said.append(is_there())
+    assert said == [False, True, True, True, False, True, False]
 
 
 def counting(calls, applied):

@@ -22,8 +22,8 @@ RECOMPUTE_AND_OFFLOAD = ({"activations": "recompute+offload"}, "bf16-mixed")
 @pytest.mark.parametrize(
     "setting, most_calls, most_changes, most_upward",  # as measured, and a little for other versions of torch
     [
-        pytest.param(DEFAULT, 2470, 955, 33, id="default"),
-        pytest.param(RECOMPUTE_AND_OFFLOAD, 4270, 1520, 81, id="recompute+offload in bf16-mixed"),
+        pytest.param(DEFAULT, 2470, 970, 33, id="default"),
+        pytest.param(RECOMPUTE_AND_OFFLOAD, 4310, 1530, 81, id="recompute+offload in bf16-mixed"),
     ],
 )
 def test_a_step_takes_no_more_than_these(setting, most_calls, most_changes, most_upward):
