@@ -155,10 +155,16 @@ without_bytes: Callable[..., Any] = Tensor._make_wrapper_subclass
 negated_view: Callable[[Tensor], Tensor] = torch._neg_view
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 
-# Without it packing a unit's gradients would take a call for each.
-copy_all: Callable[[list[Tensor], list[Tensor]], Any] = torch._foreach_copy_
-# So would counting the steps of all parameters.
+# Without it counting the steps of all parameters would take a call for each.
 add_to_all: Callable[[list[Tensor], float], Any] = torch._foreach_add_
+_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+# So would packing a unit's gradients, or three times as long with the kernel that counts writes (patches.py).
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy a list of tensors into another one whose versions nobody reads."""
+    with torch._C._ExcludeDispatchKeyGuard(_VERSIONS):
+        torch._foreach_copy_(targets, sources)
 
 
 # ---- tensors that consist of tensors: those of libraries that quantise
