@@ -79,24 +79,9 @@ from ..memory.watched_parameters import (
 )
 from .autocast_weights import cast_by
 
-_BYTES = frozenset(  # functions about a parameter itself that read its bytes or give them to code (Rule 11)
-    """
-    __repr__ __str__ __format__ __contains__ __reduce_ex__ __dlpack__ __array__ detach numpy data_ptr storage
-    untyped_storage storage_offset is_nonzero
-    """.split()
-)
 _VIEWS = {"T", "mT", "H", "mH"}  # properties that compute; all others are about the parameter itself
-_ABOUT = frozenset(  # functions about a parameter itself (Rule 2)
-    """
-    __repr__ __str__ __format__ __len__ __hash__ __deepcopy__ __reduce_ex__ __setstate__ __dir__ __contains__ __set__
-    __delete__ __dlpack__ __dlpack_device__ __array__ register_hook register_post_accumulate_grad_hook
-    requires_grad_ retain_grad detach detach_ size stride dim ndimension numel nelement element_size data_ptr
-    storage_offset storage untyped_storage is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_pinned
-    pin_memory is_shared share_memory_ is_set_to is_same_size get_device has_names is_inference numpy dim_order
-    set_ resize_ is_tensor is_nonzero result_type can_cast promote_types
-    """.split()
-)
-_METADATA = frozenset(  # properties and functions about a parameter that read none of its bytes (Rule 5)
+# Functions about a parameter itself (Rule 2): those that read none of its bytes, also of properties (Rule 5), ...
+_METADATA = frozenset(
     """
     shape dtype device requires_grad is_leaf grad_fn layout ndim itemsize nbytes name names output_nr retains_grad
     is_cpu is_cuda is_meta is_sparse is_nested is_quantized _backward_hooks _post_accumulate_grad_hooks __len__ __hash__
@@ -105,6 +90,19 @@ _METADATA = frozenset(  # properties and functions about a parameter that read n
     register_post_accumulate_grad_hook retain_grad result_type can_cast promote_types
     """.split()
 )
+_BYTES = frozenset(  # ... those that read its bytes or give them to code (Rule 11) ...
+    """
+    __repr__ __str__ __format__ __contains__ __reduce_ex__ __dlpack__ __array__ detach numpy data_ptr storage
+    untyped_storage storage_offset is_nonzero
+    """.split()
+)
+_MEMORY = frozenset(  # ... and those about the memory that it has on the host, or that give it other bytes.
+    """
+    __set__ __delete__ __setstate__ __deepcopy__ __dlpack_device__ detach_ set_ resize_ is_set_to pin_memory is_pinned
+    share_memory_ is_shared
+    """.split()
+)
+_ABOUT = _METADATA | _BYTES | _MEMORY
 _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _LIKE = frozenset(  # functions that make tensors where a parameter is, as it seems, and of the type that it has there
     """

@@ -102,7 +102,7 @@ class GradientSlab:
     """Host slab with a slot for each gradient of a unit (Rule 1); frozen weights have none."""
 
     alignment = ALIGNMENT
-    transfer: Callable[..., Any] | None = None  # makes what gradients come down in, if it is no `GradientTransfer`
+    make_transfer: Callable[..., Any] | None = None  # makes what gradients come down in, if it is no `GradientTransfer`
     is_read = False  # whether code has asked for gradients that could have stayed as they came down (Rule 3)
     wide: GradientSlab | None = None  # in which the unit's gradients arrive from now on (Rule 3)
     # Around an exchange of the memory of gradients of these parameters (Rule 4).

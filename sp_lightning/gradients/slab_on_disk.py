@@ -213,7 +213,7 @@ class SlabOnDisk(GradientSlab):
     alignment = BLOCK
 
     def __init__(self, store: HostCopy, device: Device, ring: GradientRing) -> None:
-        self._ring, self.transfer = ring, ring.transfer
+        self._ring, self.make_transfer = ring, ring.transfer
         super().__init__(store, device, self._in_file)
         ring.file.divide(self._flat, map(_landing_place, self._slots.values()))
         self.nbytes = 0  # of memory

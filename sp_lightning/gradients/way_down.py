@@ -303,7 +303,7 @@ class GradientReturn:
         except DiskError:
             self.drop()
             raise
-        transfer = self._send(store, grads, packing, slab.transfer or GradientTransfer)
+        transfer = self._send(store, grads, packing, slab.make_transfer or GradientTransfer)
         transfer.parameters = [store.params[index] for index in indices]
         transfer.slots = places
         transfer.in_use = [(place.tensor, place.wide_view, place.lands_in) for place in places]
