@@ -9,7 +9,9 @@
    optimizer steps after: its gradients may be dropped, or others added. No unit is stepped in it.
 4. A hook that reads the optimizer's state in backward would see the new state of units that are already stepped. So
    the first backward before an optimizer's step finds out whether any code reads the state, and steps nothing. If some
-   code does, nothing is ever stepped in backward. Code that begins to read it once units are stepped is an error.
+   code does, nothing is ever stepped in backward. Code that begins to read it once units are stepped is an error. So it
+   is with code that runs another backward before the step (of an auxiliary loss, in a hook): the gradients of the first
+   one are not all that it steps with.
 5. Backward must not come back to a unit that was submitted in it (backward_pass.py, Rule 1): its old bytes are gone.
 6. No checkpoint is saved between the first unit that is submitted in backward and the end of the optimizer's own code.
 """
@@ -43,6 +45,7 @@ class StepOwner:
         self._current: PendingStep | None = None  # the last to begin, which may be done
         self.takes_units: PendingStep | None = None  # the current one, while it takes units of a backward
         self._reads_state: bool | None = None  # whether code in backward reads the optimizer's; None: not known yet
+        self._runs_backward_again = False  # whether code runs another backward before a step (Rule 4)
 
     @property
     def pending(self) -> str | None:
@@ -63,7 +66,7 @@ class StepOwner:
         say: Say,
         in_backward: bool = False,
     ) -> Iterator[None]:
-        """Announce a step in a context of at most one backward, and then the optimizer's own code.
+        """Announce a step in a context of a backward, and then the optimizer's own code.
 
         With ``in_backward`` its units may be stepped beside that backward.
         """
@@ -96,12 +99,15 @@ class StepOwner:
         """Finish the step before, and begin the announced one if units may be stepped in this backward (Rules 3, 4)."""
         self.finish()
         step = self._announced
-        if in_scope:
-            self.takes_units = None
-        elif step is not None and step is not self._current and self.begins_in_backward:
+        if step is None or not self.begins_in_backward:
+            return
+        if step is self._current:
+            self._runs_backward_again = True
+            self._give_up("code runs another backward", "code ran another backward after the optimizer had stepped")
+        elif not in_scope:
             self._current = step
             self._access.step_has_begun = True
-            if not self._reads_state and step.withhold(self._state_is_read):
+            if not self._reads_state and not self._runs_backward_again and step.withhold(self._state_is_read):
                 self.takes_units = None if self._reads_state is None else step
                 self._reads_state = False
 
@@ -166,14 +172,19 @@ class StepOwner:
             self.finish()
             return
         self._reads_state = True
-        self.takes_units = None
+        found = "code in backward read the optimizer's state after the optimizer had stepped"
+        self._give_up("code in backward reads its state", found)
+
+    def _give_up(self, reason: str, found: str) -> None:
+        """Step no unit in this backward, for this reason, or raise if one is submitted (Rule 4)."""
+        step, self.takes_units = self._current, None
+        assert step is not None
         if step.submitted:
             raise ExactnessError(
-                "code in backward read the optimizer's state after the optimizer had stepped "
-                f"{next(iter(step.submitted)).unit.name}, which it did not do in earlier steps; set "
+                f"{found} {next(iter(step.submitted)).unit.name}, which it did not do in earlier steps; set "
                 "optimizer_overlap=False"
             )
-        step.given_up = "code in backward reads its state"
+        step.given_up = reason
         step.give_back()
 
     def has_submitted(self, store: HostCopy) -> bool:

@@ -1,6 +1,7 @@
 """The optimizer steps while backward runs where that is exact, and only there; either way the bits are the plain
 run's."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -585,6 +586,53 @@ def test_groups_are_those_that_the_training_step_left(into):
     assert fit(modules[1], options={"optimizer_overlap": False})[3] == 0
     for one, other in zip(*(module.parameters() for module in modules), strict=True):
         assert torch.equal(one, other)
+
+
+class Auxiliary(models.ZooModule):
+    """From a batch on runs a backward of another loss before that of the training step's, in a hook of its own."""
+
+    def __init__(self, hook, since, *args, **options):
+        super().__init__(*args, **options)
+        self.since = since
+        setattr(self, hook, self.run)
+
+    def training_step(self, batch, number):
+        self.step, self.other = number, super().training_step(batch, number)
+        return self.other
+
+    def run(self, *_):
+        if self.step >= self.since:
+            (self.other * 0.5).backward(retain_graph=True)
+
+
+def compare_auxiliary(hook, since, device, precision="32-true", **options):
+    make = functools.partial(Auxiliary, hook, since, models.case("mlp"))
+    kept = {"accelerator": device.type, "precision": precision}
+    plainly = parity.record(make, parity.plain_strategy(device.type), **kept)
+    streamed = parity.record(make, parity.streaming_strategy(device.type, window=1, **options), **kept)
+    parity.compare(plainly, streamed)
+    return streamed.telemetry
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_before_zero_grad"])
+@pytest.mark.few(2)
+def test_a_step_with_the_gradients_of_two_backwards_is_after_both(hook, precision, device, caplog):
+    with caplog.at_level(logging.INFO, "sp_lightning"):
+        assert compare_auxiliary(hook, 0, device, precision)["stepped_ahead"] == 0
+    assert "the optimizer steps after backward, as code runs another backward" in caplog.text
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@refusal(
+    "a hook begins to run another backward before the optimizer's step when units were stepped already",
+    ExactnessError,
+    "`optimizer_overlap=False`",
+)
+def test_a_second_backward_that_begins_when_units_were_stepped_is_an_error(overlap, device):
+    expected = pytest.raises(ExactnessError, match="ran another backward after the optimizer had stepped")
+    with expected if overlap else contextlib.nullcontext():
+        compare_auxiliary("on_before_backward", 2, device, "bf16-mixed", optimizer_overlap=overlap)
 
 
 @refusal(
