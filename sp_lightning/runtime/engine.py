@@ -473,6 +473,8 @@ class Engine:
         """Note that code may write a gradient through its ``.data`` between its arrival and a step in backward."""
         if id(parameter) not in self.gradient_return.taken or self.team.size > 1:  # sums may come yet
             return
+        if self.phases.optimizing:  # the library's code for a step, and torch's
+            return
         unit = self._by_parameter[id(parameter)]
         self.backward_pass.gives_gradient(unit)
         if self.step_owner.has_submitted(unit.store):

@@ -205,7 +205,9 @@ def test_gradients_that_are_stepped_in_backward_are_no_change_by_other_code(roun
         parity.streaming_strategy("simgpu", window=2, optimizer_device="device"),
     ]
     with rounds_otherwise("add_.Tensor"):
-        parity.compare(*(parity.record(make, one, accelerator="simgpu", epochs=2) for one in strategies))
+        plainly, streamed = (parity.record(make, one, accelerator="simgpu", epochs=2) for one in strategies)
+    parity.compare(plainly, streamed)
+    assert streamed.telemetry["stepped_ahead"] > 0
 
 
 MOVES = {getattr(torch.ops.aten, name) for name in ("copy_", "_to_copy", "detach", "clone", "empty_like")}
@@ -353,7 +355,9 @@ def test_trainer_runs_are_plain_runs_whose_optimizer_steps_on_the_device(row, ro
         parity.compare(*(parity.record(make, one, accelerator="simgpu", **settings) for one in (host, device)))
         return
     with rounds_otherwise("addcdiv_", "add_.Tensor", "linalg_vector_norm"):
-        parity.check(case, options, accelerator="simgpu", epochs=2, **settings)
+        telemetry = parity.check(case, options, accelerator="simgpu", epochs=2, **settings)
+    waits = row["clip"] or row["precision"] == "16-mixed" or row["optimizer"] == "two"
+    assert (telemetry["stepped_ahead"] > 0) is bool(row["overlap"] and not waits)
 
 
 @pytest.mark.parametrize("option", ["capturable", "fused"])
