@@ -62,7 +62,8 @@ OPTIMIZERS = {  # of the part "optimizer"
 }
 STEPS = 200
 PROGRAMS = 5000  # numbers, from 0: more than a campaign has time for
-ON_THE_HOST = {"see item", "see norm", "weight norm"}  # edits that compute where a weight is, which is another device
+# Edits that compute where a weight or a gradient is, which is another device.
+ON_THE_HOST = {"see item", "see norm", "weight norm", "weight norm by a hook", "hook after accumulation that clips"}
 
 
 # ---- cells: one plain and one streamed run each

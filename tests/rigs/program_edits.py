@@ -41,6 +41,8 @@ class Scene:
         self.module: nn.Module = net  # the LightningModule, or the net
         self.optimizers: list[torch.optim.Optimizer] = []
         self.kept: dict[str, Any] = {}
+        self.terms: dict[str, Callable[[Tensor], Tensor]] = {}  # of a batch, which the loss has too
+        self.loss: Tensor | None = None  # while its graph is there
         self.seen: list[tuple[str, str, Any]] = []
         self.in_backward: dict[
             str, list[tuple[str, Any]]
@@ -78,6 +80,12 @@ class Scene:
     def block(self, at: int) -> Block:
         return self.net.blocks[at % len(self.net.blocks)]
 
+    def later(self, at: int) -> list[nn.Parameter]:
+        """The weights of the blocks behind one, where none comes twice."""
+        blocks = list(self.net.blocks)
+        behind = blocks[at % len(blocks) + 1 :] if len(set(blocks)) == len(blocks) else []
+        return [p for block in behind for p in block.parameters()]
+
     def linear(self, at: int) -> nn.Linear:
         found = [m for m in self.net.modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward]
         return found[at % len(found)]
@@ -107,17 +115,20 @@ class Edit(NamedTuple):
     do: Callable[[Scene, int], None]
     moments: tuple[str, ...]
     ranked: bool = False  # whether DDP allows it, done on every rank alike
+    then: tuple[str, ...] = ()  # edits that do something with what it left
 
 
 EDITS: dict[str, Edit] = {}
 
 
-def edit(name: str, moments: tuple[str, ...], ranked: bool = False, grad: bool = False) -> Callable[..., Any]:
+def edit(
+    name: str, moments: tuple[str, ...], ranked: bool = False, grad: bool = False, then: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     """Register an edit; it runs without gradients unless it asks for them."""
 
     def register(do: Callable[[Scene, int], None]) -> Callable[[Scene, int], None]:
         assert name not in EDITS, name
-        EDITS[name] = Edit(do if grad else torch.no_grad()(do), moments, ranked)
+        EDITS[name] = Edit(do if grad else torch.no_grad()(do), moments, ranked, then)
         return do
 
     return register
@@ -225,13 +236,39 @@ def write_in_graph(scene: Scene, at: int) -> None:
 # --- What is kept, and written later
 
 
-for view_name in ("[0]", "T", "detach", "data", "view"):
-    edit(f"keep {view_name}", WRITES, ranked=True)(
-        lambda scene, at, name=view_name: scene.kept.__setitem__("view", VIEWS[name](scene.weight(at)))
+VIEW_IS_KEPT = ("write to what was kept", "see what was kept", "copy to what was kept", "flip requires_grad")
+WHOLE_VIEWS = {"all": lambda p: p.view(-1), "t": lambda p: p.t(), "view of data": lambda p: p.data.view(-1)}
+for view_name in ("[0]", "T", "detach", "data", "view", *WHOLE_VIEWS):
+    edit(f"keep {view_name}", WRITES, ranked=True, then=VIEW_IS_KEPT)(
+        lambda scene, at, name=view_name: scene.kept.__setitem__("view", (VIEWS | WHOLE_VIEWS)[name](scene.weight(at)))
+    )
+for view_name in ("[0]", "all", "T"):  # which autograd can follow
+    edit(f"keep {view_name} with its graph", WRITES, ranked=True, grad=True, then=VIEW_IS_KEPT)(
+        lambda scene, at, name=view_name: scene.kept.__setitem__("view", (VIEWS | WHOLE_VIEWS)[name](scene.weight(at)))
     )
 
 
-@edit("keep storage", WRITES, ranked=True)
+@edit("keep a view of each", WRITES, ranked=True, then=("write to each that was kept",))
+def keep_each(scene: Scene, at: int) -> None:
+    scene.kept["views"] = [p.detach() if at % 2 else p.view(-1) for p in scene.weights]
+
+
+@edit("write to each that was kept", WRITES, ranked=True)
+def write_each(scene: Scene, at: int) -> None:
+    if "views" in scene.kept:
+        torch._foreach_mul_(scene.kept["views"], 0.9)
+
+
+@edit("copy to what was kept", WRITES, ranked=True)
+def copy_kept(scene: Scene, at: int) -> None:
+    if (view := scene.kept.get("view")) is not None:
+        view.copy_(scene.noise(view, at))
+
+
+STORAGE_IS_KEPT = ("write to the kept storage",)
+
+
+@edit("keep storage", WRITES, ranked=True, then=STORAGE_IS_KEPT)
 def keep_storage(scene: Scene, at: int) -> None:
     weight = scene.weight(at)
     place = (weight.storage_offset(), tuple(weight.shape), weight.stride(), weight.dtype)
@@ -256,7 +293,7 @@ def see_kept(scene: Scene, at: int) -> None:
     scene.see("kept", scene.kept.get("view"))
 
 
-@edit("keep state", WRITES, ranked=True)
+@edit("keep state", WRITES, ranked=True, then=("restore state",))
 def keep_state(scene: Scene, at: int) -> None:
     scene.kept["state"] = {name: value.clone() for name, value in scene.net.state_dict().items()}
 
@@ -265,6 +302,33 @@ def keep_state(scene: Scene, at: int) -> None:
 def restore_state(scene: Scene, at: int) -> None:
     if "state" in scene.kept:
         scene.net.load_state_dict(scene.kept["state"], strict=False)
+
+
+ALIASES_ARE_KEPT = ("see the kept aliases", "load the kept aliases", "write to the kept aliases")
+
+
+@edit("keep aliases", WRITES, ranked=True, then=ALIASES_ARE_KEPT)
+def keep_aliases(scene: Scene, at: int) -> None:
+    """A state_dict as it is, whose tensors are the weights' memory."""
+    scene.kept["aliases"] = scene.net.state_dict()
+
+
+@edit("see the kept aliases", (*WRITES, *GRAPH), ranked=True)
+def see_aliases(scene: Scene, at: int) -> None:
+    scene.see("aliases", dict(scene.kept.get("aliases", {})))
+
+
+@edit("load the kept aliases", OUTSIDE, ranked=True)
+def load_aliases(scene: Scene, at: int) -> None:
+    if "aliases" in scene.kept:
+        scene.net.load_state_dict(scene.kept["aliases"], strict=False)
+
+
+@edit("write to the kept aliases", WRITES, ranked=True)
+def write_aliases(scene: Scene, at: int) -> None:
+    values = [value for value in scene.kept.get("aliases", {}).values() if value.is_floating_point()]
+    for value in values[at % 3 :: 2]:
+        value.mul_(0.9)
 
 
 @edit("average", WRITES, ranked=True)
@@ -281,6 +345,7 @@ def average(scene: Scene, at: int) -> None:
 # --- Weights that are given other data, or are others
 
 on_weight("data =", WRITES, lambda p: setattr(p, "data", p.data * 0.9), ranked=True)
+on_weight("data = clone", WRITES, lambda p: setattr(p, "data", p.data.clone()), ranked=True)
 on_weight("data = transposed", OUTSIDE, lambda p: setattr(p, "data", p.data.t().contiguous().t()))
 on_weight("set_", OUTSIDE, lambda p: p.set_(p.detach() * 0.9))
 on_weight("swap_tensors", OUTSIDE, lambda p: torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.9)))
@@ -305,7 +370,7 @@ def share_data(scene: Scene, at: int) -> None:
     one.data = another.data
 
 
-@edit("vector", OUTSIDE, ranked=True)
+@edit("vector", WRITES, ranked=True)
 def vector(scene: Scene, at: int) -> None:
     weights = scene.weights
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(weights) * 0.99, weights)
@@ -319,7 +384,7 @@ def exchange_weights(scene: Scene, at: int) -> None:
     setattr(*places[1], one)
 
 
-@edit("tie", OUTSIDE)
+@edit("tie", OUTSIDE, then=("untie",))
 def tie(scene: Scene, at: int) -> None:
     one, another = scene.alike(at)
     setattr(*scene.place(one), another)
@@ -343,6 +408,30 @@ def new_weight_in_optimizer(scene: Scene, at: int) -> None:
             optimizer.state[new] = optimizer.state.pop(weight)
 
 
+@edit("untie", OUTSIDE)
+def untie(scene: Scene, at: int) -> None:
+    """Give the second place of a weight one of its own, which is trained too."""
+    seen: set[nn.Parameter] = set()
+    for block in scene.net.blocks[::-1]:
+        for module in block.modules():
+            for name, weight in list(module._parameters.items()):
+                if weight in seen:
+                    setattr(module, name, new := nn.Parameter(weight.detach().clone()))
+                    scene.optimizers[0].add_param_group({"params": [new]})
+                    return
+                seen |= {weight} - {None}
+
+
+@edit("untie blocks", OUTSIDE)
+def untie_blocks(scene: Scene, at: int) -> None:
+    blocks = scene.net.blocks
+    for index in range(1, len(blocks)):
+        if blocks[index] in list(blocks)[:index]:
+            blocks[index] = copy.deepcopy(blocks[index])
+            scene.optimizers[0].add_param_group({"params": list(blocks[index].parameters())})
+            return
+
+
 @edit("new weights in the optimizer by a group", OUTSIDE)
 def add_group(scene: Scene, at: int) -> None:
     module, name = scene.block(at), f"extra_{len(list(scene.block(at).parameters()))}"
@@ -356,6 +445,17 @@ def add_group(scene: Scene, at: int) -> None:
 
 on_weight("freeze", OUTSIDE, lambda p: p.requires_grad_(False), ranked=True)
 on_weight("freeze by attribute", OUTSIDE, lambda p: setattr(p, "requires_grad", False), ranked=True)
+
+
+@edit("flip requires_grad", WRITES, ranked=True)
+def flip(scene: Scene, at: int) -> None:
+    """Of all weights, one, or those of a block, away and back."""
+    some = {0: scene.weights, 1: [scene.weight(at)], 2: list(scene.block(at).parameters())}[at % 3]
+    flags = [p.requires_grad for p in some]
+    for p in some:
+        p.requires_grad_(False)
+    for p, flag in zip(some, flags, strict=True):
+        p.requires_grad = flag
 
 
 @edit("freeze block", (*OUTSIDE, "forward"), ranked=True)
@@ -427,10 +527,45 @@ def drop_block(scene: Scene, at: int) -> None:
         del scene.net.blocks[at % len(scene.net.blocks)]
 
 
-@edit("weight norm", OUTSIDE)
+@edit("weight norm", OUTSIDE, then=("remove parametrizations",))
 def weight_norm(scene: Scene, at: int) -> None:
     if not nn.utils.parametrize.is_parametrized(scene.linear(at)):
         parametrizations.weight_norm(scene.linear(at))
+
+
+class Times(nn.Module):
+    """A parametrization that computes a weight from another one."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.9
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight / 0.9
+
+
+@edit("parametrize", OUTSIDE, then=("remove parametrizations",))
+def parametrize(scene: Scene, at: int) -> None:
+    """In place: the optimizer goes on with the weight that is parametrized."""
+    linear = scene.linear(at)
+    if not nn.utils.parametrize.is_parametrized(linear):
+        nn.utils.parametrize.register_parametrization(linear, "weight", Times())
+
+
+@edit("weight norm by a hook", OUTSIDE, then=("remove weight norm",))
+def old_weight_norm(scene: Scene, at: int) -> None:
+    linear = scene.linear(at)
+    if "weight" in linear._parameters:
+        nn.utils.weight_norm(linear)
+        scene.optimizers[0].add_param_group({"params": [linear.weight_g, linear.weight_v]})
+
+
+@edit("remove weight norm", OUTSIDE)
+def remove_weight_norm(scene: Scene, at: int) -> None:
+    for module in scene.net.modules():
+        if "weight_g" in module._parameters:
+            nn.utils.remove_weight_norm(module)
+            scene.optimizers[0].add_param_group({"params": [module.weight]})
+            return
 
 
 @edit("remove parametrizations", OUTSIDE)
@@ -466,6 +601,12 @@ def to_device(scene: Scene, at: int) -> None:
 @edit("to device of a block", OUTSIDE)
 def block_to_device(scene: Scene, at: int) -> None:
     scene.block(at).to(scene.device)
+
+
+@edit("types and back", OUTSIDE)
+def to_types(scene: Scene, at: int) -> None:
+    scene.module.to(torch.bfloat16 if at % 2 else torch.float64)
+    scene.module.to(torch.float32)
 
 
 @edit("float", OUTSIDE, ranked=True)
@@ -526,14 +667,72 @@ def forward_hook(scene: Scene, at: int) -> None:
     scene.block(at).register_forward_hook(lambda _, args, output: output * 1.1)
 
 
+def written(some: list[Any], at: int) -> None:
+    """Write to tensors in one of several ways."""
+    if at % 5 == 0:
+        some[0].mul_(0.99)
+    elif at % 5 == 1:
+        torch._foreach_mul_(some, 0.99)
+    elif at % 5 == 2:
+        torch._foreach_copy_(some, [one * 0.99 for one in some])
+    elif at % 5 == 3:
+        torch.mul(some[-1], 0.99, out=some[-1])
+    else:
+        torch._foreach_lerp_(some[:1], [some[0] * 0.9], 0.1)
+
+
 @edit("forward hook that writes weights", OUTSIDE)
 def forward_hook_writes(scene: Scene, at: int) -> None:
     def write(module: nn.Module, args: Any) -> None:
         if module.training:
             with torch.no_grad():
-                next(module.parameters()).mul_(0.99)
+                written(list(module.parameters()), at)
 
-    scene.block(at).register_forward_pre_hook(write)
+    scene.block(at // 5).register_forward_pre_hook(write)
+
+
+@edit("hook after accumulation that writes", OUTSIDE)
+def hook_after_writes(scene: Scene, at: int) -> None:
+    if scene.weight(at // 5).requires_grad:
+        scene.weight(at // 5).register_post_accumulate_grad_hook(lambda p: written([p.grad], at))
+
+
+@edit("hook after accumulation that clips", OUTSIDE)
+def hook_after_clips(scene: Scene, at: int) -> None:
+    """The gradient of the weight, or also those of the blocks behind its own, which are there."""
+    weight = scene.weight(at)
+    index = next((i for i, block in enumerate(scene.net.blocks) if any(p is weight for p in block.parameters())), None)
+    behind = scene.later(index) if index is not None and at % 2 else []
+
+    def clip(p: nn.Parameter) -> None:
+        scene.see_in(f"norm {at}", nn.utils.clip_grad_norm_([p, *behind], 0.05))
+
+    if weight.requires_grad:
+        weight.register_post_accumulate_grad_hook(clip)
+
+
+@edit("hook that sees later gradients", OUTSIDE)
+def hook_sees_later(scene: Scene, at: int) -> None:
+    behind = scene.later(at)
+
+    def hook(_: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: scene.see_in(f"later {at}", [p.grad for p in behind]))
+
+    scene.block(at).register_forward_hook(hook)
+
+
+@edit("forward hook that differentiates", OUTSIDE)
+def hook_differentiates(scene: Scene, at: int) -> None:
+    """By a weight in front of the block, what comes to it."""
+    weight = scene.net.stem.weight
+
+    def hook(_: nn.Module, args: Any) -> None:
+        if args[0].requires_grad and weight.requires_grad:
+            loss = args[0].float().square().mean()
+            scene.see_in(f"slope {at}", torch.autograd.grad(loss, weight, retain_graph=True, allow_unused=True))
+
+    scene.block(at).register_forward_pre_hook(hook)
 
 
 @edit("backward hook", OUTSIDE)
@@ -594,6 +793,15 @@ def write_inside(scene: Scene, at: int) -> None:
     runs_in_layer(scene, at, write)
 
 
+@edit("inside: layer that writes its weights", OUTSIDE)
+def write_weights_inside(scene: Scene, at: int) -> None:
+    def write(layer: nn.Linear) -> None:
+        with torch.no_grad():
+            written(list(layer.parameters()), at)
+
+    runs_in_layer(scene, at // 5, write)
+
+
 @edit("inside: layer that writes what was kept", OUTSIDE)
 def write_kept_inside(scene: Scene, at: int) -> None:
     runs_in_layer(scene, at, lambda _: write_data_kept(scene))
@@ -652,6 +860,10 @@ on_gradient("gradient: set_", lambda p, grad: grad.set_(grad.clone() * 0.5))
 on_gradient("gradient: storage", lambda p, grad: over(grad.untyped_storage(), grad).mul_(0.5))
 
 
+on_gradient("gradient: foreach", lambda p, grad: torch._foreach_mul_([grad], 0.5))
+on_gradient("gradient: out=", lambda p, grad: torch.mul(grad, 0.5, out=grad))
+
+
 @edit("gradient: noise", HAVE_GRADS, ranked=True)
 def gradient_noise(scene: Scene, at: int) -> None:
     if (grad := scene.weight(at).grad) is not None:
@@ -669,12 +881,17 @@ def gradient_clip(scene: Scene, at: int) -> None:
     scene.see("norm", nn.utils.clip_grad_norm_(scene.net.parameters(), 0.5))
 
 
+@edit("gradient: clip norm of a block", GRADS, ranked=True)
+def gradient_clip_block(scene: Scene, at: int) -> None:
+    scene.see("norm", nn.utils.clip_grad_norm_(scene.block(at).parameters(), 0.05))
+
+
 @edit("gradient: clip value", GRADS, ranked=True)
 def gradient_clip_value(scene: Scene, at: int) -> None:
     nn.utils.clip_grad_value_(scene.net.parameters(), 0.01)
 
 
-@edit("gradient: keep", HAVE_GRADS, ranked=True)
+@edit("gradient: keep", HAVE_GRADS, ranked=True, then=("gradient: write to the kept one", "gradient: see the kept one"))
 def gradient_keep(scene: Scene, at: int) -> None:
     scene.kept["gradient"] = scene.weight(at).grad
 
@@ -690,7 +907,7 @@ def gradient_see_kept(scene: Scene, at: int) -> None:
     scene.see("kept gradient", scene.kept.get("gradient"))
 
 
-@edit("gradient: keep storage", HAVE_GRADS, ranked=True)
+@edit("gradient: keep storage", HAVE_GRADS, ranked=True, then=("gradient: see the kept storage",))
 def gradient_keep_storage(scene: Scene, at: int) -> None:
     if (grad := scene.weight(at).grad) is not None:
         scene.kept["gradient's storage"] = grad.untyped_storage(), grad.storage_offset(), grad.shape, grad.stride()
@@ -718,7 +935,7 @@ def rate(scene: Scene, at: int) -> None:
             group["lr"] = 0.01 * (1 + at % 5)
 
 
-@edit("optimizer: state", (*OUTSIDE, *GRADS), ranked=True)
+@edit("optimizer: state", (*WRITES, *GRAPH), ranked=True)
 def state_written(scene: Scene, at: int) -> None:
     for optimizer in scene.optimizers:
         for value in optimizer.state.get(scene.weight(at), {}).values():
@@ -738,7 +955,58 @@ def state_loaded(scene: Scene, at: int) -> None:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-@edit("optimizer: see state", (*OUTSIDE, *GRADS), ranked=True)
+def each_state(scene: Scene) -> list[tuple[int, Any, dict[str, Any]]]:
+    return [(number, p, state) for number, o in enumerate(scene.optimizers) for p, state in o.state.items()]
+
+
+@edit("optimizer: take state away", (*OUTSIDE, "stepped"), ranked=True, then=("optimizer: give state back",) * 2)
+def state_taken(scene: Scene, at: int) -> None:
+    scene.kept["optimizer's state"] = [dict(optimizer.state) for optimizer in scene.optimizers]
+    for optimizer in scene.optimizers if at % 3 else ():  # or kept beside
+        optimizer.state.clear()
+
+
+@edit("optimizer: give state back", (*WRITES, *GRAPH), ranked=True)
+def state_given_back(scene: Scene, at: int) -> None:
+    for optimizer, state in zip(scene.optimizers, scene.kept.pop("optimizer's state", []), strict=False):
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+
+STATE_IS_COPIED = ("optimizer: put copies", "optimizer: load a copy")
+
+
+@edit("optimizer: copy state", (*WRITES, *GRAPH), ranked=True, then=STATE_IS_COPIED)
+def state_copied(scene: Scene, at: int) -> None:
+    scene.kept["copies"] = [(number, p, copy.deepcopy(state)) for number, p, state in each_state(scene)]
+    scene.kept["loadable"] = [copy.deepcopy(optimizer.state_dict()) for optimizer in scene.optimizers]
+
+
+@edit("optimizer: put copies", (*WRITES, *GRAPH), ranked=True)
+def state_put(scene: Scene, at: int) -> None:
+    for number, p, state in scene.kept.get("copies", []):
+        if p in scene.optimizers[number].state:
+            scene.optimizers[number].state[p] = copy.deepcopy(state)
+
+
+@edit("optimizer: load a copy", OUTSIDE, ranked=True)
+def state_loaded_later(scene: Scene, at: int) -> None:
+    for optimizer, state in zip(scene.optimizers, scene.kept.get("loadable", []), strict=False):
+        if [len(group["params"]) for group in state["param_groups"]] == [
+            len(group["params"]) for group in optimizer.param_groups
+        ]:
+            optimizer.load_state_dict(copy.deepcopy(state))
+
+
+@edit("optimizer: momentum", (*WRITES, *GRAPH), ranked=True)
+def momentum_halved(scene: Scene, at: int) -> None:
+    for _, _, state in each_state(scene)[at % 3 :: 2]:
+        for name in ("momentum_buffer", "exp_avg"):
+            if state.get(name) is not None:
+                state[name].mul_(0.5)
+
+
+@edit("optimizer: see state", (*WRITES, *GRAPH), ranked=True)
 def state_seen(scene: Scene, at: int) -> None:
     for number, optimizer in enumerate(scene.optimizers):
         scene.see(f"state {number}", dict(optimizer.state.get(scene.weight(at), {})))
@@ -800,6 +1068,17 @@ def functional_call(scene: Scene, at: int) -> None:
     scene.see("functional", torch.func.functional_call(scene.net, halved, (scene.batch(at),)))
 
 
+@edit("functional_call of some", (*QUIET, *GRADS), ranked=True)
+def functional_call_of_some(scene: Scene, at: int) -> None:
+    scene.see("functional", torch.func.functional_call(scene.net, halves(scene, at), (scene.batch(at),)))
+
+
+def halves(scene: Scene, at: int) -> dict[str, Tensor]:
+    """Half of some weights, on the device."""
+    some = list(scene.net.named_parameters())[at % 3 :: 3]
+    return {name: (p.detach() * 0.5).to(scene.device) for name, p in some}
+
+
 @edit("func.grad of a block", ("forward", *OUTSIDE), grad=True)
 def func_grad(scene: Scene, at: int) -> None:
     block, x = scene.block(at), scene.batch(at)
@@ -832,7 +1111,137 @@ def backward_of_block(scene: Scene, at: int) -> None:
         loss.backward(inputs=[p for p in scene.weights if p.requires_grad] if at % 2 else None)
 
 
+# --- What the loss has too: what a term computes, each batch computes from then on
+
+STARTS = ("start", "batch start")
+
+
+@edit("loss: of a teacher", STARTS)
+def loss_of_teacher(scene: Scene, at: int) -> None:
+    teacher = copy.deepcopy(scene.net).to(scene.device).requires_grad_(False).eval()
+
+    def term(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(x).float()
+        return (scene.net(x).float() - wanted).square().mean()
+
+    scene.terms["teacher"] = term
+
+
+@edit("loss: of a functional_call", STARTS)
+def loss_of_functional_call(scene: Scene, at: int) -> None:
+    """With half of some weights, which are constants to it."""
+    scene.terms["functional"] = lambda x: (
+        torch.func.functional_call(scene.net, halves(scene, at), (x,)).float().square().mean()
+    )
+
+
+@edit("loss: of a block", STARTS)
+def loss_of_block(scene: Scene, at: int) -> None:
+    scene.terms["block"] = lambda x: scene.block(at)(x).float().square().mean() * 0.1
+
+
+@edit("loss: of slopes", STARTS)
+def loss_of_slopes(scene: Scene, at: int) -> None:
+    """A penalty on the gradients of weights, which is differentiated again."""
+
+    def term(x: Tensor) -> Tensor:
+        trained = [p for p in scene.weights if p.requires_grad][at % 3 :: 2]
+        loss = scene.net(x).float().square().mean()
+        if not trained or not loss.requires_grad:
+            return loss
+        slopes = torch.autograd.grad(loss, trained, create_graph=True, allow_unused=True)
+        return sum((slope.square().sum() * 0.1 for slope in slopes if slope is not None), loss * 0.1)
+
+    scene.terms["slopes"] = term
+
+
+# --- Backward, in a running graph
+
+
+@edit("backward of the loss before", GRAPH, grad=True)
+def backward_before(scene: Scene, at: int) -> None:
+    if scene.loss is not None and scene.loss.requires_grad:
+        scene.loss.backward(retain_graph=True)
+
+
+@edit("autograd.grad of the loss", GRAPH, grad=True)
+def grad_of_loss(scene: Scene, at: int) -> None:
+    trained = [p for p in scene.weights if p.requires_grad][at % 3 :: 2]
+    if scene.loss is not None and scene.loss.requires_grad and trained:
+        scene.see("slopes", torch.autograd.grad(scene.loss, trained, retain_graph=True, allow_unused=True))
+
+
 # --- Faults
+
+
+class Fails(torch.autograd.Function):
+    """A function whose first backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, left: list[int]) -> Tensor:
+        ctx.left = left
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.left:
+            ctx.left.pop()
+            raise Fault("in a function")
+        return grad, None
+
+
+def fail_once(left: list[int]) -> None:
+    if left:
+        left.pop()
+        raise Fault("in a hook")
+
+
+@edit("backward that fails at the loss", ("batch start", "forward", "batch end"), grad=True)
+def fails_at_loss(scene: Scene, at: int) -> None:
+    """Gradients of a backward stay; another one fails before any came, and is done again, or that of a new graph."""
+    left, graphs = [1], [scene.net(scene.batch(at + number)).float().square().mean() for number in range(2)]
+    if not all(loss.requires_grad for loss in graphs):
+        return
+    graphs[0].backward()
+    failing = Fails.apply(graphs[1], left)
+    with contextlib.suppress(Fault):
+        failing.backward(retain_graph=at % 2 == 0)
+    (graphs[1] if at % 2 == 0 else scene.net(scene.batch(at)).float().square().mean()).backward()
+    scene.see("gradients", {name: p.grad for name, p in scene.net.named_parameters()})
+
+
+@edit("backward that fails in a block", ("batch start", "forward", "batch end"), grad=True)
+def fails_in_block(scene: Scene, at: int) -> None:
+    """What it left is dropped; it is done again, or that of a new graph."""
+    left = [1]
+
+    def hook(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if at % 4 < 2:
+            return Fails.apply(output, left)
+        if output.requires_grad:
+            output.register_hook(lambda grad: fail_once(left))
+        return output
+
+    handle = scene.block(at).register_forward_hook(hook)
+    loss = scene.net(scene.batch(at)).float().square().mean()
+    handle.remove()
+    if not loss.requires_grad:
+        return
+    with contextlib.suppress(Fault):
+        loss.backward(retain_graph=at % 2 == 0)
+    left.clear()
+    scene.net.zero_grad(set_to_none=at % 3 > 0)
+    (loss if at % 2 == 0 else scene.net(scene.batch(at)).float().square().mean()).backward()
+    scene.see("gradients", {name: p.grad for name, p in scene.net.named_parameters()})
+
+
+@edit("backward of the loss that fails", GRAPH, grad=True)
+def loss_fails(scene: Scene, at: int) -> None:
+    """Before any gradient came; the program's own backward follows."""
+    if scene.loss is not None and scene.loss.requires_grad:
+        with contextlib.suppress(Fault):
+            Fails.apply(scene.loss, [1]).backward(retain_graph=True)
 
 
 @edit("fault", ("batch start", "forward", "loss", "before backward", "after backward", "before step", "batch end"))
@@ -860,11 +1269,18 @@ def fault_in_backward(scene: Scene, at: int) -> None:
 
 FAULTS = {"fault", "fault in forward", "fault in backward"}
 STRUCTURE = {"new weights in the optimizer by a group", "drop block", "weight norm", "prune", "tie", "exchange blocks"}
+STRUCTURE |= {"parametrize", "weight norm by a hook", "untie", "untie blocks"}
 CALLS = {  # by itself
     *("evaluate a block", "evaluate a copy", "evaluate a copy of the net"),
     *("autograd.grad of a block", "backward of a block"),
 }
-NEW = {"copy block", "pickle block", "load_state_dict, assign", "new weight", "new weight in the optimizer"}  # weights
+NEW = {"copy block", "pickle block", "load_state_dict, assign", "new weight", "new weight in the optimizer"}
+NEW |= {"untie", "untie blocks", "weight norm by a hook", "remove weight norm"}  # weights
+TERMS = {name for name in EDITS if name.startswith("loss: ")}
+ON_LOSS = {"backward of the loss before", "autograd.grad of the loss", "backward of the loss that fails"}
+COPIES = {"copy block", "pickle block", "evaluate a copy of the net", "loss: of a teacher"}  # by deepcopy
+WRITES_IN_FORWARD = {"forward hook that writes weights", "inside: layer that writes its weights"}
 HOOKED = {name for name in EDITS if "hook" in name or name.startswith("inside: backward")}
+OF_WEIGHTS = {"hook that scales", "hook that sees"} | {name for name in HOOKED if name.startswith("hook after")}
 INSIDE = {name for name in EDITS if name.startswith("inside: ")}
 AGAIN = {name for name in INSIDE if "keeps" not in name}  # does more where a forward runs again

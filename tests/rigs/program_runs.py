@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from program_edits import EDITS, Scene, over
+from program_edits import EDITS, ON_LOSS, Scene, over
 from program_nets import Net, batch
 from torch import Tensor
 
@@ -128,8 +128,11 @@ class Run:
             inputs = x.detach().clone().requires_grad_()
             (slope,) = torch.autograd.grad(call(inputs).float().sum(), inputs, create_graph=True)
             loss = loss + slope.square().mean()
+        for term in self.scene.terms.values():
+            loss = loss + term(x)
         if self.observes:
             self.scene.see("loss", loss)
+        self.scene.loss = loss if self.program.does(*ON_LOSS) else None
         return loss
 
     def distance(self, name: str, weight: Tensor) -> Tensor:

@@ -23,7 +23,23 @@ from typing import Any, NamedTuple
 import forks
 import torch
 from lightning import seed_everything
-from program_edits import AGAIN, CALLS, EDITS, FAULTS, GRAPH, HOOKED, INSIDE, MOMENTS, NEW, STRUCTURE
+from program_edits import (
+    AGAIN,
+    CALLS,
+    COPIES,
+    EDITS,
+    FAULTS,
+    GRAPH,
+    HOOKED,
+    INSIDE,
+    MOMENTS,
+    NEW,
+    OF_WEIGHTS,
+    ON_LOSS,
+    STRUCTURE,
+    TERMS,
+    WRITES_IN_FORWARD,
+)
 from program_entries import HOOKS, run
 from program_nets import KINDS, USES_TWICE
 from program_runs import OPTIMIZERS, OTHER_KERNELS
@@ -153,8 +169,10 @@ def draw(number: int, ranked: bool = False) -> Program:
         options=tuple(draw_options(dice, kinds, quiet, ranked).items()),
     )
     acts: list[Act] = []
-    for _ in range(dice.randint(1, 6)):
+    for _ in range(dice.randint(1, 8)):
         acts += draw_act(dice, program, acts, quiet, ranked)
+        for _ in range(dice.choice([0, 1, 1, 2]) if acts and EDITS[acts[-1].edit].then else 0):
+            acts += draw_act(dice, program, acts, quiet, ranked, after=acts[-1])
     if ranked and any(act.edit.startswith("keep ") for act in acts):  # weights that share memory cannot begin a run
         program = dataclasses.replace(program, epochs=1, predicts=False)
     if program.optimizer == "adamw, fused":  # which a Trainer does not clip with autocast
@@ -225,10 +243,13 @@ def classes(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kind for kind in kinds if kind != "tied"))
 
 
-def draw_act(dice: random.Random, program: Program, before: list[Act], quiet: bool, ranked: bool) -> Iterator[Act]:
-    """Draw something to do, and a moment in which a plain run allows it."""
+def draw_act(
+    dice: random.Random, program: Program, before: list[Act], quiet: bool, ranked: bool, after: Act | None = None
+) -> Iterator[Act]:
+    """Draw something to do, and a moment in which a plain run allows it; ``after``: with what that act left."""
+    edits, first = ([*EDITS], 0) if after is None else (EDITS[after.edit].then or [*EDITS], after.step)
     for _ in range(100):
-        edit, step = dice.choice([*EDITS]), dice.randrange(program.batches * program.epochs)
+        edit, step = dice.choice(edits), dice.randrange(first, program.batches * program.epochs)
         moment = dice.choice(EDITS[edit].moments)
         by = dice.choice(["module", "callback"]) if program.has_trainer and moment in HOOKS else "module"
         step = {"start": 0, "epoch end": step - step % program.batches + program.batches - 1}.get(moment, step)
@@ -250,6 +271,9 @@ def happens(act: Act, program: Program) -> bool:
     return act.moment != "validation" or program.validates
 
 
+NOT_OF_WEIGHTS = ("see", "evaluate", "gradient", "optimizer", "backward", "autograd.grad")  # which these do not write
+
+
 def is_right(act: Act, program: Program, before: list[Act]) -> bool:
     """Whether a plain run allows the act after those before it, and exactness is promised (docs/exactness.md)."""
     if act.edit in FAULTS:
@@ -258,21 +282,39 @@ def is_right(act: Act, program: Program, before: list[Act]) -> bool:
         return not (act.edit == "fault in backward" and program.steps_early)  # which leaves units stepped
     if act.edit in STRUCTURE and program.resumes:
         return False  # the new model would not take the checkpoint
-    calls_once = program.loss in ("plain", "of weights too") and "tied" not in program.kinds
-    if act.edit == "forward hook that writes weights" and not calls_once:
+    edits = {act.edit, *(other.edit for other in before)}
+    calls_once = program.loss in ("plain", "of weights too") and "tied" not in program.kinds and TERMS.isdisjoint(edits)
+    if not WRITES_IN_FORWARD.isdisjoint(edits) and not calls_once:
         return False  # a second call in the graph would write what the first one saved
+    if act.edit in WRITES_IN_FORWARD and act.edit in INSIDE and not USES_TWICE.isdisjoint(program.kinds):
+        return False  # and so would a second use
+    if act.edit in TERMS and program.precision != "32-true" and (program.entry == "fabric" or act.step > 0):
+        return False  # autocast's cache; may be an error: a layer begins to run several times, or without autocast
+    if act.edit == "loss: of a functional_call" and not {"Checkpointed", "tied"}.isdisjoint(program.kinds):
+        return False  # of which torch computes again, or puts back, the wrong weights
+    differentiates_twice = program.loss == "of an input's gradient" or "loss: of slopes" in edits
+    arrives_once = calls_once and not differentiates_twice and "Adapting" not in program.kinds
+    if "hook that sees later gradients" in edits and not (arrives_once and program.option["units"] != ("Linear",)):
+        return False  # which may be of the unit that backward is inside
+    if "hook that sees later gradients" in edits and not OF_WEIGHTS.isdisjoint(edits):
+        return False  # whose hooks run beside those of modules
+    if "backward that fails in a block" in edits and not HOOKED.isdisjoint(edits):
+        return False  # which hooks ran before it failed is not promised
+    if act.edit in ON_LOSS and program.entry == "fabric" and program.precision != "32-true":
+        return False  # which only Fabric may differentiate
+    if "weight norm by a hook" in edits and not COPIES.isdisjoint(edits):
+        return False  # a weight that is computed cannot be copied
+    if act.edit == "optimizer: take state away" and program.optimizer == "adagrad":
+        return False  # which makes its state when it is made
     if act.edit in INSIDE and act.step > 0 and program.loss == "of two calls" and program.precision != "32-true":
         return False  # may be an error: autocast's copies of a weight were all that earlier steps read
     if act.edit in HOOKED and program.steps_early and act.step > 0:
         return False  # may be an error if units were stepped before it came
-    edits = {act.edit, *(other.edit for other in before)}
     if not NEW.isdisjoint(edits) and not CALLS.isdisjoint(edits):
         return False  # new weights are on the host until the net is called
-    if (
-        act.edit == "write to data while a graph is there" or act.edit in AGAIN
-    ) and program.loss == "of an input's gradient":
+    if differentiates_twice and (not AGAIN.isdisjoint(edits) or "write to data while a graph is there" in edits):
         return False  # the graph of a backward that is itself differentiated keeps what the weight was
-    if act.edit in AGAIN or (act.moment in GRAPH and not act.edit.startswith(("see", "evaluate", "gradient"))):
+    if act.edit in AGAIN or (act.moment in GRAPH and not act.edit.startswith(NOT_OF_WEIGHTS)):
         # A checkpoint's second run reads what a weight is by then.
         return "recompute" not in program.activations and "Checkpointed" not in program.kinds
     return True
