@@ -9,6 +9,7 @@
 3. Each tensor has whole blocks of its own, allocated before it has bytes: a write never finds the disk full. A range
    that was never written reads as zeros.
 4. A range lives as long as any tensor over its segment; then its space is free again, also after the file was closed.
+   Ranges are taken one at a time, on any thread: one in backward takes those of gradients, while another one may step.
 5. A forked process gets no mapping (pinned.py, Rule 4): what it wrote would be the parent's state.
 6. Several ranks of a machine have one file, which the first one makes. All take its segments together, in one order, so
    no rank asks another one where a segment is, and each allocates what it needs of one. None knows when the others are
@@ -33,6 +34,7 @@ import logging
 import mmap
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -183,6 +185,7 @@ class ScratchFile(_Part):
         self._others: list[_Part] = []  # of the folders but the first, whose file is this one (Rule 7)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # whose state is here, or will be
         self._end = ranks.size * SEGMENT if len(self.folders) == 1 else len(self.folders) * STRIPE
+        self._lock = threading.Lock()  # held by whoever takes a range (Rule 4)
         self._places: dict[int, Extent] = {}  # of tensors that live, by their addresses
         self._threads: ThreadPoolExecutor | None = None
         super().__init__(self.folders[0], ranks, holds_activations)
@@ -207,9 +210,8 @@ class ScratchFile(_Part):
     def tensors(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Allocate tensors of zeros with these shapes, types and strides (Rule 3)."""
         layout = Layout.of([("", tensor) for tensor in like], BLOCK)
-        nbytes, begin = max(layout.nbytes, BLOCK), self._end
-        self._allocate(begin, nbytes)
-        self._end = -(-(begin + nbytes) // SEGMENT) * SEGMENT
+        nbytes = max(layout.nbytes, BLOCK)
+        begin = self._take(nbytes)
         pieces = [MappedPiece(one.part.descriptor, one.offset, one.at) for one in self._stripes(begin, nbytes)]
         flat, before_unmapping = mapped(pieces, nbytes, mmap.MAP_SHARED, self.path)
         address = flat.data_ptr()
@@ -221,9 +223,7 @@ class ScratchFile(_Part):
 
     def share(self, nbytes: int, what: int) -> SharedSegment:
         """Take a segment with the other ranks; ``what``: a number for its purpose, the same on all ranks (Rule 6)."""
-        begin, last = self._end, max(0, nbytes - BLOCK)
-        self._allocate(begin + last, nbytes - last)  # so that the file has it all; nobody may make it shorter
-        self._end = -(-(begin + nbytes) // SEGMENT) * SEGMENT
+        begin = self._take(nbytes, max(0, nbytes - BLOCK))  # so that the file has it all; nobody may make it shorter
         descriptors = {
             part: self._ranks.pass_on(functools.partial(os.dup, part.descriptor), what) for part in self._parts
         }
@@ -299,6 +299,14 @@ class ScratchFile(_Part):
             wait(beside)  # whatever comes of it: they move this memory
         for one_moved in beside:
             one_moved.result()
+
+    def _take(self, nbytes: int, first: int = 0) -> int:
+        """Take the next range, and allocate it from this byte of it on; return where it begins (Rule 4)."""
+        with self._lock:
+            begin = self._end
+            self._allocate(begin + first, nbytes - first)
+            self._end = -(-(begin + nbytes) // SEGMENT) * SEGMENT
+            return begin
 
     def _allocate(self, begin: int, nbytes: int) -> None:
         stripes = list(self._stripes(begin, nbytes))

@@ -354,11 +354,10 @@ class StateOnDisk(StateInMemory):
 
     def placed(self, like: Tensor) -> tuple[Tensor, FileRange]:
         """Return a tensor of the file with this shape, type and strides, and its range."""
-        with self._lock:
-            (made,) = self._file.tensors([like])
-            place = self._file.place_of(made)
-            assert place is not None
-            return made, FileRange(self._file, *place)
+        (made,) = self._file.tensors([like])
+        place = self._file.place_of(made)
+        assert place is not None
+        return made, FileRange(self._file, *place)
 
     def converted(self, tensor: Tensor, wire: Tensor | None) -> bool:
         """Convert a tensor of the file into a wire copy, directly; return False if it is not there, or has a NaN.
@@ -421,9 +420,10 @@ class StateOnDisk(StateInMemory):
 
     @property
     def _ring(self) -> StateRing:
-        if self._made_ring is None:
-            self._made_ring = StateRing(self._file, self._buffer_nbytes, self._counters, self._allocate)
-        return self._made_ring
+        with self._lock:
+            if self._made_ring is None:
+                self._made_ring = StateRing(self._file, self._buffer_nbytes, self._counters, self._allocate)
+            return self._made_ring
 
     # ---- steps
 

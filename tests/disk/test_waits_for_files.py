@@ -5,6 +5,7 @@ The disk is slow here, or holds what it was asked for until a test lets it go.
 
 import contextlib
 import errno
+import itertools
 import os
 import threading
 import time
@@ -256,12 +257,35 @@ def test_tensors_move_into_the_file_one_after_the_other(scratch, monkeypatch):
     disk.close()
 
 
-def test_tensors_of_two_threads_get_places_of_their_own(scratch, monkeypatch):
-    disk, places = StateOnDisk(scratch, SMALLEST, Counters(), False), []
+@pytest.mark.parametrize("first, then", [*itertools.permutations(["state", "gradients"])])
+def test_tensors_of_two_threads_get_places_of_their_own(first, then, scratch, monkeypatch):
+    """One in backward makes room for gradients while another one, in a hook, steps an optimizer."""
+    disk, made = StateOnDisk(scratch, SMALLEST, Counters(), False), []
+    makes = {"state": lambda like: disk.placed(like)[0], "gradients": lambda like: scratch.tensors([like])[0]}
     slow = Disk(monkeypatch, "posix_fallocate")
-    side_by_side(slow, *[lambda: places.append(disk.placed(torch.empty(4001))[1])] * 2)
-    first, second = sorted(place.offset for place in places)
-    assert first + places[0].nbytes <= second
+    side_by_side(slow, *(lambda what=what: made.append(makes[what](torch.empty(4001))) for what in (first, then)))
+    one, other = sorted(map(scratch.place_of, made))
+    assert one.offset + one.nbytes <= other.offset
+    disk.close()
+
+
+def test_two_threads_get_the_same_buffers(scratch, monkeypatch):
+    """One that brings weights converts them while another one steps an optimizer for the first time."""
+    disk = StateOnDisk(scratch, SMALLEST, Counters(), False)
+    tensor, wire, make, rings = disk.placed(torch.empty(4001))[0], torch.empty(4001).bfloat16(), StateRing.__init__, []
+
+    def slowly(ring, *given):
+        rings.append(ring)
+        time.sleep(LONG_S)
+        make(ring, *given)
+
+    monkeypatch.setattr(StateRing, "__init__", slowly)
+    works = [threading.Thread(target=disk.converted, args=(tensor, wire)) for _ in range(2)]
+    for work in works:
+        work.start()
+    for work in works:
+        work.join(30)
+    assert len(rings) == 1
     disk.close()
 
 
