@@ -7,7 +7,8 @@
 3. A buffer is free again when its gradients have landed. If none is free, the oldest gradients land on the thread that
    asks for one, whoever else would have had them land later. What a failed backward, or a step that was given up,
    leaves does not land: it is cancelled. One thread at a time has gradients land or cancels them: whoever has the
-   ring's lock. Only the thread in backward takes buffers.
+   ring's lock. Only the thread in backward takes buffers. It makes larger ones once a unit's gradients need them: code
+   may train more than what trained when units were chosen, or a larger layer may have come.
 4. A gradient without a slot of its type is in memory, and so is one whose slot other code refers to (slab.py, Rule 1).
 5. No forked process gets the buffers (direct_ring.py, Rule 6).
 """
@@ -56,6 +57,14 @@ class GradientRing:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.flat.nbytes for buffer in (*self._buffers, *self._pieces))
+
+    def have_room(self, nbytes: int) -> None:
+        """Have buffers of at least this many bytes from now on; gradients in smaller ones land (Rule 3)."""
+        if nbytes > self._buffer_nbytes:
+            for transfer in list(self._lent):
+                transfer.land()
+            self.close()
+            self._buffer_nbytes = nbytes
 
     def next_free(self) -> Buffer:
         """Return the buffer that the next transfer gets; have the oldest gradients land if none is free (Rule 3)."""
@@ -219,6 +228,7 @@ class SlabOnDisk(GradientSlab):
         self.nbytes = 0  # of memory
 
     def slots_for(self, indices: list[int], grads: list[Tensor]) -> tuple[list[GradientSlot], PackedGradients]:
+        self._ring.have_room(self._flat.nbytes)
         buffer = self._ring.next_free()
         free = self._free(self._traces())
         found = []

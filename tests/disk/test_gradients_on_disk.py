@@ -309,8 +309,36 @@ def test_a_slow_disk_holds_backward_and_changes_nothing(device, monkeypatch):
     assert max(lent) == GRADIENT_BUFFERS
 
 
-def test_a_weight_without_room_in_the_ring_has_its_gradient_in_memory(device):
-    """A buffer has room for what trained when units were chosen."""
+@parity.product(comes=["layer", "weights"], accumulate=[False, True], device=parity.DEVICES)
+def test_the_ring_has_room_for_what_comes_to_train(comes, accumulate, device):
+    """Buffers are made for what trained when units were chosen the first time, here biases or layers of 65 by 65."""
+    found = []
+    for disk in ({}, {"host_budget": "0B", "disk": os.getcwd()}):
+        net = stack()
+        if comes == "weights":
+            for name, parameter in net.named_parameters():
+                parameter.requires_grad_(name.endswith("bias"))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        with sp_lightning.stream(net, device, window=2, units="Sequential", **disk) as handle:
+            if comes == "layer":
+                backward(net, device)
+                optimizer.step()
+                net.append(nn.Sequential(nn.Linear(65, 700), nn.Tanh()))
+                optimizer.add_param_group({"params": [*net[LAYERS].parameters()]})
+            net.requires_grad_(True)
+            for number in range(2):
+                if not accumulate:
+                    optimizer.zero_grad()
+                backward(net, device, number)
+                optimizer.step()
+            largest = max(net.parameters(), key=torch.numel)
+            assert not disk or is_on_disk(handle, largest.grad)
+            found.append([tensor.clone() for p in net.parameters() for tensor in (p, p.grad)])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_weight_without_room_in_the_slab_has_its_gradient_in_memory(device):
+    """A slab has room for what trained when it was made."""
     net = stack()
     net[3][0].weight.requires_grad_(False)
     with streamed(net, device) as handle:
