@@ -13,8 +13,9 @@
    blocks that are alike share one.
 5. ``torch.jit.trace`` (a logger that draws the model's graph, ``to_torchscript(method="trace")``) needs the parameters
    themselves: the module is traced on the host, where they are, with host copies of its buffers and arguments.
-6. Code asks by type whether an attribute is a method (Fabric's ``mark_forward_method``). So an entry in front of
-   another method than ``forward`` is reached through one. In a copy of the module this leads to its class's method.
+6. Code asks whether an attribute is a method: by type (Fabric's ``mark_forward_method``), so an entry in front of
+   another method than ``forward`` is reached through one, or by its ``__func__`` (accelerate), which it wraps and binds
+   again, and which an entry has, too. For a copy of the module this function is its class's.
 7. The method behind an entry is what the module would have without it: the one that was set on the instance, or that
    which its class has now. A module may be given another class, and a class another method, at any time.
 8. Other code may give the managed module another ``forward`` in place of the entry (TRL's fused head does). Then a
@@ -105,6 +106,30 @@ class ForwardEntry(InPlaceOfForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
+    @property
+    def __self__(self) -> nn.Module:
+        return self.module
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function of the method that is behind this entry, if it is one, with the entry in front (Rule 6)."""
+        if self.own is not None:
+            function = self.own.__func__
+        elif has_method(self.module, self.method):
+            function = _method_of_class(getattr(type(self.module), self.method), self.method)
+        else:
+            raise AttributeError("__func__")
+        refer = weakref.ref(self)  # which a copy does not keep
+
+        @functools.wraps(function)
+        def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            entry = refer()
+            if entry is None or entry.module is not module:
+                return function(module, *args, **kwargs)
+            return entry(*args, **kwargs)
+
+        return method
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.own is not None:
             return copy.deepcopy(self.own, memo)
@@ -129,20 +154,11 @@ def _method_of_class(method: Callable[..., Any], name: str) -> Callable[..., Any
 
 def as_method(entry: ForwardEntry) -> Callable[..., Any]:
     """Return a method of the entry's module that calls the entry (Rule 6)."""
-    if not isinstance(entry.forward, types.MethodType):
+    function = getattr(entry, "__func__", None)
+    if function is None:
         return entry
-    refer = weakref.ref(entry)  # which a copy does not keep
-    of_class = _method_of_class(entry.forward.__func__, entry.method)
-
-    @functools.wraps(of_class)
-    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        entry = refer()
-        if entry is None or entry.module is not module:
-            return of_class(module, *args, **kwargs)
-        return entry(*args, **kwargs)
-
-    method.entry = refer  # type: ignore[attr-defined]
-    return types.MethodType(method, entry.module)
+    function.entry = weakref.ref(entry)
+    return types.MethodType(function, entry.module)
 
 
 def without_entries(attributes: dict[str, Any]) -> dict[str, Any]:

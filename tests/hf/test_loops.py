@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
+import types
 
 import pytest
 import torch
@@ -132,6 +134,64 @@ def two_models(folder, **options):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
 def test_a_loop_over_two_models_leaves_the_bits_of_the_stock_run(run, device, tmp_path):
     assert len(compare(run, tmp_path)["handles"]) == (2 if run is two_models or device.type != "cpu" else 1)
+
+
+class Scaled(nn.Module):
+    """Has a weight of its own above its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.layers(x) * self.scale
+
+
+def forward(model, x):  # pickled by its name
+    return 0.5 * type(model).forward(model, x)
+
+
+def copied_and_unwrapped(folder, make=Scaled, patched=False, **options):
+    """Copies of a prepared model are asked, and the model without what accelerate put in front of it trains on."""
+    torch.manual_seed(1)
+    model = make()
+    if patched:
+        model.forward = types.MethodType(forward, model)
+    accelerator = Accelerator(mixed_precision="bf16", **options)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2)).to(accelerator.device)
+
+    def copies():
+        made = copy.deepcopy(accelerator.unwrap_model(model)), pickle.loads(pickle.dumps(model))
+        for one in made:
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter.mul_(0.5)
+            yield one.to(accelerator.device)(x)
+
+    def train():
+        for _ in range(2):
+            loss = model(x).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+
+    yield "trained", list(train())
+    yield "copies", list(copies())
+    bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    yield "unwrapped", [bare(x), type(bare.forward) is types.MethodType]
+    yield "trained on", list(train())
+    yield "copies of it", list(copies())
+    yield "weights", bare.state_dict()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"make": lambda: nn.Sequential(Scaled(), Scaled())}, {"patched": True}])
+@pytest.mark.few(2)
+def test_copies_of_what_accelerate_wraps_are_those_of_the_stock_run(options, device, tmp_path):
+    compare(functools.partial(copied_and_unwrapped, **options), tmp_path)
 
 
 class Wrapper(torch.optim.Optimizer):
