@@ -3,8 +3,9 @@
 1. An entry replaces ``forward`` on the instance. Forward hooks would not do: torch's evaluation fast paths and other
    code check whether a module has any and then run other kernels, and a hook is not called after Ctrl-C.
 2. An entry belongs to one module. Copies and pickles of the module are made from a state without entries, in which is
-   what the module itself has in their places. A class that copies its attributes by itself gets for an entry what was
-   set on the instance, or a method that calls the one of the copy's class, whichever that is by then.
+   what the module itself has in their places. An entry elsewhere (``self.plain = self.forward``), or in a class that
+   copies its attributes by itself, is copied as what was set on the instance, or as a method that calls the one of the
+   copy's class, whichever that is by then.
 3. A unit's forward may run once more in backward, for recomputation. It is called through the entry, not through the
    module, so that the user's hooks around it are not called again.
 4. ``torch.compile`` traces a module's call into its entry. An entry that enters a unit breaks the graph there and runs
@@ -89,7 +90,11 @@ class ForwardEntry(InPlaceOfForward):
     @property
     def is_in_place(self) -> bool:
         """Whether no other code has put something else in the entry's place."""
-        return self.module.__dict__.get(self.method) is self._installed
+        return self.stands_as(self.module.__dict__.get(self.method))
+
+    def stands_as(self, value: Any) -> bool:
+        """Return whether this is what the entry has put in the method's place."""
+        return value is self._installed
 
     def remove(self) -> None:
         """Put the module's own method back; where other code wrapped this entry, only retire it."""
@@ -101,7 +106,7 @@ class ForwardEntry(InPlaceOfForward):
 
     def retire(self) -> None:
         """Only call the forward from now on: other code may still refer to this entry, or put it back."""
-        self.__class__ = ForwardEntry
+        self.method, self.__class__ = self.method, ForwardEntry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -165,7 +170,8 @@ def without_entries(attributes: dict[str, Any]) -> dict[str, Any]:
     """Return a module's attributes with what it has itself in the places of entries (Rule 2)."""
     plain = {}
     for name, value in attributes.items():
-        while (entry := entry_behind(value)) is not None:  # a module above units may have parameters: two entries
+        # A module above units may have parameters: two entries.
+        while (entry := entry_behind(value)) is not None and entry.method == name:
             value = entry.own
         if value is not None or attributes[name] is None:
             plain[name] = value
@@ -176,7 +182,8 @@ def entry_behind(value: Any) -> InPlaceOfForward | None:
     """Return the entry that an attribute of a module is, or leads to."""
     if type(value) is types.MethodType:
         refer = getattr(value.__func__, "entry", None)
-        value = refer and refer()
+        entry = refer and refer()
+        value = entry if entry and entry.stands_as(value) else None  # else another method has it from `functools.wraps`
     return value if isinstance(value, InPlaceOfForward) else None
 
 

@@ -6,6 +6,7 @@ import collections
 import collections.abc
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import logging
@@ -693,6 +694,49 @@ def test_copies_of_a_module_have_the_attributes_of_one_that_is_not_streamed(make
         assert [set(vars(make_copy(part))) for part in net.modules()] == names
         assert make_copy(net[1]).forward is tripled
     assert [set(vars(part)) for part in net.modules()] == names
+
+
+def doubled(forward):
+    return functools.wraps(forward)(lambda self, *args: getattr(self, f"plain_{forward.__name__}")(*args) * 2)
+
+
+class TakesSteps(nn.Sequential):
+    def generate(self, x):
+        return self(x) * 3
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy.copy])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.few(2)
+def test_a_copy_of_a_module_has_the_methods_that_code_kept_and_wrapped(make_copy, activations):
+    def outcome(context):
+        torch.manual_seed(0)
+        net = TakesSteps(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
+        x = torch.ones(2, 4)
+        with context(net):
+            for part in (net, net[1], net[1][0]):
+                for name in ("forward", "generate")[: 1 + hasattr(part, "generate")]:
+                    method = getattr(part, name)
+                    setattr(part, f"plain_{name}", method)
+                    setattr(part, name, types.MethodType(doubled(method), part))
+            copied = make_copy(net)
+            with torch.no_grad():
+                for parameter in copied.parameters():
+                    parameter.mul_(0.5)
+            outputs = [f(x) for one in (copied, net) for f in (one, one.generate)]
+        return outputs + [f(x) for one in (copied, net, copy.deepcopy(net)) for f in (one, one.generate)]
+
+    plain = outcome(lambda net: contextlib.nullcontext())
+    streamed = outcome(lambda net: sp_lightning.stream(net, "cpu", window=1, activations=activations))
+    assert all(map(torch.equal, plain, streamed))
+
+
+def test_a_method_kept_from_a_run_is_the_same_one_after_it():
+    net = TakesSteps(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
+    with sp_lightning.stream(net, "cpu", window=1) as _handle:  # which has the entries
+        generate = net.generate
+    x = torch.ones(2, 4)
+    assert torch.equal(generate(x), net(x) * 3)
 
 
 def test_a_forward_that_was_set_on_a_linear_layer_stays_there_under_autocast():
