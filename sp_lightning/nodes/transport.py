@@ -279,14 +279,14 @@ class NodeTransport:
             if nbytes and not self._take(node, payload, tag):
                 return
             self._heard_at[node] = time.monotonic()
-            if tag == WORDS and kind != WORD:  # by now all words that were said before have come
-                numbers = payload.view(torch.int64).tolist()
-                self._listener.heard(node, numbers[: self._place.world], numbers[self._place.world :])
             if kind == FAREWELL:
                 self._farewells[node].add(tag)
-                if self._has_left(node):
+                if self._has_left(node):  # by now all words that were said before have come
+                    self._hear(node, payload)
                     self._listener.left(self._rank_of[node], key[0])
                 return
+            if kind == PULSE:
+                self._hear(node, payload)
             if kind == UNIT:
                 there = self._inbox[tag][node]
                 there[key[0], key[1], key[2]] = payload
@@ -294,6 +294,10 @@ class NodeTransport:
                     time.sleep(PAUSE_S)  # the sender keeps the next ones (Rule 4)
             elif kind == WORD:
                 self._words[node][key[0]] = tuple(key[1:])
+
+    def _hear(self, node: int, payload: Tensor) -> None:
+        numbers = payload.view(torch.int64).tolist()
+        self._listener.heard(node, numbers[: self._place.world], numbers[self._place.world :])
 
     def _take(self, node: int, tensor: Tensor, tag: int) -> bool:
         try:
