@@ -8,8 +8,9 @@
 3. On top of it lie, in any order, STEP (a scope: engine.py, Rule 2), OPTIMIZER (an optimizer's step) and GENERATE (the
    model's ``generate``, which reads weights as a step does). GENERATE lies on no phase of model code: it would change
    nothing there.
-4. An optimizer's step that raised does not report its end. It ends with the phase below it, or with a later step of
-   the same optimizer. An optimizer's closure runs in the phase below the optimizer's step.
+4. A step may run inside another one, also of the same optimizer (``super().step()``). One that raised does not report
+   its end. It ends with its closure, if that raised, with the phase below it, or where a scope or another step begins,
+   which looks for the steps that run. An optimizer's closure runs in the phase below the optimizer's step.
 5. Reads of weights are watched (weight_reads.py) in all phases but OPTIMIZER, and there while a step is deferred. A
    function that model code gives a weight finds it on the device, as in a plain run, with the type that it has there;
    ``p.data`` is the host's in any phase, but for model code inside of the parameter's unit.
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..compat.modules import running_steps
 from ..memory.access import Access
 from ..memory.device import Device
 from . import weight_reads
@@ -148,6 +150,8 @@ class Phases:
 
     def begin_step(self) -> None:
         """Begin a scope; one in backward is a part of it: whatever recomputes there (Rule 1)."""
+        if not self.in_step:
+            self._end_raised()
         self._stack.append(Phase.BACKWARD if in_backward() else Phase.STEP)
         weight_reads.resume()
 
@@ -198,23 +202,22 @@ class Phases:
 
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Begin an optimizer's step."""
-        self._remove(optimizer)
+        self._end_raised(but=1)
         self._stack.append(optimizer)
         self._watch_reads()
         self.before_user_code()
 
-    def end_optimizer(self, optimizer: Optimizer) -> None:
-        """End an optimizer's step, and those inside it that raised (Rule 4)."""
-        self._remove(optimizer)
+    def end_optimizer(self) -> None:
+        """End the innermost step of an optimizer, and those inside it that raised (Rule 4)."""
+        self._end_raised(but=1)
         self._watch_reads()
 
-    def _remove(self, optimizer: Optimizer) -> None:
-        depth = len(self._stack)
-        while not isinstance(self._stack[depth - 1], Phase):
-            depth -= 1
-            if self._stack[depth] is optimizer:
-                del self._stack[depth:]
+    def _end_raised(self, but: int = 0) -> None:
+        """End the steps on top that the calling thread does not run, or only as its innermost ones (Rule 4)."""
+        while not isinstance(self._stack[-1], Phase):
+            if self._stack.count(self._stack[-1]) <= running_steps()[but:].count(self._stack[-1]):
                 return
+            self._stack.pop()
 
     def run_closure(self, closure: Callable[[], Any]) -> Any:
         """Call an optimizer's closure in the phase below the optimizer's step (Rule 4)."""
@@ -222,12 +225,10 @@ class Phases:
         while not isinstance(self._stack[-1], Phase):
             stepping.insert(0, self._stack.pop())
         weight_reads.resume()
-        try:
-            result = closure()
-        finally:
-            if not self.closed:
-                self._stack += stepping
-            self._watch_reads()
+        result = closure()
+        if not self.closed:
+            self._stack += stepping
+        self._watch_reads()
         self.before_user_code()
         return result
 

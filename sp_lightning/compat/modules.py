@@ -65,6 +65,10 @@ ZERO_GRADS = {inspect.unwrap(kind.zero_grad).__code__ for kind in (nn.Module, Op
 _clip = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__
 CLIPS = {_clip, *filter(inspect.iscode, _clip.co_consts)}
 
+# The code of what torch makes of each optimizer's ``step``, which calls hooks. Without it an optimizer whose step
+# raised would count as stepping, or one that calls another one's step as done.
+HOOKED_STEP = operator.attrgetter("__code__")(Optimizer.profile_hook_step(Optimizer.step))
+
 # Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.
 _compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
 
@@ -89,6 +93,16 @@ def looks_at_no_value() -> bool:
     """Whether the caller of the calling function is a function of torch's that looks at no number of a gradient."""
     frame = sys._getframe(2)
     return frame.f_code in CLIPS or (frame.f_code in ZERO_GRADS and bool(frame.f_locals["set_to_none"]))
+
+
+def running_steps() -> list[Optimizer]:
+    """List the optimizers whose steps the calling thread runs, one inside the other, the innermost first."""
+    found, frame = [], sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is HOOKED_STEP:
+            found.append(frame.f_locals["self"])
+    return found
 
 
 def run_first(optimizer: Optimizer, hook: torch.utils.hooks.RemovableHandle) -> None:

@@ -198,9 +198,9 @@ class Engine:
         self.window.collect_writes()
         return result
 
-    def end_optimizer(self, optimizer: Optimizer, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
+    def end_optimizer(self, parameters: Iterable[Tensor], stepped: Collection[int] = ()) -> None:
         """End an optimizer's step of these parameters, with the ids of those that were stepped beside other work."""
-        self.phases.end_optimizer(optimizer)
+        self.phases.end_optimizer()
         self.mark_stale(parameters, stepped)
         with quietly():
             for unit in {*self._open}:  # an optimizer inside of a forward

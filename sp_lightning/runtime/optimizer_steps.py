@@ -167,7 +167,7 @@ class OptimizerSteps:
         self._counters.listener.stepped()
         managed = self._managed_by(optimizer)
         with self.engine.team.ending(optimizer, managed):
-            self.engine.end_optimizer(optimizer, managed, self.engine.step_owner.ended(optimizer))
+            self.engine.end_optimizer(managed, self.engine.step_owner.ended(optimizer))
 
     def _end(self, optimizer: Optimizer) -> None:
         self.engine.step_owner.code_returned(optimizer)

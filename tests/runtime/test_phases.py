@@ -162,24 +162,44 @@ class Lookahead(torch.optim.Optimizer):
         self.inner = inner
         super().__init__(inner.param_groups, {})
 
-    @torch.no_grad()
     def step(self, closure=None):
         loss = self.inner.step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                slow = self.state[p].setdefault("slow", torch.zeros(p.shape, device=p.device))
-                slow += 0.5 * (p - slow)
-                p.copy_(slow * p.norm())
+        slow_down(self)
         return loss
+
+
+class Slowed(torch.optim.SGD):
+    """An optimizer that goes on when its base class has stepped."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        slow_down(self)
+        return loss
+
+
+@torch.no_grad()
+def slow_down(optimizer):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            slow = optimizer.state[p].setdefault("slow", torch.zeros(p.shape, device=p.device))
+            slow += 0.5 * (p - slow)
+            p.copy_(slow * p.norm())
+
+
+MAKES = {
+    "torch's": sgd,
+    "around": lambda net: Lookahead(sgd(net)),
+    "by super": lambda net: [sgd(net), Slowed(net.parameters(), lr=0.1, momentum=0.9, foreach=False)][1],  # both hooked
+}
 
 
 class Outer(nn.Module):
     """A step as Lightning's manual optimization has it: the optimizer steps inside, by a closure or without."""
 
-    def __init__(self, closure, wrapped):
+    def __init__(self, closure, make):
         super().__init__()
         self.net = blocks()
-        self.closure, self.wrapped = closure, wrapped
+        self.closure, self.make = closure, make
         self.optimizer = None
 
     def loss(self, x):
@@ -190,8 +210,7 @@ class Outer(nn.Module):
 
     def forward(self, x):
         if self.optimizer is None:
-            self.optimizer = sgd(self)
-            self.optimizer = Lookahead(self.optimizer) if self.wrapped else self.optimizer
+            self.optimizer = MAKES[self.make](self)
 
         def closure():
             self.optimizer.zero_grad()
@@ -206,9 +225,10 @@ class Outer(nn.Module):
         return loss, self.loss(x)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("closure", [False, True])
-def test_an_optimizer_inside_a_step(device, closure, wrapped):
+@pytest.mark.few(3)
+def test_an_optimizer_inside_a_step(device, closure, make):
     def run(net, device):
         for x in inputs(device):
             yield net(x)
@@ -216,7 +236,7 @@ def test_an_optimizer_inside_a_step(device, closure, wrapped):
         for state in net.optimizer.state.values():
             assert {value.device for value in state.values()} == {torch.device("cpu") if streamed else device}
 
-    check(lambda: Outer(closure, wrapped), run, device)
+    check(lambda: Outer(closure, make), run, device)
 
 
 def test_a_weight_that_a_closure_reads_is_read_as_without_a_closure(device, caplog):
@@ -304,6 +324,41 @@ def test_after_a_failure_user_code_and_the_next_step_are_as_ever(device, where):
                 net.scale.mul_(torch.full_like(net(x)[0], 0.9))
 
     check(Phased, run, device)
+
+
+@pytest.mark.parametrize("where", ["closure", "optimizer"])
+def test_after_a_step_that_raised_another_optimizer_and_code_beside_it_are_as_ever(device, where):
+    def run(net, device):
+        def fail(*_):
+            raise Fault
+
+        failing, optimizer = sgd(net), sgd(net)
+        average = [torch.zeros(p.shape, device=device) for p in net.parameters()]
+
+        @torch.no_grad()
+        def look_and_write(x):
+            for mean, p in zip(average, net.parameters(), strict=True):
+                mean.mul_(0.9).add_(p, alpha=0.1)
+            net(x)  # units are on the device
+            for p in map(torch.Tensor.detach, net.parameters()):
+                p.mul_(0.5) if p.device.type == "simgpu" else p.numpy().__imul__(0.5)
+            return average, net(x)
+
+        x = next(inputs(device))
+        squares(net, x).backward()
+        if where == "optimizer":
+            failing.register_step_pre_hook(fail)
+        with pytest.raises(Fault):
+            failing.step(fail)
+        if where == "closure":
+            yield look_and_write(x)
+        for x in inputs(device):
+            optimizer.zero_grad()
+            squares(net, x).backward()
+            optimizer.step()
+            yield look_and_write(x)
+
+    check(blocks, run, device, window=3)
 
 
 @pytest.mark.parametrize("where", ["forward", "generate", "before backward", "backward", "optimizer"])
