@@ -61,8 +61,8 @@ from ..errors import UnsupportedError
 from ..memory.access import StepBeside
 from ..memory.device import Device
 from ..memory.watched_parameters import (
+    HostOfLibrary,
     HostParameter,
-    HostWhole,
     as_own,
     expose,
     flat,
@@ -73,9 +73,9 @@ from ..memory.watched_parameters import (
     in_visit,
     is_on_host,
     name_of,
+    of_libraries,
     owner_of,
     true_grad_fn,
-    wholes_in,
 )
 from .autocast_weights import cast_by
 
@@ -224,7 +224,7 @@ def _refuse_dtensors(hosts: list[Any]) -> None:
 
 def _dispatched(func: Any, types: Any) -> Any:
     """Return a function that calls this one as the classes of its other arguments have it (Rule 9)."""
-    kinds = dict.fromkeys(kind.own if issubclass(kind, HostWhole) else kind for kind in types)
+    kinds = dict.fromkeys(kind.own if issubclass(kind, HostOfLibrary) else kind for kind in types)
     others = tuple(
         kind for kind in kinds if kind.__torch_function__ is not never_dispatched and kind not in host_classes
     )
@@ -233,7 +233,7 @@ def _dispatched(func: Any, types: Any) -> Any:
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with as_own(wholes_in(args, kwargs)):
+        with as_own(of_libraries(args, kwargs)):
             if not others:
                 return func(*args, **kwargs)
             with with_dispatch():
@@ -319,7 +319,7 @@ def _with_offset(position: int, args: Any, kwargs: Any, stand_ins: Mapping[int, 
     given = dict(enumerate(args)) | kwargs
     key: Any = position if position in given else "storage_offset"
     host, offset = args[0], given.get(key)
-    if offset is None or type(host) is not HostParameter:
+    if offset is None or not issubclass(type(host), HostParameter):
         return args, kwargs
     given[key] = offset - host.storage_offset() + stand_ins[id(host)].storage_offset()
     return [given.pop(index) for index in range(len(args))], given

@@ -442,5 +442,5 @@ def _disposition(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
         return Disposition.RETURN
     if has_hooks(parameter):
         return Disposition.RETURN
-    unguarded = type(parameter) is not HostParameter  # reads of its ``.grad`` cannot be made to wait
-    return Disposition.RETURN if unguarded or grad.layout is not torch.strided else Disposition.TAKE
+    is_of_library = type(parameter) is not HostParameter  # whose class may read ``.grad`` past its property
+    return Disposition.RETURN if is_of_library or grad.layout is not torch.strided else Disposition.TAKE

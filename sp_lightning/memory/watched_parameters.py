@@ -18,9 +18,11 @@
    of a weight that the graph did not use (an expert that got no token) would be called, with None. They are kept from
    it: each is wrapped as soon as that is about to happen. Hooks that run after the accumulation are given no gradient;
    for them a hook in front notes whether there is one.
-7. A parameter that consists of several tensors (partition.py, rule 10) has the class that its library gave it, and what
-   that class does is its own. While it is managed, its class is a subclass, of which the library never hears: it has
-   the parameter's true class back for the time of each call, so that results and copies are of that class.
+7. A parameter of a class of a library's, or of the user's, keeps what that class does. While it is managed, its class
+   is a subclass, of which the library never hears: it has the parameter's true class back for the time of a copy, and
+   of each function in which that class takes part, so that results are of that class. What notices reads comes behind
+   the true class, where ``nn.Parameter`` is in a plain run. For a parameter that consists of several tensors
+   (partition.py, rule 10) it is each call of the class that is noticed.
 8. So it is with a DTensor, whose gradient is one over that of its shard, which is a host parameter (sharded.py). An
    operator that writes to it moves the shard's version too: torch moves that of the DTensor alone.
 9. A gradient may keep the narrower type in which it came down (slab.py, Rule 3) until code asks for ``.grad``: then it
@@ -46,9 +48,9 @@ from torch import Tensor, nn
 from ..compat.modules import grad_is_taken_away, looks_at_no_value
 from ..compat.patches import PARAMETER_NEW
 from ..compat.tensors import (
+    FLATTEN,
     HOOKS_AFTER_ACCUMULATION,
     IS_PARAMETER,
-    consists_of_tensors,
     dispatch_mode_count,
     dispatches,
     in_selective_checkpoint,
@@ -367,12 +369,11 @@ class HostParameter(nn.Parameter):
         return memo[id(self)]  # type: ignore[no-any-return]
 
 
-class HostWhole:
-    """A managed parameter that consists of several tensors, as the user's code sees it (Rule 7)."""
+class HostOfLibrary:
+    """A managed parameter of another class than ``nn.Parameter``, as the user's code sees it (Rule 7)."""
 
     __slots__ = ()
     own: type[Tensor]  # its true class
-    names: frozenset[str]  # attributes that are neither every tensor's nor Python's
 
     @staticmethod
     def written(host: Any) -> None:
@@ -380,6 +381,47 @@ class HostWhole:
 
     def __init_subclass__(cls) -> None:
         """Keep the subclass from the library, which may register every subclass of its classes."""
+
+    __class__: Any = property(lambda self: type(self).own, set_class)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _called(self, "__deepcopy__", memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _called(self, "__reduce_ex__", protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with as_own(of_libraries(args, kwargs)), with_dispatch():
+            return func(*args, **kwargs or {})
+
+
+class HostOfOneTensor(HostOfLibrary):
+    """One of them whose bytes are its own: stands before its class, as ``HostParameter`` does behind it (Rule 7)."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.own(*args, **kwargs)  # made by ``type(p)(...)``
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        host: Any = self
+        if in_visit(host):  # Rule 10
+            with owner_of(host).lend(host) as lent:
+                return lent.__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        expose(host)
+        return super().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        expose(self)  # type: ignore[arg-type]
+        return super().__reduce_ex__(protocol)
+
+
+class HostWhole(HostOfLibrary):
+    """A managed parameter that consists of several tensors, as the user's code sees it (Rule 7)."""
+
+    __slots__ = ()
+    names: frozenset[str]  # attributes that are neither every tensor's nor Python's
 
     def __getattribute__(self, name: str) -> Any:
         kind = type(self)
@@ -396,8 +438,6 @@ class HostWhole:
         if isinstance(found, Tensor) or getattr(found, "__self__", None) is host:
             expose(host)
         return functools.partial(_called, host, name) if getattr(found, "__self__", None) is host else found
-
-    __class__: Any = property(lambda self: type(self).own, set_class)
 
     @property
     def device(self) -> torch.device:
@@ -416,20 +456,9 @@ class HostWhole:
         device = self.device
         return -1 if device.index is None else device.index
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _called(self, "__deepcopy__", memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _called(self, "__reduce_ex__", protocol)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with as_own(wholes_in(args, kwargs)), with_dispatch():
-            return func(*args, **kwargs or {})
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with as_own(wholes_in(args, kwargs)):
+        with as_own(of_libraries(args, kwargs)):
             return func(*args, **kwargs or {})
 
 
@@ -487,11 +516,11 @@ class HostDTensor(HostWhole):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        hosts = wholes_in(args, kwargs)
+        hosts = of_libraries(args, kwargs)
         with as_own(hosts), without_dispatch():
             result = func(*args, **kwargs)
-        for host in hosts and wholes_in(written_by(func, args, kwargs)):  # its version moves later
-            cls.written(host)
+        for host in hosts and of_libraries(written_by(func, args, kwargs)):  # its version moves later
+            type(host).written(host)
         return result
 
     @staticmethod
@@ -512,24 +541,34 @@ def _plain_copy(host: Any, copied: Callable[[Tensor], Tensor]) -> Any:
 
 
 @contextlib.contextmanager
-def as_own(wholes: Iterable[Any]) -> Iterator[None]:
-    """Give managed parameters that consist of several tensors their true classes for the time of a call (Rule 7)."""
-    changed = [(whole, type(whole), true_version(whole)) for whole in wholes]
-    for whole, kind, _ in changed:
-        set_class(whole, kind.own)
+def as_own(hosts: Iterable[Any]) -> Iterator[None]:
+    """Give managed parameters of classes of libraries their true classes for the time of a call (Rule 7)."""
+    with without_dispatch():
+        changed = [(host, type(host), true_version(host)) for host in hosts]
+    for host, kind, _ in changed:
+        set_class(host, kind.own)
     try:
         yield
     finally:
-        for whole, kind, version in changed:
-            if type(whole) is kind.own and is_watched(whole):  # it may have been swapped
-                set_class(whole, kind)
-                if true_version(whole) != version:
-                    kind.written(whole)
+        with without_dispatch():
+            for host, kind, version in changed:
+                if type(host) is kind.own and is_watched(host):  # it may have been swapped
+                    set_class(host, kind)
+                    if true_version(host) != version:
+                        kind.written(host)
 
 
-def wholes_in(*values: Any) -> list[Any]:
-    """Return the managed parameters that consist of several tensors among arguments."""
-    return [value for value in flat(*values) if issubclass(type(value), HostWhole)]
+def of_libraries(*values: Any) -> list[Any]:
+    """Return the managed parameters of other classes than ``nn.Parameter`` among arguments."""
+    return [value for value in flat(*values) if issubclass(type(value), HostOfLibrary)]
+
+
+def own_class(parameter: Tensor) -> Any:
+    """Return the class that a parameter, managed or not, has where nothing is streamed."""
+    kind = type(parameter)
+    if kind is HostParameter:
+        return nn.Parameter
+    return kind.own if issubclass(kind, HostOfLibrary) else kind
 
 
 def flat(*values: Any) -> Iterator[Any]:
@@ -549,13 +588,17 @@ host_classes: dict[type, Any] = {HostParameter: never_dispatched}
 
 @functools.cache
 def _host_class(kind: type[Tensor]) -> type[Tensor]:
-    """Return the class of managed parameters of this class, which consist of several tensors (Rule 7)."""
-    names = {name for base in kind.__mro__[: kind.__mro__.index(Tensor)] for name in vars(base)} - {*vars(HostWhole)}
-    base = HostDTensor if is_dtensor_class(kind) else HostWhole
-    own = {"__slots__": (), "own": kind, "names": frozenset(names - {*vars(base)})}
-    made = type(kind.__name__, (base, kind), own)
+    """Return the class of managed parameters of this class, which is not ``nn.Parameter`` (Rule 7)."""
+    own: dict[str, Any] = {"__slots__": (), "own": kind}
+    bases: tuple[type, ...] = HostOfOneTensor, kind, HostParameter
+    if hasattr(kind, FLATTEN):
+        base = HostDTensor if is_dtensor_class(kind) else HostWhole
+        names = {name for its in kind.__mro__[: kind.__mro__.index(Tensor)] for name in vars(its)}
+        own["names"] = frozenset(names.difference(*map(vars, base.__mro__[:-1])))
+        bases = base, kind
+    made = type(kind.__name__, bases, own)
     is_dispatched = kind.__torch_function__ is not never_dispatched
-    host_classes[made] = vars(HostWhole)["__torch_function__"] if is_dispatched else never_dispatched
+    host_classes[made] = vars(HostOfLibrary)["__torch_function__"] if is_dispatched else never_dispatched
     watching = vars(HostParameter)["__torch_function__"]
     made.__torch_function__ = host_classes[made] if watching is never_dispatched else watching  # type: ignore[attr-defined]
     return made
@@ -672,8 +715,7 @@ class DeviceParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            kind = nn.Parameter if type(self.host) is HostParameter else type(self.host)
-            memo[id(self)] = kind(_data.__get__(self).clone(), self.requires_grad)
+            memo[id(self)] = own_class(self.host)(_data.__get__(self).clone(), self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
 
@@ -695,13 +737,12 @@ def finished_grad(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def watch(parameter: nn.Parameter, watcher: DataWatcher) -> None:
-    """Begin to manage a parameter (Rule 1). A subclass of nn.Parameter keeps its class: code may look for it."""
+    """Begin to manage a parameter (Rules 1 and 7)."""
     PARAMETER_NEW.install(_new_plain)
     _watchers[id(parameter)] = watcher
-    if type(parameter) is nn.Parameter:
-        parameter.__class__ = HostParameter
-    elif consists_of_tensors(parameter):
-        set_class(parameter, _host_class(type(parameter)))
+    if isinstance(parameter, nn.Parameter):  # no part of one that consists of several tensors
+        kind = own_class(parameter)
+        set_class(parameter, HostParameter if kind is nn.Parameter else _host_class(kind))
 
 
 def is_watched(parameter: nn.Parameter) -> bool:
@@ -711,11 +752,7 @@ def is_watched(parameter: nn.Parameter) -> bool:
 
 def unwatch(parameter: nn.Parameter) -> None:
     """Make a managed parameter plain again."""
-    kind: Any = type(parameter)
-    if kind is HostParameter:
-        parameter.__class__ = nn.Parameter
-    elif issubclass(kind, HostWhole):
-        set_class(parameter, kind.own)
+    set_class(parameter, own_class(parameter))
     for hooks in _hooks_of(parameter):
         for key, hook in list(hooks.items()):
             if isinstance(hook, _WithGradient):
@@ -781,7 +818,7 @@ def _hooks_of(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
 
 def _new_plain(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
     """Make a plain parameter: replaces ``nn.Parameter.__new__`` while any parameter is managed (Rule 4)."""
-    if issubclass(type(data), HostWhole):
+    if issubclass(type(data), HostOfLibrary):
         with as_own((data,)):
             return _new(cls, data, requires_grad)
     plain = _data.__get__(data) if type(data) in (HostParameter, DeviceParameter) else data
@@ -848,7 +885,7 @@ def quietly() -> AbstractContextManager[None]:
 
 def stand_in(output: torch.Tensor, host: nn.Parameter, data_exposed: list[bool]) -> DeviceParameter:
     """Turn an output of a unit's node into the stand-in of a host parameter."""
-    output.__class__ = _stand_in_class(type(host))
+    output.__class__ = _stand_in_class(own_class(host))
     output.host = host  # type: ignore[attr-defined]
     output.data_exposed = data_exposed  # type: ignore[attr-defined]
     return output  # type: ignore[return-value]
@@ -883,6 +920,4 @@ def is_stand_in(tensor: Tensor) -> TypeGuard[DeviceParameter]:
 @functools.cache
 def _stand_in_class(kind: type[nn.Parameter]) -> type[DeviceParameter]:
     """Return the class of stand-ins for this class of parameter: a subclass of it, so that its methods are there."""
-    return (
-        DeviceParameter if kind in (nn.Parameter, HostParameter) else type(kind.__name__, (DeviceParameter, kind), {})
-    )
+    return DeviceParameter if kind is nn.Parameter else type(kind.__name__, (DeviceParameter, kind), {})

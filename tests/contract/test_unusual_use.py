@@ -2086,10 +2086,105 @@ def test_what_is_set_on_a_weight_and_its_class_are_there_inside_its_unit(device)
     def run(net, device):
         yield from training()(net, device)
         yield [block.up.weight.runs for block in net.blocks]
-        for block in net.blocks:
-            block.scale = nn.Parameter(block.scale.detach().clone())  # `check` looks for plain ones in the end
 
     check(models.stack_of(MarkedBlock), run, device)
+
+
+class Tagged(nn.Parameter):
+    """Is made, copied and pickled in its own way."""
+
+    def __new__(cls, data, requires_grad=True, tag="mine"):
+        made = super().__new__(cls, data, requires_grad)
+        made.tag = tag
+        return made
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), type(self)(self.data.clone(), self.requires_grad, "a copy"))
+
+    def __reduce_ex__(self, protocol):
+        return type(self), (self.data, self.requires_grad, "pickled")
+
+
+class Dispatched(nn.Parameter):
+    """Takes part in function dispatch."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+        return result * 0.5 if func is torch.Tensor.exp else result
+
+
+class Flagged(torch.Tensor):
+    """No subclass of nn.Parameter: torch flags each parameter of such a class."""
+
+    def new_empty(self, *args, **kwargs):
+        return super().new_empty(*args, **kwargs).as_subclass(Flagged)
+
+
+def flagged(data):
+    return nn.Parameter(data.as_subclass(Flagged))
+
+
+@pytest.fixture(params=[Scale, Tagged, Dispatched, flagged])
+def scaled(request):
+    """Makes nets that have weights of a class of the user's, in each block and in the root."""
+
+    class Scaled(models.Block):
+        def __init__(self):
+            super().__init__()
+            self.scale = request.param(torch.ones(models.WIDTH))
+
+        def forward(self, x):
+            return super().forward(x * self.scale)
+
+    def make():
+        net = models.stack_of(Scaled)()
+        net.head.bias = request.param(net.head.bias.detach())
+        return net
+
+    return make
+
+
+def of_users(net):
+    return [net.head.bias, *(block.scale for block in net.blocks)]
+
+
+@pytest.mark.parametrize("window", [1, 6])
+def test_weights_of_a_class_of_the_users_that_are_written_through_their_data(scaled, window, device):
+    """As by code that evaluates averaged weights, and then goes on with those that it trains."""
+
+    def run(net, device):
+        optimizer = sgd(net)
+        for x in inputs(device):
+            optimizer.zero_grad()
+            (squares(net, x) + sum(weight.exp().mean() for weight in of_users(net))).backward()
+            optimizer.step()
+            with torch.no_grad():
+                yield net(x)
+                before = [weight.data.clone() for weight in of_users(net)]
+                for weight in of_users(net):
+                    weight.data.mul_(0.5)
+                yield net(x)
+                for weight, kept in zip(of_users(net), before, strict=True):
+                    weight.data.copy_(kept)
+                yield net(x)
+
+    check(scaled, run, device, window=window)
+
+
+def test_weights_of_a_class_of_the_users_are_copied_and_made_as_it_has_it(scaled, device):
+    def run(net, device):
+        yield squares(net, next(inputs(device)))
+        for weight in of_users(net):
+            for made in (copy.deepcopy(weight), copy.copy(weight), pickle.loads(pickle.dumps(weight)), weight * 2):
+                yield type(made), made.requires_grad, sorted(vars(made).items()), made.detach()
+            yield isinstance(weight, weight.__class__), weight.__class__, type(type(weight)(weight.detach()))
+
+    check(scaled, run, device)
+    net = scaled()
+    with sp_lightning.stream(net, device):
+        pass
+    assert [type(weight) for weight in of_users(net)] == [type(weight) for weight in of_users(scaled())]
 
 
 def test_gradients_that_are_set_by_hand(device):

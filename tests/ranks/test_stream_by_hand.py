@@ -30,6 +30,7 @@ def check(size, device, **settings):
         ("cpu", {"accumulate": 2, "clip": True}),
         ("cpu", {"accumulate": 2, "clip": True, "holds": True}),
         pytest.param("simgpu", {"accumulate": 2, "edits": True}, marks=pytest.mark.simgpu),
+        pytest.param("simgpu", {"of_users": True}, marks=pytest.mark.simgpu),
         pytest.param("simgpu", {"optimizer": "sgd", "keeps_zeros": True}, marks=pytest.mark.simgpu),
     ],
 )

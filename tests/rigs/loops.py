@@ -42,6 +42,10 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+class OfUsers(nn.Parameter):
+    """A parameter of a class of the user's."""
+
+
 class Net(nn.Module):
     """Blocks of which a rank may skip one, a batch norm, and a weight without dimensions."""
 
@@ -103,6 +107,7 @@ def train(
     repeats_from: int = STEPS,
     renewals: int = 0,
     grows_at: int = STEPS,
+    of_users: bool = False,
 ) -> Found:
     """Train on this rank: under DDP if ``streamed`` is None, else with these options.
 
@@ -112,11 +117,14 @@ def train(
     ``holds``: the first rank's user code refers to gradients that accumulate.
     ``edits``: user code writes to weights, in three ways, and to optimizer state, on every rank after each step; or
     to "weights" alone.
+    ``of_users``: user code writes to a weight of a class of its own, through its data, after each step.
     """
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     torch.manual_seed(rank)  # the first rank's weights are those of all
     net = Net()
+    if of_users:
+        net.blocks[0].norm.weight = OfUsers(net.blocks[0].norm.weight.detach())
     with contextlib.ExitStack() as stack:
         call, device, handle = placed(net, device, streamed, stack)
         no_sync = (call if handle is None else handle).no_sync
@@ -153,6 +161,8 @@ def train(
             assert all(one is None or torch.equal(one, p.grad) for one, p in zip(held, net.parameters(), strict=False))
             if edits:
                 edit(net, stepped, edits != "weights")
+            if of_users:
+                net.blocks[0].norm.weight.data.mul_(0.9)
         states = stepped.state if handle is None else whole_state(handle, stepped)
         return Found(
             losses,
