@@ -199,6 +199,8 @@ class Device:
         self.is_host = found.type == "cpu"
         self.torch_device = found = numbered(found)
         self.up, self.down = self.new_stream(), self.new_stream()
+        # Says whether the calling thread's work is recorded in a graph, if this device has such; asked at each visit.
+        self.is_capturing = torch.cuda.is_current_stream_capturing if found.type == "cuda" else None
         self._idle = _IdleStream()
         self._clock: Any = None  # an idle stream, made when it is first needed
         self._host_memory = host_memory

@@ -283,6 +283,11 @@ class Engine:
             )
         with quietly():
             if unit not in self._open:
+                if self.device.is_capturing is not None and self.device.is_capturing():
+                    raise UnsupportedError(
+                        f"{unit.name} was entered while a CUDA graph is captured, whose replays would read its weights "
+                        "where they are now: streamed ones do not stay there. Leave out the graph"
+                    )
                 weight_reads.resume()
                 backward = in_backward()
                 if not (backward and self._came_last(unit)):

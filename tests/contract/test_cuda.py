@@ -12,6 +12,9 @@ import sys
 import forks
 import pytest
 import torch
+from refusals import refusal
+
+from sp_lightning.errors import UnsupportedError
 
 ROOT = pathlib.Path(__file__).parents[2]
 SLOW = pytest.mark.slow  # each of these takes a process
@@ -580,6 +583,29 @@ def test_a_copy_is_late_where_it_may_be_and_refused_where_nothing_orders_it(late
     ordered, unordered = run(ORDERED, numbers=True, late=late)
     assert ordered == [early, 1.0]
     assert "a copy down reads on stream" in unordered and "aten::add_ writes on stream 0" in unordered
+
+
+@refusal(
+    "a streamed module that is called while a CUDA graph is captured (`torch.cuda.graph`, `make_graphed_callables`)",
+    UnsupportedError,
+    "leave out the graph",
+)
+def test_a_graph_of_a_streamed_module_is_refused_and_the_module_runs_on(run):
+    *said, runs_on = run("""
+net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+x, said = torch.ones(2, 8, device="cuda"), []
+with sp_lightning.stream(net, "cuda", window=3), torch.no_grad():
+    for captures in (lambda: torch.cuda.graph(torch.cuda.CUDAGraph()), contextlib.nullcontext):
+        net(x)  # all units are on the device
+        try:
+            with captures():
+                net(x)
+            said.append("nothing")
+        except sp_lightning.errors.UnsupportedError as error:
+            said.append(str(error))
+print(json.dumps(said))
+""")
+    assert said[0].startswith("0 was entered while a CUDA graph is captured") and runs_on == "nothing"
 
 
 @SLOW

@@ -183,14 +183,26 @@ API Error cudaStreamGetPriority(void* stream, int* priority) {
   return *priority = 0, stream_at(stream) ? cudaSuccess : last_error;
 }
 
-API Error cudaStreamIsCapturing(void* stream, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;  // an optimizer of torch asks it of the current device, whatever it steps
+API Error cudaStreamIsCapturing(void* handle, cudaStreamCaptureStatus* status) {
   Lock guard(mutex);
-  return stream_at(stream) ? cudaSuccess : last_error;
+  Stream* stream = stream_at(handle);  // an optimizer of torch asks it of the current device, whatever it steps
+  *status = stream && stream->captures ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return stream ? cudaSuccess : last_error;
 }
 API Error cudaStreamGetCaptureInfo(void* stream, cudaStreamCaptureStatus* status, unsigned long long* id) {
-  if (id) *id = 0;
-  return cudaStreamIsCapturing(stream, status);
+  Error error = cudaStreamIsCapturing(stream, status);
+  if (id) *id = *status == cudaStreamCaptureStatusActive;
+  return error;
+}
+API Error cudaStreamBeginCapture(void* handle, cudaStreamCaptureMode) {
+  Lock guard(mutex);
+  Stream* stream = touched_stream(handle);
+  return stream ? stream->captures = true, cudaSuccess : last_error;
+}
+API Error cudaStreamEndCapture(void* handle, cudaGraph_t* graph) {
+  Lock guard(mutex);
+  Stream* stream = touched_stream(handle);
+  return stream ? stream->captures = false, made(graph), cudaSuccess : last_error;
 }
 API Error cudaStreamGetCaptureInfo_v2(void* stream, cudaStreamCaptureStatus* status, unsigned long long* id) {
   return cudaStreamGetCaptureInfo(stream, status, id);

@@ -121,6 +121,7 @@ struct Stream {
   order::Clock clock{};
   std::deque<Work> waiting{};
   long queued = 0, done = 0;
+  bool captures = false;  // for a graph that does nothing: what is queued meanwhile is done as ever
 };
 
 struct Event {
