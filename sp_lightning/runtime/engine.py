@@ -470,7 +470,7 @@ class Engine:
 
     def check_gradient(self, parameter: Tensor) -> None:
         """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 3)."""
-        if self.backward_pass in self.access.gradients and in_backward():
+        if self.backward_pass in self.access.gradients and in_backward() and parameter.requires_grad:
             unit = self._by_parameter[id(parameter)]
             self.backward_pass.check_gradient(unit, name_of(parameter))
 

@@ -422,6 +422,22 @@ def test_a_hook_inside_a_unit_that_asks_for_a_gradient_there_is_an_error(device)
         parity.check(case, {"window": 2}, accelerator=device.type)
 
 
+@pytest.mark.few(1)
+def test_a_hook_inside_a_unit_may_ask_for_gradients_of_what_does_not_train(device):
+    seen = []
+
+    def make():
+        net = models.stack_of(models.Block)()
+        net.blocks[2].requires_grad_(False)
+        net.blocks[1].up.requires_grad_(False)
+        frozen = [p for p in net.parameters() if not p.requires_grad]
+        net.blocks[1].down.register_full_backward_hook(lambda *_: seen.append([p.grad for p in frozen]))
+        return net
+
+    parity.check(dataclasses.replace(models.case("mlp"), make=make), {"window": 2}, accelerator=device.type)
+    assert seen and {grad for found in seen for grad in found} == {None}
+
+
 class Slowing(models.ZooModule):
     """A hook changes the rate in the middle of a backward."""
 
