@@ -1282,5 +1282,14 @@ COPIES = {"copy block", "pickle block", "evaluate a copy of the net", "loss: of 
 WRITES_IN_FORWARD = {"forward hook that writes weights", "inside: layer that writes its weights"}
 HOOKED = {name for name in EDITS if "hook" in name or name.startswith("inside: backward")}
 OF_WEIGHTS = {"hook that scales", "hook that sees"} | {name for name in HOOKED if name.startswith("hook after")}
+FUNCTIONAL = {"functional_call", "functional_call of some", "loss: of a functional_call"}
+REPLACES = {"data =", "data = clone", "data = transposed", "exchange data", "share data", "vector", "set_"}
+REPLACES |= {"types and back"}
+WRITES_KEPT = (  # through one view each
+    {"write to what was kept", "copy to what was kept", "inside: layer that writes what was kept"},
+    {"write to each that was kept"},
+    {"write to the kept aliases"},
+    {"write to the kept storage"},
+)
 INSIDE = {name for name in EDITS if name.startswith("inside: ")}
 AGAIN = {name for name in INSIDE if "keeps" not in name}  # does more where a forward runs again

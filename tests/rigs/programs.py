@@ -29,6 +29,7 @@ from program_edits import (
     COPIES,
     EDITS,
     FAULTS,
+    FUNCTIONAL,
     GRAPH,
     HOOKED,
     INSIDE,
@@ -36,9 +37,12 @@ from program_edits import (
     NEW,
     OF_WEIGHTS,
     ON_LOSS,
+    OUTSIDE,
+    REPLACES,
     STRUCTURE,
     TERMS,
     WRITES_IN_FORWARD,
+    WRITES_KEPT,
 )
 from program_entries import HOOKS, run
 from program_nets import KINDS, USES_TWICE
@@ -271,6 +275,13 @@ def happens(act: Act, program: Program) -> bool:
     return act.moment != "validation" or program.validates
 
 
+def is_kept_in_step(act: Act) -> bool:
+    """Whether an act keeps what may be on the device."""
+    return act.edit.startswith("inside: layer that keeps") or (
+        act.edit.startswith("keep ") and act.moment not in OUTSIDE
+    )
+
+
 NOT_OF_WEIGHTS = ("see", "evaluate", "gradient", "optimizer", "backward", "autograd.grad")  # which these do not write
 
 
@@ -283,23 +294,40 @@ def is_right(act: Act, program: Program, before: list[Act]) -> bool:
     if act.edit in STRUCTURE and program.resumes:
         return False  # the new model would not take the checkpoint
     edits = {act.edit, *(other.edit for other in before)}
-    calls_once = program.loss in ("plain", "of weights too") and "tied" not in program.kinds and TERMS.isdisjoint(edits)
+    calls_once = (
+        program.loss in ("plain", "of weights too")
+        and "tied" not in program.kinds
+        and (TERMS | {"backward that fails at the loss"}).isdisjoint(edits)
+    )
     if not WRITES_IN_FORWARD.isdisjoint(edits) and not calls_once:
         return False  # a second call in the graph would write what the first one saved
     if act.edit in WRITES_IN_FORWARD and act.edit in INSIDE and not USES_TWICE.isdisjoint(program.kinds):
         return False  # and so would a second use
     if act.edit in TERMS and program.precision != "32-true" and (program.entry == "fabric" or act.step > 0):
         return False  # autocast's cache; may be an error: a layer begins to run several times, or without autocast
-    if act.edit == "loss: of a functional_call" and not {"Checkpointed", "tied"}.isdisjoint(program.kinds):
-        return False  # of which torch computes again, or puts back, the wrong weights
+    if act.edit == "loss: of a functional_call" and "Checkpointed" in program.kinds:
+        return False  # which is computed again with the weights themselves
     differentiates_twice = program.loss == "of an input's gradient" or "loss: of slopes" in edits
-    arrives_once = calls_once and not differentiates_twice and "Adapting" not in program.kinds
+    arrives_once = (
+        calls_once
+        and "autograd.grad of the loss" not in edits
+        and not differentiates_twice
+        and "Adapting" not in program.kinds
+    )
     if "hook that sees later gradients" in edits and not (arrives_once and program.option["units"] != ("Linear",)):
         return False  # which may be of the unit that backward is inside
     if "hook that sees later gradients" in edits and not OF_WEIGHTS.isdisjoint(edits):
         return False  # whose hooks run beside those of modules
     if "backward that fails in a block" in edits and not HOOKED.isdisjoint(edits):
         return False  # which hooks ran before it failed is not promised
+    if act.edit in FUNCTIONAL and "tied" in program.kinds:
+        return False  # torch leaves what was put in place of the weights
+    if "tie" in edits and program.entry == "fabric" and program.precision != "32-true":
+        return False  # autocast's cache, as for weights that are used twice
+    if sum(not one.isdisjoint(edits) for one in WRITES_KEPT) > 1:
+        return False  # which came first may not be known
+    if not REPLACES.isdisjoint(edits) and any(is_kept_in_step(one) for one in (act, *before)):
+        return False  # whether it has the old data or the new is not known
     if act.edit in ON_LOSS and program.entry == "fabric" and program.precision != "32-true":
         return False  # which only Fabric may differentiate
     if "weight norm by a hook" in edits and not COPIES.isdisjoint(edits):
