@@ -11,7 +11,8 @@
 2. A nested backward (a reentrant checkpoint) may bring a part of the gradients. They are complete only when the
    outermost backward brings them.
 3. Gradients of a unit become complete together, those of a plain run one by one. A hook that reads one of them while
-   backward is inside the unit gets an error.
+   backward is inside the unit gets an error. So does one on the device's thread that reads the gradient of a weight
+   with hooks: the host's thread calls these, and accumulates, at any time.
 4. A backward that failed never comes to its end, and no forward need follow before the next one begins. So that one
    asks whether autograd still has what it is to call at the end: it lets go of that with the task.
 """
@@ -103,8 +104,16 @@ class BackwardPass:
         """Forget what was learned: from now on backward may need other units (Rule 1)."""
         self._never_revisited.clear()
 
-    def check_gradient(self, unit: StreamedUnit, name: str) -> None:
-        """Raise if a hook reads this weight's gradient while backward is inside its unit (Rule 3)."""
+    def check_gradient(self, unit: StreamedUnit, name: str, returned: int = -1) -> None:
+        """Raise if a hook reads this weight's gradient while backward is inside its unit (Rule 3).
+
+        ``returned``: the task in which the gradient was left to a thread of the host, for hooks on the weight.
+        """
+        if returned >= self._task and not at_leaf():
+            raise ExactnessError(
+                f"the gradient of {name} was read in a hook of backward, beside which another thread calls the hooks "
+                "on that weight and adds its gradient: read it in a hook on a weight, or after backward"
+            )
         if unit in self._inside and current_node() is not None:
             raise ExactnessError(
                 f"the gradient of {name} was read while backward is inside {unit.name}, whose gradients arrive "

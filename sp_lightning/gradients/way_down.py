@@ -378,6 +378,10 @@ class GradientReturn:
         _check_once(store, ids, task, self._returned)
         self._returned.update(dict.fromkeys(ids, task))
 
+    def returned_in(self, parameter: Tensor) -> int:
+        """Return the number of the last task of autograd that got this parameter's gradient back, or -1."""
+        return self._returned.get(id(parameter), -1)
+
     def _arrived(self, store: HostCopy, returned: dict[int, Tensor]) -> Gradients:
         """Return host copies of these gradients in their parameters' types; block until they have arrived.
 

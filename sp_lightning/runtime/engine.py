@@ -472,7 +472,8 @@ class Engine:
         """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 3)."""
         if self.backward_pass in self.access.gradients and in_backward() and parameter.requires_grad:
             unit = self._by_parameter[id(parameter)]
-            self.backward_pass.check_gradient(unit, name_of(parameter))
+            returned = -1 if self.device.is_host else self.gradient_return.returned_in(parameter)
+            self.backward_pass.check_gradient(unit, name_of(parameter), returned)
 
     def gradient_given(self, parameter: Tensor) -> None:
         """Note that code may write a gradient through its ``.data`` between its arrival and a step in backward."""

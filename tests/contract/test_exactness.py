@@ -422,6 +422,47 @@ def test_a_hook_inside_a_unit_that_asks_for_a_gradient_there_is_an_error(device)
         parity.check(case, {"window": 2}, accelerator=device.type)
 
 
+@refusal(
+    "on a device, a hook of a module reads in backward the gradient of a weight that has hooks itself",
+    errors.ExactnessError,
+    "a hook on a weight, or after backward",
+)
+@pytest.mark.simgpu
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.few(1)
+def test_a_hook_of_a_module_that_asks_for_a_gradient_that_has_hooks_is_an_error(register):
+    """The host's thread runs these, and the other one would find the gradient or none."""
+
+    def make():
+        net = models.stack_of(models.Block)()
+        getattr(net.blocks[2].up.weight, register)(lambda grad: None)
+        net.blocks[1].register_full_backward_pre_hook(lambda *_: print(net.blocks[2].up.weight.grad))
+        return net
+
+    case = dataclasses.replace(models.case("mlp"), make=make)
+    with pytest.raises(
+        errors.ExactnessError, match=r"blocks\.2\.up\.weight was read .* another thread calls the hooks"
+    ):
+        parity.check(case, {"window": 2}, accelerator="simgpu")
+
+
+@pytest.mark.parametrize("read_by", ["its own hook", "a hook on another weight"])
+@pytest.mark.few(1)
+def test_a_hook_on_a_weight_may_ask_for_gradients_that_have_hooks(read_by, device):
+    seen = []
+
+    def make():
+        net = models.stack_of(models.Block)()
+        weight, other = net.blocks[2].up.weight, net.blocks[1].down.weight
+        weight.register_post_accumulate_grad_hook(lambda p: None)
+        reader = weight if read_by == "its own hook" else other
+        reader.register_post_accumulate_grad_hook(lambda p: seen.append(weight.grad.sum().item()))
+        return net
+
+    parity.check(dataclasses.replace(models.case("mlp"), make=make), {"window": 2}, accelerator=device.type)
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
 @pytest.mark.few(1)
 def test_a_hook_inside_a_unit_may_ask_for_gradients_of_what_does_not_train(device):
     seen = []
