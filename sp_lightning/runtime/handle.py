@@ -544,7 +544,7 @@ class Handle:
             )
             self._entries.extend(map(CopyEntry, dict.fromkeys(entry.module for entry in self._entries)))
         except BaseException:
-            self._abandon()
+            self._abandon(again)
             raise
         self.engine.phases.start()
         self._fingerprint = ModuleFingerprint(self.module, self._entries)
@@ -612,15 +612,15 @@ class Handle:
             self.storage.close_weights()
             self.device.close()
 
-    def _abandon(self) -> None:
-        """Undo an attach that failed midway; there may be no engine to close."""
+    def _abandon(self, goes_on: bool) -> None:
+        """Undo an attach that failed midway; there may be no engine to close. The next forward may try again."""
         self.path.close()
         self._remove_entries()
         for parameter in (*self.module.parameters(), *(p for unit in self._units for _, p in unit.params)):
             unwatch(parameter)
         for whole in (whole for unit in self._units for whole in unit.wholes):
             whole.end()
-        self.storage.close()
+        (self.storage.close_weights if goes_on else self.storage.close)()
         self.device.close()
         move_buffers(self.module, torch.device("cpu"))
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import sp_lightning
-from sp_lightning.disk import state_ring
+from sp_lightning.disk import activation_blocks, state_ring
 from sp_lightning.disk.direct_ring import buffer_over
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.errors import DiskError
@@ -99,6 +99,32 @@ def test_a_disk_that_fails_as_weights_move_there_leaves_the_module(error, device
         with pytest.raises(DiskError, match="could not be written at byte"):
             streamed(net, device, master_weights=True)
     assert_plain(net, before)
+
+
+@pytest.mark.parametrize("options", [{}, {"activations": "offload"}, {"optimizer_device": "device"}], ids=str)
+@pytest.mark.few(2)
+def test_a_run_goes_on_after_a_disk_was_full_while_units_were_made_anew(options, device, monkeypatch):
+    """The forward that makes them raises, and the next one makes them; what the run has on the disk stays there."""
+    monkeypatch.setattr(activation_blocks, "BLOCK_NBYTES", 1 << 12)
+    monkeypatch.setattr(activation_blocks, "LEAST", 2)
+    found = []
+    for disk in ({}, {"host_budget": "0B", "disk": os.getcwd()}):
+        net = stack()
+        optimizer = torch.optim.AdamW(net.parameters())
+        with sp_lightning.stream(net, device, window=2, units="Sequential", **options, **disk) as handle:
+            train(net, optimizer, device, 2)
+            net.append(stack()[0])
+            optimizer.add_param_group({"params": [*net[4].parameters()]})
+            if disk:
+                with monkeypatch.context() as broken, pytest.raises(DiskError, match="nothing was stepped"):
+                    broken.setattr(os, "posix_fallocate", fails_at(3, errno.ENOSPC, allocate))
+                    train(net, optimizer, device)
+            train(net, optimizer, device, 2)
+            assert not disk or all(
+                handle.storage.state._file.place_of(optimizer.state[p]["exp_avg"]) is not None for p in net.parameters()
+            )
+        found.append([*net.state_dict().values(), *(optimizer.state[p]["exp_avg"] for p in net.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.few(1)
