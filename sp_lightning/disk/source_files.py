@@ -8,7 +8,9 @@
 3. As long as no page of a weight was written, the file has its bytes. Once one was, whoever wrote it, the weight's
    memory has them, and the pages next to it are still right as well.
 4. A file has to stay what it was when its weights were loaded: its size and its time of modification are compared
-   after the last read of each fill. A file that another one replaced (``os.replace``) stays open, and what it was.
+   after the last read of each fill. A file that another one replaced (``os.replace``) stays open, and what it was. When
+   a run ends, or makes its units anew, one descriptor of the file is *left* for as long as anything lies over our
+   mapping: through it the file is opened again, whatever its name leads to by then, and has to be what it was.
 5. A network filesystem may show a change of a file late, or not at all: weights are not left there.
 """
 
@@ -18,8 +20,10 @@ import bisect
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,29 +111,53 @@ def written(ranges: Sequence[tuple[int, int]]) -> list[int]:
     return found
 
 
+class LeftFile(NamedTuple):
+    """A file that was closed while weights lay over our mapping of it (Rule 4)."""
+
+    fd: int
+    path: str
+    state: tuple[int, int]  # size and time of modification
+
+
 class SourceFile(DirectFile):
     """A file that weights stay in."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, left: LeftFile | None = None) -> None:
+        """Open a file, or once more one that was left."""
+        path, again = (path, path) if left is None else (left.path, f"/proc/self/fd/{left.fd}")
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(again, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceFileError(
                 f"{path}, which weights were loaded from, cannot be opened again ({error.strerror}): leave it where "
                 "it was while its weights stay there (host_budget), or load the model again"
             ) from error
         super().__init__(path, fd, mount_of(fd).kind, "its weights are read")
-        self._state = self._now()
+        self._state = self._now() if left is None else left.state
         self.nbytes = self._state[0]
-        with torch.inference_mode(False):
-            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, self.nbytes)
-            assert isinstance(storage, torch.UntypedStorage)
-            self.flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-        address = self.flat.data_ptr()
-        self.identity = next(here.file for here in mappings() if here.begin <= address < here.end)  # Rule 2
-        if self.filesystem not in IN_MEMORY:
-            self._open_directly(os.O_RDONLY, self._reads_the_same)
+        try:
+            self.check()
+            with torch.inference_mode(False):
+                storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, self.nbytes)
+                assert isinstance(storage, torch.UntypedStorage)
+                self.flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+            address = self.flat.data_ptr()
+            self.identity = next(here.file for here in mappings() if here.begin <= address < here.end)  # Rule 2
+            if self.filesystem not in IN_MEMORY:
+                self._open_directly(os.O_RDONLY, self._reads_the_same)
+        except BaseException:
+            super().close()
+            raise
         OPEN.add(self)
+
+    def close(self) -> None:
+        """Close the file, but for what is left of it (Rule 4). Safe twice."""
+        fd, self._fd = self._fd, None
+        super().close()
+        if fd is not None:
+            address, left = self.flat.data_ptr(), LeftFile(fd, self.path, self._state)
+            LEFT[address] = left
+            weakref.finalize(self.flat.untyped_storage(), _let_go, address, left).atexit = False
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return where in the file the bytes at this address of our mapping are.
@@ -149,7 +177,7 @@ class SourceFile(DirectFile):
             was, size = self.nbytes, now[0]
             changed = f"it has {size} bytes, and had {was}" if size != was else "it was written"
             raise SourceFileError(
-                f"{self.path} changed while weights were read from it ({changed}): what they were is lost. Load the "
+                f"{self.path} changed while weights stayed in it ({changed}): what they were is lost. Load the "
                 "model again, and write checkpoints to another path"
             )
 
@@ -172,3 +200,13 @@ class SourceFile(DirectFile):
         nbytes = min(BLOCK, self.nbytes)
         with mmap.mmap(-1, BLOCK) as buffer, memoryview(buffer) as memory:
             return os.preadv(direct, [memory], 0) == nbytes and memory[:nbytes] == os.pread(self._fd, nbytes, 0)
+
+
+def _let_go(address: int, left: LeftFile) -> None:
+    """Close what was left of a file whose mapping ends."""
+    if LEFT.get(address) is left:
+        del LEFT[address]
+    os.close(left.fd)
+
+
+LEFT: dict[int, LeftFile] = {}  # by the addresses of our mappings

@@ -19,7 +19,7 @@ from ..memory.watched_parameters import true_data
 from .direct_file import BLOCK, Mount, mount_of
 from .direct_ring import DirectRing
 from .homes import Scratch, ScratchHome, SourceFiles
-from .source_files import Found, Place, SourceFile, check_available, find
+from .source_files import LEFT, Found, Place, SourceFile, check_available, find
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class WeightFiles:
     def __init__(self, device: Device, counters: Counters) -> None:
         self._device = device
         self._counters = counters
-        self._files: dict[str, SourceFile] = {}
+        self._files: dict[tuple[object, object], SourceFile] = {}
         self._homes: list[SourceFiles | ScratchHome] = []
         self._ring: DirectRing | None = None
 
@@ -76,13 +76,14 @@ class WeightFiles:
         self._ring = None
 
     def _file(self, found: Found) -> SourceFile:
-        path = found.mapping.path
-        if path not in self._files:
-            self._files[path] = SourceFile(path)
-        file = self._files[path]
-        if file.nbytes < found.offset + found.nbytes or file.identity != found.mapping.file:
+        at, left = found.mapping, LEFT.get(found.mapping.begin)
+        key = at.file, left and left.state  # of one that was written since a model was loaded from it there are two
+        if key not in self._files:
+            self._files[key] = SourceFile(at.path, left)
+        file = self._files[key]
+        if file.nbytes < found.offset + found.nbytes or file.identity != at.file:
             raise SourceFileError(
-                f"{path} is not the file that weights were loaded from any more: it was replaced or cut. Load the "
+                f"{at.path} is not the file that weights were loaded from any more: it was replaced or cut. Load the "
                 "model again, and leave its files as they are while weights stay there (host_budget)"
             )
         return file

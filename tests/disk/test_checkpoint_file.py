@@ -146,7 +146,7 @@ def test_a_source_that_changes_meanwhile_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(SourceFile, "read", reading)
     writer, path = MappedCheckpointIO(direct=True), tmp_path / "last.ckpt"
     writer.save_checkpoint({"old": 1}, path)
-    with pytest.raises(SourceFileError, match="changed while weights were read"):
+    with pytest.raises(SourceFileError, match="changed while weights stayed in it"):
         writer.save_checkpoint(checkpoint, path)
     assert torch.load(path) == {"old": 1} and {p.name for p in tmp_path.iterdir()} == {"last.ckpt", "source"}
 

@@ -3,9 +3,11 @@
 tests/contract/test_weights_in_files.py trains the zoo that way.
 """
 
+import contextlib
 import copy
 import errno
 import functools
+import gc
 import importlib
 import itertools
 import os
@@ -44,7 +46,7 @@ def nets(tmp_path):
     """Two equal nets, of frozen weights, of which the second has them in files."""
     plain, net = stack(), stack()
     in_files.put(net, str(tmp_path))
-    return plain, net
+    return [plain, net]
 
 
 def batch(device, width=33, dtype=None):
@@ -409,7 +411,7 @@ def test_a_file_that_changes_is_an_error_in_the_next_pass(how, device, tmp_path)
             else:
                 file.seek(400)
                 file.write(b"abcd")
-        with pytest.raises(SourceFileError, match=f"{paths[0]} changed while weights were read from it"):
+        with pytest.raises(SourceFileError, match=f"{paths[0]} changed while weights stayed in it"):
             net(batch(device))
         handle.stats()
 
@@ -433,6 +435,51 @@ def test_a_file_that_is_replaced_while_it_streams_is_read_as_it_was(nets, device
         for name in os.listdir(tmp_path):
             os.replace(in_files.write(str(tmp_path / "new"), [torch.zeros(99)]), tmp_path / name)
         assert equal(net, plain, device)
+
+
+def test_a_file_that_was_replaced_is_read_as_it_was_by_units_made_anew_and_by_the_next_run(nets, device, tmp_path):
+    """What is left of it ends with the weights."""
+    plain, net = nets
+    end = nn.Linear(7, 7).requires_grad_(False)
+    with streamed(net, device) as handle:
+        for name in os.listdir(tmp_path):
+            os.replace(in_files.write(str(tmp_path / "new"), [torch.zeros(99)]), tmp_path / name)
+        plain.append(copy.deepcopy(end))
+        net.append(end)
+        assert equal(net, plain, device) and in_source_files(stores(handle)[0])
+    with streamed(net, device) as handle:
+        assert equal(net, plain, device) and in_source_files(stores(handle)[0])
+    del handle
+    gc.collect()
+    assert opened(tmp_path) == 2
+    del nets[:], net
+    gc.collect()
+    assert opened(tmp_path) == 0
+
+
+def opened(folder):
+    """How many descriptors this process has of files in a folder."""
+    paths = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum(path.startswith(str(folder)) for path in paths)
+
+
+def test_a_file_that_was_written_between_two_runs_is_an_error(nets, device, tmp_path):
+    net = nets[1]
+    with streamed(net, device):
+        net(batch(device))
+    for name in os.listdir(tmp_path):
+        with open(tmp_path / name, "r+b") as file:
+            file.seek(400)
+            file.write(b"abcd")
+    with pytest.raises(SourceFileError, match=r"changed while weights stayed in it \(it was written\)"):
+        streamed(net, device)
+    loaded = stack()  # from these very files, as they are now
+    in_files.put(loaded, str(tmp_path))
+    with streamed(loaded, device) as handle:
+        assert equal(loaded, stack(), device) and in_source_files(stores(handle)[0])
 
 
 # ---- others that read weights

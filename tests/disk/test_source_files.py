@@ -276,7 +276,7 @@ def test_a_file_that_changed_is_an_error(change, path):
     file = SourceFile(path)
     file.check()
     change(path)
-    with pytest.raises(SourceFileError, match="changed while weights were read"):
+    with pytest.raises(SourceFileError, match="changed while weights stayed in it"):
         file.check()
     file.close()
 
