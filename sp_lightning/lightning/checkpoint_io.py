@@ -20,6 +20,7 @@ from ..compat.lightning import is_last_batch, is_local, local_name, logs_models
 from ..core.unit_numbers import state_nbytes
 from ..errors import CheckpointError, OptionError, SuperpipelineError
 from .names import (
+    Callback,
     LightningModule,
     Logger,
     ModelCheckpoint,
@@ -106,12 +107,13 @@ class WrittenBeside(WrittenAtOnce):
     """Checkpoints that are written while training goes on (storage/checkpoint_beside.py).
 
     The last one of a run, one that goes to a remote folder, and one that a logger reads are complete before the run
-    goes on. Until a file is complete, a `ModelCheckpoint` finds that it exists, as in a plain run, and what it replaces
-    is not removed.
+    goes on, and all are before any callback finds that training ended. Until a file is complete, a `ModelCheckpoint`
+    finds that it exists, as in a plain run, and what it replaces is not removed.
     """
 
     def __init__(self) -> None:
         self._trainer: Any = None  # during a fit
+        self._first: Callback | None = None  # of its callbacks
         self._next: CheckpointBeside | None = None  # the one that is being put together
         self._last: CheckpointBeside | None = None  # that was begun
 
@@ -129,11 +131,15 @@ class WrittenBeside(WrittenAtOnce):
                 allowed = "'wait' with ModelCheckpoint(save_last='link'), whose link would lead to no file at first"
                 raise OptionError(argument="checkpoints", found="beside", allowed=allowed)
             callback.file_exists = _FileExists(callback, self.is_being_written)
+        self._first = _EndOfTraining(self.finish)
+        trainer.callbacks = [self._first, *trainer.callbacks]
 
     def teardown(self) -> None:
-        for callback in self._callbacks if self._trainer is not None else ():
-            vars(callback).pop("file_exists", None)
-        self._trainer = None
+        if self._trainer is not None:
+            for callback in self._callbacks:
+                vars(callback).pop("file_exists", None)
+            self._trainer.callbacks = [one for one in self._trainer.callbacks if one is not self._first]
+        self._trainer = self._first = None
 
     @property
     def _callbacks(self) -> list[Any]:
@@ -192,6 +198,16 @@ class WrittenBeside(WrittenAtOnce):
             if raises:
                 raise
             log.error("superpipeline: %s", error)
+
+
+class _EndOfTraining(Callback):
+    """Call a function when training has ended, before other callbacks and the module find that it did."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._ended()
 
 
 class _FileExists:

@@ -525,11 +525,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         """Remove a checkpoint as the base class does, once the one that replaces it is complete."""
         self._writer.remove(filepath, super().remove_checkpoint)
 
-    def on_train_end(self) -> None:
-        """Wait until the last checkpoint is complete."""
-        self._writer.finish()
-        super().on_train_end()
-
     def _why_not_saved(self, with_optimizers: bool = True) -> str | None:
         """Say why no checkpoint may be saved: a step was torn (torn_step.py), or state cannot be brought together."""
         assert self.lightning_module is not None

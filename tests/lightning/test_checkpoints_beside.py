@@ -515,21 +515,31 @@ def test_what_was_kept_for_a_file_that_failed_is_let_go_where_no_step_follows(tm
     assert not references._kept and not list(tmp_path.iterdir())
 
 
-def test_the_last_file_is_complete_when_training_has_ended(tmp_path, monkeypatch):
-    finish, on_train_end, seen = CopiesToFile.finish, SuperpipelineStrategy.on_train_end, []
+def test_files_are_complete_when_training_has_ended(tmp_path, monkeypatch):
+    """Callbacks and the module find the last file of training, and those that they save themselves."""
+    finish, seen = CopiesToFile.finish, []
 
     def late(copies):
         time.sleep(0.5)
         finish(copies)
 
-    def seeing(strategy):
-        on_train_end(strategy)
-        seen.append([path.name for path in tmp_path.iterdir()])
+    def there():
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    class Saves(Callback):
+        def on_train_end(self, trainer, module):
+            assert os.path.isfile(trainer.checkpoint_callback.best_model_path)
+            seen.append(there())
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    class Looks(Module):
+        def on_train_end(self):
+            seen.append(there())
 
     monkeypatch.setattr(CopiesToFile, "finish", late)
-    monkeypatch.setattr(SuperpipelineStrategy, "on_train_end", seeing)
-    fit(tmp_path, max_steps=3, saver=ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1))
-    assert seen == [["step=2.ckpt"]]
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    fit(tmp_path, make=Looks, max_steps=3, callbacks=[Saves], saver=saver)
+    assert seen == [["step=2.ckpt"], ["last.ckpt", "step=2.ckpt"]]
 
 
 def test_what_a_checkpoint_leaves_out_is_not_waited_for(latest, tmp_path):
