@@ -892,17 +892,21 @@ def own_state(optimizer: Optimizer, handles: Iterable[Handle]) -> None:
     """Copy an optimizer's state that was loaded, and move it to where it lies: the file that it is in may vanish.
 
     That is done for one parameter after another: what goes to a disk need not fit in memory. Of several ranks each
-    moves what it owns, and copies the rest: no host has to have the whole once for each.
+    moves what it owns, and copies the rest: no host has to have the whole once for each. The state of a parameter that
+    is not streamed stays where the optimizer has put it, on the parameter's device.
     """
     leaves = (value for state in optimizer.state.values() for value in tree_leaves(state))
     tensors = (value for value in leaves if isinstance(value, torch.Tensor))
     loaded = {id(value): value for value in tensors if share_of(value) is None}  # others were not loaded
+    handles = list(handles)
+    streamed = set().union(*(handle.engine.managed for handle in handles))
 
     def own(parameter: torch.Tensor) -> None:
-        optimizer.state[parameter] = tree_map_only(torch.Tensor, copied, optimizer.state[parameter])
+        def copied(state: torch.Tensor) -> torch.Tensor:
+            device = "cpu" if id(parameter) in streamed else state.device
+            return state.to(device, copy=True) if id(state) in loaded else state
 
-    def copied(state: torch.Tensor) -> torch.Tensor:
-        return state.to("cpu", copy=True) if id(state) in loaded else state
+        optimizer.state[parameter] = tree_map_only(torch.Tensor, copied, optimizer.state[parameter])
 
     for handle in handles:
         handle.state_loaded(optimizer, own if handle.team.size == 1 else None)

@@ -152,6 +152,33 @@ def forward(model, x):  # pickled by its name
     return 0.5 * type(model).forward(model, x)
 
 
+def beside_a_layer(folder, **options):
+    """Resumes a model, and a layer and a weight that are on the device as ever, each with an optimizer."""
+    torch.manual_seed(1)
+    accelerator = Accelerator(**options)
+    layer = nn.Linear(8, 8).to(accelerator.device)
+    scale = nn.Parameter(torch.ones(8, device=accelerator.device))
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    kinds = [[*net.parameters(), scale], [*layer.parameters()]]
+    net, *optimizers = accelerator.prepare(net, *(torch.optim.AdamW(one, 1e-2, foreach=False) for one in kinds))
+    x = torch.ones(2, 8, device=accelerator.device)
+    for index in range(4):
+        if index == 2:
+            accelerator.save_state(str(folder / "state"))
+            accelerator.load_state(str(folder / "state"))
+        accelerator.backward((net(layer(x)) * scale).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    yield "ends", [net.state_dict(), layer.state_dict(), scale]
+    yield "state", [optimizer.state_dict()["state"] for optimizer in optimizers]
+
+
+@pytest.mark.parametrize("device", [pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
+def test_loaded_state_of_what_is_on_the_device_stays_there(device, tmp_path):
+    compare(beside_a_layer, tmp_path)
+
+
 def copied_and_unwrapped(folder, make=Scaled, patched=False, **options):
     """Copies of a prepared model are asked, and the model without what accelerate put in front of it trains on."""
     torch.manual_seed(1)

@@ -536,6 +536,27 @@ def test_state_is_loaded_into_a_wrapper_that_has_none_of_its_own(tmp_path):
     assert all(torch.equal(found[i][name], value) for i, one in saved["state"].items() for name, value in one.items())
 
 
+def test_loaded_state_of_a_parameter_that_is_on_the_device_stays_there(device, tmp_path):
+    def run(strategy):
+        fabric = fabric_on(device, strategy)
+        torch.manual_seed(0)
+        net, scale = blocks(), nn.Parameter(torch.ones(3, device=device))
+        net, optimizer = fabric.setup(net, torch.optim.AdamW([*net.parameters(), scale], 0.05, foreach=False))
+        state = {"net": net, "optimizer": optimizer}
+        for index, (x, y) in enumerate(batches(fabric, 4)):
+            if index == 2:
+                fabric.save(tmp_path / "state.ckpt", state)
+                fabric.load(tmp_path / "state.ckpt", state)
+                assert optimizer.state[scale]["exp_avg"].device == device
+            optimizer.zero_grad()
+            fabric.backward(nn.functional.cross_entropy(net(x) * scale.sum(), y))
+            optimizer.step()
+        return [*trained(net)[0], scale.detach()]
+
+    expected, found = run(SingleDeviceStrategy(device=device)), run(streaming(device))
+    assert all(torch.equal(one.cpu(), two.cpu()) for one, two in zip(expected, found, strict=True))
+
+
 def test_a_step_that_failed_half_done_is_not_saved_and_goes_on_from_what_is_loaded(tmp_path, monkeypatch):
     def backward(state):
         state["optimizer"].zero_grad()
