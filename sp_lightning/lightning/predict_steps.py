@@ -5,10 +5,15 @@
    ``on_predict_batch_start`` of some batches comes before ``on_predict_batch_end`` of earlier ones; code that takes the
    two for a pair is refused.
 2. A step that raises ends the run as in a plain one: the batches before it are done, and none after it is.
+3. The loop's own code calls hooks of the user's. What they change in what the module keeps (module_state.py), the step
+   of their own batch has to find, and those of the batches before it must not. So if they change anything before the
+   first step, batches run one after the other. If the module itself has a hook after steps, the first batch runs alone,
+   and what is changed then counts, too. Found while steps are under way, a change is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections import deque
@@ -16,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from ..calls.lockstep import Call
+from ..calls.module_state import ModuleState
 from ..compat.lightning import (
     PredictBatch,
     after_predict_step,
@@ -25,7 +31,7 @@ from ..compat.lightning import (
     reset_predict_steps,
     set_predict_steps,
 )
-from ..errors import UnsupportedError
+from ..errors import ExactnessError, UnsupportedError
 from ..runtime.handle import Handle
 
 HOOKS = "on_predict_batch_start", "on_predict_batch_end"
@@ -49,6 +55,11 @@ class PredictSteps:
         self._begun = 0
         self._ended: dict[int, Call] = {}  # by number, while an earlier step is under way
         self._results = handle.calls_ended(self, at_once)
+        self._modules = None if at_once == 1 else ModuleState(handle.module, {}, tracks=False)
+        self._changed = ""  # what a hook has changed on the module
+        self._alone = not _is_theirs(
+            _owner(type(trainer.lightning_module), HOOKS[1])
+        )  # whether one is under way (Rule 3)
         self._check()
         set_predict_steps(self._loop, self._take, self._finish)
 
@@ -76,7 +87,7 @@ class PredictSteps:
             )
         for one in (self._trainer.lightning_module, *self._trainer.callbacks):
             owners = [_owner(type(one), hook) for hook in HOOKS]
-            if all(owner.__module__.partition(".")[0] not in THEIRS for owner in owners):
+            if not any(map(_is_theirs, owners)):
                 raise UnsupportedError(
                     f"{type(one).__name__} has both {HOOKS[0]} and {HOOKS[1]}, and predict_at_once={self._at_once} "
                     "calls the first for several batches before the second for one of them: leave one of the hooks "
@@ -88,7 +99,8 @@ class PredictSteps:
         if not self._begun:
             self._check()  # the loop knows by now how batches are drawn
         self._begun += 1
-        taken = before_predict_step(self._loop, batch, number, loader)
+        with self._watching():
+            taken = before_predict_step(self._loop, batch, number, loader)
         self._under_way.append(taken)
         self._arriving.append(functools.partial(self._step, *taken.arguments))
         if self._begun - self._next_number - len(self._ended) >= self._most:
@@ -97,6 +109,8 @@ class PredictSteps:
     @property
     def _most(self) -> int:
         """How many steps may be under way by now."""
+        if self._alone:
+            return 1
         if self._at_once != "auto":
             return self._at_once
         return 1 if self._handle.engine.turns is None else self._handle.engine.turns.at_once
@@ -110,7 +124,28 @@ class PredictSteps:
             self._next_number += 1
             if call.error is not None:
                 raise call.error  # Rule 2
-            after_predict_step(self._loop, batch, call.result)
+            with self._watching():
+                after_predict_step(self._loop, batch, call.result)
+            self._alone = bool(self._changed)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Note what hooks in this context change on the module (Rule 3)."""
+        if self._modules is None or self._changed:
+            yield
+            return
+        self._modules.adopt()  # what steps changed
+        yield
+        self._changed = self._modules.changed(None, tensors=True)
+        if self._changed and self._under_way:
+            raise ExactnessError(
+                f"{self._changed} was changed by a hook while steps of other batches were under way, which would find "
+                f"it as it was before, or after, if they ran one after the other: use predict_at_once=1 instead of "
+                f"{self._at_once!r}, or keep it elsewhere than on the module if no step reads it"
+            )
+        if self._changed:
+            self._alone = True
+            log.info("superpipeline: a hook changed %s: steps of predict run one after the other", self._changed)
 
     def _finish(self) -> Any:
         """End the run, when all steps have ended."""
@@ -118,6 +153,11 @@ class PredictSteps:
             self._run_one()
         self.close()
         return end_of_predict_run(self._loop)
+
+
+def _is_theirs(owner: type) -> bool:
+    """Return whether a class is Lightning's or ours."""
+    return owner.__module__.partition(".")[0] in THEIRS
 
 
 def _owner(kind: type, name: str) -> type:

@@ -7,14 +7,16 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
+from refusals import refusal
 from torch import nn
 from torch.utils.data import DataLoader
 
 import models
 import sp_lightning
-from sp_lightning.errors import OptionError, UnsupportedError
+from sp_lightning.errors import ExactnessError, OptionError, UnsupportedError
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
+SEEN = []  # by a hook, which changes nothing on its module
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
 
 
@@ -25,10 +27,9 @@ class Predicts(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = models.stack_of(models.Block)()
-        self.seen = []
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
-        self.seen.append(("transfer", dataloader_idx))
+        SEEN.append(("transfer", dataloader_idx))
         return batch
 
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
@@ -70,8 +71,9 @@ def streaming(at_once, **options):
 
 def predicted(strategy, accelerator, make=Predicts, data=loaders, **options):
     module, writer = make(), Writer()
+    SEEN.clear()
     run = trainer(strategy, accelerator, callbacks=[writer], **options)
-    return run.predict(module, data()), writer.written, module
+    return run.predict(module, data()), writer.written, SEEN[:]
 
 
 def same(found, expected):
@@ -90,7 +92,7 @@ def same(found, expected):
 def test_results_and_callbacks_are_those_of_a_run_without_it(at_once, accelerator):
     expected, written, before = predicted("superpipeline", accelerator)
     found, also_written, after = predicted(streaming(at_once), accelerator)
-    assert same(found, expected) and also_written == written and after.seen == before.seen
+    assert same(found, expected) and also_written == written and after == before
     assert len(expected[0]) == 6 and len(expected[1]) == 3
 
 
@@ -126,6 +128,80 @@ def test_batches_at_once_share_the_trips_of_the_weights():
     alone, together = fetched(None), fetched(5)
     assert alone > 4  # six passes
     assert together == pytest.approx(alone / 3, abs=1)  # two: the first batch shows that steps change nothing
+
+
+class Centres(Predicts):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.mean = batch.mean()
+        return batch - self.mean
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return {"y": self.net(batch) + self.mean, "of": batch_idx}
+
+
+class Scales(Predicts):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.zeros(()))
+
+    def on_predict_batch_start(self, batch, batch_idx, dataloader_idx=0):
+        self.scale.fill_(1.0 + batch_idx)
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return {"y": self.net(batch) * self.scale, "of": batch_idx}
+
+
+class Remembers(Predicts):
+    memory = 0.0
+
+    def on_predict_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.memory = outputs["y"].mean()
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return {"y": self.net(batch + self.memory), "of": batch_idx}
+
+
+class IsTold(Predicts):
+    """Its Trainer's callback tells it how many batches came."""
+
+    came = 0
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return {"y": self.net(batch) * self.came, "of": batch_idx}
+
+
+class Tells(cb.Callback):
+    def on_predict_batch_start(self, trainer, module, *_):
+        module.came += 1
+
+
+@BOTH
+@pytest.mark.parametrize("make", [Centres, Scales, Remembers, IsTold])
+@pytest.mark.parametrize("at_once", [4, "auto"])
+@pytest.mark.few(3)
+def test_batches_whose_hooks_change_the_module_run_one_after_the_other(make, at_once, accelerator):
+    def run(at_once):
+        run = trainer(streaming(at_once), accelerator, callbacks=[Tells()] if make is IsTold else [])
+        return run.predict(make(), loaders())
+
+    assert same(run(at_once), run(None))
+
+
+def test_a_module_with_a_hook_that_changes_nothing_runs_alone_for_one_batch():
+    class Ends(Predicts):
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch)
+
+        def on_predict_batch_end(self, *_):
+            SEEN.append("end")
+
+    def fetched(at_once):
+        run = trainer(streaming(at_once), "simgpu")
+        run.predict(Ends(), loaders(1))
+        return run.strategy.handle.stats()["fetches"]
+
+    alone, together = fetched(None), fetched(5)
+    assert together == pytest.approx(alone / 3, abs=1)  # one of the first batch, one of the five others
 
 
 class Draws(Predicts):
@@ -224,11 +300,11 @@ def test_it_works_with_pytorch_lightning():
 # --- Refused
 
 
-def refused(match, module=None, callbacks=(), change=lambda run: None):
+def refused(match, module=None, callbacks=(), change=lambda run: None, error=UnsupportedError):
     run = trainer(streaming(3), "cpu", callbacks=list(callbacks))
     change(run)
     module = module or Predicts()
-    with pytest.raises(UnsupportedError, match=match):
+    with pytest.raises(error, match=match):
         run.predict(module, loaders(1))
     assert all(type(p) is nn.Parameter for p in module.parameters())
 
@@ -246,6 +322,26 @@ def test_hooks_that_are_a_pair_are_refused():
 
     refused("Times has both on_predict_batch_start and on_predict_batch_end", callbacks=[Times()])
     refused("Pair has both", Pair())
+
+
+@refusal(
+    "a hook of a Trainer's that changes what the module keeps while steps of other batches are under way "
+    "(`predict_at_once=`), where none did so before the first step, or the module's own after it",
+    ExactnessError,
+    "`predict_at_once=1`",
+)
+def test_a_hook_that_changes_the_module_while_steps_are_under_way_is_an_error():
+    class Later(cb.Callback):
+        def on_predict_batch_start(self, trainer, module, batch, number, *_):
+            if number == 1:
+                module.number = number
+
+    class Ends(cb.Callback):
+        def on_predict_batch_end(self, trainer, module, outputs, batch, number, *_):
+            module.number = number
+
+    for callback in (Later(), Ends()):
+        refused("Predicts.number was changed by a hook", callbacks=[callback], error=ExactnessError)
 
 
 def test_a_hook_that_calls_the_module_is_refused():
