@@ -66,6 +66,7 @@ struct Request {
   int64_t count;
   int32_t kind, flags, root, fused, threads;
   MklRoot mkl;
+  int32_t done;  // 1 once all is stepped
 };
 
 // ---- ATen's operations (Rule 1)
@@ -456,7 +457,7 @@ int64_t blocks_of(const Tensors& t) { return (t.count + kBlock - 1) / kBlock; }
 }  // namespace
 
 // Returns 0, or 1 if nothing was done because the processor's rounding is not the usual one, or the request is unknown.
-extern "C" int32_t sp_lightning_step(const Request* request) {
+extern "C" int32_t sp_lightning_step(Request* request) {
 #if defined(__x86_64__)
   if (_mm_getcsr() & 0xe040) return 1;  // rounding mode, flush to zero, denormals are zero
 #endif
@@ -485,6 +486,7 @@ extern "C" int32_t sp_lightning_step(const Request* request) {
     }
     finish_stores();
   }
+  request->done = 1;
   return 0;
 }
 

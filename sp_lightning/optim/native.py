@@ -104,6 +104,7 @@ class Request(ctypes.Structure):
         ("fused", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("mkl", ctypes.c_void_p),
+        ("done", ctypes.c_int32),
     ]
 
 
@@ -233,11 +234,21 @@ class Library:
         while (thread := self._thread) is not None:
             thread.join()
 
-    def run(self, kind: int, flags: int, tensors: Any, threads: int) -> bool:
-        """Step an array of tensors; return False, with nothing done, if this thread rounds in a way of its own."""
+    def run(
+        self, kind: int, flags: int, tensors: Any, threads: int, count: Callable[[], object] = lambda: None
+    ) -> bool:
+        """Step an array of tensors, and count the step; return False, with nothing done, if this thread rounds oddly.
+
+        A signal that comes meanwhile, as Ctrl-C does, raises where the code returns: the step is counted also then.
+        """
         assert self._code is not None
         request = Request(tensors, len(tensors), kind, flags, self._root, self._fused, threads, self._mkl)
-        return not self._code.sp_lightning_step(ctypes.byref(request))
+        try:
+            self._code.sp_lightning_step(ctypes.byref(request))
+        finally:
+            if request.done:
+                count()
+        return bool(request.done)
 
     def wire_type(self, wire: Tensor) -> int:
         """Return the type to which a wire copy is converted, as a number; 0 if torch has to."""
@@ -585,13 +596,16 @@ def step(optimizer: Optimizer, group: Group, candidates: Sequence[Candidate]) ->
             for (param, grad, _, conversion, factor), partner, count in zip(candidates, partners, done, strict=True)
         ]
     )
-    if not LIBRARY.run(recipe.kind, recipe.flags(group), tensors, torch.get_num_threads()):
+
+    def count_it() -> None:
+        if counts:
+            add_to_all(counts, 1)
+        written = [candidate.param for candidate in candidates]
+        written += [tensor for partner in partners for tensor in partner if tensor is not None]
+        torch.autograd.graph.increment_version(written)
+
+    if not LIBRARY.run(recipe.kind, recipe.flags(group), tensors, torch.get_num_threads(), count_it):
         return False
-    if counts:
-        add_to_all(counts, 1)
-    written = [candidate.param for candidate in candidates]
-    written += [tensor for partner in partners for tensor in partner if tensor is not None]
-    torch.autograd.graph.increment_version(written)
     for place, (param, _, _, conversion, _) in enumerate(candidates):
         if conversion is not None and tensors[place].wire_type and not tensors[place].wire_has_nan:
             conversion.done(param)

@@ -18,6 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import models
 import parity
+import sp_lightning
 from sp_lightning.memory.watched_parameters import NarrowGradient
 from sp_lightning.memory.weights import Conversion
 from sp_lightning.optim import native
@@ -591,3 +592,41 @@ def test_norms_have_the_bits_of_torchs_of_the_widened_gradients(library, numel, 
     assert library.norms(grads)[1] == float("inf")
     grads[1][numel // 2] = float("nan")
     assert library.norms(grads) is None
+
+
+class Interrupted:
+    """The compiled code, with a signal that comes while it steps: Python raises where it returns."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def sp_lightning_step(self, request):
+        self.code.sp_lightning_step(request)
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+@pytest.mark.few(1)
+def test_a_step_behind_which_a_signal_raises_is_counted(cls, device, monkeypatch):
+    def run(interrupts):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)])
+        x = torch.randn(2, 300).to(device)
+        options = {"momentum": 0.9} if cls is SGD else {}
+        with sp_lightning.stream(model, device, window=4, units="Linear", optimizer_overlap=False):
+            optimizer = cls(model.parameters(), lr=1e-2, **options)
+            for step in range(3):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                native.LIBRARY.wait()
+                with contextlib.ExitStack() as stack:
+                    if interrupts and step == 2:
+                        patch = stack.enter_context(monkeypatch.context())
+                        patch.setattr(native.LIBRARY, "_code", Interrupted(native.LIBRARY._code))
+                        stack.enter_context(pytest.raises(KeyboardInterrupt))
+                    optimizer.step()
+            with torch.no_grad():
+                output = model(x).cpu()
+            return [output.view(torch.int32), *bits(optimizer)]
+
+    assert all(map(torch.equal, run(interrupts=False), run(interrupts=True)))
