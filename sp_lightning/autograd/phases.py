@@ -10,7 +10,8 @@
    nothing there.
 4. A step may run inside another one, also of the same optimizer (``super().step()``). One that raised does not report
    its end. It ends with its closure, if that raised, with the phase below it, or where a scope or another step begins,
-   which looks for the steps that run. An optimizer's closure runs in the phase below the optimizer's step.
+   which looks for the steps that run. An optimizer's closure runs in the phase below the optimizer's step. The step of
+   an optimizer that has none of the weights is no phase on another thread than the one of the last scope.
 5. Reads of weights are watched (weight_reads.py) in all phases but OPTIMIZER, and there while a step is deferred. A
    function that model code gives a weight finds it on the device, as in a plain run, with the type that it has there;
    ``p.data`` is the host's in any phase, but for model code inside of the parameter's unit.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,6 +68,7 @@ class Phases:
         self._device, self._device_dtype = device, device_dtype
         self._reported_read = False
         self._stack: list[Phase | Optimizer] = [Phase.CLOSED]  # an optimizer stands for its step
+        self._thread = 0  # of the last outermost scope
 
     @property
     def current(self) -> Phase:
@@ -91,6 +94,11 @@ class Phases:
     def in_step(self) -> bool:
         """Whether a forward that begins now is a part of an open scope, or of a backward."""
         return self.in_scope or in_backward()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the calling thread is another one than that of the last scope (Rule 4)."""
+        return self._thread != threading.get_ident()
 
     # ---- what a read of a weight finds (Rule 5)
 
@@ -138,6 +146,7 @@ class Phases:
         """Begin to stream."""
         assert self.closed
         self._stack = [Phase.BETWEEN_STEPS]
+        self._thread = threading.get_ident()
         _started.add(self)
         weight_reads.enable()
 
@@ -151,6 +160,7 @@ class Phases:
     def begin_step(self) -> None:
         """Begin a scope; one in backward is a part of it: whatever recomputes there (Rule 1)."""
         if not self.in_step:
+            self._thread = threading.get_ident()
             self._end_raised()
         self._stack.append(Phase.BACKWARD if in_backward() else Phase.STEP)
         weight_reads.resume()

@@ -100,8 +100,10 @@ class OptimizerSteps:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Prepare an optimizer's step; if it has streamed parameters, they are stepped as the options say."""
-        self._counters.listener.step_may_begin()
         managed = self._managed_by(optimizer)
+        if not managed and self.engine.phases.elsewhere:
+            return None
+        self._counters.listener.step_may_begin()
         if managed:
             self.engine.team.check_optimizer(optimizer)
             self._prepare(optimizer)  # adds hooks to the optimizer, which run after this one, still in this step
@@ -162,10 +164,12 @@ class OptimizerSteps:
         self.engine.device.compute.synchronize()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        managed = self._managed_by(optimizer)
+        if not managed and self.engine.phases.elsewhere:
+            return
         if not self._storage.maps_blocks:
             malloc.as_ever()
         self._counters.listener.stepped()
-        managed = self._managed_by(optimizer)
         with self.engine.team.ending(optimizer, managed):
             self.engine.end_optimizer(managed, self.engine.step_owner.ended(optimizer))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -256,6 +257,53 @@ def test_a_weight_that_a_closure_reads_is_read_as_without_a_closure(device, capl
             optimizer.step(closure)
     (said,) = [record for record in caplog.records if "was read on the host" in record.getMessage()]
     assert said.levelname == "WARNING"  # which Python shows to those who set up no logging
+
+
+class Reading(Rolling):
+    """Reads a weight outside of its layer."""
+
+    def forward(self, x):
+        hidden, weight = super().forward(x), self.net.blocks[0].up.weight
+        return hidden + weight.flatten()[: models.CLASSES] * torch.ones(1, device=weight.device)
+
+
+@pytest.mark.parametrize("place", ["forward", "between"])
+def test_a_step_on_another_thread_of_an_optimizer_without_these_weights_is_no_matter(device, place):
+    def run(net, device):
+        optimizer, others = sgd(net), sgd(nn.Linear(3, 3))
+        began, may_end = threading.Event(), threading.Event()
+
+        def wait(*_):
+            began.set()
+            assert may_end.wait(60)
+
+        def begin(*_):
+            thread.start()
+            assert began.wait(60)
+
+        others.register_step_pre_hook(wait)
+        average = torch.zeros(net.scale.shape, device=device)
+        for x in inputs(device):
+            began.clear(), may_end.clear()
+            thread = threading.Thread(target=others.step)
+            hook = net.net.stem.register_forward_hook(begin) if place == "forward" else None
+            try:
+                loss = squares(net, x)
+                loss.backward()
+                if hook is not None:
+                    hook.remove()
+                else:
+                    begin()
+                with torch.no_grad():
+                    average += net.scale
+            finally:
+                may_end.set()
+                thread.join()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss, average
+
+    check(Reading, run, device)
 
 
 # --- Failures
