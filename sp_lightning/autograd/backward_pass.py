@@ -12,7 +12,8 @@
    outermost backward brings them.
 3. Gradients of a unit become complete together, those of a plain run one by one. A hook that reads one of them while
    backward is inside the unit gets an error. So does one on the device's thread that reads the gradient of a weight
-   with hooks: the host's thread calls these, and accumulates, at any time.
+   with hooks: the host's thread calls these, and accumulates, at any time. One on a weight, on the host's thread, gets
+   an error for a gradient that the device's thread brought after that of this weight (Engine.check_gradient).
 4. A backward that failed never comes to its end, and no forward need follow before the next one begins. So that one
    asks whether autograd still has what it is to call at the end: it lets go of that with the task.
 """
@@ -22,6 +23,8 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable
+
+from torch import Tensor
 
 from ..compat.tensors import at_end_of_backward, current_node, graph_task
 from ..errors import ExactnessError
@@ -38,7 +41,13 @@ def in_backward() -> bool:
 
 def at_leaf() -> bool:
     """Whether autograd runs the hooks of a leaf of the graph, that is of a parameter, on the calling thread."""
-    return type(current_node()).__name__ == "AccumulateGrad"
+    return leaf() is not None
+
+
+def leaf() -> Tensor | None:
+    """Return the leaf of the graph, that is the parameter, whose hooks autograd runs on the calling thread."""
+    node = current_node()
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 class BackwardPass:

@@ -208,6 +208,8 @@ class GradientReturn:
         self._numbers = itertools.count(LEAF_PRIORITY - 1, -1)
         self.taken: dict[int, int] = {}  # by the ids of parameters, the task of this backward that took theirs (Rule 1)
         self._returned: dict[int, int] = {}  # likewise of those that autograd got back, in any backward (Rule 2)
+        self._arrivals = itertools.count()
+        self._came: dict[int, int] = {}  # by the ids of parameters, which arrival from autograd brought theirs last
         self.marks = GradientVersions()
 
     def receive(self, store: HostCopy, node: Any, grads: Gradients, step: PendingStep | None, task: int) -> Gradients:
@@ -220,6 +222,7 @@ class GradientReturn:
                 keep_from_hooks(parameter)
         if torch.is_grad_enabled() or forward_level() >= 0:
             return self._differentiable(store, grads, task)
+        self._came.update(dict.fromkeys(map(id, store.params), next(self._arrivals)))
         taken: dict[int, Tensor] = {}
         returned: dict[int, Tensor] = {}
         for index, (grad, parameter, (leaf, _)) in enumerate(
@@ -381,6 +384,11 @@ class GradientReturn:
     def returned_in(self, parameter: Tensor) -> int:
         """Return the number of the last task of autograd that got this parameter's gradient back, or -1."""
         return self._returned.get(id(parameter), -1)
+
+    def came_after(self, parameter: Tensor, other: Tensor) -> bool:
+        """Whether this backward took the gradient of a parameter after it gave the other one's back to autograd."""
+        came = self._came
+        return id(parameter) in self.taken and came[id(parameter)] > came.get(id(other), came[id(parameter)])
 
     def _arrived(self, store: HostCopy, returned: dict[int, Tensor]) -> Gradients:
         """Return host copies of these gradients in their parameters' types; block until they have arrived.

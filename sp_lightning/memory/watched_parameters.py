@@ -323,6 +323,9 @@ class HostParameter(nn.Parameter):
             owner.gradient_given(self)
         with without_dispatch():
             grad = true_grad(self)
+        if owner.access.gradients:
+            owner.check_gradient(self)  # again: it may have come meanwhile
+        with without_dispatch():
             return wide_grad(self) if type(grad) is NarrowGradient and not looks_at_no_value() else grad
 
     @grad.setter

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from ..autograd import weight_reads
 from ..autograd.autocast_weights import AutocastWeights, CastingCall
-from ..autograd.backward_pass import BackwardPass, in_backward
+from ..autograd.backward_pass import BackwardPass, in_backward, leaf
 from ..autograd.gradient_nodes import Gradients
 from ..autograd.offload import Offload, OffloadedTensor
 from ..autograd.phases import Phases
@@ -43,7 +43,7 @@ from ..compat.dynamo import compiling_as_here, compiling_callback, never_compile
 from ..compat.references import shares_storage
 from ..compat.tensors import admits_hooks, in_transform, storage_id
 from ..core.telemetry import Counters
-from ..errors import UnsupportedError
+from ..errors import ExactnessError, UnsupportedError
 from ..gradients.way_down import GradientReturn
 from ..memory.access import Access
 from ..memory.device import Device
@@ -474,6 +474,13 @@ class Engine:
             unit = self._by_parameter[id(parameter)]
             returned = -1 if self.device.is_host else self.gradient_return.returned_in(parameter)
             self.backward_pass.check_gradient(unit, name_of(parameter), returned)
+            hooked = None if self.device.is_host else leaf()
+            if hooked is not None and self.gradient_return.came_after(parameter, hooked):
+                raise ExactnessError(
+                    f"the gradient of {name_of(parameter)} was read in a hook on {name_of(hooked)}, before which it is "
+                    "not there in a plain run; here backward went on meanwhile. Read it after backward, or register a "
+                    f"hook on {name_of(parameter)} as well, which orders them"
+                )
 
     def gradient_given(self, parameter: Tensor) -> None:
         """Note that code may write a gradient through its ``.data`` between its arrival and a step in backward."""

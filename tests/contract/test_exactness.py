@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import time
 from typing import Any, NamedTuple
 
 import pytest
@@ -443,6 +444,31 @@ def test_a_hook_of_a_module_that_asks_for_a_gradient_that_has_hooks_is_an_error(
     with pytest.raises(
         errors.ExactnessError, match=r"blocks\.2\.up\.weight was read .* another thread calls the hooks"
     ):
+        parity.check(case, {"window": 2}, accelerator="simgpu")
+
+
+@refusal(
+    "on a device, a hook on a weight reads the gradient of a weight without hooks that backward comes to later",
+    errors.ExactnessError,
+    "read it after backward, or a hook on that weight as well",
+)
+@pytest.mark.simgpu
+def test_a_hook_on_a_weight_that_asks_for_a_gradient_that_has_come_meanwhile_is_an_error():
+    """A plain run's backward waits for the hook."""
+
+    def make():
+        net = models.stack_of(models.Block)()
+        early, late = net.blocks[0].up.weight, net.blocks[2].up.weight
+
+        def read(_):
+            time.sleep(0.2)
+            print(early.grad)
+
+        late.register_post_accumulate_grad_hook(read)
+        return net
+
+    case = dataclasses.replace(models.case("mlp"), make=make)
+    with pytest.raises(errors.ExactnessError, match=r"blocks\.0\.up\.weight was read in a hook on net\.blocks\.2\.up"):
         parity.check(case, {"window": 2}, accelerator="simgpu")
 
 
