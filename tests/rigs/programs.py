@@ -228,10 +228,14 @@ def stepped_there(number: int, ranked: bool = False) -> Program:
 
 
 def offloaded_to_disk(number: int, ranked: bool = False) -> Program:
-    """Make a program from its number, whose activations go to the host and, as they exceed it, to the disk."""
+    """Make a program from its number, whose activations go to the host and, as they exceed it, to the disk.
+
+    It leaves out what a plain run allows, and a checkpoint does not.
+    """
     program = draw(number, ranked)
     kind = ("offload", "recompute+offload")[number % 3 == 2]
-    return dataclasses.replace(program, options=(*program.options, ("activations", kind), ("disk", True)))
+    program = dataclasses.replace(program, options=(*program.options, ("activations", kind), ("disk", True)))
+    return dataclasses.replace(program, acts=tuple(act for act in program.acts if is_right(act, program, [])))
 
 
 def draw_lone(number: int, ranked: bool = True) -> Program:
