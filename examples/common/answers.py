@@ -22,13 +22,14 @@ from .summary import say
 class Predicts(L.LightningModule):
     """A module that says at the end how much it predicted: what each of its steps notes as the ``count`` of its batch.
 
-    On the module itself a step would count what other steps under way at once do, too.
+    `Answers` counts, and not on the module while steps run: those under way at once would find it changed.
     """
 
     counts = "tokens"
+    counted = 0
 
     def on_predict_start(self) -> None:
-        self.counted, self.begin, self.seed = 0, time.perf_counter(), torch.initial_seed()
+        self.begin, self.seed = time.perf_counter(), torch.initial_seed()
 
     def on_predict_end(self) -> None:
         counted, seconds = (
@@ -52,6 +53,7 @@ class Answers(L.Callback):
     def __init__(self, file: str) -> None:
         self.file = file
         self.out: Any = None
+        self.counted = 0
         self.failed = 0  # records that have an error instead
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -94,13 +96,14 @@ class Answers(L.Callback):
     ) -> None:
         self.out.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in outputs).encode())
         self.out.flush()
-        pl_module.counted += batch["count"]
+        self.counted += batch["count"]
         self.failed += batch.get("failed", 0)
-        speed = pl_module.counted / (time.perf_counter() - pl_module.begin)
+        speed = self.counted / (time.perf_counter() - pl_module.begin)
         show_beside(trainer.progress_bar_callback, f"{speed:.1f} {pl_module.counts}/s")
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.out = self.out.close()
+        pl_module.counted = self.counted
         trainer.strategy.barrier()  # all parts are there
         if trainer.is_global_zero:
             self.merge([one["number"] for one in trainer.datamodule.records])
