@@ -9,6 +9,7 @@
 3. Looked at are, where a turn ends, the modules of the units that it visited, those outside of units that travel, and
    those of which an attribute was set; all, after a call's first turn and where it ends, or if it registers hooks or
    changes whether modules train. Tensors, arrays and generators are compared where `changed` is asked for them.
+4. A write through ``.data``, or to an array over a tensor, changes no version: small tensors are copied, and compared.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import operator
 import pickle
 import random
 import sys
+from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
@@ -38,6 +40,7 @@ from ..compat.tensors import without_function_modes
 from ..memory.watched_parameters import quietly, true_version
 from ..memory.weights import same_bytes
 
+SMALL = 1 << 20  # bytes of a tensor (Rule 4)
 OUTSIDE = -1  # in place of a unit's index: the modules outside of units that travel
 MISSING = object()
 _FIXED_KINDS = (type, Enum, InPlaceOfForward, logging.Logger)
@@ -235,7 +238,9 @@ class ModuleState:
                     group.marked.append((item, mark, self._names[id(module)]))
                 elif isinstance(item, MethodType):
                     stack.append(item.__self__)
-                elif not isinstance(item, SHARED) and (isinstance(item, _CONTAINERS) or hasattr(item, "__dict__")):
+                elif not isinstance(item, SHARED) and (
+                    isinstance(item, _CONTAINERS) or hasattr(item, "__dict__") or _slots(item)
+                ):
                     items = _items(item)
                     if not any(isinstance(part, nn.Parameter) for part in items):  # stand-ins are put there
                         group.kept.append((item, items))
@@ -274,9 +279,15 @@ def _mark(item: Any) -> Any:
     """Return what shows whether a tensor, an array or a random generator changed; None for anything else."""
     if isinstance(item, Tensor):
         with without_function_modes(), torch.no_grad():
-            return item.detach().clone() if item.is_inference() else (item._version, _address(item))
+            if item.is_inference():
+                return item.detach().clone()
+            has_bytes = type(item) is Tensor and item.layout is torch.strided and not item.is_meta
+            copied = item.detach().clone() if has_bytes and item.nbytes <= SMALL else None
+            return item._version, _address(item), copied
     if isinstance(item, torch.Generator):
         return item.get_state()
+    if isinstance(item, (bytearray, array)):
+        return bytes(item)
     if isinstance(item, random.Random):
         return pickle.dumps(item)
     if (numpy := sys.modules.get("numpy")) is None:
@@ -295,6 +306,8 @@ def _address(tensor: Tensor) -> int:
 
 def _same_mark(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor):
+        if isinstance(one, tuple) and isinstance(one[-1], Tensor):
+            return bool(one[:-1] == other[:-1]) and isinstance(other[-1], Tensor) and _same_mark(one[-1], other[-1])
         return bool(one == other)
     return one.shape == other.shape and one.dtype == other.dtype and same_bytes(one, other)
 
@@ -325,4 +338,13 @@ def _items(item: Any) -> tuple[Any, ...]:
         return *cells, *(value for value in named if not isinstance(value, _CODE))
     if isinstance(item, partial):
         return item.func, *item.args, *item.keywords.values()
-    return tuple(item) if isinstance(item, _CONTAINERS) else (type(item), *vars(item), *vars(item).values())
+    if isinstance(item, _CONTAINERS):
+        return tuple(item)
+    own = getattr(item, "__dict__", {})
+    return type(item), *own, *own.values(), *(getattr(item, name, MISSING) for name in _slots(item))
+
+
+def _slots(item: Any) -> list[str]:
+    """Return the names of an object's attributes that are in no ``__dict__``."""
+    found = [vars(kind).get("__slots__", ()) for kind in type(item).__mro__]
+    return [name for names in found for name in ([names] if isinstance(names, str) else names) if name[:2] != "__"]

@@ -69,6 +69,46 @@ class ScratchOfBuffers(Net):
         return x + self.steps
 
 
+class WritesThroughData(Net):
+    def before(self, x):
+        self.steps.data.mul_(0.5).add_(x.sum())
+        return x
+
+    def after(self, x):
+        return x + self.steps
+
+
+class Slots:
+    __slots__ = ("kept",)
+
+
+class InSlots(Net):
+    def __init__(self):
+        super().__init__()
+        self.scratch = Slots()
+        self.scratch.kept = 0.0
+
+    def before(self, x):
+        self.scratch.kept = x.sum()
+        return x
+
+    def after(self, x):
+        return x + self.scratch.kept
+
+
+class InBytes(Net):
+    def __init__(self):
+        super().__init__()
+        self.mode = bytearray(1)
+
+    def before(self, x):
+        self.mode[0] = int(x.abs().sum().item()) % 7
+        return x
+
+    def after(self, x):
+        return x * (1 + self.mode[0])
+
+
 class Deleted(Net):
     def before(self, x):
         self.kept = x
@@ -394,7 +434,7 @@ class HookThatCounts(HookOfClosure):
 NETS = [
     Scratch, ScratchOfBuffers, Deleted, ClassDefault, LazyCache, Hooked, Switched, Swapped, AsksWhether, Counter,
     CountsLate, Previous, BufferInPlace, RunningStatistics, ListInPlace, Growing, Dice, ByName, OnAnother,
-    OnAnotherUnit, WritesWeights, AsksAndUses, PassesOn,
+    OnAnotherUnit, WritesWeights, AsksAndUses, PassesOn, WritesThroughData, InSlots, InBytes,
 ]  # fmt: skip
 HOOKED = [
     HookOfClosure, HookThatRebinds, HookWithArguments, HookOfAnObject, HookOfGlobals, HookThatRebindsAGlobal,
