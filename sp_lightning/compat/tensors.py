@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from ..errors import UnsupportedError
+
 # ---- dispatch: of functions in Python, of operators in C++, and of transforms
 
 # Without these our own work on weights would be taken for the user's: it would borrow them, and wait for itself.
@@ -289,6 +291,27 @@ def local_of(tensor: Tensor) -> Tensor:
 def arrived(tensor: Any) -> Tensor:
     """Return what a collective makes, once that is done; any other tensor as it is."""
     return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor  # type: ignore[no-any-return]
+
+
+def exchange_shards(one: Tensor, other: Tensor) -> None:
+    """Exchange the local tensors and gradients of two DTensors; references to each of them, and its attributes, stay.
+
+    ``swap_tensors`` takes attributes along, and refuses weak references.
+    """
+    if one.requires_grad and one._use_count() > 1:  # type: ignore[attr-defined]
+        torch.autograd.graph.get_gradient_edge(one).node.register_prehook(_refuse_graph)
+    local: Any = vars(sys.modules[_DTENSORS].DTensor)["_local_tensor"]
+    shards = local.__get__(one), local.__get__(other)
+    local.__set__(one, shards[1])
+    local.__set__(other, shards[0])
+    torch._C._swap_tensor_impl(one, other)
+
+
+def _refuse_graph(_grads: Any) -> None:
+    raise UnsupportedError(
+        "a backward came to a DTensor by a graph that was recorded before its module was streamed, when its shard was "
+        "on the device: run the forward again"
+    )
 
 
 def spec_of(tensor: Tensor) -> Any:

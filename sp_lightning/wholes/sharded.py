@@ -40,6 +40,7 @@ from ..compat.tensors import (
     ShardForm,
     TorchDispatchMode,
     draws_at_random,
+    exchange_shards,
     is_dtensor,
     is_fully_sharded,
     laid_out,
@@ -287,7 +288,7 @@ def bring_to_host(module: nn.Module) -> None:
             )
     for parameter in module.parameters():
         if (moved := _on_host(parameter)) is not None:
-            torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
+            exchange_shards(parameter, moved)
 
 
 def _on_host(parameter: Any) -> nn.Parameter | None:

@@ -339,6 +339,13 @@ def test_a_backward_of_some_dtensors_brings_their_gradients():
             assert found is grad is None or torch.equal(found, grad)
 
 
+@pytest.mark.simgpu
+def test_what_is_set_on_dtensors_and_refers_to_them_stays_as_they_move_to_the_host():
+    for kept, error in processes.run(2, sharded.marked):
+        assert kept and all(kept)
+        assert error.startswith("UnsupportedError: ") and "recorded before its module was streamed" in error
+
+
 @refusal(
     "`create_graph=True` or `torch.autograd.grad` through a streamed DTensor, a hook on it, "
     "`p.data = ...` of one, or a gradient of another layout than the one that it is added to",

@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -896,6 +897,26 @@ def misused(how: str) -> str:
                 model(words).sum().backward()
         except sp_lightning.errors.SuperpipelineError as error:
             return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+def marked() -> tuple[list[bool], str]:
+    """Stream DTensors that were on the device, have attributes and are referred to weakly.
+
+    Returns whether each is what it was, and the error of a backward through a graph from before.
+    """
+    _, mesh, device = begin(True)
+    model = made("in sequence", mesh)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.number = number  # type: ignore[attr-defined]
+    known = list(map(weakref.ref, model.parameters()))
+    before = model[1].norm.weight.sum()  # type: ignore[index, union-attr, operator]
+    with sp_lightning.stream(model, device, window=1):
+        found = [vars(p).get("number") == i and known[i]() is p for i, p in enumerate(model.parameters())]
+        try:
+            before.backward()  # type: ignore[operator]
+        except sp_lightning.errors.SuperpipelineError as error:
+            return found, f"{type(error).__name__}: {error}"
     raise AssertionError("nothing was raised")
 
 
