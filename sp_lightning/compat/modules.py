@@ -66,7 +66,8 @@ _clip = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__
 CLIPS = {_clip, *filter(inspect.iscode, _clip.co_consts)}
 
 # The code of what torch makes of each optimizer's ``step``, which calls hooks. Without it an optimizer whose step
-# raised would count as stepping, or one that calls another one's step as done.
+# raised would count as stepping, or one that calls another one's step as done. Hooks would run for parts of a step, on
+# any thread, where other code has wrapped the class's step once more.
 HOOKED_STEP = operator.attrgetter("__code__")(Optimizer.profile_hook_step(Optimizer.step))
 
 # Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.
@@ -102,6 +103,15 @@ def running_steps() -> list[Optimizer]:
         frame = frame.f_back
         if frame.f_code is HOOKED_STEP:
             found.append(frame.f_locals["self"])
+    return found
+
+
+def step_without_hooks(kind: type[Optimizer]) -> Callable[[Any], Any]:
+    """Return the step of a class without torch's hooks, and without what other code has wrapped around these."""
+    step: Any = kind.step
+    while step.__code__ is not HOOKED_STEP:
+        step = step.__wrapped__
+    found: Callable[[Any], Any] = step.__wrapped__
     return found
 
 

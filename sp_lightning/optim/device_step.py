@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.optim import ASGD, SGD, Adafactor, Optimizer
 
 from ..compat.kernels import grouped_by_device_and_dtype, norms_of_each
+from ..compat.modules import step_without_hooks
 from ..compat.references import are_tensors_of_entry_shared
 from ..core.unit_numbers import ALIGNMENT, aligned, state_nbytes
 from ..errors import UnsupportedError
@@ -476,7 +477,7 @@ class StepsOnDevice(StateInMemory):
                 step.param_groups[-1]["params"].append(pieces[-1])
             for group in step.param_groups:
                 group["params"] += map(self._beginning, group.get(BEGIN, ()))
-            type(shadow).step.__wrapped__(step)
+            step_without_hooks(type(shadow))(step)
             rows = [
                 row for part, piece in zip(portion.parts, pieces, strict=True) for row in self._down(step, part, piece)
             ]

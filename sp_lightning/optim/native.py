@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from ..compat.kernels import mkl_root
+from ..compat.modules import step_without_hooks
 from ..compat.tensors import add_to_all, dispatch_mode_count
 from ..memory.weights import Conversion
 
@@ -354,7 +355,7 @@ class Library:
                     step = state["step"].item() + 1 if "step" in state else 0
                     requests.append(packed(mine[""], grad, partners, _padded(recipe.scalars(group, step))))
                     ours.append((mine, {name: state[name] for name in names} | {"": param}))
-            cls.step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without the hooks of all optimizers
+            step_without_hooks(cls)(optimizer)  # without the hooks of all optimizers
             compared |= bool(requests)
             if requests and not self.run(recipe.kind, recipe.flags(group), _array(requests), threads=1):
                 return False

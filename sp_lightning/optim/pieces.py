@@ -52,7 +52,7 @@ from torch.optim import (
 )
 
 from ..compat.kernels import can_share_operators, share_operators
-from ..compat.modules import run_first
+from ..compat.modules import run_first, step_without_hooks
 from ..compat.tensors import dispatch_mode_count, function_mode_count, without_dispatch
 from ..memory.watched_parameters import (
     HostParameter,
@@ -195,7 +195,7 @@ class ShadowStep:
             shadow.param_groups = self.first(shadow, conversions)
         shadow.param_groups, shadow.state = self.regroup(shadow, conversions)
         if any(map(_params, shadow.param_groups)):  # else all were stepped
-            type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: they belong to the whole step
+            step_without_hooks(type(optimizer))(shadow)  # without hooks: they belong to the whole step
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         called_with = getattr(args[0], "called_with", None)
@@ -387,7 +387,7 @@ def _step_few(optimizer: Optimizer, group: Group, state: Any, narrow: Narrow) ->
                     if (came := narrow.get(id(param))) is not None:
                         before.append((param, true_grad(param)))
                         set_true_grad(param, came.widened())
-        type(optimizer).step.__wrapped__(shadow)  # type: ignore[attr-defined]  # without hooks: see step_groups
+        step_without_hooks(type(optimizer))(shadow)  # without hooks: see step_groups
     finally:
         with without_dispatch():
             for param, grad in before:

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..compat.modules import HOOKS_AFTER_LOADING
+from ..compat.modules import HOOKS_AFTER_LOADING, step_without_hooks
 from ..compat.references import are_tensors_of_entry_shared
 from ..core.malloc import freed
 from ..core.telemetry import Counters
@@ -664,7 +664,7 @@ def _step_made(shadow: Any, parts: Sequence[ParameterPart], buffer: Buffer, cutt
     elif type(shadow) not in PER_PARAMETER:
         given = {id(piece): part.lengths for piece, part in pieces.items()}
         step.param_groups, step.state = regroup_in_pieces(step, conversions, cutting=replace(cutting, given=given))
-    type(shadow).step.__wrapped__(step)
+    step_without_hooks(type(shadow))(step)
 
 
 def _convert(part: ParameterPart, buffer: Buffer) -> None:
@@ -701,7 +701,7 @@ def _make_state(shadow: Any, part: ParameterPart, buffer: Buffer) -> None:
         piece.grad = grad
     step = shadow_of(shadow)
     step.param_groups, step.state = [{**one.group, "params": pieces}], defaultdict(dict)
-    type(shadow).step.__wrapped__(step)
+    step_without_hooks(type(shadow))(step)
     for key, made in part.state(buffer).items():
         for piece, target in zip(pieces, _pieces(part, made), strict=True):
             target.copy_(step.state[piece][key])
@@ -727,7 +727,7 @@ def _made_for(param: Tensor, shadow: Any, group: Group) -> State:
     step = shadow_of(shadow)
     on_host = {"capturable": False} if group.get("capturable") else {}
     step.param_groups, step.state = [{**group, **on_host, "params": [param]}], defaultdict(dict)
-    type(shadow).step.__wrapped__(step)
+    step_without_hooks(type(shadow))(step)
     made: State = step.state[param]
     return made
 

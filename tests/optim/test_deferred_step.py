@@ -18,7 +18,7 @@ import weakref
 import lightning as L
 import pytest
 import torch
-from side_by_side import assert_plain, blocks, fit, inputs, squares
+from side_by_side import assert_plain, blocks, check, fit, inputs, squares
 from torch import nn
 
 import models
@@ -667,6 +667,27 @@ def failing(function, after):
         return function(*args, **kwargs)
 
     return fails
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_step_that_other_code_has_wrapped_is_deferred_as_ever(wrapped, device, monkeypatch):
+    adamw(blocks())  # so that torch calls hooks in this class's step
+    original = torch.optim.AdamW.step
+
+    @functools.wraps(original)
+    def timed(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    if wrapped:
+        monkeypatch.setattr(torch.optim.AdamW, "step", timed)
+
+    def run(net, device):
+        optimizer = adamw(net)
+        for x in inputs(device):
+            step(net, optimizer, x)
+            yield net(x)
+
+    assert check(blocks, run, device)["held_steps"] == 2
 
 
 @pytest.mark.few(1)
