@@ -46,7 +46,7 @@ from torch import Tensor
 from ..core.unit_numbers import aligned
 from ..errors import DiskError, OptionError
 from ..memory.layout import Layout
-from ..memory.pinned import MappedPiece, libc, mapped
+from ..memory.pinned import MappedPiece, Reserved, libc, mapped
 from ..options import format_both, format_bytes
 from .direct_file import BLOCK, IN_MEMORY, OPEN, DirectFile, Mount, blocks, mount_of
 
@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 SEGMENT = max(BLOCK, mmap.ALLOCATIONGRANULARITY)  # a mapping of a part of a file begins at a multiple of it
 STRIPE = 16 << 20  # bytes; a multiple of SEGMENT (Rule 7)
+ADDRESSES = 1 << 30  # that are reserved at a time
 STRIPING = 6  # threads for each folder beside the first
 STACKED = ("overlay", "aufs")
 COPIES_ON_WRITE = ("btrfs", "zfs", "bcachefs", "nilfs2")
@@ -186,6 +187,7 @@ class ScratchFile(_Part):
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # whose state is here, or will be
         self._end = ranks.size * SEGMENT if len(self.folders) == 1 else len(self.folders) * STRIPE
         self._lock = threading.Lock()  # held by whoever takes a range (Rule 4)
+        self._addresses = Reserved(ADDRESSES)  # of tensors
         self._places: dict[int, Extent] = {}  # of tensors that live, by their addresses
         self._threads: ThreadPoolExecutor | None = None
         super().__init__(self.folders[0], ranks, holds_activations)
@@ -205,15 +207,16 @@ class ScratchFile(_Part):
             part.close()
         if self._threads is not None:
             self._threads.shutdown()
+        self._addresses.close()
         super().close()
 
     def tensors(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Allocate tensors of zeros with these shapes, types and strides (Rule 3)."""
         layout = Layout.of([("", tensor) for tensor in like], BLOCK)
         nbytes = max(layout.nbytes, BLOCK)
-        begin = self._take(nbytes)
+        begin, reserved = self._take(nbytes)
         pieces = [MappedPiece(one.part.descriptor, one.offset, one.at) for one in self._stripes(begin, nbytes)]
-        flat, before_unmapping = mapped(pieces, nbytes, mmap.MAP_SHARED, self.path)
+        flat, before_unmapping = mapped(pieces, nbytes, mmap.MAP_SHARED, self.path, reserved)
         address = flat.data_ptr()
         for field in layout.fields:
             self._places[address + field.offset] = Extent(begin + field.offset, field.nbytes)
@@ -223,7 +226,8 @@ class ScratchFile(_Part):
 
     def share(self, nbytes: int, what: int) -> SharedSegment:
         """Take a segment with the other ranks; ``what``: a number for its purpose, the same on all ranks (Rule 6)."""
-        begin = self._take(nbytes, max(0, nbytes - BLOCK))  # so that the file has it all; nobody may make it shorter
+        # The last block, so that the file has it all; nobody may make it shorter.
+        begin, _ = self._take(nbytes, max(0, nbytes - BLOCK), reserves=False)
         descriptors = {
             part: self._ranks.pass_on(functools.partial(os.dup, part.descriptor), what) for part in self._parts
         }
@@ -300,13 +304,16 @@ class ScratchFile(_Part):
         for one_moved in beside:
             one_moved.result()
 
-    def _take(self, nbytes: int, first: int = 0) -> int:
-        """Take the next range, and allocate it from this byte of it on; return where it begins (Rule 4)."""
+    def _take(self, nbytes: int, first: int = 0, reserves: bool = True) -> tuple[int, int | None]:
+        """Take the next range, and allocate it from this byte of it on; return where it begins, and its address.
+
+        One thread does so at a time (Rule 4). The address is None if none was reserved.
+        """
         with self._lock:
             begin = self._end
             self._allocate(begin + first, nbytes - first)
             self._end = -(-(begin + nbytes) // SEGMENT) * SEGMENT
-            return begin
+            return begin, self._addresses.take(self._end - begin) if reserves else None
 
     def _allocate(self, begin: int, nbytes: int) -> None:
         stripes = list(self._stripes(begin, nbytes))

@@ -41,7 +41,7 @@ MESSAGE = (
     "(page-locked, over a file, or shared by ranks): read it before the fork, or start the process by 'spawn'"
 )
 CHUNK = 32 << 20  # bytes that a thread touches at a time
-MAP_FIXED = 0x10  # of mmap, which Python does not name
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # of mmap, which Python does not name
 MOST_THREADS = 8  # with more the kernel's own locks take the time
 
 
@@ -140,16 +140,22 @@ class MappedPiece(NamedTuple):
 
 
 def mapped(
-    pieces: Sequence[MappedPiece], nbytes: int, flags: int, what: str = "host memory that the ranks share"
+    pieces: Sequence[MappedPiece],
+    nbytes: int,
+    flags: int,
+    what: str = "host memory that the ranks share",
+    reserved: int | None = None,
 ) -> tuple[Tensor, list[Callable[[], object]]]:
     """Map pieces of files side by side; return the memory, and what is called before it is unmapped.
 
-    Each piece ends where the next one begins. The memory is unmapped with the last tensor over it. The mapping holds no
-    descriptor (that of `mmap.mmap` does, and a process may have few). Forked processes do not get it (Rule 4).
+    Each piece ends where the next one begins; the first one begins at the address ``reserved``, if one is given. The
+    memory is unmapped with the last tensor over it. The mapping holds no descriptor (that of `mmap.mmap` does, and a
+    process may have few). Forked processes do not get it (Rule 4).
     """
     address: int | None = None
     for descriptor, offset, at in pieces:  # the first one has the whole range
-        place, how = (None, flags) if address is None else (address + at, flags | MAP_FIXED)
+        begin = reserved if address is None else address
+        place, how = (None, flags) if begin is None else (begin + at, flags | MAP_FIXED)
         found = libc().mmap(place, nbytes - at, mmap.PROT_READ | mmap.PROT_WRITE, how, descriptor, offset)
         if found == ctypes.c_void_p(-1).value:
             number = ctypes.get_errno()
@@ -164,6 +170,38 @@ def mapped(
     before: list[Callable[[], object]] = [keep_from_forks(flat)]
     weakref.finalize(memory, _unmap, address, nbytes, before, os.getpid()).atexit = False
     return flat, before
+
+
+class Reserved:
+    """Addresses for mappings of one file that follow each other there, and so are one mapping to the kernel.
+
+    A process may have 65,530 mappings (vm.max_map_count), and the kernel puts each new one below the one before.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Reserve so many addresses at a time, without memory."""
+        self._nbytes = nbytes
+        self._begin = self._room = 0
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the first of the next addresses; None if the system has none to reserve."""
+        if nbytes > self._room:
+            self.close()
+            room = max(nbytes, self._nbytes)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+            found = libc().mmap(None, room, 0, flags, -1, 0)  # for no access
+            if found == ctypes.c_void_p(-1).value:
+                return None
+            self._begin, self._room = found, room
+        address = self._begin
+        self._begin, self._room = address + nbytes, self._room - nbytes
+        return address
+
+    def close(self) -> None:
+        """Give back what is left. Safe twice."""
+        if self._room:
+            libc().munmap(self._begin, self._room)
+            self._room = 0
 
 
 def _unmap(address: int, nbytes: int, before: list[Callable[[], object]], process: int) -> None:

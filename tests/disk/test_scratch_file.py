@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 
+import in_files
 import pytest
 import torch
 
@@ -89,6 +90,31 @@ def test_space_is_free_again_once_no_tensor_is_left(is_closed, file):
     assert file.place_of(kept[0]) is not None and bool((kept[0] == 1).all())
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def test_many_tensors_are_few_mappings(tmp_path, monkeypatch):
+    """A process may have 65,530 mappings, and a mixture of experts more weights than that."""
+
+    def mappings():
+        with open("/proc/self/maps") as lines:
+            return sum(str(tmp_path) in line for line in lines)
+
+    monkeypatch.setattr(scratch_file, "ADDRESSES", 100 * scratch_file.SEGMENT)
+    with contextlib.closing(ScratchFile(str(tmp_path), ONE_RANK)) as file:
+        made = [file.tensors([torch.empty(10)])[0] for _ in range(500)]
+        made += file.tensors([torch.empty(200 * scratch_file.SEGMENT)])
+        made += [file.tensors([torch.empty(10)])[0] for _ in range(550)]
+        for number, tensor in enumerate(made):
+            tensor.fill_(number)
+        assert mappings() <= 15
+        assert all(bool((tensor == number).all()) for number, tensor in enumerate(made))
+        del made[500]
+        assert all(bool((tensor == number + (number >= 500)).all()) for number, tensor in enumerate(made))
+        reserved = file._addresses._begin
+        assert in_files.flags_at(reserved)
+    assert not in_files.flags_at(reserved)
+    del made, tensor
+    assert mappings() == 0
 
 
 def test_tensors_live_on_after_the_file_was_closed(tmp_path):
