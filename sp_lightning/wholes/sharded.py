@@ -54,6 +54,7 @@ from ..errors import PartitionError, UnsupportedError
 from .whole import Whole, part_of
 
 _grad: Any = Tensor.grad
+_device: Any = Tensor.device.__get__  # where a shard is, also where it seems elsewhere
 
 
 @dataclass(eq=False)
@@ -201,8 +202,8 @@ class Sharded(Whole):
     def set_gradient(self, value: Tensor | None) -> None:
         """Take what the user, or autograd, gives the parameter as its gradient."""
         shard, layout = part_of(self), self.layout
-        if value is not None and value.device != shard.device:
-            value = over_spec(local_of(value).to(shard.device), spec_of(value))
+        if value is not None and local_of(value).device != (device := _device(shard)):
+            value = over_spec(local_of(value).to(device), spec_of(value))
         self._show(value)
         layout.spec = None if value is None else spec_of(value)
         local = None if value is None else local_of(value)

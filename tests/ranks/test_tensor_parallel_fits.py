@@ -64,6 +64,13 @@ def test_a_trainer_trains_shards_on_a_device(name, options, settings):
     check(name, options, "simgpu", inference_mode=False, **settings)
 
 
+@pytest.mark.simgpu
+def test_gradients_of_dtensors_that_a_step_sets_are_on_the_host():
+    runs = [processes.run(2, sharded_fits.by_hand, *how) for how in ((None,), ({"window": 1}, "simgpu"))]
+    for plain, streamed in zip(*runs, strict=True):
+        assert len(plain) > 100 and not sharded.difference(plain, streamed)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "accelerator"),
     [

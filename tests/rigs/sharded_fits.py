@@ -192,6 +192,36 @@ def run(
     return fit(module, options, accelerator=accelerator, data=data, whole=data > 1, callbacks=callbacks, **settings)
 
 
+class ByHand(Cut):
+    """Sets gradients in its step, on the host and on the device."""
+
+    def __init__(self) -> None:
+        super().__init__("in sequence", "sgd")
+        self.automatic_optimization = False
+
+    def training_step(self, words: Tensor, _: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(words)
+        self.manual_backward(loss)
+        for number, parameter in enumerate(self.parameters()):
+            if parameter.grad is not None:
+                grad: Any = parameter.grad * 0.5
+                if number % 2:
+                    form: Any = {"run_check": False, "shape": grad.shape, "stride": grad.stride()}
+                    local = grad.to_local().to(self.device)
+                    grad = DTensor.from_local(local, grad.device_mesh, grad.placements, **form)
+                parameter.grad = grad
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+def by_hand(options: dict[str, Any] | None, accelerator: str = "cpu") -> dict[str, Any]:
+    """Fit `ByHand`."""
+    sharded.begin(accelerator == "simgpu")
+    return fit(ByHand(), options, accelerator=accelerator, inference_mode=False)
+
+
 def halfway(folder: str, options: dict[str, Any] | None, distributed: bool, data: int) -> str:
     """Fit for two steps, and leave a checkpoint of each; return what the second one is."""
     sharded.begin(False)
