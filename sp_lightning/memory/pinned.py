@@ -179,7 +179,7 @@ class Reserved:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Reserve so many addresses at a time, without memory."""
+        """Reserve ``nbytes`` of addresses at a time, without memory."""
         self._nbytes = nbytes
         self._begin = self._room = 0
 
