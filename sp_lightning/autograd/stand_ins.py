@@ -331,8 +331,6 @@ class StandIns:
         kept = self.may_be_kept and (self.bound or bool(self._were) or not self.store.stale())
         exposed = self.data_exposed[0] or kept
         if not (exposed or replayed or old_copies or self.versions() != self.known_versions or changed):
-            if not isinstance(self.store.on_device.stamp.epoch, int):  # other tensors lie over the host's bytes
-                self.note_bytes()
             return
         try:
             if changed:
@@ -406,7 +404,6 @@ class StandIns:
         for index, (now, before) in enumerate(zip(versions, self.known_versions, strict=True)):
             if now != before:
                 check_not_recorded(self.outputs[index], self.store.names[index])
-                self._check_written_once(index)
                 self.store.write_back(index)
             elif exposed:
                 self._write_back_if_differs(index)
@@ -417,7 +414,7 @@ class StandIns:
 
     def note_bytes(self) -> None:
         """Note the device bytes, if code may have kept some and the host's may be written unseen (Rule 4)."""
-        unseen = self.has_views() and self.store.stale()
+        unseen = self.may_be_kept and self.store.stale()
         self._were = [self.store.on_device.view(index).clone() for index in range(len(self.outputs))] if unseen else []
 
     def overwritten(self, indices: Sequence[int]) -> None:
@@ -468,7 +465,6 @@ class StandIns:
         """Move the epoch, as the host bytes may be written now."""
         self.owner.before_host_access(parameter)
         self.store.wrote()
-        self.note_bytes()
 
     def data_given(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """Return the host tensor that becomes the parameter's data when ``value`` is assigned to it.
@@ -554,21 +550,13 @@ class StandIns:
         was = self._were[index].cpu() if self._were and not self.bound else host
         if same_bytes(now, was):
             return
-        self._check_written_once(index)
-        self.store.write_back(index)
-
-    def _check_written_once(self, index: int) -> None:
-        """Raise if a weight of which code wrote the device's bytes outside of a visit was written on the host too."""
-        if self.bound:
-            return
-        host, was = true_data(self.store.params[index]), self._were[index] if self._were else None
-        is_same = was is None or same_bytes(host.to(was.dtype), was.cpu())
-        if not is_same or self.store.version(index) != self.store.on_device.stamp.versions[index]:
+        if not same_bytes(host, was):
             raise ExactnessError(
                 f"{self.store.names[index]} was written through data that model code kept of it in a forward, and "
                 "through another tensor over its bytes on the host, and it is not known in which order: write to the "
                 "weight itself"
             )
+        self.store.write_back(index)
 
 
 class StreamedUnit:

@@ -177,48 +177,6 @@ def test_data_that_is_written_in_two_places_is_an_error():
             net(torch.ones(4, 8, device="simgpu"))
 
 
-def kept_twice(of_layer, of_weight, first, device, streams):
-    """Return a net whose layer keeps something in a forward, and what is kept of its weight before or after that."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), KeepsOnce(KEEPS[of_layer]))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if streams:
-            stack.enter_context(sp_lightning.stream(net, device, units=["KeepsOnce", "Linear"], window=1))
-        else:
-            net.to(device)
-        over = KEEPS[of_weight](net[1].up.weight) if first else None
-        net(torch.ones(4, 8, device=device))
-        yield net, over if first else KEEPS[of_weight](net[1].up.weight)
-
-
-@pytest.mark.parametrize("written", ["what the layer kept", "what was kept of its weight"])
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("of_weight", ["data", "a view"])
-@pytest.mark.parametrize("of_layer", ["data", "a view"])
-@pytest.mark.few(4)
-def test_what_a_layer_keeps_is_the_weights_while_code_keeps_another_view(of_layer, of_weight, first, written, device):
-    def run(streams):
-        for net, over in kept_twice(of_layer, of_weight, first, device, streams):
-            (net[1].kept if written == "what the layer kept" else over).mul_(0.5)
-            return net(torch.ones(4, 8, device=device)).cpu(), net[1].up.weight.detach().cpu().clone()
-
-    assert_equal(run(False), run(True))
-
-
-@pytest.mark.simgpu
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("of_weight", ["data", "a view"])
-@pytest.mark.parametrize("of_layer", ["data", "a view"])
-@pytest.mark.few(2)
-def test_views_on_device_and_host_that_are_both_written_are_an_error(of_layer, of_weight, first):
-    for net, over in kept_twice(of_layer, of_weight, first, "simgpu", True):
-        net[1].kept.mul_(0.5)
-        over.mul_(0.5)
-        with pytest.raises(sp_lightning.errors.ExactnessError, match=r"1\.up\.weight was written through data that"):
-            net(torch.ones(4, 8, device="simgpu"))
-
-
 # ---- written by a hook in backward, which autograd calls between two layers of one unit
 
 
