@@ -20,9 +20,10 @@
    call begins any more, and the others end where they wait.
 8. Calls find the same modules, and have to find them as the calls before leave them. So a call that changes what
    modules keep (module_state.py) runs alone, from before its beginning to its end: the first call runs alone until it
-   comes back to a unit from another one, or ends. If it has changed nothing by then, the others begin. If it has, they
-   begin when it has ended, and the next one runs as the first did. In later calls of `lockstep` all begin at once,
-   until one changes something. Found while other calls are under way, a change is an error.
+   comes back to a unit from another one, and not only to borrow a weight, or ends. If it has changed nothing by then,
+   the others begin. If it has, they begin when it has ended, and the next one runs as the first did. In later calls of
+   `lockstep` all begin at once, until one changes something. Found while other calls are under way, a change is an
+   error.
 9. torch has one level of forward-mode gradients for the process, which ends for all where one leaves it: a call keeps
    its turn from where it enters the level to where it leaves it.
 """
@@ -256,8 +257,8 @@ class Lockstep:
         self._threads.end(thread)
         self._callers_turn.release()
 
-    def arrive(self, unit: StreamedUnit) -> None:
-        """Wait until it is the turn of the calling thread's call to enter a unit."""
+    def arrive(self, unit: StreamedUnit, borrows: bool = False) -> None:
+        """Wait until it is the turn of the calling thread's call to enter a unit, or to borrow its weights."""
         call = self._running
         if call is None:
             raise UnsupportedError(
@@ -277,7 +278,7 @@ class Lockstep:
         if not unit.unit.resident:
             if self._memory is not None:
                 self._memory.arrives(call)
-            comes_back = unit.index != call.unit and unit.index in call.came_to and not self._keeps_turn
+            comes_back = unit.index != call.unit and unit.index in call.came_to and not (borrows or self._keeps_turn)
             call.unit = unit.index
             if not self.together and not call.changes:
                 call.came_to.add(unit.index)

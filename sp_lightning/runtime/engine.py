@@ -235,7 +235,7 @@ class Engine:
         """Visit a host parameter's unit and yield the parameter's stand-in for this read."""
         unit = self._by_parameter[id(parameter)]
         depth = len(self._open)
-        self.enter(unit)
+        self.enter(unit, borrows=True)
         try:
             stand_in = self.autocast_weights.read(parameter, read)
             if stand_in is None:
@@ -269,10 +269,10 @@ class Engine:
             if unit not in self._open:
                 self.enter(unit)
 
-    def enter(self, unit: StreamedUnit) -> None:
-        """Begin a visit: code of this unit is about to run (Rule 1)."""
+    def enter(self, unit: StreamedUnit, borrows: bool = False) -> None:
+        """Begin a visit: code of this unit is about to run (Rule 1), or other code to read its weights."""
         if self.turns is not None and unit not in self._open:
-            self.turns.arrive(unit)
+            self.turns.arrive(unit, borrows)
         if not self._open or self.turns is not None:
             self._thread = threading.get_ident()
         elif self._thread != threading.get_ident() and not in_backward():
