@@ -118,7 +118,9 @@ def _counting_kernels() -> list[tuple[Any, Any]]:
 
 
 def _is_written_list(argument: Any) -> bool:
-    return isinstance(argument.type, torch.ListType) and bool(argument.alias_info and argument.alias_info.is_write)
+    """Whether a function writes this argument, a list; fused optimizers do so to gradients for a GradScaler alone."""
+    is_written = argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
+    return is_written and isinstance(argument.type, torch.ListType)
 
 
 def _count(function: Any, lists: list[tuple[int, str]], keys: Any, *args: Any, **kwargs: Any) -> Any:

@@ -376,6 +376,19 @@ def test_kernels_that_count_writes_last_from_their_first_user_to_their_last():
     assert said == [False, True, True, True, False, True, False]
 
 
+def test_a_fused_step_counts_as_a_write_of_weights_and_not_of_gradients():
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    kernels = patches.CountedWrites()
+    kernels.install()
+    try:
+        optimizer.step()
+    finally:
+        kernels.remove()
+    assert (weight._version, weight.grad._version, optimizer.state[weight]["exp_avg"]._version) == (1, 0, 1)
+
+
 def counting(calls, applied):
     def apply(kind, *args, **kwargs):
         calls.append(kind.__name__)
