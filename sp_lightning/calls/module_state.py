@@ -9,7 +9,8 @@
 3. Looked at are, where a turn ends, the modules of the units that it visited, those outside of units that travel, and
    those of which an attribute was set; all, after a call's first turn and where it ends, or if it registers hooks or
    changes whether modules train. Tensors, arrays and generators are compared where `changed` is asked for them.
-4. A write through ``.data``, or to an array over a tensor, changes no version: small tensors are copied, and compared.
+4. A write through ``.data``, or to an array over a tensor, changes no version: small tensors on the host are copied,
+   and compared. On a device that would take memory and a wait in each turn.
 """
 
 from __future__ import annotations
@@ -281,8 +282,8 @@ def _mark(item: Any) -> Any:
         with without_function_modes(), torch.no_grad():
             if item.is_inference():
                 return item.detach().clone()
-            has_bytes = type(item) is Tensor and item.layout is torch.strided and not item.is_meta
-            copied = item.detach().clone() if has_bytes and item.nbytes <= SMALL else None
+            is_small = type(item) is Tensor and item.is_cpu and item.layout is torch.strided and item.nbytes <= SMALL
+            copied = item.detach().clone() if is_small else None
             return item._version, _address(item), copied
     if isinstance(item, torch.Generator):
         return item.get_state()
