@@ -23,7 +23,7 @@ RECOMPUTE_AND_OFFLOAD = ({"activations": "recompute+offload"}, "bf16-mixed")
     "setting, most_calls, most_changes, most_upward",  # as measured, and a little for other versions of torch
     [
         pytest.param(DEFAULT, 2470, 970, 33, id="default"),
-        pytest.param(RECOMPUTE_AND_OFFLOAD, 4310, 1530, 81, id="recompute+offload in bf16-mixed"),
+        pytest.param(RECOMPUTE_AND_OFFLOAD, 4310, 1540, 81, id="recompute+offload in bf16-mixed"),
     ],
 )
 def test_a_step_takes_no_more_than_these(setting, most_calls, most_changes, most_upward):
