@@ -1139,7 +1139,7 @@ def test_memory_stays_within_what_the_choice_says(autocast, tmp_path):
     said = subprocess.run(command, input="step\n" * 3 + "end\n", stdout=subprocess.PIPE, text=True, check=True).stdout
     found = json.loads(said.splitlines()[-1])
     assert found["there"] + found["growth"] <= 1.1 * found["planned"]
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["disk.pt"]  # the script's own, which it loads weights from
 
 
 @pytest.mark.slow
