@@ -7,9 +7,8 @@
    comes by both is an error (gradients/way_down.py, Rule 6).
 4. What model code writes to a stand-in goes down to the host at the end of the visit. The version counter shows a
    write; where ``.data`` was read, the bytes are compared with the host's, also later, while code may have kept what it
-   read and the unit is not stale. Where other tensors lie over the host's bytes, nobody knows whether these are still
-   what the device has: then the device's are compared with what they were. An in-place write that autograd recorded is
-   an error, as for a plain leaf.
+   read. Outside of visits the host's may be written meanwhile: then the device's are compared with what they were, and
+   a weight of which both were written is an error. So is an in-place write that autograd recorded, as for a plain leaf.
 5. A stand-in that is referenced elsewhere keeps its unit resident (device_copy.py, Rule 5).
 6. The stand-in of a weight that travels in autocast's type is *hidden*: it is in no slot. A read of such a weight that
    autocast_weights.py does not foresee is given a full-precision copy (fp32_copies.py).
@@ -135,7 +134,7 @@ class StandIns:
         self.shown: list[Tensor] = []  # the stand-ins of `hosts`
         self.data_exposed = [False]  # whether ``.data`` of any stand-in was read; each refers to this list
         self.may_be_kept = False  # whether it was read before, and other code may still have what it got (Rule 4)
-        self._were: list[Tensor] = []  # the weights' device bytes, where it may and the host's may be written unseen
+        self._were: list[Tensor] = []  # the weights' bytes as they were collected, where code may have kept some
         self.awaited = Awaited()  # of any build: a graph leads from them to a node of the unit
         self.uses = CastUses(self.awaited, store.device)
         self.full_precision = FullPrecisionCopies(store, receive)
@@ -313,6 +312,7 @@ class StandIns:
             whole.end()
         self._drop()
         self.known_versions = []  # an optimizer whose closure made the units anew ends with these
+        self._were = []
         self.slots = []
         self.hidden = []
 
@@ -404,6 +404,7 @@ class StandIns:
         for index, (now, before) in enumerate(zip(versions, self.known_versions, strict=True)):
             if now != before:
                 check_not_recorded(self.outputs[index], self.store.names[index])
+                self._check_written_once(index)
                 self.store.write_back(index)
             elif exposed:
                 self._write_back_if_differs(index)
@@ -413,9 +414,12 @@ class StandIns:
         self.note_bytes()
 
     def note_bytes(self) -> None:
-        """Note the device bytes, if code may have kept some and the host's may be written unseen (Rule 4)."""
-        unseen = self.may_be_kept and self.store.stale()
-        self._were = [self.store.on_device.view(index).clone() for index in range(len(self.outputs))] if unseen else []
+        """Note the device bytes, if code may have kept some, and may write the host's as well (Rule 4)."""
+        count = len(self.outputs) if self.may_be_kept else 0
+        if count and self.store.stale():
+            self._were = [self.store.on_device.view(index).clone() for index in range(count)]
+        else:  # the host has the same
+            self._were = [true_data(parameter).clone() for parameter in self.store.params[:count]]
 
     def overwritten(self, indices: Sequence[int]) -> None:
         """Raise the version counters of stand-ins whose bytes are new.
@@ -547,16 +551,24 @@ class StandIns:
     def _write_back_if_differs(self, index: int) -> None:
         now = self.store.on_device.view(index).cpu()
         host = true_data(self.store.params[index]).to(now.dtype)
-        was = self._were[index].cpu() if self._were and not self.bound else host
+        was = self._were[index].cpu().to(now.dtype) if self._were and not self.bound else host
         if same_bytes(now, was):
             return
-        if not same_bytes(host, was):
-            raise ExactnessError(
-                f"{self.store.names[index]} was written through data that model code kept of it in a forward, and "
-                "through another tensor over its bytes on the host, and it is not known in which order: write to the "
-                "weight itself"
-            )
+        self._check_written_once(index)
         self.store.write_back(index)
+
+    def _check_written_once(self, index: int) -> None:
+        """Raise if a weight of which code wrote the device's bytes outside of a visit was written on the host too."""
+        if self.bound:
+            return
+        host, was = true_data(self.store.params[index]), self._were[index].cpu() if self._were else None
+        is_seen = self.store.version(index) != self.store.on_device.stamp.versions[index]
+        if is_seen or (was is not None and not same_bytes(host.to(was.dtype), was)):
+            raise ExactnessError(
+                f"{self.store.names[index]} was written through what model code kept of it in a forward, and through "
+                "the weight itself or another tensor over its bytes on the host, and it is not known in which order: "
+                "write to the weight itself"
+            )
 
 
 class StreamedUnit:

@@ -173,7 +173,72 @@ def test_data_that_is_written_in_two_places_is_an_error():
         net(torch.ones(4, 8, device="simgpu"))
         net[1].kept.mul_(0.5)
         host.mul_(0.5)
-        with pytest.raises(sp_lightning.errors.ExactnessError, match=r"1\.weight was written through data that model"):
+        with pytest.raises(sp_lightning.errors.ExactnessError, match=r"1\.weight was written through what model"):
+            net(torch.ones(4, 8, device="simgpu"))
+
+
+class KeepsOnce(nn.Module):
+    """Two layers, of which one's weight is kept in the first forward."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.keep, self.kept = keep, None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = self.keep(self.up.weight)
+        return x + self.down(self.up(x).tanh())
+
+
+KEEPS = {
+    "data": lambda weight: weight.data[:2],
+    "a view": lambda weight: weight.detach()[:2],
+    "the weight": lambda weight: weight,
+}
+
+
+def kept_twice(of_layer, of_weight, first, device, streams):
+    """Return a net whose layer keeps something in a forward, and what is kept of its weight before or after that."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), KeepsOnce(KEEPS[of_layer]))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if streams:
+            stack.enter_context(sp_lightning.stream(net, device, units=["KeepsOnce", "Linear"], window=1))
+        else:
+            net.to(device)
+        over = KEEPS[of_weight](net[1].up.weight) if first else None
+        net(torch.ones(4, 8, device=device))
+        yield net, over if first else KEEPS[of_weight](net[1].up.weight)
+
+
+@pytest.mark.parametrize("written", ["what the layer kept", "what was kept of its weight"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("of_weight", KEEPS)
+@pytest.mark.parametrize("of_layer", ["data", "a view"])
+@pytest.mark.few(4)
+def test_what_a_layer_keeps_is_the_weights_while_code_keeps_another_view(of_layer, of_weight, first, written, device):
+    def run(streams):
+        for net, over in kept_twice(of_layer, of_weight, first, device, streams):
+            (net[1].kept if written == "what the layer kept" else over).mul_(0.5)
+            return net(torch.ones(4, 8, device=device)).cpu(), net[1].up.weight.detach().cpu().clone()
+
+    assert_equal(run(False), run(True))
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("of_weight", KEEPS)
+@pytest.mark.parametrize("of_layer", ["data", "a view"])
+@pytest.mark.few(2)
+def test_views_on_device_and_host_that_are_both_written_are_an_error(of_layer, of_weight, first):
+    if (of_layer, of_weight) == ("a view", "data"):
+        pytest.skip("a write that no version shows, beside a view that is not compared (docs/exactness.md)")
+    for net, over in kept_twice(of_layer, of_weight, first, "simgpu", True):
+        over.mul_(0.5)  # the weight itself is written behind all that was kept: only this order is not known
+        net[1].kept.mul_(0.5)
+        with pytest.raises(sp_lightning.errors.ExactnessError, match=r"1\.up\.weight was written through what"):
             net(torch.ones(4, 8, device="simgpu"))
 
 
@@ -243,27 +308,6 @@ def test_data_that_a_hook_writes_in_backward_is_what_the_rest_of_it_reads(which,
         pytest.skip("its forward runs again with what the weight is by then (docs/exactness.md)")
     streamed = trained_with_hooks(which, by, device, True, window=window, activations=activations)
     assert_equal(trained_with_hooks(which, by, device, False), streamed)
-
-
-class KeepsOnce(nn.Module):
-    """Two layers, of which one's weight is kept in the first forward."""
-
-    def __init__(self, keep):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.keep, self.kept = keep, None
-
-    def forward(self, x):
-        if self.kept is None:
-            self.kept = self.keep(self.up.weight)
-        return x + self.down(self.up(x).tanh())
-
-
-KEEPS = {
-    "data": lambda weight: weight.data[:2],
-    "a view": lambda weight: weight.detach()[:2],
-    "the weight": lambda weight: weight,
-}
 
 
 @pytest.mark.parametrize("window", [1, 3])

@@ -49,6 +49,16 @@ class Scene:
         ] = {}  # what hooks saw there, by the hook: their order is free
         self.where = ""
 
+    def let_go(self) -> None:
+        """Drop what hooks and graphs refer to: no garbage collector sees through autograd's nodes."""
+        for weight in self.net.parameters():
+            for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
+                if hooks:
+                    hooks.clear()
+        self.kept.clear()
+        self.terms.clear()
+        self.loss = None
+
     def see(self, what: str, value: Any) -> None:
         self.seen.append((self.where, what, kept(value)))
 
@@ -231,6 +241,9 @@ on_weight("write to storage", WRITES, lambda p: over(p.untyped_storage(), p).mul
 @edit("write to data while a graph is there", GRAPH)
 def write_in_graph(scene: Scene, at: int) -> None:
     scene.weight(at).data.mul_(0.9)
+
+
+WRITE_A_WEIGHT = set(EDITS) - {"numpy"}
 
 
 # --- What is kept, and written later

@@ -53,7 +53,9 @@ def run(
         one = Run(program, device, streams, observes, folder, rank)
         torch.manual_seed(1)
         ENTRIES[program.entry](one, size)
-        return one.record()
+        record = one.record()
+        one.scene.let_go()
+        return record
 
 
 def legs(run: Run) -> list[bool]:

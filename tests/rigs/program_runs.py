@@ -92,6 +92,7 @@ class Run:
     def begin_anew(self) -> None:
         """Go on with a new model (Rule 1)."""
         self._collect()
+        self.scene.let_go()
         self.scene = self._new_scene()
 
     # ---- what the program does

@@ -41,6 +41,7 @@ from program_edits import (
     REPLACES,
     STRUCTURE,
     TERMS,
+    WRITE_A_WEIGHT,
     WRITES_IN_FORWARD,
     WRITES_KEPT,
 )
@@ -294,6 +295,8 @@ def is_right(act: Act, program: Program, before: list[Act]) -> bool:
     if act.edit in FAULTS:
         if program.resumes or any(other.edit in FAULTS for other in before):
             return False
+        if act.edit == "fault in backward" and program.loss == "of an input's gradient":
+            return False  # the graph of that backward is never freed, as torch's hooks of modules are in it
         return not (act.edit == "fault in backward" and program.steps_early)  # which leaves units stepped
     if act.edit in STRUCTURE and program.resumes:
         return False  # the new model would not take the checkpoint
@@ -330,8 +333,10 @@ def is_right(act: Act, program: Program, before: list[Act]) -> bool:
         return False  # autocast's cache, as for weights that are used twice
     if sum(not one.isdisjoint(edits) for one in WRITES_KEPT) > 1:
         return False  # which came first may not be known
-    if not REPLACES.isdisjoint(edits) and any(is_kept_in_step(one) for one in (act, *before)):
-        return False  # whether it has the old data or the new is not known
+    if any(is_kept_in_step(one) for one in (act, *before)):
+        writes_both = not WRITES_KEPT[0].isdisjoint(edits) and not WRITE_A_WEIGHT.isdisjoint(edits)
+        if writes_both or not REPLACES.isdisjoint(edits):
+            return False  # which came first is not known, nor whether what is kept has the old data or the new
     if act.edit in ON_LOSS and program.entry == "fabric" and program.precision != "32-true":
         return False  # which only Fabric may differentiate
     if "weight norm by a hook" in edits and not COPIES.isdisjoint(edits):

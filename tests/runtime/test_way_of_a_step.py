@@ -15,20 +15,24 @@ import step_trace
 print(json.dumps(step_trace.trace(*json.loads(sys.argv[1]))))
 """
 DEFAULT = ({}, None)
+PROCESSES = 3  # the way is the shortest of them: on a busy machine, threads of some come to all steps at another time
 RECOMPUTE_AND_OFFLOAD = ({"activations": "recompute+offload"}, "bf16-mixed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "setting, most_calls, most_changes, most_upward",  # as measured, and a little for other versions of torch
+    "setting, limits",  # as measured, and a little for other versions of torch: calls, changes of file, upward calls
     [
-        pytest.param(DEFAULT, 2470, 970, 33, id="default"),
-        pytest.param(RECOMPUTE_AND_OFFLOAD, 4310, 1540, 81, id="recompute+offload in bf16-mixed"),
+        pytest.param(DEFAULT, (2470, 970, 33), id="default"),
+        pytest.param(RECOMPUTE_AND_OFFLOAD, (4310, 1540, 81), id="recompute+offload in bf16-mixed"),
     ],
 )
-def test_a_step_takes_no_more_than_these(setting, most_calls, most_changes, most_upward):
-    done = forks.run(CODE, json.dumps(setting))
-    assert done.returncode == 0, done.stderr
-    calls, changes, upward = json.loads(done.stdout)
-    found = f"{calls} calls, {changes} changes of file, {upward} upward"
-    assert calls <= most_calls and changes <= most_changes and upward <= most_upward, found
+def test_a_step_takes_no_more_than_these(setting, limits):
+    ways = []
+    for _ in range(PROCESSES):
+        done = forks.run(CODE, json.dumps(setting))
+        assert done.returncode == 0, done.stderr
+        ways.append(json.loads(done.stdout))
+        if all(least <= most for least, most in zip(map(min, *ways, ways[0]), limits, strict=True)):
+            return
+    pytest.fail(f"(calls, changes of file, upward calls) are {ways}, more than {limits}")
