@@ -1,4 +1,4 @@
-"""Private names of modules and optimizers, and of torch's utilities in Python.
+"""Private names of modules and optimizers, and of utilities in Python.
 
 Tried with torch 2.11 and 2.15.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -139,3 +141,20 @@ def convert_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.
 def set_device_mesh(module: Any, mesh: Any) -> None:
     """Give a module the mesh that its `configure_model` reads."""
     module._device_mesh = mesh
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
+
+
+def calls_of_distributed() -> set[tuple[int, int, int]]:
+    """Return the calls of torch.distributed that threads are in, each by its thread, frame and place in it."""
+    found = set()
+    for thread, frame in sys._current_frames().items():
+        inner: FrameType | None = frame
+        while inner is not None and inner.f_code.co_filename.startswith(_TORCH):
+            if inner.f_code.co_filename.startswith(_DISTRIBUTED):
+                found.add((thread, id(inner), inner.f_lasti))
+                break
+            inner = inner.f_back
+    return found

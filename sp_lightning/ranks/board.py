@@ -10,9 +10,10 @@
    Other users' processes are turned away at once, and a process that says nothing keeps no other one waiting.
 4. A second socket from each rank to rank 0 carries nothing. Its end is the end of the process: the kernel closes it,
    whatever the reason. So a forked process closes its copies. Before a rank has connected, its number tells its end.
-5. A thread of each rank watches the sockets and the board, and logs at once that a rank ended or failed. A rank that is
-   still in the run `GRACE_S` later hangs where nothing looks at the board, in a data loader or a collective of torch:
-   the thread ends its process.
+5. A thread of each rank watches the sockets and the board, and logs at once that a rank ended or failed. Then it ends
+   its own process if that hangs where nothing looks at the board: if it is in one call of torch.distributed for
+   `GRACE_S`, or the others have waited for it in vain. A rank that computes, or writes a file, comes to the board in
+   the end: it has the process group's timeout for that.
 6. The state of ranks belongs to one run. A rank that stops since another one failed posts so, which names that one.
 7. A rank that handles an exception may still save a checkpoint, for which the others wait: a launcher ends all ranks
    once one has exited. So the thread lets it go on, and its meetings are with the others that handle one.
@@ -46,6 +47,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+from ..compat.modules import calls_of_distributed
 from ..errors import PeerError
 from ..memory.pinned import MappedPiece
 from ..nodes.arrivals import Arrivals
@@ -76,7 +78,7 @@ GONE = 1 << 62  # more meetings than there are: added to those of a rank that co
 WORD = 8
 POLL_S = 2e-5, 2e-3  # the first pause between two looks at the board, and the longest
 WATCH_S = 0.1  # between two looks of the thread that watches
-GRACE_S = 4.0  # from the end of another rank to that of a process which does not leave the run (Rule 5)
+GRACE_S = 4.0  # from the end of another rank to that of a process which hangs (Rule 5)
 HELLO_S = 5.0  # how long a process may take to say who it is
 LATER_S = 5.0  # by which a wait is longer than one that it may wait for: who waits for the culprit itself names it
 FOR_GRADIENTS, AFTER_GRADIENTS, TO_AGREE, TO_HEAR = range(1, 5)  # waits that are so many times longer
@@ -585,7 +587,7 @@ class Ranks(OneRank):
         for number in lives:
             poll.register(number, select.POLLIN | select.POLLHUP | select.POLLRDHUP)
         logged: set[int] = set()
-        until: float | None = None
+        since: dict[object, float] = {}  # for each reason to end this process
         while not self._closed:
             for number, _ in poll.poll(WATCH_S * 1000):
                 poll.unregister(number)
@@ -601,11 +603,14 @@ class Ranks(OneRank):
                 logged.add(rank)
                 if rank != self.world_rank or news[rank] == SILENT:
                     log.error("superpipeline: %s %s", self.name(rank), NEWS[news[rank]])
-            if until is None and any(rank != self.world_rank or state == SILENT for rank, state in news.items()):
-                until = time.monotonic() + GRACE_S
-            if until is None or time.monotonic() < until or self._closed:
-                continue
-            if not (self._handles_exception or self._waiting_beside):
+            now, given = time.monotonic(), dict[object, float]()
+            if news.get(self.world_rank) == SILENT:
+                given[SILENT] = GRACE_S
+            if news.keys() - {self.world_rank}:
+                given |= dict.fromkeys(calls_of_distributed(), GRACE_S) | {ENDED: self.timeout.total_seconds()}
+            since = {reason: since.get(reason, now) for reason in given}
+            hangs = any(now - since[reason] >= seconds for reason, seconds in given.items())
+            if hangs and not (self._closed or self._handles_exception or self._waiting_beside):
                 self._end_process(self._news())
 
     def _end_process(self, news: str) -> None:

@@ -87,6 +87,15 @@ def test_a_rank_that_is_gone_is_named_where_others_wait_for_its_buffers():
     assert first.startswith("ValueError") and second.startswith("PeerError: rank 0 failed")
 
 
+def test_a_rank_that_computes_or_saves_for_long_is_not_ended_where_another_failed():
+    assert processes.run(2, loops.outlasts_another, "") == [["rank 1 failed; its own error says why"], []]
+
+
+def test_a_rank_that_is_in_a_collective_to_which_a_failed_one_does_not_come_is_ended():
+    with pytest.raises(processes.RankFailed, match="rank 0: EOFError"):
+        processes.run(2, loops.outlasts_another, "barrier")
+
+
 def test_buffers_of_any_type_are_the_first_ranks():
     """Backends of process groups do not know all of them."""
     expected = dict(loops.Buffers(0).named_buffers())

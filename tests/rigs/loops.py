@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sp_lightning
 from sp_lightning.compat.patches import CLIP_GRADIENTS
-from sp_lightning.ranks import exchange
+from sp_lightning.ranks import board, exchange
 from sp_lightning.runtime.handle import Handle
 
 STEPS = 6
@@ -410,6 +410,30 @@ def left_before_a_forward() -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"
+
+
+def outlasts_another(waits: str) -> list[str]:
+    """Fail on one rank while the first one is busy for longer than a rank that hangs is given; return its errors.
+
+    With ``waits`` the first one is in that function of torch.distributed, to which the other does not come.
+    """
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    module, errors = Buffers(rank), list[str]()
+    with mock.patch.object(board, "GRACE_S", 0.5), contextlib.suppress(ValueError):
+        with sp_lightning.stream(module, "cpu", group=dist.group.WORLD):
+            module(torch.ones(1, 2)).sum().backward()
+            if rank == 1:
+                raise ValueError("a rank fails")
+            if waits:
+                getattr(dist, waits)()
+            time.sleep(2)  # as a long forward does
+            try:
+                module(torch.ones(1, 2)).sum().backward()
+            except sp_lightning.errors.PeerError as error:
+                errors.append(str(error))
+                time.sleep(2)  # as a script that saves what it has
+    return errors
 
 
 def differentiated_once_clipped(streams: bool, rank_alone: bool) -> list[Tensor]:
