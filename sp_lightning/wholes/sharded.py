@@ -37,6 +37,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..compat.patches import drawing_for_dtensors
 from ..compat.tensors import (
+    HOOKS_AFTER_ACCUMULATION,
     ShardForm,
     TorchDispatchMode,
     draws_at_random,
@@ -47,6 +48,7 @@ from ..compat.tensors import (
     local_of,
     over_spec,
     spec_of,
+    tensor_hooks,
     without_dispatch,
     writes_to,
 )
@@ -252,6 +254,10 @@ def check_supported(
         return []
     for whole in sharded:
         whole.layout.as_parameter = in_a_group
+        if tensor_hooks(whole.parameter) or getattr(whole.parameter, HOOKS_AFTER_ACCUMULATION, None):
+            raise UnsupportedError(
+                f"{whole.name} is a DTensor with a hook, and hooks get no gradients of one that streams: remove it"
+            )
     name, mesh = sharded[0].name, sharded[0].form.spec.mesh
     refuse(name, refused)
     if device is None:

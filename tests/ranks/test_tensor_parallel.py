@@ -356,6 +356,7 @@ def test_what_is_set_on_dtensors_and_refers_to_them_stays_as_they_move_to_the_ho
     ("how", "said"),
     [
         ("hook", "hooks get no gradients"),
+        ("hook from before", "1.norm.weight is a DTensor with a hook"),
         ("data", "data was assigned"),
         ("create_graph", "create_graph=True"),
         ("apart", "0.weight was read on the host for a loss"),

@@ -877,9 +877,11 @@ def misused(how: str) -> str:
     mesh, _, device = begin(False)
     model = made("in sequence", mesh)
     words = torch.arange(24).view(3, 8)
-    with sp_lightning.stream(model, device, window=1):
-        weight: Any = list(model)[1].norm.weight
-        try:
+    weight: Any = list(model)[1].norm.weight
+    if how == "hook from before":
+        weight.register_post_accumulate_grad_hook(lambda p: None)
+    try:
+        with sp_lightning.stream(model, device, window=1):
             if how == "hook":
                 weight.register_hook(lambda grad: grad)
             elif how == "data":
@@ -895,8 +897,8 @@ def misused(how: str) -> str:
             else:
                 weight.grad = torch.zeros_like(weight)  # replicated, where a partial sum comes
                 model(words).sum().backward()
-        except sp_lightning.errors.SuperpipelineError as error:
-            return f"{type(error).__name__}: {error}"
+    except sp_lightning.errors.SuperpipelineError as error:
+        return f"{type(error).__name__}: {error}"
     raise AssertionError("nothing was raised")
 
 
