@@ -7,7 +7,7 @@ it, so that the second run equals the first and leaves no trace:
    afterwards: buffers, plain attributes, objects that modules keep (lists, counters, random generators) or that were
    passed (a cache, say), attributes in Python of tensors that are kept or passed (weights, too), hooks, Python's and
    NumPy's random states, weights that the unit writes itself, and what is in the places of parameters for the time of a
-   call (`torch.func.functional_call`). So are the modules' classes and own forwards, which of their weights train, and
+   call (`torch.func.functional_call`). So are the modules' children, classes and own forwards, which weights train, and
    torch's defaults, which contexts set around a forward: type and device of new tensors, and the choices of kernels. An
    object that knows modules outside of the unit, such as a trainer, does not belong to the unit and is left alone. What
    cannot be copied is copied in parts, as far as these can be; an iterator that cannot be copied is an error. A copy of
@@ -202,6 +202,7 @@ class _ForwardState:
         self._code = [(module, type(module), vars(module).get("forward")) for module in modules]
         self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
         self._parameters: list[tuple[dict[str, Any], dict[str, Any]]] = [(p, dict(p)) for p in _places(modules)]
+        self._children = [(module._modules, dict(module._modules)) for module in modules]
         with quietly():
             self._hooks = [
                 (owner, name, dict(getattr(owner, name) or ()))
@@ -275,6 +276,10 @@ class _ForwardState:
             for name, value in then.items():
                 if place.get(name, value) is not value and host_of(place[name]) is not host_of(value):
                     place[name] = value
+        for children, was in self._children:
+            if [*children.items()] != [*was.items()]:
+                children.clear()
+                children.update(was)
         with quietly():
             for owner, name, before in self._hooks:
                 hooks = getattr(owner, name)

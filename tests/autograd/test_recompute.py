@@ -694,6 +694,45 @@ def test_what_took_the_places_of_weights_for_a_call_is_there_in_the_second_run(d
     check(Substituting, training(), device, activations="recompute")
 
 
+class Turning(models.Block):
+    """Exchanges two layers in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(models.WIDTH, models.HIDDEN)
+
+    def forward(self, x):
+        found = super().forward(x)
+        self.up, self.other = self.other, self.up
+        return found
+
+
+class Activating(models.Block):
+    """Has its activation in a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.activate = nn.Tanh()
+
+    def forward(self, x):
+        return x + self.down(self.activate(self.up(self.norm(x))))
+
+
+class WithTwoActivations(models.Stack):
+    """Gives its blocks another activation for each of two forwards."""
+
+    def forward(self, x):
+        found = super().forward(x)
+        for block in self.blocks:
+            block.activate = nn.Sigmoid() if isinstance(block.activate, nn.Tanh) else nn.Tanh()
+        return found + super().forward(x)
+
+
+@pytest.mark.parametrize("stack, block", [(models.Stack, Turning), (WithTwoActivations, Activating)])
+def test_a_module_that_is_exchanged_for_another_is_there_in_the_second_run(stack, block, device):
+    check(lambda: stack(block() for _ in range(3)), training(), device, activations="recompute")
+
+
 class Hooking(models.Block):
     """Registers hooks from inside its first forward: on a weight, and on one of its layers."""
 
