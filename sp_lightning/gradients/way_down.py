@@ -448,11 +448,13 @@ class Disposition(enum.Enum):
 def _disposition(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
     """Decide between taking, returning and dropping a gradient (Rules 1 and 2)."""
     try:
-        if not will_execute(leaf) or not parameter.requires_grad:  # frozen after its forward
+        if not will_execute(leaf):
             return Disposition.DROP
     except RuntimeError:  # autograd.grad captures the gradient itself at this leaf
         return Disposition.RETURN
     if has_hooks(parameter):
         return Disposition.RETURN
+    if not parameter.requires_grad:  # frozen after its forward
+        return Disposition.DROP
     is_of_library = type(parameter) is not HostParameter  # whose class may read ``.grad`` past its property
     return Disposition.RETURN if is_of_library or grad.layout is not torch.strided else Disposition.TAKE

@@ -1995,6 +1995,24 @@ def test_hooks_of_a_weight_that_was_frozen_meanwhile_are_called_only_where_a_gra
     check(make, run, device)
 
 
+def test_hooks_of_a_weight_that_is_frozen_before_backward_are_called_with_its_gradient(device):
+    """As autograd does, which then gives the weight none, and calls no hook after the accumulation."""
+
+    def run(net, device):
+        weight, seen = net.blocks[1].up.weight, []
+        weight.register_hook(lambda grad: seen.append(grad.clone()))
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.detach().clone()))
+        for x, trains in zip(inputs(device), (True, False, True), strict=False):
+            weight.requires_grad_(True)
+            loss = squares(net, x)
+            weight.requires_grad_(trains)
+            loss.backward()
+            yield loss, len(seen), seen[-1], weight.grad
+            net.zero_grad()
+
+    check(blocks, run, device)
+
+
 def test_hooks_of_weights_that_got_no_gradient_are_the_users_again_after_streaming(device):
     net = models.stack_of(Experts)()
     calls, weight = [], net.blocks[0].experts[0].weight
