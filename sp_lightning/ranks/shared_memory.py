@@ -149,7 +149,7 @@ class Box:
             else:
                 os.close(descriptor)
         self._end = 0
-        self._holes: list[tuple[int, int]] = []  # bytes of regions that were given up
+        self._holes: list[tuple[int, int]] = []  # bytes of regions that were given up: where, and how many
         self._starts: dict[int, int] = {}  # of regions, by their address here
         self._free: list[Tensor] = []
         self._idle: dict[int, int] = {}  # for how many exchanges nobody took a region, by its address
@@ -173,7 +173,7 @@ class Box:
         return min(fitting, key=lambda region: (region.numel(), self._starts[region.data_ptr()]), default=None)
 
     def _grow(self, nbytes: int) -> Tensor:
-        start = next((start for start, room in self._holes if room >= nbytes), self._end)
+        room, start = min(((room, start) for start, room in self._holes if room >= nbytes), default=(0, self._end))
         if start + nbytes > self._nbytes:
             raise UnsupportedError("the gradients of this model change their types too often for several devices")
         region, before = mapped([MappedPiece(self._descriptor, start)], nbytes, mmap.MAP_SHARED)
@@ -183,11 +183,9 @@ class Box:
         if start == self._end:
             self._end += nbytes
         else:
-            self._holes = [
-                (at + nbytes, room - nbytes) if at == start else (at, room)
-                for at, room in self._holes
-                if at != start or room > nbytes
-            ]
+            self._holes.remove((start, room))
+            if room > nbytes:
+                self._holes.append((start + nbytes, room - nbytes))
         return region
 
     def give_back(self, region: Tensor) -> None:
@@ -206,8 +204,21 @@ class Box:
                 drop_pages(self._descriptor, start, region.numel())
                 self._holes.append((start, region.numel()))
                 left.append(region)
+        if left:
+            self._join_holes()
         self._free = [region for region in self._free if region.data_ptr() in self._starts]
         return left
+
+    def _join_holes(self) -> None:
+        """Join holes that touch one another, and give the last one up if nothing lies behind it."""
+        joined: list[tuple[int, int]] = []
+        for start, room in sorted(self._holes):
+            if joined and sum(joined[-1]) == start:
+                start, room = joined[-1][0], joined.pop()[1] + room
+            joined.append((start, room))
+        if joined and sum(joined[-1]) == self._end:
+            self._end, _ = joined.pop()
+        self._holes = joined
 
     def place(self, region: Tensor, tensor: Tensor) -> int | None:
         """Return where in the box a tensor begins; None if it is not in this region, or that is not of the box."""

@@ -1,13 +1,15 @@
 """Pages of a slab that a process wrote through its face are found and given up."""
 
+import itertools
 import random
 
 import pytest
 import torch
 
+from sp_lightning.memory.device import Device
 from sp_lightning.memory.pinned import MappedPiece
 from sp_lightning.ranks import shared_memory
-from sp_lightning.ranks.shared_memory import PAGE, SharedSlab, SlabRange, make
+from sp_lightning.ranks.shared_memory import PAGE, Box, SharedSlab, SlabRange, make
 
 PAGES = 5000
 
@@ -33,3 +35,22 @@ def test_written_pages_are_found_and_given_up(scans, monkeypatch):
     assert sum(end - start for start, end in slab.private()) == 899 * PAGE
     slab.drop(slab.private())
     assert slab.private() == [] and torch.equal(slab.face, slab.truth)
+
+
+@pytest.mark.parametrize("ahead", [[1, 2, 3, 3, 3], [6]], ids=["one after the other", "all at once"])
+def test_a_box_has_room_for_regions_of_unlike_sizes_in_any_order(ahead):
+    """As gradients of units that are skipped in some steps."""
+    pages, draw = [61, 20, 51, 3, 34, 69], random.Random(28)
+    box = Box(0, 1, make, Device(torch.device("cpu")), 8 * sum(pages) * PAGE)
+    for _ in range(1000):
+        lent, most = [], draw.choice(ahead)
+        for size in (size for size in pages if draw.random() < 0.6):
+            if len(lent) >= most:
+                box.give_back(lent.pop(0))
+            lent.append(box.region(size * PAGE))
+        spans = sorted((box.place(region, region), region.numel()) for region in lent)
+        assert all(start + room <= after for (start, room), (after, _) in itertools.pairwise(spans))
+        while lent:
+            box.give_back(lent.pop())
+        box.trim()
+    box.close()
