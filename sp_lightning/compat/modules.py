@@ -9,6 +9,7 @@ import inspect
 import operator
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -145,6 +146,7 @@ def set_device_mesh(module: Any, mesh: Any) -> None:
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
+_SHUTDOWN = threading._shutdown.__code__  # type: ignore[attr-defined]
 
 
 def calls_of_distributed() -> set[tuple[int, int, int]]:
@@ -158,3 +160,11 @@ def calls_of_distributed() -> set[tuple[int, int, int]]:
                 break
             inner = inner.f_back
     return found
+
+
+def is_ending() -> bool:
+    """Whether the main thread has ended its work: the interpreter waits for the other ones, and ends then."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is None or frame.f_code is _SHUTDOWN

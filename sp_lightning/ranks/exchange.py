@@ -69,6 +69,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..compat.modules import is_ending
 from ..compat.references import references, storage_uses
 from ..compat.tensors import graph_task
 from ..core.unit_numbers import HostSharing
@@ -96,6 +97,7 @@ PATIENCE = 4  # how often what a unit took this rank others may take to get on i
 SHORT_S, LONG_S = 0.2, 60.0  # the least time for that, and how long a rank is waited for whose forward has not ended
 KEPT = 100  # exchanges for which a rank has the room that it got
 PAUSE_S = 2e-4  # between two looks for units that all ranks have posted
+LOOKS = 500  # of which nothing came, between two looks at whether the process is about to end
 PART = 1 << 18  # elements that an owner sums at a time
 
 
@@ -530,6 +532,7 @@ class Exchange:
 
     def _sum_beside(self, backward: _Backward) -> None:
         """Sum units that all ranks have posted, on the thread (Rule 6)."""
+        looks = 0
         while True:
             is_last = backward.all_posted
             left = [store for store in list(backward.complete) if not self._is_summed(backward, store)]
@@ -544,6 +547,9 @@ class Exchange:
             if is_last:
                 return
             if not found:
+                looks += 1
+                if looks % LOOKS == 0 and is_ending():  # an error left backward, and the process
+                    return
                 time.sleep(PAUSE_S)
 
     def _common_mark(self, store: HostCopy) -> int:

@@ -62,19 +62,26 @@ fabric = Fabric(accelerator="cpu", devices=2, strategy="superpipeline")
 fabric.launch()
 net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
 net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def fail(place):
+    if fabric.global_rank == 1 and step == 1 and place == FAILS:
+        raise RuntimeError("as it happens")
+
+
+net.module[1].register_full_backward_pre_hook(lambda *_: fail("in backward"))
 for step in range(3):
     fabric.backward(net(torch.ones(2, 8)).sum())
     optimizer.step()
-    if fabric.global_rank == 1 and step == FAILS:
-        raise RuntimeError("as it happens")
+    fail("after a step")
 """
 
 
-@pytest.mark.parametrize("fails", [1, None])
+@pytest.mark.parametrize("fails", ["after a step", "in backward", None])
 @pytest.mark.seldom
 def test_a_rank_that_ends_by_an_error_is_named_and_one_that_is_done_is_not(fails):
     place = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
-    script = SCRIPT.replace("FAILS", str(fails))
+    script = SCRIPT.replace("FAILS", repr(fails))
     began = time.monotonic()
     ranks = [forks.Program(script, env=os.environ | place | {"LOCAL_RANK": str(rank)}) for rank in range(2)]
     ended = [rank.wait(200) for rank in ranks]
