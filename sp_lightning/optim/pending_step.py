@@ -6,8 +6,10 @@
    which it needs them: the step is *deferred*. A step is in the first order, in the second, or in the first one and
    then, with what is left, in the second.
 2. One thread, the optimizer thread, does both, with the optimizer's own code and state. Settings of a thread that
-   change results are taken over from the caller's: whether denormal numbers are flushed to zero, and how many threads
-   share an operator, which decides where its vectorized loops end. ``optimizer.step()`` steps all that is left.
+   change results are taken over from the one that calls ``optimizer.step()``, which steps all that is left: whether
+   denormal numbers are flushed to zero, and how many threads share an operator, which decides where its vectorized
+   loops end. Beside backward they are those that this thread had in front of it: autograd's thread of the device, which
+   brings the gradients, has others. A change that it makes from there to the step is an error.
 3. Beside backward the thread chooses the newest unit whose gradients have arrived, and again after each part of a unit.
    The end of backward waits for the thread. If the rest may be deferred, it waits only for the part that the thread is
    at: other units are left, with their gradients accumulated. So those are left that the next forward needs last.
@@ -281,7 +283,7 @@ class PendingStep:
         self._guard: Any = None
         self._numbers: dict[int, list[int]] = {}  # of each parameter's groups: one that is in two is stepped twice
         self._options: Any = None  # of the groups, when the first unit was promised
-        self._settings = False, 1  # of the thread that has units stepped (Rule 2)
+        self._settings = _settings()  # of the thread that steps (Rule 2)
         self._queue: list[_Unit] = []  # to be stepped, without the one that is being stepped, the most urgent one last
         self.submitted: dict[HostCopy, None] = {}  # promised in backward, in this order
         self._places = itertools.count(1)  # in the order in which units came to the thread in backward
@@ -429,9 +431,13 @@ class PendingStep:
             self._guard.give_back()
             self._guard = None
 
+    def note_settings(self) -> None:
+        """Note the settings of the calling thread, which steps later (Rule 2)."""
+        self._settings = _settings()
+
     def promise(self, store: HostCopy, parts: Parts = ALL_PARTS) -> None:
-        """Enter a unit in the ledger, to be stepped in these parts once it is taken; note this thread's settings."""
-        self._parts, self._settings = parts, _settings()
+        """Enter a unit in the ledger, to be stepped in these parts once it is taken."""
+        self._parts = parts
         if self._options is None:
             self._options = _options(self.optimizer)
             for number, group in enumerate(self.optimizer.param_groups):
@@ -560,11 +566,17 @@ class PendingStep:
         ``is_own`` tells whether only the parameter refers to its gradient.
         """
         self.give_back()
-        self._parts, self._settings = parts, _settings()
+        before, self._parts, self._settings = self._settings, parts, _settings()
         if self.stepped and self._options != _options(self.optimizer):
             raise ExactnessError(
                 "the optimizer's options were changed in backward, when it had stepped some parameters with what they "
                 "were; set optimizer_overlap=False, or change them before"
+            )
+        if self.stepped and self._settings != before:
+            raise ExactnessError(
+                "torch.set_flush_denormal or torch.set_num_threads was called between the forward and the optimizer's "
+                "step, which had stepped some parameters with what was set before; set optimizer_overlap=False, or "
+                "call it between steps"
             )
         streamed = {key: store for store in order for key in store.index_of}
         groups = self._groups_without(self.stepped)

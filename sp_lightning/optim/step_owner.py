@@ -95,6 +95,11 @@ class StepOwner:
         step = self._announced
         return step is not None and (optimizer is None or step.optimizer is optimizer)
 
+    def forward_ended(self) -> None:
+        """Note that the calling thread goes on to a backward, and to the announced step with the same settings."""
+        if self._announced is not None:
+            self._announced.note_settings()
+
     def backward_begins(self, in_scope: bool) -> None:
         """Finish the step before, and begin the announced one if units may be stepped in this backward (Rules 3, 4)."""
         self.finish()

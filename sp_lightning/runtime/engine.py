@@ -163,6 +163,7 @@ class Engine:
         """End a scope: user code runs next (Rule 4)."""
         if self.phases.end_step():
             self.step_owner.finish()
+            self.step_owner.forward_ended()
             self.saved.offload.finish()
             self.window.collect_writes()
             self.team.note_forward(ended=torch.is_grad_enabled())

@@ -547,6 +547,67 @@ def test_the_host_thread_computes_as_its_caller_does():
     assert seen == [(False, count), (True, count + 1), (False, count)]
 
 
+class Tiny(models.ZooModule):
+    """Has gradients whose squares are denormal numbers."""
+
+    def training_step(self, batch, number):
+        return super().training_step(batch, number) * 1e-18
+
+    def make_optimizer(self, name, parameters):
+        return torch.optim.Adam(parameters, lr=1e-2, eps=1e-24, foreach=False)
+
+
+class Flushes(Tiny):
+    """Flushes denormal numbers to zero from the forward to the end of a training step, in the last ones."""
+
+    def training_step(self, batch, number):
+        torch.set_flush_denormal(number >= 2)
+        return super().training_step(batch, number)
+
+    def on_train_batch_end(self, *_):
+        torch.set_flush_denormal(False)
+
+
+@pytest.fixture
+def flush():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor flushes nothing")
+    torch.set_flush_denormal(False)
+    yield torch.set_flush_denormal
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("kind", [Tiny, Flushes])
+def test_units_are_stepped_with_the_settings_of_the_thread_that_calls_the_step(kind, flush, device):
+    x = torch.ones(2, device=device, requires_grad=True)
+    (x * 2).sum().backward()  # autograd's thread of the device begins with the settings of this one
+    make, kept = functools.partial(kind, models.case("mlp")), {"accelerator": device.type}
+    flush(kind is Tiny)
+    plain = parity.HostOptimizerStrategy(device=device)  # the simulated device has threads of its own
+    plainly = parity.record(make, plain, **kept)
+    flush(kind is Tiny)
+    streamed = parity.record(make, parity.streaming_strategy(device.type, window=1), callbacks=[StepsAtOnce()], **kept)
+    parity.compare(plainly, streamed)
+    assert streamed.telemetry["stepped_ahead"] > 0
+
+
+@refusal(
+    "a hook in backward changes whether denormal numbers are flushed to zero, or the number of threads, when units "
+    "were stepped already",
+    ExactnessError,
+    "`optimizer_overlap=False`",
+)
+def test_settings_that_backward_changes_when_units_were_stepped_are_an_error(flush):
+    module = module_of()
+
+    def change(_):
+        flush(module.trainer.global_step == 3)
+
+    module.net.head.weight.register_hook(change)
+    with pytest.raises(ExactnessError, match=r"set_flush_denormal or torch\.set_num_threads was called between"):
+        fit(module)
+
+
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_beside_a_cpu_that_computes_with_several_threads_nothing_is_stepped(clip, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
