@@ -423,6 +423,7 @@ class PendingStep:
             self.given_up = STATE_IS_SHARED
             return False
         self._guard = GuardedState(self.optimizer, finish)
+        self._guard.guard()
         return True
 
     def give_back(self) -> None:
@@ -498,9 +499,16 @@ class PendingStep:
             self._access.steps[unit.store] = self
             if unit.gradients is None and not unit.left:  # it is hidden for what others step (Rule 10)
                 return
-            bisect.insort(self._queue, unit, key=_urgency)
-            unit.job = self._thread.submit(self._step_next, self._settings)
-            self._jobs.append(unit.job)
+            try:
+                bisect.insort(self._queue, unit, key=_urgency)
+                self._submit(unit)
+            except BaseException:  # a signal's handler raised: the thread may have a job that nobody knows
+                self._submit(unit)  # and comes to this one behind it
+                raise
+
+    def _submit(self, unit: _Unit) -> None:
+        unit.job = self._thread.submit(self._step_next, self._settings)
+        self._jobs.append(unit.job)
 
     def _take(self) -> _Unit | None:
         """Take out the most urgent unit whose gradients have arrived, or the least urgent one if none have."""
@@ -635,12 +643,11 @@ class PendingStep:
         return found
 
     def _defer(self, units: dict[HostCopy, _Unit]) -> None:
+        """Hide these units and have them stepped; whatever is hidden when a signal's handler raises, a wait finds."""
         for store in units:
             store.wrote()  # no fill reads these bytes: backward and scope ended after all of them
         self.params = self.stepped.union(id(param) for unit in units.values() for param in unit.left)
         self._counters.held_steps += 1
-        weight_reads.hold(self)
-        self._access.deferred = self
         self._source = shadow_of(self.optimizer)
         self._source.param_groups = [
             {key: _copied(value) for key, value in group.items() if key != "params"}
@@ -648,12 +655,19 @@ class PendingStep:
         ]
         _mind_forks()
         self._parts.begin({store: unit.left for store, unit in units.items()}, self.optimizer.state)
-        self._guard = GuardedState(self.optimizer, self.finish)
-        for store, unit in units.items():
-            for index, placeholder in unit.placeholders.items():
-                set_true_data(store.params[index], placeholder)
-            self._deferred[store] = unit
-            self._enqueue(unit)
+        with self._waiting:  # another thread that waits finds all units with a job
+            self._access.gradients.add(self)
+            self._deferred = units
+            for store in units:
+                self._access.steps[store] = self
+            weight_reads.hold(self)
+            self._access.deferred = self
+            self._guard = GuardedState(self.optimizer, self.finish)
+            self._guard.guard()
+            for store, unit in units.items():
+                for index, placeholder in unit.placeholders.items():
+                    set_true_data(store.params[index], placeholder)
+                self._enqueue(unit)
 
 
 def _cancel(units: Iterable[_Unit]) -> None:

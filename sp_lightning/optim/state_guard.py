@@ -24,9 +24,14 @@ class GuardedState:
     """The guarded state of an optimizer: a read of it calls ``finish`` first (Rule 1)."""
 
     def __init__(self, optimizer: Optimizer, finish: Callable[[], None]) -> None:
-        self.state: Any = optimizer.state
+        self.state: Any = None
         self.finish = finish
         self._optimizer = optimizer
+
+    def guard(self) -> None:
+        """Take the state out, once ``finish`` leads to this: an interrupt may come right after it."""
+        optimizer = self._optimizer
+        self.state = optimizer.state
         if id(optimizer) not in _all:
             OPTIMIZER_GETATTR.install(_missing)
         _all[id(optimizer)] = self

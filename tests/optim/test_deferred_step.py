@@ -7,10 +7,12 @@ import copy
 import functools
 import importlib
 import io
+import itertools
 import logging
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -24,9 +26,11 @@ from torch import nn
 import models
 import parity
 import sp_lightning
+from sp_lightning.autograd import weight_reads
 from sp_lightning.errors import TornStepError
 from sp_lightning.memory import host_copy
 from sp_lightning.memory.device import Device
+from sp_lightning.optim import pending_step
 from sp_lightning.optim.pending_step import HostThread, PendingStep
 from sp_lightning.optim.pieces import Optimizer
 from sp_lightning.runtime.window import Window
@@ -699,6 +703,63 @@ def test_a_wait_that_was_interrupted_is_taken_up_again(hold):
         held.net.head.weight.sum()
     assert held.is_under_way
     assert_equal(held.net.head.weight.data, plain()[0].head.weight.data)
+
+
+OF_DEFERRING = (PendingStep._defer, PendingStep._enqueue, PendingStep._submit, HostThread.submit)
+
+
+@contextlib.contextmanager
+def interrupted_at(place):
+    """A signal's handler raises, as it seems, behind one of the calls by the code that defers a step."""
+    places, codes = itertools.count(), {function.__code__ for function in OF_DEFERRING}
+
+    def interrupt(frame, event, _):
+        caller = frame if event == "c_return" else frame.f_back if event == "return" else None
+        if caller is not None and caller.f_code in codes and next(places) == place:
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def test_weights_and_state_are_there_wherever_deferring_a_step_is_interrupted(device, monkeypatch):
+    setter = pending_step.set_true_data
+    monkeypatch.setattr(pending_step, "set_true_data", lambda *args: setter(*args))  # a function whose end is seen
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
+    with sp_lightning.stream(net, device, window=1, units="Linear") as handle:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9, foreach=False)
+
+        def backward():
+            optimizer.zero_grad()
+            net(torch.ones(2, 3, device=device)).square().sum().backward()
+
+        def found():
+            weights = [parameter.detach().clone() for parameter in net.parameters()]
+            buffers = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in net.parameters()]
+            return [*zip(weights, buffers, strict=True)]
+
+        backward(), optimizer.step()
+        was_interrupted, place = True, 0
+        while was_interrupted:
+            backward()
+            before, grads, was_interrupted = found(), [parameter.grad.clone() for parameter in net.parameters()], False
+            try:
+                with interrupted_at(place):
+                    optimizer.step()
+            except KeyboardInterrupt:
+                was_interrupted, place = True, place + 1
+            is_deferred = handle.stats()["pending_step"] == "deferred"
+            for (data, buffer), (old, old_buffer), grad in zip(found(), before, grads, strict=True):
+                new_buffer = (old_buffer * 0.9).add_(grad)
+                stepped = data.equal(old.add(new_buffer, alpha=-0.001)) and buffer.equal(new_buffer)
+                assert stepped or (was_interrupted and data.equal(old) and buffer.equal(old_buffer)), place
+            handle.finish_step()
+            assert handle.stats()["pending_step"] is None and not weight_reads.deferred
+        assert is_deferred and place > 50
 
 
 def test_several_threads_wait(hold):
