@@ -12,9 +12,10 @@
    its end. It ends with its closure, if that raised, with the phase below it, or where a scope or another step begins,
    which looks for the steps that run. An optimizer's closure runs in the phase below the optimizer's step. The step of
    an optimizer that has none of the weights is no phase on another thread than the one of the last scope.
-5. Reads of weights are watched (weight_reads.py) in all phases but OPTIMIZER, and there while a step is deferred. A
-   function that model code gives a weight finds it on the device, as in a plain run, with the type that it has there;
-   ``p.data`` is the host's in any phase, but for model code inside of the parameter's unit.
+5. Reads of weights are watched (weight_reads.py) in all phases but OPTIMIZER, and there while a step is deferred, or in
+   the hooks of a parameter: autograd's thread of the device goes on beside them. A function that model code gives a
+   weight finds it on the device, as in a plain run, with the type that it has there; ``p.data`` is the host's in any
+   phase, but for model code inside of the parameter's unit.
 6. Where user code or an optimizer's goes on after code of the library's or the model's, no fill may read host bytes any
    more: a scope, a backward or a closure ends, or an optimizer's step begins (access.py, Rule 3).
 7. User code for one model may be model code of another: a loss that is computed in a student's step, from a teacher's
@@ -256,7 +257,8 @@ class Phases:
 
     def _watch_reads(self) -> None:
         """Watch reads of weights as Rule 5 says."""
-        if isinstance(self._stack[-1], Phase) or self._access.steps:
+        optimizes = not isinstance(self._stack[-1], Phase)
+        if not optimizes or self._access.steps or (at_leaf() and not self._device.is_host):
             weight_reads.resume()
         else:
             weight_reads.pause()

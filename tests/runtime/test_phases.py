@@ -306,6 +306,67 @@ def test_a_step_on_another_thread_of_an_optimizer_without_these_weights_is_no_ma
     check(Reading, run, device)
 
 
+class Borrowing(models.Block):
+    """Reads a weight of another block."""
+
+    def __init__(self):
+        super().__init__()
+        self.others, self.before_read, self.after_read = [], lambda: None, lambda: None
+
+    def forward(self, x):
+        self.before_read()
+        try:
+            x = x + sum(other.up.weight[0] * torch.ones_like(x) for other in self.others)
+        finally:
+            self.after_read()
+        return super().forward(x)
+
+
+def borrowing():
+    net = models.Stack(Borrowing() for _ in range(4))
+    for block in net.blocks[1:]:
+        block.others.append(net.blocks[0])
+    return net
+
+
+def test_a_step_in_a_hook_on_a_weight_leaves_the_reads_of_recomputation_alone(device):
+    """Autograd's thread of the device recomputes a block, while the host's thread steps a weight of the next one."""
+
+    def run(net, device):
+        began, steps, read = threading.Event(), threading.Event(), threading.Event()
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1, foreach=False) for parameter in net.parameters()}
+
+        def is_on(host):
+            return device.type != "cpu" and (threading.current_thread() is threading.main_thread()) is host
+
+        def recomputes():
+            if is_on(host=False):
+                began.set()
+                assert steps.wait(60)
+
+        def step(parameter):
+            assert parameter is not net.blocks[3].up.weight or not is_on(host=True) or began.wait(60)
+            optimizers[parameter].step()
+            parameter.grad = None
+
+        def wait(*_):
+            steps.set()
+            assert not is_on(host=True) or read.wait(60)
+
+        net.blocks[2].before_read, net.blocks[2].after_read = recomputes, read.set
+        optimizers[net.blocks[3].up.weight].register_step_pre_hook(wait)
+        hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in net.parameters()]
+        for x in inputs(device):
+            loss = squares(net, x)
+            began.clear(), steps.clear(), read.clear()
+            loss.backward()
+            yield loss
+        for hook in hooks:
+            hook.remove()
+
+    check(borrowing, run, device, activations="recompute")
+
+
 # --- Failures
 
 
