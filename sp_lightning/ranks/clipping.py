@@ -9,7 +9,9 @@
    longer ``.grad``, and that code refers to, gets pages of its own, since owners multiply the shared bytes.
 3. Before user code reads or replaces a gradient, and before a backward, which may add to it, this rank multiplies all
    that it does not see yet. Other ranks may still not see it: owners multiply all the same.
-4. Ranks that clip differently would step with different gradients: at the step, this is an error (user_edits.py).
+4. While the exchange of a backward is yet to come, a hook in it clips what this rank has for itself, as under DDP: that
+   is multiplied at once, and the mean of such products not again.
+5. Ranks that clip differently would step with different gradients: at the step, this is an error (user_edits.py).
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Clipping:
         at_once: list[Tensor] = []
         for parameter in parameters:
             place = self._places.get(id(parameter))
-            if place is None or true_grad(parameter) is None:
+            if place is None or self._exchange.active or true_grad(parameter) is None:  # Rule 4
                 at_once.append(parameter)
             elif not self._exchange.is_mean(*place):  # but it may show the mean, on this rank alone
                 self._exchange.keep_old_bytes(*place)  # before it is said below whether this rank has pages of its own
@@ -107,7 +109,7 @@ class Clipping:
         return mean
 
     def described(self) -> Alike:
-        """Describe the factors, for a comparison between ranks (Rule 4)."""
+        """Describe the factors, for a comparison between ranks (Rule 5)."""
         found = sorted((self._numbers[place], [factor.item() for factor in of]) for place, of in self._factors.items())
         return Alike("clipped gradients in different ways", f"clipped {len(found)} of them", repr(found).encode())
 

@@ -155,6 +155,7 @@ CLIPS = (
     "accumulates",
     "edits before",
     "edits after",
+    *loops.IN_HOOKS,
 )
 
 
@@ -171,7 +172,16 @@ def check_clipping(size, how, device="cpu"):
     return [max(pages) for _, pages, _ in found]
 
 
-OFTEN = {"plainly", "reads", "holds", "replaces", "accumulates", "edits before", "with a norm"}
+OFTEN = {
+    "plainly",
+    "reads",
+    "holds",
+    "replaces",
+    "accumulates",
+    "edits before",
+    "with a norm",
+    "in hooks, of the same data",
+}
 
 
 @pytest.mark.parametrize(

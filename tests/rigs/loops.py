@@ -307,6 +307,9 @@ def unusual(how: str, overlap: bool) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
+IN_HOOKS = ("in hooks", "in hooks, of zeros", "in hooks, of the same data")  # of weights, before gradients are averaged
+
+
 def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> tuple[dict[str, Any], list[int], int]:
     """Train with gradients that are clipped, under DDP or streamed.
 
@@ -326,8 +329,11 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
             assert vars(CLIP_GRADIENTS.holder)[CLIP_GRADIENTS.name] is not CLIP_GRADIENTS.original
         optimizer = OPTIMIZERS[how if how in OPTIMIZERS else "adamw"](net.parameters())
         weights = [p for p in net.parameters() if p.dim() > 1]
+        for p in net.parameters() if how in IN_HOOKS else ():
+            p.register_post_accumulate_grad_hook(lambda p: (nn.utils.clip_grad_norm_(p, 1e-3), None)[1])
         for step in range(4):
-            tokens = torch.randint(0, 97, (16,), generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+            seed = 100 * step + rank * (how != "in hooks, of the same data")
+            tokens = torch.randint(0, 97, (16,), generator=torch.Generator().manual_seed(seed)).to(device)
             nn.functional.cross_entropy(call(tokens, None), tokens).backward()
             seen: list[Tensor] = []
             if how == "edits before":
@@ -361,7 +367,7 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
                 found[f"{step}, held"] = [grad.clone() for grad in held]
             found[f"{step}, gradients"] = [p.grad.clone() for p in net.parameters()]
             if how != "accumulates":
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=how != "in hooks, of zeros")
         found["weights"] = [p.detach().clone() for p in net.parameters()]
     assert vars(CLIP_GRADIENTS.holder)[CLIP_GRADIENTS.name] is CLIP_GRADIENTS.original
     if streamed is not None:  # an end leaves nothing that another model's clipping would meet
