@@ -52,6 +52,7 @@ class Team(Alone):
         self.gives_weights = ranks.rank == 0
         self._made: list[SharedHome] = []  # for the units, in order
         self._used: list[Tensor] = []  # parameters of the units before whose gradients are to be exchanged yet
+        self._in_exchanging = False  # whether `exchanging` began the backward that runs
         self._ended: Optimizer | None = None  # whose step has ended on all ranks, but for hooks of the user's
 
     def check_alike(self, units: Sequence[Unit]) -> None:
@@ -142,6 +143,8 @@ class Team(Alone):
         self.clipping.backward_begins()
         if self.exchanges:
             self.exchange.begin(graph_task())
+        elif not self._in_exchanging:
+            self.exchange.abandon()  # one that failed: this one's gradients are not exchanged
 
     def backward_ends(self) -> None:
         if not self.exchanges:
@@ -159,12 +162,16 @@ class Team(Alone):
     def exchanging(self, loss: Tensor) -> Iterator[None]:
         self.clipping.backward_begins()
         self.exchange.begin(None)
-        if loss.requires_grad:  # autograd calls its hook first, and in the outermost backward
-            hook = loss.register_hook(lambda _: self.exchange.runs_as(graph_task()))  # type: ignore[no-untyped-call]
-            yield
-            hook.remove()
-        else:
-            yield
+        self._in_exchanging = True
+        try:
+            if loss.requires_grad:  # autograd calls its hook first, and in the outermost backward
+                hook = loss.register_hook(lambda _: self.exchange.runs_as(graph_task()))  # type: ignore[no-untyped-call]
+                yield
+                hook.remove()
+            else:
+                yield
+        finally:
+            self._in_exchanging = False
         with quietly():
             self._exchange_gradients()
 

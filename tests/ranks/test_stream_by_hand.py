@@ -62,6 +62,13 @@ def test_a_weight_that_was_given_the_place_of_another_one_leaves_those_beside_th
         assert all(map(torch.equal, theirs, ours))
 
 
+@pytest.mark.parametrize("left_out", [loops.left_out_in_a_fit, loops.left_out_by_hand])
+def test_a_backward_in_no_sync_may_follow_one_that_failed(left_out):
+    expected = processes.run(2, left_out, None)
+    for theirs, ours in zip(expected, processes.run(2, left_out, {"window": 1, "units": ["Block"]}), strict=True):
+        assert all(map(torch.equal, theirs, ours))
+
+
 def test_a_block_may_begin_to_run_twice():
     check(2, "cpu", repeats_from=4)
 

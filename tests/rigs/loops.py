@@ -9,12 +9,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -305,6 +307,92 @@ def unusual(how: str, overlap: bool) -> dict[str, Tensor]:
         enable_progress_bar=False,
     ).fit(module, torch.utils.data.DataLoader([torch.randn(4, 32) for _ in range(3 * size)], batch_size=None))
     return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+class LeavesOut(L.LightningModule):
+    """Accumulates over three batches by hand, and leaves out one of them, the last of its three.
+
+    Where it is streamed, its backward raised an error before, which came to no unit: the loss has no graph. DDP goes on
+    after no such error.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.blocks = nn.Sequential(Block(32), Block(32))
+
+    def training_step(self, x: Tensor, index: int) -> None:
+        optimizer = cast(torch.optim.Optimizer, self.optimizers())
+        strategy: Any = self.trainer.strategy
+        with strategy.block_backward_sync() if index % 3 < 2 else contextlib.nullcontext():
+            loss = self.blocks(x + self.global_rank).square().mean()
+            if index == 2:
+                if isinstance(strategy, sp_lightning.SuperpipelineStrategy):
+                    with pytest.raises(RuntimeError, match="does not require grad"):
+                        self.manual_backward(loss.detach())
+                optimizer.zero_grad()
+                return
+            self.manual_backward(loss)
+        if index % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def left_out_in_a_fit(streamed: dict[str, Any] | None) -> list[Tensor]:
+    """Train `LeavesOut` under DDP, or streamed with these options; return its weights."""
+    torch.manual_seed(0)
+    module = LeavesOut()
+    L.Trainer(
+        strategy=DDPStrategy() if streamed is None else sp_lightning.SuperpipelineStrategy(**streamed),
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        use_distributed_sampler=False,
+    ).fit(module, torch.utils.data.DataLoader([torch.randn(4, 32) for _ in range(9)], batch_size=None))
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def left_out_by_hand(streamed: dict[str, Any] | None) -> list[Tensor]:
+    """Train under DDP, or streamed, with a backward that fails after some units; return the weights.
+
+    One in `no_sync` follows it, through a graph that was there. DDP goes on after no such error: there it is left out.
+    """
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block(32) for _ in range(3)))
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError
+
+    with contextlib.ExitStack() as stack:
+        call, _, handle = placed(net, "cpu", streamed, stack)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            x = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(size * step + rank))
+            failing = None
+            if handle is not None and step == 1:
+                hook = net[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+                failing = net(x[0]).sum()
+                hook.remove()
+            with (call if handle is None else handle).no_sync():
+                loss = call(x[0]).square().mean()
+            if failing is not None:
+                with pytest.raises(ArithmeticError):
+                    failing.backward()
+                optimizer.zero_grad()
+            with (call if handle is None else handle).no_sync():
+                loss.backward()
+            call(x[1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in net.parameters()]
 
 
 IN_HOOKS = ("in hooks", "in hooks, of zeros", "in hooks, of the same data")  # of weights, before gradients are averaged
