@@ -13,7 +13,8 @@
 3. Gradients of a unit become complete together, those of a plain run one by one. A hook that reads one of them while
    backward is inside the unit gets an error. So does one on the device's thread that reads the gradient of a weight
    with hooks: the host's thread calls these, and accumulates, at any time. One on a weight, on the host's thread, gets
-   an error for a gradient that the device's thread brought after that of this weight (Engine.check_gradient).
+   an error for a gradient that the device's thread brought after that of this weight (Engine.check_gradient). With
+   several ranks any hook gets one for a gradient that will be the mean of all, and is none before.
 4. A backward that failed never comes to its end, and no forward need follow before the next one begins. So that one
    asks whether autograd still has what it is to call at the end: it lets go of that with the task.
 """

@@ -390,6 +390,10 @@ class GradientReturn:
         came = self._came
         return id(parameter) in self.taken and came[id(parameter)] > came.get(id(other), came[id(parameter)])
 
+    def is_shared(self, parameter: Tensor) -> bool:
+        """Whether this backward took a parameter's gradient for an exchange, after which alone ``.grad`` has it."""
+        return self.exchange is not None and self.exchange.active and id(parameter) in self.taken
+
     def _arrived(self, store: HostCopy, returned: dict[int, Tensor]) -> Gradients:
         """Return host copies of these gradients in their parameters' types; block until they have arrived.
 

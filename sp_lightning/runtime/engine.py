@@ -470,7 +470,7 @@ class Engine:
         self.team.show_gradients()
 
     def check_gradient(self, parameter: Tensor) -> None:
-        """Raise ExactnessError if a backward reads a gradient inside its unit (backward_pass.py, Rule 3)."""
+        """Raise ExactnessError if a backward reads a gradient that is not there yet (backward_pass.py, Rule 3)."""
         if self.backward_pass in self.access.gradients and in_backward() and parameter.requires_grad:
             unit = self._by_parameter[id(parameter)]
             returned = -1 if self.device.is_host else self.gradient_return.returned_in(parameter)
@@ -481,6 +481,12 @@ class Engine:
                     f"the gradient of {name_of(parameter)} was read in a hook on {name_of(hooked)}, before which it is "
                     "not there in a plain run; here backward went on meanwhile. Read it after backward, or register a "
                     f"hook on {name_of(parameter)} as well, which orders them"
+                )
+            if self.gradient_return.is_shared(parameter):
+                raise ExactnessError(
+                    f"the gradient of {name_of(parameter)} was read in a hook of backward, and is on its way to the "
+                    "other ranks until all of backward is done: read it in a hook on the weight itself, or after "
+                    "backward"
                 )
 
     def gradient_given(self, parameter: Tensor) -> None:

@@ -4,8 +4,10 @@ import loops
 import processes
 import pytest
 import torch
+from refusals import refusal
 
 import parity
+from sp_lightning.errors import ExactnessError
 from sp_lightning.ranks.exchange import AHEAD
 
 
@@ -149,6 +151,31 @@ def test_a_nested_backward_brings_parts():
         assert all(torch.equal(nested[name], plain[name]) for name in plain)
     one, other = [processes.run(2, loops.unusual, "nested", overlap)[0] for overlap in (False, True)]
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("at", ["earlier", "with a hook", "unexchanged"])
+@pytest.mark.few(1)
+def test_hooks_in_backward_see_gradients_of_this_rank_as_under_ddp(at):
+    expected = processes.run(2, loops.looks_in_backward, None, at)
+    found = processes.run(2, loops.looks_in_backward, {"window": 1, "units": ["Block"]}, at)
+    seen = dict(parity.leaves(found))
+    for path, leaf in parity.leaves(expected):
+        assert parity.difference(leaf, seen.pop(path)) is None, path
+    assert not seen
+
+
+@refusal(
+    "on several devices, a hook in backward reads the gradient of a weight without hooks that backward has passed, and "
+    "that is yet to be exchanged",
+    ExactnessError,
+    "a hook on the weight itself, or after backward",
+)
+@pytest.mark.simgpu
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+def test_a_hook_that_reads_a_gradient_on_its_way_to_other_ranks_is_an_error(device):
+    options = {"window": 1, "units": ["Block"]}
+    for error in processes.run(2, loops.looks_in_backward, options, "later", device):
+        assert error.startswith("the gradient of 2.up.weight was read in a hook of backward, and is on its way"), error
 
 
 CLIPS = (

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sp_lightning
 from sp_lightning.compat.patches import CLIP_GRADIENTS
+from sp_lightning.errors import ExactnessError
 from sp_lightning.ranks import board, exchange
 from sp_lightning.runtime.handle import Handle
 
@@ -393,6 +394,47 @@ def left_out_by_hand(streamed: dict[str, Any] | None) -> list[Tensor]:
             optimizer.step()
             optimizer.zero_grad()
         return [p.detach().clone() for p in net.parameters()]
+
+
+def looks_in_backward(streamed: dict[str, Any] | None, at: str, device: str = "cpu") -> list[list[Tensor | None]] | str:
+    """Train under DDP or streamed; return the gradients that a hook finds in each backward, or the error that it gets.
+
+    A hook between two blocks looks at a weight on both sides of it, the later of which backward has passed, or only at
+    the "earlier" one; "with a hook" the later one has one. Every other backward is in `no_sync`: the only ones in which
+    one looks that does so "unexchanged".
+    """
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block(32) for _ in range(3)))
+    earlier, later = net[0].up.weight, net[2].up.weight
+    looked = [earlier] if at == "earlier" else [earlier, later]
+    seen: list[list[Tensor | None]] = []
+    exchanges = True
+
+    def look(gradient: Tensor) -> None:
+        if at != "unexchanged" or not exchanges:
+            seen.append([None if p.grad is None else p.grad.clone() for p in looked])
+
+    if at == "with a hook":
+        later.register_post_accumulate_grad_hook(lambda p: None)
+    net[0].register_forward_hook(lambda module, args, output: output.register_hook(look) and None)
+    with contextlib.ExitStack() as stack:
+        call, device, handle = placed(net, device, streamed, stack)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for step in range(6):
+            exchanges = step % 2 == 1
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(size * step + rank)).to(device)
+            with contextlib.nullcontext() if exchanges else (call if handle is None else handle).no_sync():
+                loss = call(x).square().mean()
+                try:
+                    loss.backward()
+                except ExactnessError as error:
+                    return str(error)
+            if exchanges:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step == 1)
+    return seen
 
 
 IN_HOOKS = ("in hooks", "in hooks, of zeros", "in hooks, of the same data")  # of weights, before gradients are averaged
