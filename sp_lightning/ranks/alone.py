@@ -100,6 +100,11 @@ class Alone:
     def interrupt(self) -> None:
         """End a backward that raised an error, if one did."""
 
+    @property
+    def is_to_exchange(self) -> bool:
+        """Whether a backward in `exchanging` made gradients, which are no mean yet."""
+        return False
+
     def exchanging(self, loss: Tensor) -> AbstractContextManager[None]:
         """Exchange the gradients of one backward of a loss, in this context, with the other ranks."""
         return contextlib.nullcontext()

@@ -52,7 +52,6 @@ class Team(Alone):
         self.gives_weights = ranks.rank == 0
         self._made: list[SharedHome] = []  # for the units, in order
         self._used: list[Tensor] = []  # parameters of the units before whose gradients are to be exchanged yet
-        self._in_exchanging = False  # whether `exchanging` began the backward that runs
         self._ended: Optimizer | None = None  # whose step has ended on all ranks, but for hooks of the user's
 
     def check_alike(self, units: Sequence[Unit]) -> None:
@@ -109,7 +108,7 @@ class Team(Alone):
         overlaps: bool,
         state: StateInMemory,
     ) -> None:
-        self._gradients = gradients
+        self._gradients, self._access = gradients, access
         homes = dict(zip(stores, self._made, strict=True))
         _give_weights(self.ranks, self._made)
         # The first rank shares the exchange's memory once its weights are in place, for which the others wait there.
@@ -143,7 +142,7 @@ class Team(Alone):
         self.clipping.backward_begins()
         if self.exchanges:
             self.exchange.begin(graph_task())
-        elif not self._in_exchanging:
+        elif self.exchange not in self._access.gradients:
             self.exchange.abandon()  # one that failed: this one's gradients are not exchanged
 
     def backward_ends(self) -> None:
@@ -158,11 +157,15 @@ class Team(Alone):
     def interrupt(self) -> None:
         self.exchange.abandon()
 
+    @property
+    def is_to_exchange(self) -> bool:
+        return self.exchange in self._access.gradients and self.exchange.has_any
+
     @contextlib.contextmanager
     def exchanging(self, loss: Tensor) -> Iterator[None]:
         self.clipping.backward_begins()
         self.exchange.begin(None)
-        self._in_exchanging = True
+        self._access.gradients.add(self.exchange)  # which is to come when the backward has ended
         try:
             if loss.requires_grad:  # autograd calls its hook first, and in the outermost backward
                 hook = loss.register_hook(lambda _: self.exchange.runs_as(graph_task()))  # type: ignore[no-untyped-call]
@@ -171,7 +174,7 @@ class Team(Alone):
             else:
                 yield
         finally:
-            self._in_exchanging = False
+            self._access.gradients.discard(self.exchange)
         with quietly():
             self._exchange_gradients()
 

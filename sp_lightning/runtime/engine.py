@@ -488,6 +488,11 @@ class Engine:
                     "other ranks until all of backward is done: read it in a hook on the weight itself, or after "
                     "backward"
                 )
+        elif parameter.requires_grad and self.team.is_to_exchange and not in_backward():
+            raise ExactnessError(
+                f"the gradient of {name_of(parameter)} was read after backward and before it is exchanged with the "
+                "other ranks, as in backward() of a LightningModule: read it in on_after_backward"
+            )
 
     def gradient_given(self, parameter: Tensor) -> None:
         """Note that code may write a gradient through its ``.data`` between its arrival and a step in backward."""

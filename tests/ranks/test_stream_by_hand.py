@@ -142,6 +142,16 @@ def test_gradients_that_come_again_after_they_may_have_been_summed_are_an_error(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@refusal(
+    "in a Trainer on several devices, `backward()` of the module reads a gradient, or clips, once its backward has run",
+    ExactnessError,
+    "`on_after_backward`, or `configure_gradient_clipping`",
+)
+def test_a_module_that_reads_gradients_before_they_are_exchanged_is_an_error():
+    with pytest.raises(processes.RankFailed, match=r"blocks\.0\.norm\.weight was read after backward and before it is"):
+        processes.run(2, loops.unusual, "clips", True)
+
+
 @pytest.mark.seldom
 def test_a_nested_backward_brings_parts():
     """Of a block's gradients twice, and of all units the whole on every rank."""

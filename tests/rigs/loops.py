@@ -271,7 +271,7 @@ class Unusual(L.LightningModule):
 
     "again": its own backward goes twice through the graph, which is an error under DDP as well. "nested": a block runs
     in two reentrant checkpoints, whose backwards bring a part of its gradients each, which DDP refuses. "plainly": the
-    same without checkpoints.
+    same without checkpoints. "clips": its own backward clips what it made, once it cleared what was there.
     """
 
     def __init__(self, how: str) -> None:
@@ -287,7 +287,11 @@ class Unusual(L.LightningModule):
     def backward(self, loss: Tensor) -> None:
         if self.how == "again":
             loss.backward(retain_graph=True)
+        if self.how == "clips":
+            self.zero_grad()
         loss.backward()
+        if self.how == "clips":
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
