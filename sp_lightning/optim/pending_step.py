@@ -26,7 +26,8 @@
    any other access to the bytes raises an error and never sees unfinished ones. Reading a gradient waits in either
    order; taking it away waits in the first one.
 7. What a deferred step reads belongs to it alone: the gradients, which are reached only by ``.grad``, the optimizer's
-   attributes as they were, and copies of its groups' options: schedulers and scalers write to the originals.
+   attributes as they were, and copies of its groups' options: schedulers and scalers write to the originals. Gradients
+   that the step needs wide (pieces.py, Rule 7) are widened before: the thread would bring back those taken away.
 8. A unit's fill waits for that unit's deferred step, and for the conversion of its wire copies (host_copy.py, Rule 5),
    and so does a read of one of its weights. Gradients, state and the next step wait for the whole step. The thread
    itself waits for no step, no fill and no read that is watched. A wait clears its marks only after the waiting: if it
@@ -83,6 +84,7 @@ from ..memory.watched_parameters import (
     true_data,
     true_dtype,
     true_grad,
+    wide_grad,
 )
 from ..memory.weights import Conversion
 from . import torn_step
@@ -631,6 +633,8 @@ class PendingStep:
             if not is_own(store, index):
                 raise CannotDefer(f"somebody else refers to the gradient of {store.names[index]}")
             _check_state(self.optimizer, groups[number], param, store.names[index])
+            if not self._shadow_step.steps_narrow(groups[number]):
+                wide_grad(param)  # not on the thread (Rule 7)
             self._numbers[id(param)] = [number]
             if id(param) not in self.stepped:
                 units[store].left.append(param)

@@ -168,7 +168,7 @@ class ShadowStep:
             if self.before is not None:
                 self.before(shadow.param_groups)
             for step in shadow.shadow_steps:
-                if not step._steps_narrow:
+                if not all(map(step.steps_narrow, shadow.param_groups)):
                     widen_all(shadow.param_groups)
                 if step.first is not None:  # also where the closure made units anew, and these need a disk
                     shadow.param_groups = step.first(shadow, {}, adopts=step is not self)
@@ -176,6 +176,10 @@ class ShadowStep:
             return loss
 
         return [shadow], {"closure": closure_then_regroup}
+
+    def steps_narrow(self, group: Group) -> bool:
+        """Whether gradients of a group are stepped in the type in which they came down (Rule 7)."""
+        return self._steps_narrow and takes_the_loop(group)
 
     def step_groups(
         self,
@@ -187,7 +191,7 @@ class ShadowStep:
         """Step these groups only, whose parameters have gradients, with this state, and convert what is at hand."""
         shadow = shadow_of(optimizer)
         shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
-        if not self._steps_narrow:
+        if not all(map(self.steps_narrow, shadow.param_groups)):
             widen_all(shadow.param_groups)
         if self.before is not None:
             self.before(shadow.param_groups)
@@ -312,9 +316,6 @@ def regroup_in_pieces(
     params = list(itertools.chain.from_iterable(map(_params, optimizer.param_groups)))
     with without_dispatch():
         narrow = _as_came(params) if NarrowGradient in map(type, map(true_grad, params)) else {}
-    if narrow and not all(map(takes_the_loop, optimizer.param_groups)):
-        widen_all(optimizer.param_groups)
-        narrow = {}
     cutting = cutting or Cutting.of(optimizer, piece, narrow)
     scalars_seen: set[int] = set()
 

@@ -17,6 +17,7 @@ import parity
 import sp_lightning
 from sp_lightning.memory.watched_parameters import NarrowGradient, true_grad
 from sp_lightning.optim import host_gradients, native, pieces
+from sp_lightning.optim.pending_step import HostThread
 
 OPTIMIZERS = {
     "AdamW": (AdamW, {"weight_decay": 0.1}),
@@ -80,6 +81,7 @@ class Loop:
         self.optimizer = kind(self.net.parameters(), lr=1e-2, **arguments)
         self.looks, self.seen, self.narrow = looks, [], []
         self.device, self.options = device, options
+        self.deferred = 0
 
     def look(self, moment, step):
         for at, code in self.looks:
@@ -88,7 +90,7 @@ class Loop:
 
     def run(self, streamed):
         context = sp_lightning.stream(self.net, self.device, window=1, **self.options) if streamed else None
-        with context or contextlib.nullcontext():
+        with context or contextlib.nullcontext() as handle:
             for step in range(STEPS):
                 self.look("begin", step)
                 x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
@@ -103,6 +105,7 @@ class Loop:
                 self.optimizer.zero_grad()
                 self.look("zeroed", step)
             self.look("end", 0)
+            self.deferred = handle.stats()["held_steps"] if streamed else 0
         self.look("closed", 0)
         state = [value for entry in self.optimizer.state.values() for value in entry.values()]
         return [*self.net.parameters(), *state, *self.seen]
@@ -134,6 +137,35 @@ def test_a_step_has_the_bits_of_a_plain_run(name, overlap):
     assert ours.narrow[0] > 0
     assert (ours.narrow[1] == 0) == (name in OWN_WAY)
     assert (ours.narrow[-1] == 0) == (name in OWN_WAY)
+
+
+@pytest.mark.parametrize("optimizer", [(SGD, {"foreach": True}), OPTIMIZERS["foreach"], OPTIMIZERS["fused"]])
+def test_gradients_that_are_taken_away_after_a_step_that_needs_them_wide_stay_away(optimizer, monkeypatch):
+    widens, taken_away, made_wide = threading.Event(), threading.Event(), NarrowGradient.made
+
+    def made_late(gradient, place=None):
+        if HostThread.is_current():  # beside whatever follows the step
+            widens.set()
+            assert taken_away.wait(60)
+        return made_wide(gradient, place)
+
+    def load_state(net, ours):  # as of a checkpoint: the first step makes none, and may be deferred
+        kind, arguments = optimizer
+        other = copy.deepcopy(net)
+        stepped = kind(other.parameters(), lr=1e-2, **arguments)
+        for parameter in other.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        stepped.step()
+        ours.load_state_dict(copy.deepcopy(stepped.state_dict()))
+
+    monkeypatch.setattr(NarrowGradient, "made", made_late)
+    looks = [
+        (("begin", 0), load_state),
+        (("step", 0), lambda *_: widens.wait(0.3) and None),
+        (("zeroed", 0), lambda *_: taken_away.set()),
+        *[(("begin", step), LOOKS["is None"]) for step in range(1, STEPS)],
+    ]
+    assert check(optimizer, looks).deferred == STEPS
 
 
 LOOKS = {
