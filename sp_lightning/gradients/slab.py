@@ -294,7 +294,8 @@ class NarrowSlab(GradientSlab):
                 for parameter, (index, grad) in zip(params, kept.items(), strict=True):
                     place = None if slab is None else slab.place_of(index)
                     grad.wide = grad.made(place)
-                    set_true_grad(parameter, grad.wide)
+                    if true_grad(parameter) is grad:  # else code on another thread took it away meanwhile
+                        set_true_grad(parameter, grad.wide)
             if slab is not None:
                 self.is_read = slab.is_read = True
                 self.wide, self.nbytes = slab, slab.nbytes

@@ -319,6 +319,33 @@ def test_gradients_that_code_keeps_stay_as_they_are(moment):
         assert all(type(grad) is torch.Tensor for grad in grads)
 
 
+def test_a_gradient_that_is_taken_away_while_another_thread_reads_it_stays_away(monkeypatch):
+    widens, taken_away, made_wide, net, read = threading.Event(), threading.Event(), NarrowGradient.made, made(), []
+
+    def made_late(gradient, place=None):
+        widens.set()
+        assert taken_away.wait(60)
+        return made_wide(gradient, place)
+
+    monkeypatch.setattr(NarrowGradient, "made", made_late)
+    with sp_lightning.stream(net, "cpu", window=1):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = net(torch.ones(4, 8)).sum()
+        loss.backward()
+        other = threading.Thread(target=lambda: read.append(net.blocks[1][1].weight.grad))
+        other.start()
+        assert widens.wait(60)
+        net.zero_grad()
+        taken_away.set()
+        other.join()
+        assert all(p.grad is None for p in net.parameters())
+    plain = made()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = plain(torch.ones(4, 8)).sum()
+    loss.backward()
+    assert torch.equal(read[0], plain.blocks[1][1].weight.grad)
+
+
 def test_gradients_are_as_in_a_plain_run_once_streaming_ended():
     net = made()
     with sp_lightning.stream(net, "cpu", window=1), torch.autocast("cpu", dtype=torch.bfloat16):
