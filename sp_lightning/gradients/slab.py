@@ -392,7 +392,9 @@ def accumulate(parameter: Tensor, before: Tensor | None, grad: Tensor) -> None:
         grad = grad.to(dtype)
     if before is None:
         set_true_grad(parameter, grad)
-    elif before.requires_grad or before.layout is not torch.strided:
-        set_true_grad(parameter, grad + before)  # in this order: a sparse one takes no dense one
-    else:
-        before += grad
+        return
+    with torch.no_grad():  # in which autograd adds to a gradient that has a graph of its own (``create_graph``), too
+        if before.layout is not torch.strided:
+            set_true_grad(parameter, grad + before)  # in this order: a sparse one takes no dense one
+        else:
+            before += grad

@@ -2217,6 +2217,32 @@ def test_gradients_that_are_set_by_hand(device):
     check(blocks, run, device)
 
 
+# What is ``.grad`` when a backward adds to it, given a weight whose gradient has a graph.
+BEFORE = {
+    "a graph's": lambda p: p.grad,
+    "a leaf": lambda p: torch.ones_like(p, requires_grad=True),
+    "sparse": lambda p: torch.ones_like(p).to_sparse().requires_grad_(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("before", BEFORE)
+def test_gradients_that_code_keeps_have_what_the_next_backward_adds(before, device):
+    def run(net, device):
+        weights = list(net.parameters())
+        for x in inputs(device):
+            squares(net, x).backward(create_graph=True)
+            for p in weights:
+                p.grad = BEFORE[before](p)
+            kept = [p.grad for p in weights]
+            squares(net, x).backward()
+            yield [grad.detach() for grad in kept], [p.grad is grad for p, grad in zip(weights, kept, strict=True)]
+            yield [(p.grad.detach(), p.grad.requires_grad) for p in weights]
+            net.zero_grad()
+
+    check(blocks, run, torch.device("cpu") if before == "sparse" else device)
+
+
 def test_a_class_that_is_given_another_forward_between_steps(device):
     class Patched(models.Block):
         pass
