@@ -88,7 +88,8 @@ class GradientVersions:
     def exchanging(self, parameters: Collection[Tensor]) -> Iterator[None]:
         """Have gradients of these parameters get other memory in a context: with the same values it is no change."""
         theirs = set(map(id, parameters))
-        marks = [known for known in self._marks.values() if not theirs.isdisjoint(map(id, known[0]))]
+        marks = list(self._marks.values())  # at once: a backward on another thread adds to them
+        marks = [known for known in marks if not theirs.isdisjoint(map(id, known[0]))]
         unchanged = [known for known, mark in marks if mark_of(map(true_grad, known)) == mark]
         yield
         for known in unchanged:

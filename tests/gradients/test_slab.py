@@ -1,9 +1,13 @@
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
 
 import sp_lightning
 from sp_lightning.gradients import slab
+from sp_lightning.gradients.way_down import GradientVersions
 
 TYPES = {"as it is": {}, "widened": {"master_weights": True}}  # a gradient's type on the way, and on the host
 
@@ -77,3 +81,21 @@ def test_what_packs_gradients_is_kept_of_few_sets_of_experts():
             net.zero_grad()
         (of_unit,) = handle.engine.gradient_return._slabs.values()
         assert 0 < len(of_unit._packed) <= slab.MOST_PACKED
+
+
+def test_gradients_get_other_memory_on_a_thread_while_a_backward_packs_more():
+    marks, packed = GradientVersions(), [[nn.Parameter(torch.zeros(1))] for _ in range(2000)]
+    for few in packed[:500]:
+        marks.note_packed(few)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            packing = thread.submit(lambda: [marks.note_packed(few) for few in packed])
+            while not packing.done():
+                with marks.exchanging(packed[0]):
+                    pass
+        packing.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert marks.changed() == []
