@@ -463,11 +463,13 @@ class AutocastWeights:
             self._known.add(self._kind)
             for weight in self._weights.values():
                 weight.learn(self._kind[1])
-        self._kind = (kind, torch.is_grad_enabled())
-        recorded = self._kind in self._known or not self._kind[1]
+        self._kind = None  # until the types are changed: after an error no pass of the new kind ran
+        new = (kind, torch.is_grad_enabled())
+        recorded = new in self._known or not new[1]
         if self._dirty or recorded is not was_recorded:
             self._forget_those_never_cast()
             self._change_types(recorded)
+        self._kind = new
         self.recording = not recorded and any(not weight.given_up for weight in self._weights.values())
 
     def close(self) -> None:
@@ -501,7 +503,11 @@ class AutocastWeights:
             if of_unit == unit.store.autocast:
                 continue
             if unit.movable and not unit.store.remembered() and not unit.stand_ins.awaited:
-                self._change(unit, of_unit)
+                try:
+                    self._change(unit, of_unit)
+                except BaseException:
+                    self._dirty = True  # there may be room for it when the next pass begins
+                    raise
             else:
                 self._dirty = True
 

@@ -54,7 +54,7 @@ class _Files:
     def ranges(self) -> list[tuple[int, int]]:
         return [(address, range_.nbytes) for address, range_ in self._here.values()]
 
-    def _have_weights(self, weights: Sequence[Weight], on_device: DeviceCopy) -> None:
+    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> None:
         self._weights, self._on_device = weights, on_device
         self._jobs, self._slices = None, 0
 
@@ -123,8 +123,7 @@ class SourceFiles(_Files):
         self._here[index] = place.address, place
         return Layout.own_view(place.file.flat.untyped_storage(), replace(field, offset=place.offset))
 
-    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Collection[int]:
-        self._have_weights(weights, on_device)
+    def make_wires(self, weights: Sequence[Weight]) -> Collection[int]:
         return [index for index, weight in enumerate(weights) if weight.home is self]  # Rule 3
 
     def refresh(self, stamp: Stamp) -> dict[int, Callable[[], Tensor]]:
@@ -192,21 +191,27 @@ class ScratchHome(_Files):
         super().__init__(unit, counters, ring)
         self.indices: Collection[int] = indices
         self._wired, self._scratch, self._device = wired, scratch, device
+        self._made: dict[int, FileRange] = {}  # of wire copies for the next layout
 
     def adopt(self, index: int, field: Field, data: Tensor) -> Tensor:
         moved, range_ = self._scratch.moved(data)
         self._here[index] = moved.data_ptr(), range_
         return moved
 
-    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Collection[int]:
-        self._have_weights(weights, on_device)
-        self._wires = {}
+    def make_wires(self, weights: Sequence[Weight]) -> Collection[int]:
+        self._made = {}
         for index in self._wired:
-            field = weights[index].field
-            if weights[index].is_narrow:
+            weight, field = weights[index], weights[index].field
+            if index in self._wires and self._type(index) is field.dtype:  # no room for both is needed
+                weight.wire, self._made[index] = self._weights[index].wire, self._wires[index]
+            elif weight.is_narrow:
                 like = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device="meta")
-                weights[index].wire, self._wires[index] = self._scratch.placed(like)
+                weight.wire, self._made[index] = self._scratch.placed(like)
         return self._wired
+
+    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> None:
+        super().lay_out(weights, on_device)
+        self._wires = self._made
 
     def largest_piece(self) -> int:
         return min(PIECE, in_file(range_.nbytes for _, range_ in self._here.values()))

@@ -63,10 +63,10 @@ class DeviceCopy:
     def lay_out(self, layout: Layout) -> None:
         """Have a buffer of this layout from the next fill on; the copy is not loaded, and no graph needs its bytes."""
         assert not self.is_loaded
-        self.layout = layout
+        nbytes = max(layout.nbytes, ALIGNMENT)  # parameters may all be empty
+        self.flat = self.device.device_bytes(nbytes)  # first: there may be no memory
+        self.layout, self.nbytes = layout, nbytes
         self._offsets = [field.offset for field in layout.fields]
-        self.nbytes = max(layout.nbytes, ALIGNMENT)  # parameters may all be empty
-        self.flat = self.device.device_bytes(self.nbytes)
         self.storage = self.flat.untyped_storage()
         self._runs: Sequence[Run] = ()  # that the copies below are of
         self._copies: Copies = []

@@ -78,11 +78,14 @@ class FileHome(Home, Protocol):
 
     indices: Collection[int]  # of its weights, also of those that left it
 
-    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> Collection[int]:
-        """Have weights go up to this device copy, in other types than before.
+    def make_wires(self, weights: Sequence[Weight]) -> Collection[int]:
+        """Make wire copies in files for weights that are to travel in other types than before.
 
         Return the indices of those that need no wire copy in memory, whatever their types.
         """
+
+    def lay_out(self, weights: Sequence[Weight], on_device: DeviceCopy) -> None:
+        """Have these weights go up to this device copy from now on, with the wire copies that were made."""
 
     def refresh(self, stamp: Stamp) -> Mapping[int, Callable[[], Tensor]]:
         """Find the weights that left for good, and the functions that read the bytes which their files have."""
@@ -180,23 +183,25 @@ class HostCopy:
     def retype(self, autocast: Mapping[int, torch.dtype]) -> None:
         """Change the types in which parameters travel, from the next fill on.
 
-        The unit must not be resident, and no graph may need its bytes.
+        The unit must not be resident, and no graph may need its bytes. After an error it is as it was: all memory, on
+        the host and on a disk, is taken first.
         """
         self.wait_step()  # the optimizer thread converts into wire copies
-        self.autocast = dict(autocast)
         usual = [
             weight.host.dtype if id(weight.parameter) in self.unit.parts else self._device_dtype(weight.host.dtype)
             for weight in self.weights
         ]  # a part of a whole travels as it is (partition.py, rule 10)
         types = [autocast.get(index, dtype) for index, dtype in enumerate(usual)]
-        self.on_device.lay_out(layout_with(self.host_layout.fields, types))
-        for weight, field in zip(self.weights, self.on_device.layout.fields, strict=True):
-            weight.field, weight.wire, weight.buffer, weight.saved = field, None, None, None
-            weight.parted = weight.saved_again = False
-        self.narrow = frozenset(i for i, weight in enumerate(self.weights) if weight.is_narrow)
+        layout = layout_with(self.host_layout.fields, types)
+        weights = [weight.anew(field) for weight, field in zip(self.weights, layout.fields, strict=True)]
+        from_files = {index for home in self.files for index in home.make_wires(weights)}
+        lay_out_wire([weight for index, weight in enumerate(weights) if index not in from_files], self.device)
+        self.on_device.lay_out(layout)
+        for home in self.files:
+            home.lay_out(weights, self.on_device)
+        self.weights, self.autocast = weights, dict(autocast)
+        self.narrow = frozenset(i for i, weight in enumerate(weights) if weight.is_narrow)
         self.cast_gradients: dict[int, torch.dtype] = {}  # of weights that are cast on the device only
-        from_files = {index for home in self.files for index in home.lay_out(self.weights, self.on_device)}
-        lay_out_wire([w for index, w in enumerate(self.weights) if index not in from_files], self.device)
         self._wire_stamp: Stamp | None = None
         self._runs: Sequence[Run] | None = None  # to be cut
         self.memory = object()  # counts the references of graphs (Rule 6)

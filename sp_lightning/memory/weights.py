@@ -78,6 +78,10 @@ class Weight:
         """Whether it travels in another type than it has on the host."""
         return self.field.dtype is not self.host.dtype
 
+    def anew(self, field: Field) -> Weight:
+        """Return it with this place in the device buffer, without what refers to the bytes that travel now."""
+        return replace(self, field=field, wire=None, buffer=None, saved=None, parted=False, saved_again=False)
+
     def leave(self, before: Callable[[], Tensor]) -> None:
         """Leave its bytes to what autograd saved of them, if anything: it gets others now (host_copy.py, Rule 6)."""
         if self.saved is not None:

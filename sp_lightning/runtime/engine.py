@@ -135,8 +135,9 @@ class Engine:
 
     def _retype(self, unit: StreamedUnit, types: dict[int, torch.dtype]) -> None:
         """Have these weights of a unit travel in these types from now on (autocast_weights.py)."""
-        del self._by_storage[storage_id(unit.store.on_device.storage)]
+        before = storage_id(unit.store.on_device.storage)
         self.window.retype(unit, types)
+        del self._by_storage[before]
         self._by_storage[storage_id(unit.store.on_device.storage)] = unit
 
     # ---- scopes and optimizers' steps

@@ -223,6 +223,64 @@ def test_a_read_that_fails_is_an_error_after_which_the_run_goes_on(device, monke
     assert_same(*nets)
 
 
+@parity.product(unit=[0, 2], device=parity.DEVICES)
+@pytest.mark.few(1)
+def test_a_disk_that_is_full_when_types_change_leaves_a_run_that_goes_on(unit, device, monkeypatch):
+    """Once there is room again, the types of this unit and of those behind it change, and no others."""
+    nets = [stack(), stack()]
+    allocate = os.posix_fallocate
+
+    def full(fd, begin, nbytes):
+        found.append(nbytes)
+        if len(found) > unit:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return allocate(fd, begin, nbytes)
+
+    for net, where in zip(nets, (True, False), strict=True):
+        optimizer = torch.optim.AdamW(net.parameters())
+        with streamed(net, device, where) as handle:
+            train(net, optimizer, device)
+            handle.finish_step()
+            if where:
+                for _ in range(2):
+                    found = []
+                    monkeypatch.setattr(os, "posix_fallocate", full)
+                    with pytest.raises(DiskError, match="nothing was stepped"):
+                        forward(net, device)
+                    assert len(found) == unit + 1
+                    monkeypatch.setattr(os, "posix_fallocate", allocate)
+                    unit = 0  # those before have their copies
+            train(net, optimizer, device, 3)
+            if where:
+                narrow = {store.names[i] for store in (one.store for one in handle.engine.units) for i in store.narrow}
+                assert narrow == {"0.weight", *(f"{number}.cast.weight" for number in range(1, 5))}
+    assert_same(*nets)
+
+
+@pytest.mark.few(1)
+def test_copies_that_stay_need_no_more_room_when_other_types_change(device, monkeypatch):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(70, 70), nn.Tanh(), nn.Linear(70, 70)) for _ in range(3)])
+    plain = copy.deepcopy(net)
+    for which, where in ((net, True), (plain, False)):
+        optimizer = torch.optim.AdamW(which.parameters())
+        with streamed(which, device, where, units="Sequential") as handle:
+            train(which, optimizer, device, 3)
+            handle.finish_step()
+            stores = [unit.store for unit in handle.engine.units]
+            assert not where or all(len(store.narrow) == 2 for store in stores)
+            which[1][0].register_forward_pre_hook(lambda layer, _: layer.weight.sum() and None)
+            train(which, optimizer, device)
+            handle.finish_step()
+            with monkeypatch.context() as full:
+                if where:
+                    full.setattr(os, "posix_fallocate", lambda *given: pytest.fail("takes more of the disk"))
+                forward(which, device)
+            train(which, optimizer, device, 2)
+            assert not where or sum(len(store.narrow) for store in stores) == 5
+    assert_same(net, plain)
+
+
 @pytest.mark.few(1)
 def test_a_loop_without_autocast_reads_weights_from_the_disk(device):
     nets = [stack(), stack()]

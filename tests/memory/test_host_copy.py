@@ -87,6 +87,24 @@ def test_what_a_step_converted_is_not_converted_again_if_it_is_still_so(store, m
     assert store.weights[1].wire.equal(true_data(store.params[1]).bfloat16())
 
 
+@pytest.mark.parametrize("full", ["slab", "device_bytes"])
+def test_types_that_cannot_change_for_lack_of_memory_are_as_they_were(store, full, monkeypatch):
+    store.on_device.free()
+    with monkeypatch.context() as broken:
+        broken.setattr(store.device, full, lambda nbytes: torch.empty(1 << 60, dtype=torch.uint8))
+        with pytest.raises(RuntimeError, match="memory"):
+            store.retype({0: torch.float16})
+    assert store.autocast == {} and store.weights[0].wire.dtype == torch.bfloat16
+    store.load()
+    store.on_device.wait_load()
+    assert store.on_device.view(0).equal(true_data(store.params[0]).bfloat16())
+    store.on_device.free()
+    store.retype({0: torch.float16})
+    store.load()
+    store.on_device.wait_load()
+    assert store.on_device.view(0).equal(true_data(store.params[0]).half())
+
+
 def test_no_step_converts_what_autograd_saved(store):
     store.on_device.free()
     store.retype({0: torch.bfloat16})
