@@ -14,7 +14,7 @@
    (host_copy.py, Rule 7).
    Then go gradients, unit by unit: they arrive in two buffers of the largest unit's (slab_on_disk.py).
    Last goes what travels of weights that train, their copies in half precision or they themselves: each visit reads
-   these bytes again.
+   these bytes again. A run that only evaluates puts nothing on the disk but weights that an earlier run left there.
 6. The terms are those of unit_numbers.py, with the state of AdamW for what trains, wire copies for all weights that
    autocast may cast (where a loop of the user's own might use it, too), and the buffers of the ring. Beside state on
    the disk there is room for what Adafactor has instead, which is not of its weights' shapes: the optimizer is not
@@ -150,9 +150,10 @@ def within(
         whole, weights=whole.weights - weights, wire=whole.wire - wire, ring=whole.ring + bool(chosen) * ring
     )
     in_files = sum(units[index].in_files for index in chosen)
-    if not spills or host.total <= budget or not host.optimizer:
+    if not spills or host.total <= budget:
         return Budgeted(units=chosen, host=host, in_files=in_files, fits=not most or host.total <= most)
-    buffer = state_ring.buffer_nbytes(sum(unit.state for unit in units) // ranks)
+    to_move = sum(unit.state for unit in units) or sum(unit.masters + unit.as_is for unit in units)
+    buffer = state_ring.buffer_nbytes(to_move // ranks)
     host = replace(host, ring=host.ring + ranks * state_ring.BUFFERS * buffer)
     may_spill = {index: unit.state - unit.factored for index, unit in enumerate(units)}
     spilled = evenly(may_spill, host.total - budget)
@@ -169,7 +170,7 @@ def within(
     weights = sum(masters.values())
     host = replace(host, weights=host.weights - weights, ring=host.ring - bool(chosen) * ring + direct)
     gradients: list[int] = []
-    gradient_buffer = max(units[index].slab for index in spilled)
+    gradient_buffer = max((units[index].slab for index in spilled), default=0)
     through = gradient_ring(gradient_buffer)
     saved = {index: units[index].whole.trained for index in spilled if alone}
     if saved and host.total > budget and (budget <= 0 or sum(saved.values()) > through):
@@ -230,14 +231,18 @@ def may_move(
 
 
 def may_travel(
-    parameters: Sequence[torch.Tensor], moved: Sequence[torch.Tensor], narrow: bool, shared: Collection[int] = ()
+    parameters: Sequence[torch.Tensor],
+    moved: Sequence[torch.Tensor],
+    narrow: bool,
+    shared: Collection[int] = (),
+    trains: bool = True,
 ) -> list[torch.Tensor]:
     """List the weights of a unit that train and can travel from the disk, those of `moved` among them.
 
-    With `narrow` weights in FP32 travel as wire copies.
+    With `narrow` weights in FP32 travel as wire copies. Where nothing trains, all weights count that are not `shared`.
     """
-    known = set(map(id, moved))
-    trained = [p for p in parameters if p.requires_grad and p.dim() and p.numel() and id(p) not in shared]
+    known, every = set(map(id, moved)), not trains
+    trained = [p for p in parameters if (every or p.requires_grad) and p.dim() and p.numel() and id(p) not in shared]
     as_is = (p.dtype.is_floating_point and not (narrow and p.dtype is torch.float32) for p in trained)
     return [p for p, travels in zip(trained, as_is, strict=True) if travels or id(p) in known]
 
@@ -264,9 +269,9 @@ def choose(
         compute_dtype: The type on the device of weights that are FP32 on the host, if it is another one.
         may_cast: Weights may come to travel in autocast's type.
         trains: What requires gradients trains.
-        spills: The optimizer's state may be on disk.
+        spills: The optimizer's state may be on disk, and weights.
         castable: The ids of weights that may come to travel in autocast's type.
-        shared: The ids of weights that other code may refer to, and that stay in memory.
+        shared: The ids of weights that stay in memory: other code may refer to them.
         sharing: The ranks whose budget it is (Rule 8).
         offloads: Activations wait on the host, or on the disk.
     """
@@ -280,7 +285,8 @@ def choose(
     for unit in units:
         parameters = [parameter for _, parameter in unit.params]
         moved = may_move(parameters, compute_dtype, castable if may_cast else (), shared)
-        known, travelling = set(map(id, moved)), may_travel(parameters, moved, compute_dtype is not None, shared)
+        travelling = may_travel(parameters, moved, compute_dtype is not None, shared, trains)
+        known = set(map(id, moved))
         as_is = [p for p in travelling if id(p) not in known]
         if compute_dtype is None:
             largest_moved = max(largest_moved, in_file(p.nbytes for p in moved))
@@ -290,10 +296,10 @@ def choose(
                 whole=of(parameters),
                 kept=of(parameter for parameter in parameters if id(parameter) not in filed),
                 in_files=sum(filed.get(id(parameter), 0) for parameter in parameters),
-                state=STATES["AdamW"] * UnitHostBytes.of(parameters).trained,
-                factored=sum(factored_nbytes(p) for p in parameters if p.requires_grad and p.dim() > 1),
+                state=trains * STATES["AdamW"] * UnitHostBytes.of(parameters).trained,
+                factored=trains * sum(factored_nbytes(p) for p in parameters if p.requires_grad and p.dim() > 1),
                 masters=UnitHostBytes.of(moved).weights,
-                wires=of(p for p in moved if p.requires_grad).wire,
+                wires=of(p for p in travelling if id(p) in known).wire,
                 as_is=UnitHostBytes.of(as_is).weights,
                 slab=in_slab(p.nbytes for p in parameters if p.requires_grad),
                 resident=unit.resident,
@@ -302,8 +308,9 @@ def choose(
     units_whole = [UnitHostBytes.of((parameter for _, parameter in unit.params), travels) for unit in units]
     whole = host_bytes(units_whole, states=STATES["AdamW"], training=trains)
     whole = sharing.together(whole, max((unit.trained for unit in units_whole), default=0) if trains else 0)
-    spills = spills and trains
-    waiting = sharing.ranks * activation_blocks.least_nbytes(budget) * offloads * spills
+    movable = 0 if sharing.several else sum(placement.masters + placement.as_is for placement in placements)
+    spills = spills and bool(whole.optimizer if trains else movable)
+    waiting = sharing.ranks * activation_blocks.least_nbytes(budget) * offloads * spills * trains
     whole = replace(whole, activations=waiting)
     largest = max((placement.in_files for placement in placements), default=0)
     converts = compute_dtype is not None or may_cast  # in a buffer of its own

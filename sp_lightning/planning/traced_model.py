@@ -203,7 +203,8 @@ class TracedModel(PlannedModel):
         everything = {key: nbytes for unit in filed for key, nbytes in unit.items()}
         dtype = self._half() if options.master_weights else None
         may_cast = self._precision.endswith("mixed") and options.may_cast and dtype is None
-        spills, trains = options.disk is not None, self.answers is None
+        trains = self.answers is None
+        spills = trains and options.disk is not None
         budget, known = options.host_budget, trace.castable
         kinds = dtype, may_cast, trains, spills
         offloads = options.offloads

@@ -96,8 +96,7 @@ class WithinBudget(InMemory):
         found = {key: at for key, at in found.items() if key in everywhere}
         filed = {key: at.nbytes for key, at in found.items()}
         casts = () if is_compiled(self._module) else castable(self._module)
-        # Other code may refer to their bytes (placement.py, Rule 5).
-        shared = sharing_bytes(parameters) | find_foreign(parameters) if self.spills and keep else ()
+        shared = self._bound_to_memory(parameters, keep)
         kinds = *self._types, self._trains, self.spills
         offloads = self._options.offloads
         placed = choose(units, filed, self._budget, *kinds, casts, shared, self._sharing, offloads)
@@ -109,8 +108,8 @@ class WithinBudget(InMemory):
         self.adopted = found.keys() - stay if placed.units or placed.spilled else ()
         moved = {i: may_move(self._params([i]), self._types[0], casts, shared) for i in range(len(units))}
         self._moved = {id(parameter) for index in placed.masters for parameter in moved[index]}
-        is_narrow = self._types[0] is not None
-        travelling = (may_travel(self._params([i]), moved[i], is_narrow, shared) for i in placed.travelling)
+        kind = self._types[0] is not None, shared, self._trains
+        travelling = (may_travel(self._params([i]), moved[i], *kind) for i in placed.travelling)
         self._wired = {id(parameter) for of_unit in travelling for parameter in of_unit}
         if placed.units:
             log.info(
@@ -125,6 +124,10 @@ class WithinBudget(InMemory):
     def _params(self, indices: Iterable[int]) -> list[nn.Parameter]:
         """List the parameters of units."""
         return [parameter for index in indices for _, parameter in self._units[index].params]
+
+    def _bound_to_memory(self, parameters: Sequence[nn.Parameter], keep: bool) -> set[int]:
+        """Return the ids of weights that may not be on a disk; with ``keep`` those to whose bytes others may refer."""
+        return set()
 
     def open(self) -> None:
         if self.maps_blocks:
@@ -153,6 +156,7 @@ class WithinBudget(InMemory):
         spilled, spill = "", ""
         if self.spills:
             what = "optimizer state and weights" if placed.masters or placed.travelling else "optimizer state"
+            what = what if self._trains else "weights"
             spilled = f" and {format_bytes(placed.on_disk)} of {what} on the disk"
         elif placed.host.optimizer:
             spill = "Give disk= a folder on a local SSD for the optimizer's state. "
@@ -229,12 +233,18 @@ class WithDisk(WithinBudget):
         if not self.state.is_on_disk:
             for folder, nbytes in shares(self._folders, self.on_disk).items():
                 if not make_room(folder, nbytes):
-                    spilled = self._params({*self.placed.spilled, *self.placed.masters})
+                    spilled = self._params({*self.placed.spilled, *self.placed.masters, *self.placed.travelling})
                     check_room(folder, nbytes - left_nbytes(folder, spilled))
+
+    def _bound_to_memory(self, parameters: Sequence[nn.Parameter], keep: bool) -> set[int]:
+        bound = sharing_bytes(parameters) | find_foreign(parameters) if keep else set()  # placement.py, Rule 5
+        if not self._trains:
+            bound |= {id(p) for p in parameters if p.is_meta or in_memory_nbytes([true_data(p)])}
+        return bound
 
     def open(self) -> None:
         placed = self.placed
-        if placed.spilled and not self.state.is_on_disk:
+        if placed.on_disk and not self.state.is_on_disk:
             file = ScratchFile(self._folders, self._ranks)
             self.state = self.files.scratch = self._on_disk(file, placed.buffer)
             self._gradients = GradientRing(file, self._device, self._counters, placed.gradient_buffer)

@@ -1,16 +1,19 @@
 """Features that meet state and weights on a disk in one run are plain Lightning, bit for bit."""
 
 import functools
+import importlib
 import os
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from torch import nn
 
 import models
 import parity
 from sp_lightning.disk import state_ring
+from sp_lightning.disk.scratch_file import in_memory_nbytes
 
 
 @pytest.fixture(autouse=True)
@@ -202,3 +205,67 @@ def test_several_runs_of_one_module(precision, optimizer, device):
     assert found == expected
     for name, value in plain.items():
         assert parity.difference(value, weights[name]) is None, name
+
+
+class Large(L.LightningModule):
+    """Weights of 6 MiB that all train."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(24)])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def training_step(self, batch, number):
+        return self.net(batch).float().square().mean()
+
+    def validation_step(self, batch, number):
+        self.log("loss", self.training_step(batch, number))
+
+    test_step = validation_step
+
+    def predict_step(self, batch, number):
+        return self.net(batch).float().cpu()
+
+
+@parity.product(precision=["32-true", "bf16-mixed"], place=["host", "device"], device=parity.DEVICES)
+@pytest.mark.few(2)
+def test_what_a_fit_left_on_the_disk_stays_there_while_a_run_evaluates(precision, place, device):
+    """Memory for all weights is more than the budget, with which the fit itself goes on after that."""
+    if device.type == "simgpu":
+        importlib.import_module("simgpu.lightning")
+    batches = [torch.randn(4, 256, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+
+    def run(strategy):
+        module, said = Large(), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = L.Trainer(
+            accelerator=device.type,
+            precision=precision,
+            strategy=strategy,
+            max_epochs=1,
+            enable_checkpointing=False,
+            **said,
+        )
+        data = functools.partial(torch.utils.data.DataLoader, batches, batch_size=None)
+        seen = []
+        for _ in range(2):
+            trainer.fit_loop.epoch_progress.reset()
+            trainer.fit(module, data(), data())
+            for evaluate in (trainer.validate, trainer.test):
+                seen += evaluate(module, data(), verbose=False)
+                left.append(in_memory_nbytes([p.data for p in module.parameters()]))
+            module.requires_grad_(False)
+            seen += [out.sum().item() for out in trainer.predict(module, data())]
+            module.requires_grad_(True)
+        return seen, module.state_dict()
+
+    left = []
+    expected, plain = run(parity.plain_strategy(device.type))
+    left.clear()
+    options = {"units": "Linear", "window": 1, "host_budget": "4500KiB", "disk": os.getcwd()}
+    found, weights = run(parity.streaming_strategy(device.type, optimizer_device=place, **options))
+    assert found == expected
+    assert all(parity.difference(value, weights[name]) is None for name, value in plain.items())
+    assert 0 < max(left) < 4500 << 10
