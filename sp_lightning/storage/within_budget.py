@@ -77,6 +77,8 @@ class WithinBudget(InMemory):
         self._budget = options.host_budget or 0
         self._units: Sequence[Unit] = ()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._thawed: set[int] = set()  # ids of parameters that came to train while state was on a disk
+        self._thawed_nbytes = 0  # of those since units were chosen: gradients, and weights that leave their files
         self.files = WeightFiles(device, counters)
 
     @property
@@ -135,15 +137,22 @@ class WithinBudget(InMemory):
         self.files.open(self.in_files, self._moved | self._wired, self._wired)
         # Not with "0B": as little as can be had. Ranks step in memory that they share.
         is_bounded = self.spills or self._budget or self._sharing.several
-        self.frozen = [p for p in self._module.parameters() if is_bounded and not p.requires_grad]
+        frozen = [p for p in self._module.parameters() if is_bounded and not p.requires_grad]
+        self.frozen = [p for p in frozen if id(p) not in self._thawed]
+        self._thawed_nbytes = 0
 
     def homes(self, unit: Unit) -> Sequence[FileHome]:
         return self.files.homes(unit)
 
     def is_outgrown(self) -> bool:
-        if self.state.is_on_disk or not any(parameter.requires_grad for parameter in self.frozen):
+        thawed = [parameter for parameter in self.frozen if parameter.requires_grad]
+        if not thawed:
             return False
         self.frozen = [parameter for parameter in self.frozen if not parameter.requires_grad]
+        if self.state.is_on_disk:  # once for each parameter: parts may be frozen in turns
+            self._thawed.update(map(id, thawed))
+            self._thawed_nbytes += sum(p.nbytes * (1 + (id(p) in self.in_files)) for p in thawed)
+            return self._trains and self.placed.host.total + self._thawed_nbytes > self._budget
         whole = choose(self._units, {}, self._budget, *self._types, self._trains, sharing=self._sharing).host
         return bool(self.in_files) or whole.total > self._budget
 

@@ -1097,6 +1097,69 @@ def test_weights_that_are_unfrozen_have_their_first_state_on_disk_where_forward_
     assert_same(*runs)
 
 
+FROZEN = {  # at first; the budget is for layers of 160 KB
+    "layers": (lambda net: net[:8].requires_grad_(False), 3_400_000),
+    "weights": (lambda net: [layer[0].weight.requires_grad_(False) for layer in net], "0B"),
+}
+
+
+@parity.product(part=list(FROZEN), device=parity.DEVICES)
+@pytest.mark.few(1)
+def test_what_is_unfrozen_once_state_is_on_the_disk_is_within_the_budget(part, device):
+    """Gradients of what did not train before, in layers of their own or beside those of others."""
+    nets, (freeze, budget) = [], FROZEN[part]
+    for options in ({"disk": os.getcwd(), "host_budget": budget}, {}):
+        net = stack(200, 12)
+        freeze(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        with sp_lightning.stream(net, device, window=2, wire_dtype="as-is", **options) as handle:
+            for _ in range(2):
+                train(net, optimizer, device, 2, 200)
+                handle.finish_step()
+                if options:
+                    assert handle.storage.state.is_on_disk
+                    tensors = [*(p.grad for p in net.parameters() if p.grad is not None), *net.parameters()]
+                    taken = scratch_file.in_memory_nbytes([one.data for one in tensors]) + handle.storage.ring_nbytes
+                    assert taken <= 3_400_000
+                net.requires_grad_(True)
+            if options:
+                assert scratch_file.in_memory_nbytes([p.grad for p in net.parameters()]) == 0
+        nets.append(net)
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert parity.difference(other.detach(), one.detach()) is None
+
+
+def test_what_is_unfrozen_and_has_no_room_with_state_on_the_disk_is_an_error(device):
+    net = stack(200, 8)
+    net.append(nn.Sequential(nn.Linear(200, 1800), nn.Linear(1800, 200)).requires_grad_(False))
+    optimizer = torch.optim.AdamW(net.parameters())
+    options = {"disk": os.getcwd(), "host_budget": 6_500_000, "wire_dtype": "as-is", "units": "Sequential"}
+    with sp_lightning.stream(net, device, window=2, **options) as handle:
+        train(net, optimizer, device, 2, 200)
+        assert handle.storage.state.is_on_disk
+        net.requires_grad_(True)
+        with pytest.raises(HostMemoryError, match="cannot be met"):
+            train(net, optimizer, device, 1, 200)
+
+
+def test_parts_that_are_frozen_in_turns_leave_units_on_the_disk_as_they_are(device, monkeypatch):
+    """After the first turn: all weights would be copied in every step."""
+    attached, attach = [], Handle._attach
+    monkeypatch.setattr(Handle, "_attach", lambda *given, **more: (attached.append(1), attach(*given, **more)))
+    nets = [stack(200, 4), stack(200, 4)]
+    for net, options in zip(nets, ({"disk": os.getcwd(), "host_budget": "0B"}, {}), strict=True):
+        optimizer, count = torch.optim.AdamW(net.parameters()), []
+        with sp_lightning.stream(net, device, window=2, wire_dtype="as-is", **options):
+            for step in range(6):
+                net[:2].requires_grad_(step % 2 == 0)
+                net[2:].requires_grad_(step % 2 == 1)
+                train(net, optimizer, device, 1, 200)
+                count.append(len(attached))
+        assert not options or count[2:] == count[2:3] * 4
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert parity.difference(other.detach(), one.detach()) is None
+
+
 # ---- other ways to run, and memory
 
 
