@@ -477,14 +477,16 @@ def _left_to_torch(optimizer: Optimizer, conversions: Conversions, narrow: Narro
 
 
 def needs_order(optimizer: Optimizer, narrow: Mapping[int, CameDown] = MappingProxyType({})) -> bool:
-    """Whether the loop's order decides: parameters, gradients or state share bytes, or torch may refuse one."""
+    """Whether the loop's order decides: parameters, gradients or state share bytes, or torch may refuse one.
+
+    Torch leaves out a parameter without a gradient.
+    """
     stepped: list[Tensor] = []
     state: list[Any] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
-            stepped.append(param)
             if (grad := param.grad if (came := narrow.get(id(param))) is None else came.values) is not None:
-                stepped.append(grad)
+                stepped += param, grad
             state += optimizer.state.get(param, {}).values()
     if not all(map(_is_plain, stepped)):
         return True

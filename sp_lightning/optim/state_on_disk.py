@@ -7,8 +7,9 @@
    while the next portions are read and those before are written (state_ring.py). A class that steps each parameter as
    a whole finds all of it in a buffer, in its shape; one that is too large for a buffer has all of them, and nothing is
    read or written beside its step. All else is stepped on the tensors as they are, which is right, at the speed of page
-   faults: other classes of optimizers, ``foreach``, parameters that share bytes or scalars, and those that are to be
-   stepped whole and too large for the ring. The result is the same to the last bit.
+   faults: other classes of optimizers, ``foreach``, parameters that share bytes or scalars, those that are to be
+   stepped whole and too large for the ring, and all that are stepped at once with one that is complex, sparse or on a
+   device. The result is the same to the last bit.
 3. A portion consists of whole pieces (pieces.py, Rule 5), which may end inside a block. Of such a block the first
    portion keeps its part in memory, and the next one writes it.
 4. Scalars are stepped by a parameter's last part, and the parts before it step copies. A parameter whose last part was
@@ -31,6 +32,7 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -235,6 +237,8 @@ class StateOnDisk(StateInMemory):
         self._lock = threading.RLock()  # a thread may step one optimizer while the caller steps another
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._said: set[type] = set()  # the classes of optimizers of which the log says that they are slow
+        # Those of which torch steps all parameters in the step that goes on (Rule 2).
+        self._stepped_in_order: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def expect(self, optimizers: Sequence[Optimizer]) -> None:
         self._file.optimizers.update(optimizers)
@@ -282,6 +286,7 @@ class StateOnDisk(StateInMemory):
         else:
             shadow.rest = functools.partial(self._rest, shadow.rest)
             shadow.first = self._first
+            shadow.end = functools.partial(self._end, shadow.end)
         if shadow is None or not all(self._takes(optimizer, group) for group in optimizer.param_groups):
             self._say_slow(optimizer, "")
         self.adopt(optimizer)
@@ -327,6 +332,13 @@ class StateOnDisk(StateInMemory):
         except DiskError as error:
             outcome = "The optimizer had stepped all parameters; state that did not move to the disk stays in memory"
             raise error.with_outcome(outcome) from error
+
+    def _end(self, end: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+        """End a step of a shadow: what torch made in the place of portions moves at once."""
+        end(optimizer)
+        if optimizer in self._stepped_in_order:
+            self._stepped_in_order.discard(optimizer)
+            self._adopt_after(optimizer)
 
     def adopt_one(self, optimizer: Optimizer, parameter: Tensor) -> None:
         """Move the state of one parameter into the file."""
@@ -444,7 +456,9 @@ class StateOnDisk(StateInMemory):
         shadow.param_groups = groups
         spilled: list[Spilled] = []
         try:
-            if not needs_order(shadow):
+            if needs_order(shadow):
+                self._leave_to_torch(shadow)
+            else:
                 spilled = list(self._spilled(shadow, conversions))
             if not spilled or _share_state(shadow):
                 return groups
@@ -469,6 +483,13 @@ class StateOnDisk(StateInMemory):
             raise
         stepped = {id(one.param) for one in spilled}
         return [{**group, "params": [p for p in group["params"] if id(p) not in stepped]} for group in groups]
+
+    def _leave_to_torch(self, shadow: Any) -> None:
+        """Note that torch's own loop steps all parameters, as it would without a disk."""
+        if any(id(param) in self.parameters for group in shadow.param_groups for param in group["params"]):
+            self._say_slow(shadow, " beside parameters that are complex, sparse or on a device, or share their bytes")
+            if (called_with := getattr(shadow, "called_with", None)) is not None:
+                self._stepped_in_order.add(called_with[0][0])
 
     _each_by_itself = staticmethod(each_by_itself)
 

@@ -255,6 +255,40 @@ def test_a_fused_optimizer_of_the_users_is_stepped_in_portions(kind, options, dt
     assert not any("cannot be stepped in portions" in message for message in caplog.messages)
 
 
+class Beside(nn.Module):
+    """A layer with a weight of another type."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(65, dtype=torch.cfloat if kind == "complex" else torch.float32))
+        self.codes = nn.Parameter(torch.arange(65, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x):
+        x = x * self.weight
+        return (x if x.dtype == torch.float32 else torch.view_as_real(x)[..., 0]) * self.codes
+
+
+@parity.product(kind=["complex", "uint8"], device=parity.DEVICES)
+@pytest.mark.few(1)
+def test_weights_beside_one_of_another_type_have_their_first_state_on_the_disk(kind, device, caplog):
+    """Those beside one that does not train are stepped in portions; of the others the log says that they are not."""
+    runs = []
+    for where in (True, False):
+        net = stack().append(nn.Sequential(Beside(kind)))
+        optimizer = torch.optim.AdamW(net.parameters())
+        context = streamed(net, device, wire_dtype="as-is") if where else sp_lightning.stream(net, device, window=2)
+        with context, caplog.at_level(logging.INFO):
+            for step in range(3):
+                train(net, optimizer, device)
+                if where and not step:
+                    values = [v for entry in optimizer.state.values() for v in entry.values() if v.dim()]
+                    assert scratch_file.in_memory_nbytes(values) == 0
+        runs.append((net, optimizer))
+    assert_same(*runs)
+    said = [message for message in caplog.messages if "cannot be stepped in portions" in message]
+    assert len(said) == (kind == "complex")
+
+
 @pytest.mark.parametrize("made", [torch.zeros_like, lambda p: [torch.zeros_like(p)]], ids=["a tensor", "a list"])
 @pytest.mark.few(1)
 def test_state_that_is_no_dictionary_stays_in_memory(made, device):
