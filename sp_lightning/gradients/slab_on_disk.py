@@ -69,11 +69,11 @@ class GradientRing:
     def next_free(self) -> Buffer:
         """Return the buffer that the next transfer gets; have the oldest gradients land if none is free (Rule 3)."""
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(READERS, "superpipeline-gradients")
-            self._buffers = [aligned_buffer(self._device, self._buffer_nbytes) for _ in range(GRADIENT_BUFFERS)]
-            nbytes = min(GRADIENT_PIECE, self._buffer_nbytes)
-            self._pieces = [aligned_buffer(self._device, nbytes) for _ in range(READERS)]
-            self._free.extend(self._buffers)
+            try:
+                self._open()
+            except BaseException:
+                self.close()
+                raise
         for transfer in list(self._lent):
             if not self._free:
                 transfer.land()
@@ -118,6 +118,15 @@ class GradientRing:
         self._lent.clear()
 
     # ---- details
+
+    def _open(self) -> None:
+        """Allocate the buffers and make the threads."""
+        for _ in range(GRADIENT_BUFFERS):
+            self._buffers.append(aligned_buffer(self._device, self._buffer_nbytes))
+        for _ in range(READERS):
+            self._pieces.append(aligned_buffer(self._device, min(GRADIENT_PIECE, self._buffer_nbytes)))
+        self._free.extend(self._buffers)
+        self._threads = ThreadPoolExecutor(READERS, "superpipeline-gradients")
 
     def _share(self, work: Callable[..., None], of: Sequence[tuple[Any, ...]]) -> None:
         """Have the threads do some work, and wait for all of it, also after an error."""

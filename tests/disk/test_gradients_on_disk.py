@@ -285,6 +285,29 @@ def test_a_disk_that_fails_under_a_gradient_is_a_typed_error_and_the_next_batch_
     assert all(map(torch.equal, *results))
 
 
+@parity.product(at=[0, 1, 4], device=parity.DEVICES)
+@pytest.mark.few(1)
+def test_a_host_that_has_no_memory_for_the_buffers_is_an_error_after_which_the_run_goes_on(at, device, monkeypatch):
+    results, make = [], slab_on_disk.aligned_buffer
+    for fails in (False, True):
+        net, calls = stack(), itertools.count()
+
+        def failing(device, nbytes, calls=calls):
+            return make(device, 1 << 60 if next(calls) == at else nbytes)
+
+        with streamed(net, device, optimizer_overlap=False) as handle:
+            if fails:
+                monkeypatch.setattr(slab_on_disk, "aligned_buffer", failing)
+                with pytest.raises(OSError, match="Cannot allocate memory"):
+                    backward(net, device, 0)
+                net.zero_grad()
+            for number in (1, 2):
+                backward(net, device, number)
+            assert all(is_on_disk(handle, p.grad) for p in net.parameters())
+            results.append([p.grad.clone() for p in net.parameters()])
+    assert all(map(torch.equal, *results))
+
+
 def test_a_slow_disk_holds_backward_and_changes_nothing(device, monkeypatch):
     """Buffers are taken again only when what they had has landed."""
     results, lent, write = [], [], slab_on_disk.GradientRing.write
