@@ -12,7 +12,8 @@
    (state_on_disk.py). Their wire copies are in memory, or in the file as well.
 7. A wire copy in the file goes up from its range, and so does a weight there without one (it travels as it is,
    autocast's casts are not known yet, or it is not only cast): reading a range directly finds what was written through
-   the mapping. While user code has given a weight other data, it goes up from that.
+   the mapping. While user code has given a weight other data, it goes up from that; once nothing refers to the range,
+   which ends with its last tensor, the weight has left the file for good: other memory may come to have its address.
 """
 
 from __future__ import annotations
@@ -217,8 +218,12 @@ class ScratchHome(_Files):
         return min(PIECE, in_file(range_.nbytes for _, range_ in self._here.values()))
 
     def refresh(self, stamp: Stamp) -> dict[int, Callable[[], Tensor]]:
+        here = {i: (address, at) for i, (address, at) in self._here.items() if self._weights[i].wire is None}
+        left = [i for i, (address, at) in here.items() if at.file.offset_of(address, at.nbytes) != at.offset]
+        for index in left:
+            del self._here[index]
         self._find_read(self.indices, stamp)
-        return {}
+        return dict.fromkeys(left, _not_needed)
 
     def changed(self) -> dict[int, Tensor]:
         return {}  # what is written to a weight is what its file has
@@ -233,3 +238,8 @@ class ScratchHome(_Files):
         if not self._read:
             return self._device.send_up(copies, around, loose)
         return self._fill(copies, around, loose, (), True)
+
+
+def _not_needed() -> Tensor:
+    """Read a range that ended, for a wire copy: only weights that need none leave the scratch file."""
+    raise AssertionError

@@ -5,12 +5,14 @@ tests/contract/test_state_on_disk.py trains the zoo that way.
 
 import contextlib
 import copy
+import ctypes
 import errno
 import functools
 import gc
 import itertools
 import json
 import logging
+import mmap
 import os
 import pathlib
 import re
@@ -33,6 +35,7 @@ import parity
 import sp_lightning
 from sp_lightning.disk import placement, scratch_file, state_ring
 from sp_lightning.errors import DiskError, HostMemoryError, TornStepError
+from sp_lightning.memory.pinned import libc
 from sp_lightning.runtime.handle import Handle, own_state
 
 
@@ -1192,6 +1195,30 @@ def test_parts_that_are_frozen_in_turns_leave_units_on_the_disk_as_they_are(devi
         assert not options or count[2:] == count[2:3] * 4
     for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         assert parity.difference(other.detach(), one.detach()) is None
+
+
+def test_data_at_the_address_that_a_weight_had_in_the_file_is_what_travels(device):
+    """The range has ended with the last tensor over it, and other memory came to its address."""
+
+    def run(options):
+        net, seen = stack(65, 3), []
+        weight = net[1][0].weight
+        with sp_lightning.stream(net, device, window=1, wire_dtype="as-is", **options), torch.no_grad():
+            at = weight.data_ptr()
+            weight.data = weight.data * 0.5
+            seen += [net(batch(device)).cpu() for _ in range(2)]
+            access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            address = libc().mmap(at if options else 0, weight.nbytes, access, flags, -1, 0)
+            assert address == at or not options
+            buffer = (ctypes.c_uint8 * weight.nbytes).from_address(address)
+            new = torch.frombuffer(buffer, dtype=torch.float32).view_as(weight)
+            weight.data = new.copy_(weight.data * 3)
+            seen += [net(batch(device)).cpu() for _ in range(2)]
+            weight.data = weight.data.clone()  # what was mapped stays
+        return seen
+
+    found, expected = run({"disk": os.getcwd(), "host_budget": "0B"}), run({})
+    assert all(map(torch.equal, found, expected))
 
 
 # ---- other ways to run, and memory
