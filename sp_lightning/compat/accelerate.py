@@ -20,6 +20,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.hooks import ModelHook  # type: ignore[import-untyped,unused-ignore]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped,unused-ignore]
+from accelerate.utils import extract_model_from_parallel  # type: ignore[import-untyped,unused-ignore]
 from torch import nn
 
 from ..errors import UnsupportedError
@@ -137,7 +138,7 @@ def data_set_kinds() -> Any:
 
 
 # Attributes of models. Without the first a model that accelerate has dispatched would be streamed over its hooks, and
-# without the second one that was prepared already would be moved once more.
+# without the second a wrapper that was made of a streamed model would be streamed in its place.
 HOOK = "_hf_hook"
 PREPARED = "_is_accelerate_prepared"
 
@@ -199,6 +200,11 @@ class RunsOn(ModelHook):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> RunsOn:
         return self  # it says of no copy where that is once streaming has ended
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """Return the model inside of what accelerate made of it, if it has prepared this one."""
+    return extract_model_from_parallel(model, keep_torch_compile=False) if getattr(model, PREPARED, False) else model
 
 
 def mark(module: nn.Module, device: torch.device) -> RunsOn:

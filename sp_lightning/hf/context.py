@@ -6,7 +6,8 @@
    one submodule has all parameters is moved as ever, a layer, a metric, and comes back to the host if it is prepared.
 3. A model that is streamed ignores ``.to(device)``: its place is ours until the context ends. A conversion of type
    happens. ``model.device`` is where it runs, which other code moves to.
-4. accelerate keeps its part, autocast, compilation and its list of models, but moves and wraps nothing.
+4. accelerate keeps its part, autocast, compilation and its list of models, but moves and wraps nothing. Its mark of a
+   model that it has prepared says nothing of where that is: copies have it, and so has the model in a later context.
 5. A call of the model is a step whatever its ``forward`` is by then, and moves its arguments (runtime/entries.py,
    Rules 8 and 9).
 6. Optimizer state is on the host. A step is deferred where that is exact, as in a loop by hand (optimizer_steps.py,
@@ -214,8 +215,7 @@ class streaming:
         self, accelerator: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False
     ) -> Any:
         prepare = self._names.PREPARE_MODEL.original
-        prepared = getattr(model, self._names.PREPARED, False)
-        if device_placement is False or not accelerator.device_placement or prepared:
+        if device_placement is False or not accelerator.device_placement:
             return prepare(accelerator, model, device_placement, evaluation_mode)
         if accelerator.distributed_type not in self._names.PLAIN_TYPES:
             raise UnsupportedError(
@@ -223,7 +223,10 @@ class streaming:
                 "plugin and its options out (deepspeed=, fsdp=), as sp_lightning.hf needs none of them"
             )
         wraps = accelerator.use_distributed and not evaluation_mode and _trains(model)
-        (self.share if wraps else self.take)(model, accelerator.device)
+        (self.share if wraps else self.take)(self._names.inside(model), accelerator.device)
+        for part in model.modules():
+            if isinstance(part, RankedModel):
+                part.stream = self  # which an earlier context made, perhaps
         return prepare(accelerator, model, device_placement=False, evaluation_mode=evaluation_mode)  # Rule 4
 
     def _prepare_optimizer(self, accelerator: Any, optimizer: Any, device_placement: Any = None) -> Any:

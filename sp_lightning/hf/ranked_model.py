@@ -37,7 +37,7 @@ class RankedModel(DistributedDataParallel):
         nn.Module.__init__(self)
         self.module = module
         self.device = self.handle_in(stream).device.torch_device
-        self._stream = stream
+        self.stream = stream
         self._sends_buffers = sends_buffers and next(module.buffers(), None) is not None  # at the beginning
         self.require_forward_param_sync = True
         self.require_backward_grad_sync = True
@@ -45,10 +45,10 @@ class RankedModel(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, with the first rank's buffers where DDP's has them (Rule 3)."""
-        handle = self.handle_in(self._stream)
-        self._stream.ranks.check()
+        handle = self.handle_in(self.stream)
+        self.stream.ranks.check()
         if self._sends_buffers and self.require_forward_param_sync:
-            broadcast_buffers(self.module, self._stream.ranks, None, self.device)
+            broadcast_buffers(self.module, self.stream.ranks, None, self.device)
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             handle.exchanges = self.require_backward_grad_sync
@@ -87,4 +87,4 @@ class _Reducer:
         self._model = model
 
     def prepare_for_backward(self, _: Any) -> None:
-        self._model.handle_in(self._model._stream).exchanges = True
+        self._model.handle_in(self._model.stream).exchanges = True

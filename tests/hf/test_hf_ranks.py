@@ -92,7 +92,10 @@ def test_two_machines_of_two_ranks_are_ddp_with_the_tree(run, tmp_path):
 
 @pytest.mark.seldom
 def test_a_model_that_ddp_would_wrap_is_shared_and_others_are_not():
-    for found in processes.run(2, ranked_hf.facts):
+    ranks = processes.run(2, ranked_hf.facts)
+    assert ranks[0]["gradient"] == ranks[1]["gradient"] != [[0.0] * 16] * 8  # of a wrapper from an earlier context
+    for found in ranks:
+        assert found["later"] == [True, [2]]
         assert (found["shared"], found["streamed"]) == (["net"], 2)
         assert found["kind"] == found["once more"] == "RankedModel"
         assert "longer do: train and evaluate inside the context" in found["after"]

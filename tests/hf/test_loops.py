@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
 import types
 
+import hf_runs
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from hf_runs import compare, llama, rows
 from torch import nn
 from torch.utils.data import DataLoader
@@ -219,6 +222,54 @@ def copied_and_unwrapped(folder, make=Scaled, patched=False, **options):
 @pytest.mark.few(2)
 def test_copies_of_what_accelerate_wraps_are_those_of_the_stock_run(options, device, tmp_path):
     compare(functools.partial(copied_and_unwrapped, **options), tmp_path)
+
+
+def in_contexts(streams, copies=False, mixed_precision="bf16", **settings):
+    """The loop of one accelerator, in two contexts one after the other if it streams; copies are prepared, too."""
+    AcceleratorState._reset_state(True)
+    torch.manual_seed(1)
+    accelerator = Accelerator(mixed_precision=mixed_precision, **settings)
+    model, seen, streamed = Scaled(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+    for number in range(2):
+        with contextlib.ExitStack() as stack:
+            if streams:
+                stream = stack.enter_context(sp_lightning.hf.streaming(window=1))
+            model, optimizer = accelerator.prepare(model, optimizer)
+            frozen = copy.deepcopy(model).requires_grad_(False) if copies else None
+            reference = accelerator.prepare_model(frozen, evaluation_mode=True) if copies else torch.zeros_like
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(accelerator.device)
+            for _ in range(2):
+                loss = (model(x) - reference(x)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.detach().cpu())
+            if streams:
+                streamed.append([handle.module for handle in stream.handles])
+                assert all(type(one) is Scaled for one in streamed[-1])
+        if streams:
+            hf_runs.assert_plain_but_prepared(accelerator.unwrap_model(model))
+    seen += [p.detach().cpu() for p in model.parameters()]
+    return seen, [len(models) for models in streamed]
+
+
+COMPILED = {"mixed_precision": "no", "dynamo_backend": "eager"}  # which has no simulated device
+
+
+@pytest.mark.parametrize(
+    "settings, device",
+    [
+        *(pytest.param(one, "simgpu", marks=pytest.mark.simgpu) for one in ({}, {"copies": True})),
+        *((one, "cpu") for one in ({}, {"copies": True}, COMPILED)),
+    ],
+    indirect=["device"],
+)
+def test_a_model_that_is_prepared_already_streams_in_a_later_context_and_so_do_its_copies(settings, device):
+    """accelerate's mark of it says nothing of where it is."""
+    (expected, _), (found, streamed) = in_contexts(False, **settings), in_contexts(True, **settings)
+    assert streamed == [2 if "copies" in settings else 1] * 2
+    assert all(map(torch.equal, expected, found))
 
 
 class Wrapper(torch.optim.Optimizer):

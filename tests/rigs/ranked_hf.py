@@ -257,6 +257,11 @@ def facts(device: str = "cpu", moves: bool = False) -> dict[str, Any]:
             "errors": [said(lambda what=what: ERRORS[what](run, model, net)) for what in ERRORS],
         }
     found["after"] = said(lambda: model(torch.zeros(4, 16)))
+    with streaming(window=1) as later:
+        found["later"] = [run.prepare(model) is model, [one.team.size for one in later.handles if one.module is net]]
+        net.zero_grad()
+        run.backward(model(torch.full((4, 16), run.process_index).to(run.device, torch.float32)).sum())
+        found["gradient"] = net.head.weight.grad.tolist()
     return found
 
 
