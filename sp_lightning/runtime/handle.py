@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ..autograd.phases import Phase
 from ..autograd.recompute import host_of
+from ..autograd.saved_tensors import tensors_in
 from ..calls.call_threads import CallThreads
 from ..calls.lockstep import Call, Lockstep
 from ..compat.dynamo import Unsupported, never_compiled
@@ -498,6 +499,8 @@ class Handle:
     def _attach(self, units: list[Unit] | None = None, again: bool = False) -> None:
         """Begin to stream, or begin again; ``units``: the module's, if they are known."""
         bring_to_host(self.module)
+        if not self.device.is_host:
+            check_moves(self.module)
         units = partition(self.module, self.options.units) if units is None else units
         device = self.device.torch_device
         kind = device if self.device.is_real else None
@@ -847,6 +850,24 @@ class ModuleFingerprint:
         if not forwards and list(map(type, self._with_entries)) == self._classes:
             return False
         return SUBSTITUTE not in _structure(self._module)
+
+
+def check_moves(module: nn.Module) -> None:
+    """Raise an error for a weight that takes other tensors along when it is moved: only its own bytes are streamed.
+
+    Its class has a ``to`` of its own, and kernels for the device would get an address in host memory, of its scales.
+    """
+    for name, parameter in module.named_parameters():
+        if type(parameter).to is torch.Tensor.to or consists_of_tensors(parameter):
+            continue
+        along = [one for one in tensors_in(vars(parameter)) if not isinstance(one, nn.Parameter)]
+        if any(one.device.type == "cpu" for one in along):
+            others = "another tensor" if len(along) == 1 else f"{len(along)} other tensors"
+            raise UnsupportedError(
+                f"{name} is a {type(parameter).__name__}, which takes {others} along where it is moved, such as the "
+                "scales of its values, and only its own bytes are streamed: quantise with weights that say which "
+                "tensors they consist of (torchao), or leave them unquantised"
+            )
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 
@@ -492,3 +493,55 @@ def test_a_quantised_weight_that_two_modules_share(device):
             self.blocks[2].alias = [self.blocks[2].down.base.weight]
 
     check(Tied, wrapped.trained_and_evaluated, device)
+
+
+class Scaled(nn.Parameter):
+    """Has its scale in an attribute, and takes it along where it is moved."""
+
+    def __new__(cls, data, state):
+        made = torch.Tensor._make_subclass(cls, data, False)
+        made.state = state
+        return made
+
+    def to(self, *args, **kwargs):
+        return Scaled(super().to(*args, **kwargs), {"scale": self.state["scale"].to(*args, **kwargs)})
+
+
+class ScaledLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        codes = torch.randint(-8, 8, (12, 12), dtype=torch.int8)
+        self.weight = Scaled(codes, {"scale": torch.rand(12, 1)})
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.weight.state["scale"])
+
+
+def of_bitsandbytes(bits):
+    library = pytest.importorskip("bitsandbytes", reason="it packs the weights")
+    kinds = {4: library.nn.Linear4bit, 8: functools.partial(library.nn.Linear8bitLt, has_fp16_weights=False)}
+    return kinds[bits](64, 64).to("cpu")
+
+
+@refusal(
+    "on an accelerator, a weight whose class takes other tensors along where it is moved (bitsandbytes' `Params4bit`)",
+    UnsupportedError,
+    "torchao, whose weights say which tensors they consist of, or weights that are not quantised",
+)
+@pytest.mark.simgpu
+@pytest.mark.parametrize("make", [ScaledLinear, lambda: of_bitsandbytes(4), lambda: of_bitsandbytes(8)])
+def test_a_weight_that_takes_other_tensors_along_is_refused_on_an_accelerator(make):
+    """Kernels would get an address in host memory, of its scales."""
+    net = nn.Sequential(make(), make())
+    with pytest.raises(
+        UnsupportedError, match=r"0\.weight is a \w+, which takes (another tensor|\d other tensors) along where it is"
+    ):
+        sp_lightning.stream(net, "simgpu", window=1)
+
+
+def test_a_weight_that_takes_other_tensors_along_streams_where_the_cpu_computes():
+    def run(module, device):
+        with torch.no_grad():
+            yield [module(x) for x in inputs(device, 2)]
+
+    check(lambda: nn.Sequential(ScaledLinear(), ScaledLinear()), run, torch.device("cpu"))
