@@ -4,8 +4,9 @@
    accelerator, by ``module.to`` or ``module.cuda``. Public methods are patched meanwhile (compat/accelerate.py).
 2. Every model streams: student, reference, reward model, text encoder. Each has a handle of its own. A module of which
    one submodule has all parameters is moved as ever, a layer, a metric, and comes back to the host if it is prepared.
-3. A model that is streamed ignores ``.to(device)``: its place is ours until the context ends. A conversion of type
-   happens. ``model.device`` is where it runs, which other code moves to.
+3. A model that is streamed ignores ``.to(device)``: its place is ours until the context ends, and only buffers, and
+   parts without weights, that came later go there. A conversion of type happens. ``model.device`` is where it runs,
+   which other code moves to.
 4. accelerate keeps its part, autocast, compilation and its list of models, but moves and wraps nothing. Its mark of a
    model that it has prepared says nothing of where that is: copies have it, and so has the model in a later context.
 5. A call of the model is a step whatever its ``forward`` is by then, and moves its arguments (runtime/entries.py,
@@ -45,7 +46,7 @@ from ..nodes.transport import KEEPALIVE
 from ..options import Options
 from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
-from ..runtime.handle import Handle, close_all, close_dropped, own_state
+from ..runtime.handle import Handle, close_all, close_dropped, move_buffers, own_state
 from . import report as reports
 from .patched import function, names_of_accelerate, replace
 from .ranked_model import RankedModel
@@ -142,19 +143,34 @@ class streaming:
 
     def take(self, module: nn.Module, device: torch.device) -> None:
         """Begin to stream a module, unless it is streamed, or a part of one that is, as moving it would."""
-        if not all(is_watched(parameter) for parameter in module.parameters()):  # without any it is moved already
+        if not all(is_watched(parameter) for parameter in module.parameters()):
             self._begin(module, device)
+        self._move_the_rest(module, device)
 
     def share(self, module: nn.Module, device: torch.device) -> None:
         """Begin to stream one host copy of a module on all ranks, each of which comes here."""
         handle = self.handle_of(module)
         if handle is not None and handle in self._shared:
+            self._move_the_rest(module, device)
             return
         if self.ranks is ONE_RANK:
             self.ranks = connect(None, device, self._timeout, None, self._keepalive)
             leave_at_exit(self, self.ranks)
         self._shared.add(self._begin(module, device, self.ranks))
         broadcast_buffers(module, self.ranks, None, device)
+
+    def _move_the_rest(self, module: nn.Module, device: torch.device) -> None:
+        """Move what a streamed module has beside its weights: buffers and parts may be new (Rule 3)."""
+        first = next(module.parameters(), None)
+        place = device if first is None else owner_of(first).device.torch_device
+        move_buffers(module, place)
+        self._move_parts(module, place)
+
+    def _move_parts(self, module: nn.Module, place: torch.device) -> None:
+        """Move the parts without weights, which may have tensors that are no buffers, as metrics do."""
+        for part in module.modules():
+            if next(part.parameters(), None) is None:
+                self._names.MODULE_TO.original(part, place)
 
     def handle_of(self, module: nn.Module) -> Handle | None:
         """Return the handle that streams a module, or one that it is a part of."""
@@ -208,6 +224,7 @@ class streaming:
         mark = self._marks.pop(handle, None)
         if mark is not None:
             self._names.unmark(handle.module, mark)
+            self._move_parts(handle.module, torch.device("cpu"))
 
     # ---- replacements (Rule 1)
 

@@ -138,6 +138,47 @@ def test_a_model_that_is_moved_streams_and_its_place_is_ours(device):
     assert_plain(net)
 
 
+class Seen(nn.Module):
+    """Keeps a tensor that is no buffer, and takes it along, as metrics do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.ones(12)
+
+    def _apply(self, function, recurse=True):
+        self.seen = function(self.seen)
+        return super()._apply(function, recurse)
+
+
+@ON_DEVICE
+@pytest.mark.parametrize("move", ["to", "cuda", "prepare"])
+def test_what_a_streamed_model_gets_later_is_moved_with_it(device, move):
+    with sp_lightning.hf.streaming(window=1) as stream:
+        accelerator = accelerate.Accelerator()
+        net = accelerator.prepare(blocks())
+        net.register_buffer("scales", torch.ones(12))
+        net.blocks[1].up.register_buffer("others", torch.ones(12))
+        net.metric = Seen()
+        accelerator.prepare(net) if move == "prepare" else getattr(net, move)(device)
+        assert net.scales.device == net.blocks[1].up.others.device == net.metric.seen.device == device
+        assert streams(net) and net.stem.weight.device.type == "cpu" and len(stream.handles) == 1
+        kept = net.scales
+        assert net.to(device).scales is kept and net.to("cpu").scales is kept
+        net(next(inputs(device)) * net.scales).sum().backward()
+    assert_plain(net)
+    assert net.scales.device.type == net.metric.seen.device.type == "cpu"
+
+
+@ON_DEVICE
+def test_a_streamed_model_that_is_moved_leaves_its_weights_on_the_device(device):
+    with sp_lightning.hf.streaming(window=100) as stream, torch.no_grad():
+        net = blocks().to(device)
+        for _ in range(2):
+            net(next(inputs(device)))
+            net.to(device)
+        assert stream.handles[0].stats()["fetches"] == len(stream.handles[0].units)
+
+
 @ON_DEVICE
 def test_a_call_of_cuda_streams_a_model_and_leaves_a_streamed_one(device, monkeypatch):
     with sp_lightning.hf.streaming(window=1) as stream:
