@@ -1,7 +1,7 @@
 """The run that ``fit`` or ``predict`` with the same arguments would make, for a plan: model, batch, precision, options.
 
 1. LightningCLI parses the arguments and makes the data, the callbacks and the Trainer, as for ``fit``, but on the CPU
-   and without a logger. The first batch is that of the Trainer's own loader.
+   and without a logger. The first batch is that of the Trainer's own loader, of several ones what it combines of them.
 2. The model is made without weights, under ``torch.device("meta")``, by the same arguments: ``__init__``, then
    ``configure_model``, with a device mesh if the strategy has ``tensor_parallel_size``. Code that reads weights there
    can see it by ``torch.get_default_device()``, and read none. A model that depends on data (traced_model.py, Rule 1)
@@ -63,7 +63,7 @@ def find(arguments: Sequence[str]) -> Run:
     """Find the run of ``fit`` with these arguments, or of ``predict`` if the module answers."""
     if importlib.util.find_spec("jsonargparse") is None:
         raise MissingExtraError(feature="a plan of a config", package="jsonargparse", extra="cli")
-    from ..compat.lightning import attach_data, set_epochs
+    from ..compat.lightning import attach_data, combined_loader, set_epochs
     from ..lightning.names import LightningModule, StochasticWeightAveraging, TrainerFn, WeightAveraging
     from ..lightning.strategy import SuperpipelineStrategy
     from ..planning.settings import OF_TRAINING
@@ -95,12 +95,12 @@ def find(arguments: Sequence[str]) -> Run:
         owner.setup("predict" if asked else "fit")
     if asked:
         trainer.predict_loop.setup_data()
-        (steps, *_), loader = trainer.predict_loop.max_batches, trainer.predict_dataloaders
+        steps, loop = sum(trainer.predict_loop.max_batches), trainer.predict_loop
     else:
         set_epochs(trainer)
         trainer.fit_loop.setup_data()
-        steps, loader = trainer.estimated_stepping_batches, trainer.train_dataloader
-    batch = next(iter(loader))
+        steps, loop = trainer.estimated_stepping_batches, trainer.fit_loop
+    batch, *_ = next(iter(combined_loader(loop)))
     for name in BATCH_HOOKS:
         for owner in filter(None, (cli.datamodule, module)):
             batch = getattr(owner, name)(batch, 0)

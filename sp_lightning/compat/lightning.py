@@ -48,6 +48,9 @@ should_validate: Callable[[Any], Callable[[Any], bool]] = operator.attrgetter("_
 data_fetcher: Callable[[Any], Any] = operator.attrgetter("_data_fetcher")  # of the loop over all epochs
 validation_interval: Callable[[Any], Any] = operator.attrgetter("_val_check_time_interval")  # of the trainer, by time
 
+# Of a loop. Without it a plan would have one of several loaders, or its name, for a batch.
+combined_loader: Callable[[Any], Any] = operator.attrgetter("_combined_loader")
+
 # Without these our values would be logged at other steps than the user's.
 steps_taken: Callable[[Any], int] = operator.attrgetter("fit_loop.epoch_loop._batches_that_stepped")
 should_log: Callable[[Any], bool] = operator.attrgetter("_logger_connector.should_update_logs")

@@ -431,3 +431,59 @@ class Small(L.LightningModule):
 class Rows(L.LightningDataModule):
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.zeros(32, 8), batch_size=4)
+
+
+class OfSeveral(L.LightningModule):
+    """A module of the user's, whose batches come from several loaders."""
+
+    def __init__(self, kind: str = "dict"):
+        super().__init__()
+        self.kind = kind
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+
+    def training_step(self, batch, index):
+        one, two = batch.values() if self.kind == "dict" else batch
+        return self.net(one).square().mean() + self.net(two).square().mean()
+
+    def on_train_batch_start(self, batch, index):
+        self.seen = shapes(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        one, two = (torch.utils.data.DataLoader(torch.randn(8, 64), rows) for rows in (2, 4))
+        loaders = {"dict": {"one": one, "two": two}, "list": [one, two]}
+        shortest = L.pytorch.utilities.CombinedLoader([one, two], "min_size")
+        return loaders.get(self.kind, shortest)
+
+
+class Answers(L.LightningModule):
+    generates = 4, None
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 4)
+
+    def predict_step(self, batch):
+        return self.net(batch["input_ids"].float())
+
+    def predict_dataloader(self):
+        prompts = [{"input_ids": torch.ones(4, dtype=torch.long)}] * 6
+        return [torch.utils.data.DataLoader(prompts, batch_size=rows) for rows in (2, 3)]
+
+
+@pytest.mark.parametrize("kind, steps", [("dict", 4), ("list", 4), ("shortest", 2)])
+def test_a_batch_of_several_loaders_is_the_one_that_the_trainer_makes_of_them(kind, steps):
+    arguments = ["--model", "test_fit_config.OfSeveral", "--model.kind", kind, "--trainer.max_epochs", "1", *QUIET]
+    run = fit_config.find(arguments)
+    given = cli_of(arguments)
+    given.trainer.fit(given.model)
+    assert shapes(run.spec.batch) == given.model.seen
+    assert run.steps == given.trainer.global_step == steps
+    assert plan(run.spec.model, run.spec.batch, machine="rtx4060").fits
+
+
+def test_batches_of_prompts_of_several_loaders_are_all_counted():
+    run = fit_config.find(["--model", "test_fit_config.Answers", *QUIET])
+    assert (run.spec.batch["input_ids"].shape, run.steps) == ((2, 4), 3 + 2)
