@@ -21,6 +21,7 @@ import contextlib
 import importlib.util
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -95,11 +96,11 @@ def find(arguments: Sequence[str]) -> Run:
         owner.setup("predict" if asked else "fit")
     if asked:
         trainer.predict_loop.setup_data()
-        steps, loop = sum(trainer.predict_loop.max_batches), trainer.predict_loop
+        accumulate, steps, loop = 1, sum(trainer.predict_loop.max_batches), trainer.predict_loop
     else:
         set_epochs(trainer)
         trainer.fit_loop.setup_data()
-        steps, loop = trainer.estimated_stepping_batches, trainer.fit_loop
+        (accumulate, steps), loop = _accumulation(trainer), trainer.fit_loop
     batch, *_ = next(iter(combined_loader(loop)))
     for name in BATCH_HOOKS:
         for owner in filter(None, (cli.datamodule, module)):
@@ -112,7 +113,7 @@ def find(arguments: Sequence[str]) -> Run:
         spec=Spec(type(module).__name__, _maker(cli, shards), batch, tokens=length),
         precision=str(cli.config.trainer.precision or "32-true"),
         options={name: value for name, value in asdict(options).items() if not (asked and name in OF_TRAINING)},
-        accumulate=1 if asked else trainer.accumulate_grad_batches,
+        accumulate=accumulate,
         copies=0 if asked else len(averages),
         trained_copies=0 if asked else sum(getattr(one, "trained_copies", 0) for one in trainer.callbacks),
         steps=math.ceil(steps / at_once) if 0 <= steps < float("inf") else None,
@@ -125,6 +126,28 @@ def find(arguments: Sequence[str]) -> Run:
         tensor_parallel_size=shards,
         clip=bool(trainer.gradient_clip_val) and not asked,
     )
+
+
+def _accumulation(trainer: Any) -> tuple[int, float]:
+    """Return the batches before a step of the optimizer, and the steps of the whole run, if it has an end.
+
+    Of a schedule of epochs they are the mean of all steps, or those of the last epochs where the run has no end.
+    """
+    from ..lightning.names import GradientAccumulationScheduler
+
+    schedule = next((one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler)), None)
+    steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
+    if schedule is None:
+        return trainer.accumulate_grad_batches, steps
+    if trainer.max_epochs == -1 or batches == float("inf"):
+        return schedule.scheduling[schedule.epochs[-1] if batches < float("inf") else 0], steps
+    taken: Counter[int] = Counter()
+    for epoch in range(max(trainer.max_epochs, 1)):
+        accumulate = schedule.get_accumulate_grad_batches(epoch)
+        left = trainer.max_steps - taken.total() if trainer.max_steps != -1 else batches
+        taken[accumulate] += min(math.ceil(batches / accumulate), left)
+    mean = sum(accumulate * count for accumulate, count in taken.items()) / max(taken.total(), 1)
+    return max(round(mean), 1), taken.total()
 
 
 def _parser() -> Any:

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
     Checkpoint,
+    GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -46,6 +47,7 @@ __all__ = [
     "FabricPrecision",
     "FabricSingleDeviceStrategy",
     "FabricStrategyRegistry",
+    "GradientAccumulationScheduler",
     "HalfPrecision",
     "LightningEnvironment",
     "LightningModule",

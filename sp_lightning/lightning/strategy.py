@@ -55,6 +55,7 @@ from .names import (
     Accelerator,
     Checkpoint,
     CheckpointIO,
+    GradientAccumulationScheduler,
     ParallelStrategy,
     Precision,
     SingleDeviceStrategy,
@@ -367,7 +368,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         trainer: Any = self.lightning_module.trainer
         scales = getattr(self.precision_plugin, "scaler", None) is not None
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm == "value"
-        return clips or scales or bool(trainer.accumulate_grad_batches > 1)
+        schedules = (one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler))
+        later = any(one.going_to_accumulate_grad_batches() for one in schedules)
+        return clips or scales or later or bool(trainer.accumulate_grad_batches > 1)
 
     def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)

@@ -13,6 +13,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import (
     Checkpoint,
+    GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,

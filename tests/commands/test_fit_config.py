@@ -487,3 +487,38 @@ def test_a_batch_of_several_loaders_is_the_one_that_the_trainer_makes_of_them(ki
 def test_batches_of_prompts_of_several_loaders_are_all_counted():
     run = fit_config.find(["--model", "test_fit_config.Answers", *QUIET])
     assert (run.spec.batch["input_ids"].shape, run.steps) == ((2, 4), 3 + 2)
+
+
+def scheduled(**schedule):
+    epochs = "{" + ", ".join(f"{epoch[1:]}: {count}" for epoch, count in schedule.items()) + "}"
+    kind = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
+    return ["--trainer.callbacks", kind, "--trainer.callbacks.scheduling", epochs]
+
+
+@pytest.mark.parametrize(
+    "schedule, more, accumulate",
+    [
+        ({"e0": 4}, ["--trainer.max_epochs", "2"], 4),
+        ({"e0": 3}, ["--trainer.max_epochs", "1"], 3),  # with a step of two batches
+        ({"e0": 1, "e1": 4, "e2": 8}, ["--trainer.max_epochs", "4"], 3),  # 8, 2, 1 and 1 steps: the mean is 2.7
+        ({"e1": 8}, ["--trainer.max_epochs", "9", "--trainer.max_steps", "9"], 2),
+        ({"e0": 2, "e1": 4}, ["--trainer.max_epochs", "-1"], 4),  # without an end
+    ],
+)
+def test_steps_of_a_schedule_of_accumulation_are_those_of_the_run(schedule, more, accumulate):
+    given = ["--model", "test_fit_config.Small", "--data", "test_fit_config.Rows", *scheduled(**schedule), *more]
+    run = fit_config.find([*given, *QUIET])
+    assert run.accumulate == accumulate
+    if more[-1] == "-1":
+        assert run.steps is None
+        return
+    cli_run = cli_of([*given, *QUIET])
+    cli_run.trainer.fit(cli_run.model, datamodule=cli_run.datamodule)
+    assert run.steps == cli_run.trainer.global_step
+
+
+def test_a_schedule_of_accumulation_gives_each_device_gradients_of_its_own():
+    """Also if it begins with steps of one batch; fit and plan ask the strategy alike."""
+    given = ["--model", "test_fit_config.Small", "--data", "test_fit_config.Rows", "--trainer.max_epochs", "2", *QUIET]
+    assert fit_config.find([*given, *scheduled(e1=2), "--trainer.devices", "2"]).own_gradients
+    assert not fit_config.find([*given, *scheduled(e1=1), "--trainer.devices", "2"]).own_gradients
