@@ -147,15 +147,20 @@ def predict_loop_of_its_own(trainer: Any) -> str | None:
     return "predict_step(dataloader_iter)" if draws else None
 
 
-def set_predict_steps(loop: Any, step: Callable[..., None], end: Callable[[], Any]) -> None:
-    """Have a predict loop call these in place of its methods for one batch, and for the end of its run."""
-    loop._predict_step, loop.on_run_end = step, end
+def set_predict_steps(loop: Any, begin: Callable[[], None], step: Callable[..., None], end: Callable[[], Any]) -> None:
+    """Have a predict loop call these in place of its methods for one batch, and for the begin and end of a run."""
+    loop.on_run_start, loop._predict_step, loop.on_run_end = begin, step, end
 
 
 def reset_predict_steps(loop: Any) -> None:
     """Have a predict loop call its own methods again."""
-    vars(loop).pop("_predict_step", None)
-    vars(loop).pop("on_run_end", None)
+    for name in ("on_run_start", "_predict_step", "on_run_end"):
+        vars(loop).pop(name, None)
+
+
+def begin_of_predict_run(loop: Any) -> None:
+    """Begin a run as the loop itself does; callbacks that try batch sizes have runs of their own there."""
+    type(loop).on_run_start(loop)
 
 
 def end_of_predict_run(loop: Any) -> Any:

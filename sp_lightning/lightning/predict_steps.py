@@ -9,6 +9,8 @@
    of their own batch has to find, and those of the batches before it must not. So if they change anything before the
    first step, batches run one after the other. If the module itself has a hook after steps, the first batch runs alone,
    and what is changed then counts, too. Found while steps are under way, a change is an error.
+4. A loop may run several times: ``BatchSizeFinder`` tries sizes by runs of their own, inside the begin of the one that
+   it is for. Each begins without steps under way, also after one that failed.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from ..compat.lightning import (
     PredictBatch,
     after_predict_step,
     before_predict_step,
+    begin_of_predict_run,
     end_of_predict_run,
     predict_loop_of_its_own,
     reset_predict_steps,
@@ -41,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class PredictSteps:
-    """The steps of a run of a predict loop, several of them at once."""
+    """The steps of a predict loop, several of them at once, in each of its runs."""
 
     def __init__(self, trainer: Any, handle: Handle, step: Callable[..., Any], at_once: int | Literal["auto"]) -> None:
         self._trainer = trainer
@@ -49,19 +52,23 @@ class PredictSteps:
         self._step = step
         self._at_once = at_once
         self._handle = handle
-        self._arriving: deque[Callable[[], Any]] = deque()
-        self._under_way: deque[PredictBatch] = deque()  # in order, of which the next one's number follows
-        self._next_number = 0
-        self._begun = 0
-        self._ended: dict[int, Call] = {}  # by number, while an earlier step is under way
-        self._results = handle.calls_ended(self, at_once)
+        self._renew()
         self._modules = None if at_once == 1 else ModuleState(handle.module, {}, tracks=False)
         self._changed = ""  # what a hook has changed on the module
         self._alone = not _is_theirs(
             _owner(type(trainer.lightning_module), HOOKS[1])
         )  # whether one is under way (Rule 3)
         self._check()
-        set_predict_steps(self._loop, self._take, self._finish)
+        set_predict_steps(self._loop, self._begin, self._take, self._finish)
+
+    def _renew(self) -> None:
+        """Have no step under way."""
+        self._arriving: deque[Callable[[], Any]] = deque()
+        self._under_way: deque[PredictBatch] = deque()  # in order, of which the next one's number follows
+        self._next_number = 0
+        self._begun = 0
+        self._ended: dict[int, Call] = {}  # by number, while an earlier step is under way
+        self._results = self._handle.calls_ended(self, self._at_once)
 
     def close(self) -> None:
         """Give the loop its own methods back, and end the steps under way."""
@@ -94,6 +101,16 @@ class PredictSteps:
                     "out, or the option"
                 )
 
+    def _begin(self) -> None:
+        """Begin a run (Rule 4)."""
+        begin_of_predict_run(self._loop)
+        self._end()
+
+    def _end(self) -> None:
+        """End the steps under way."""
+        self._results.close()
+        self._renew()
+
     def _take(self, batch: Any, number: int, loader: int, _: Any) -> None:
         """Take a batch from the loop; run steps while there is no room for another one."""
         if not self._begun:
@@ -123,6 +140,7 @@ class PredictSteps:
             call, batch = self._ended.pop(self._next_number), self._under_way.popleft()
             self._next_number += 1
             if call.error is not None:
+                self._end()
                 raise call.error  # Rule 2
             with self._watching():
                 after_predict_step(self._loop, batch, call.result)
@@ -151,7 +169,7 @@ class PredictSteps:
         """End the run, when all steps have ended."""
         while self._under_way:
             self._run_one()
-        self.close()
+        self._end()
         return end_of_predict_run(self._loop)
 
 

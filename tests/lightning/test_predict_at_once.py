@@ -384,3 +384,47 @@ def test_fabric_has_lockstep_in_place_of_the_option():
         calls = [functools.partial(net, x * number) for number in range(4)]
         assert same(sp_lightning.lockstep(net, calls, at_once=3), expected)
     fabric.strategy.teardown()
+
+
+class Sized(L.LightningModule):
+    """Has no room for batches of four rows, of which the second step says so."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.batch_size = models.stack_of(models.Block)(), 1
+
+    def predict_step(self, batch, batch_idx):
+        if len(batch) == 4 and batch_idx == 1:
+            raise RuntimeError("CUDA out of memory.")
+        return self.net(batch)
+
+    def on_predict_batch_end(self, outputs, batch, batch_idx):
+        SEEN.append((batch_idx, batch.shape, outputs.clone().cpu()))
+
+    def predict_dataloader(self):
+        return DataLoader(torch.rand(16, 12, generator=torch.Generator().manual_seed(1)), batch_size=self.batch_size)
+
+
+class Fetches(L.Callback):
+    def on_predict_epoch_start(self, trainer, module):
+        self.before = trainer.strategy.handle.stats()["fetches"]
+
+    def on_predict_epoch_end(self, trainer, module):
+        self.count = trainer.strategy.handle.stats()["fetches"] - self.before
+
+
+@BOTH
+@pytest.mark.parametrize("first", [1, 4])
+def test_runs_that_try_batch_sizes_have_batches_at_once_and_leave_none_to_the_next_run(first, accelerator):
+    def run(at_once):
+        SEEN.clear()
+        module, fetches = Sized(), Fetches()
+        finder = cb.BatchSizeFinder(init_val=first, steps_per_trial=3)
+        found = trainer(streaming(at_once), accelerator, callbacks=[finder, fetches]).predict(module)
+        return module.batch_size, found, SEEN[:], fetches.count
+
+    size, expected, seen, one_by_one = run(1)
+    found, also_expected, also_seen, at_once = run(3)
+    assert found == size == 2 and same(also_expected, expected) and same(also_seen, seen)
+    assert at_once < one_by_one / 2
