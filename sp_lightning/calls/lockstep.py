@@ -13,7 +13,8 @@
    others nor on how many run at once. The caller's generator goes on by one number if a call draws any, so that later
    calls draw others, and stays as it is if none does, as it would for calls one after the other.
 5. A thread has the autocast, the inference mode, the stream, the number of threads for one operator and the context
-   variables of the caller's. It runs other calls afterwards (call_threads.py).
+   variables of the caller's. It runs other calls afterwards (call_threads.py). What an instance of autocast restores it
+   keeps for each thread: one that decorates a function serves all calls.
 6. Calls make no gradients: a backward would come back to the units for one call after the other.
 7. What a call raises ends that call alone. A call that has ended gives the turn to the caller, which takes the result,
    begins the next call, and may run any code that enters no unit. If the caller is interrupted, or wants no more, no
@@ -46,6 +47,7 @@ from torch import nn
 
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.kernels import set_settings, settings
+from ..compat.patches import AUTOCAST_RESTORES
 from ..compat.references import python_numbers
 from ..compat.tensors import dispatch_mode_count, dual_level_count, function_mode_count
 from ..errors import ExactnessError, UnsupportedError
@@ -60,6 +62,31 @@ SEEDS = 2**63 - 1
 MERSENNE_TWISTER = 2500  # bytes: 624 numbers, and the place in them
 
 log = logging.getLogger(__name__)
+
+
+_of_call = threading.local()  # what autocasts restore that the call of this thread has entered, by autocast
+
+
+class _Restored:
+    """An attribute of autocasts that each call has for itself (Rule 5)."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, autocast: Any, kind: type | None = None) -> Any:
+        if autocast is None:
+            return self
+        mine = getattr(_of_call, "restored", {}).get((self._name, id(autocast)))
+        return vars(autocast)[self._name] if mine is None else mine[1]
+
+    def __set__(self, autocast: Any, value: Any) -> None:
+        if hasattr(_of_call, "restored"):
+            _of_call.restored[self._name, id(autocast)] = autocast, value
+        else:
+            vars(autocast)[self._name] = value
+
+
+_restored = {patch.name: _Restored(patch.name) for patch in AUTOCAST_RESTORES}
 
 
 class _Interrupted(BaseException):
@@ -155,6 +182,10 @@ class Lockstep:
         self.together = changes_nothing or at_once == 1  # whether more than the first call may have the turn (Rule 8)
         self._changed = False  # whether a call did what Rule 8 forbids together
         self._failure: ExactnessError | None = None
+        self._undo = contextlib.ExitStack()
+        for patch in AUTOCAST_RESTORES:
+            patch.install(_restored[patch.name])
+            self._undo.callback(patch.remove)
 
     def next_ended(self) -> Call | None:
         """Run calls until one of them ends, and return it; None if all have ended."""
@@ -210,6 +241,7 @@ class Lockstep:
             while self.next_ended() is not None:
                 pass
         finally:
+            self._undo.close()
             if self._modules is not None:
                 self._modules.close()
 
@@ -237,6 +269,7 @@ class Lockstep:
         call.goes_on.acquire()
         call.thread = threading.get_ident()
         states = call.state[1]
+        _of_call.restored = {}
         try:
             if not self._interrupted:
                 self._go_on(call)
@@ -248,6 +281,7 @@ class Lockstep:
                     self._look(call, None, tensors=True)
         except BaseException as error:
             call.error = error
+        del _of_call.restored
         self.together = self.together or not call.changes
         self._random.forget()
         if self._memory is not None:

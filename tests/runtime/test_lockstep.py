@@ -393,6 +393,34 @@ def test_autocast_that_a_call_enters_holds_for_it_alone(device):
         assert [output.dtype for output in alone[:2]] == [torch.bfloat16, torch.float32]
 
 
+def test_an_autocast_that_decorates_a_forward_gives_each_call_its_own_back(device):
+    """There is one for all calls, and it keeps what it restores."""
+
+    class Casts(models.TokenStack):
+        forward = torch.autocast(device.type, torch.bfloat16)(models.TokenStack.forward)
+
+    net, x = Casts(), torch.arange(6, device=device).reshape(2, 3)
+    around = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+    def call(dtype):
+        found = []
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            for _ in range(3):
+                y = net(x).float().flatten(0, -2)
+                found += [y @ y.T, torch.tensor(torch.is_autocast_cache_enabled())]
+        return found
+
+    calls = [functools.partial(call, dtype) for dtype in (torch.bfloat16, None, torch.bfloat16, None)]
+    with sp_lightning.stream(net, device, window=1) as handle, torch.no_grad():
+        with around:
+            alone = [call() for call in calls]
+            for at_once in (8, 2):
+                assert all(map(same, handle.lockstep(calls, at_once=at_once), alone))
+        assert not torch.is_autocast_enabled(device.type) and around.prev is False
+    assert {alone[0][0].dtype, alone[1][0].dtype} == {torch.bfloat16, torch.float32}
+    assert not {"prev", "prev_fastdtype", "prev_cache_enabled"} & vars(torch.autocast).keys()
+
+
 # --- The threads
 
 
