@@ -499,6 +499,7 @@ class Handle:
     def _attach(self, units: list[Unit] | None = None, again: bool = False) -> None:
         """Begin to stream, or begin again; ``units``: the module's, if they are known."""
         bring_to_host(self.module)
+        have_moved(self.module)
         if not self.device.is_host:
             check_moves(self.module)
         units = partition(self.module, self.options.units) if units is None else units
@@ -852,13 +853,30 @@ class ModuleFingerprint:
         return SUBSTITUTE not in _structure(self._module)
 
 
+def have_moved(module: nn.Module) -> None:
+    """Have weights that do something where they are moved do so: bitsandbytes packs its weights then, at their first.
+
+    As ``module.to()`` has it in a plain run, the parameters stay the same objects.
+    """
+    for parameter in module.parameters():
+        if _moves_by_itself(parameter) and parameter.device.type == "cpu":
+            moved = parameter.to("cpu")
+            if moved is not parameter and moved.data_ptr() != parameter.data_ptr():
+                parameter.data = moved
+
+
+def _moves_by_itself(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's class has a ``to`` of its own."""
+    return type(parameter).to is not torch.Tensor.to and not consists_of_tensors(parameter)
+
+
 def check_moves(module: nn.Module) -> None:
     """Raise an error for a weight that takes other tensors along when it is moved: only its own bytes are streamed.
 
     Its class has a ``to`` of its own, and kernels for the device would get an address in host memory, of its scales.
     """
     for name, parameter in module.named_parameters():
-        if type(parameter).to is torch.Tensor.to or consists_of_tensors(parameter):
+        if not _moves_by_itself(parameter):
             continue
         along = [one for one in tensors_in(vars(parameter)) if not isinstance(one, nn.Parameter)]
         if any(one.device.type == "cpu" for one in along):
