@@ -70,6 +70,7 @@ _COPIED_BY_ITSELF = {
 # entries are (runtime/entries.py): a copy of an entry would be the method that it is in front of.
 ENTERED = frozenset(("forward", "flatten_parameters", "generate", CALL, CONVERT, COPY))
 FIXED = frozenset(vars(nn.Module())) - {"training"} | ENTERED
+_children: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_modules")
 # Types whose objects cannot change.
 CONSTANTS = frozenset((str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, type(None)))
 # What a copy has as it is.
@@ -202,7 +203,7 @@ class _ForwardState:
         self._code = [(module, type(module), vars(module).get("forward")) for module in modules]
         self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
         self._parameters: list[tuple[dict[str, Any], dict[str, Any]]] = [(p, dict(p)) for p in _places(modules)]
-        self._children = [(module._modules, dict(module._modules)) for module in modules]
+        self._children = [*zip(map(_children, modules), map(dict, map(_children, modules)), strict=True)]
         with quietly():
             self._hooks = [
                 (owner, name, dict(getattr(owner, name) or ()))

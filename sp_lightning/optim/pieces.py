@@ -191,7 +191,7 @@ class ShadowStep:
         """Step these groups only, whose parameters have gradients, with this state, and convert what is at hand."""
         shadow = shadow_of(optimizer)
         shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
-        if not all(map(self.steps_narrow, shadow.param_groups)):
+        if not self._steps_narrow:
             widen_all(shadow.param_groups)
         if self.before is not None:
             self.before(shadow.param_groups)
@@ -316,6 +316,9 @@ def regroup_in_pieces(
     params = list(itertools.chain.from_iterable(map(_params, optimizer.param_groups)))
     with without_dispatch():
         narrow = _as_came(params) if NarrowGradient in map(type, map(true_grad, params)) else {}
+    if narrow and not all(map(takes_the_loop, optimizer.param_groups)):
+        widen_all(optimizer.param_groups)
+        narrow = {}
     cutting = cutting or Cutting.of(optimizer, piece, narrow)
     scalars_seen: set[int] = set()
 

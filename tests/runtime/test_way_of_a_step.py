@@ -15,7 +15,7 @@ import step_trace
 print(json.dumps(step_trace.trace(*json.loads(sys.argv[1]))))
 """
 DEFAULT = ({}, None)
-PROCESSES = 3  # the way is the shortest of them: on a busy machine, threads of some come to all steps at another time
+PROCESSES = 6  # at most, of which the shortest way counts: on a busy machine, threads come to steps at other times
 RECOMPUTE_AND_OFFLOAD = ({"activations": "recompute+offload"}, "bf16-mixed")
 
 
@@ -23,7 +23,7 @@ RECOMPUTE_AND_OFFLOAD = ({"activations": "recompute+offload"}, "bf16-mixed")
 @pytest.mark.parametrize(
     "setting, limits",  # as measured, and a little for other versions of torch: calls, changes of file, upward calls
     [
-        pytest.param(DEFAULT, (2470, 970, 33), id="default"),
+        pytest.param(DEFAULT, (2485, 970, 33), id="default"),
         pytest.param(RECOMPUTE_AND_OFFLOAD, (4310, 1540, 81), id="recompute+offload in bf16-mixed"),
     ],
 )
