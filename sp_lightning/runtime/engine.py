@@ -472,12 +472,14 @@ class Engine:
 
     def check_gradient(self, parameter: Tensor) -> None:
         """Raise ExactnessError if a backward reads a gradient that is not there yet (backward_pass.py, Rule 3)."""
+        hooked = leaf()
+        if hooked is parameter:  # a hook on the weight itself, which may read its own, wherever backward is
+            return
         if self.backward_pass in self.access.gradients and in_backward() and parameter.requires_grad:
             unit = self._by_parameter[id(parameter)]
             returned = -1 if self.device.is_host else self.gradient_return.returned_in(parameter)
             self.backward_pass.check_gradient(unit, name_of(parameter), returned)
-            hooked = None if self.device.is_host else leaf()
-            if hooked is not None and self.gradient_return.came_after(parameter, hooked):
+            if hooked is not None and not self.device.is_host and self.gradient_return.came_after(parameter, hooked):
                 raise ExactnessError(
                     f"the gradient of {name_of(parameter)} was read in a hook on {name_of(hooked)}, before which it is "
                     "not there in a plain run; here backward went on meanwhile. Read it after backward, or register a "

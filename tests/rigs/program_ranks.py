@@ -19,7 +19,10 @@ from ranked_runs import simulated
 import parity
 from sp_lightning.errors import SuperpipelineError
 
-LOOKS_AT_STATE = ("optimizer: state", "optimizer: load_state_dict", "optimizer: see state")
+LOOKS_AT_STATE = (
+    *("optimizer: state", "optimizer: load_state_dict", "optimizer: see state", "optimizer: copy state"),
+    *("optimizer: put copies", "optimizer: load a copy", "optimizer: momentum"),
+)
 SLOW_S = 0.02  # that one rank's thread, or none's, takes more for each unit's step
 
 
