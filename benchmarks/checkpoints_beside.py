@@ -1,12 +1,13 @@
 """Compare the time that a step loses to a checkpoint written beside training with that of one that is waited for.
 
-    python benchmarks/checkpoints_beside.py [--layers 12] [--width 1024] [--tokens 4096] [--rounds 5] [--folder DIR]
+    python benchmarks/checkpoints_beside.py [--layers 48] [--width 1024] [--tokens 1024] [--rounds 15] [--folder DIR]
 
 A stack of layers is trained on the CPU by AdamW, with one thread, so that units are stepped beside backward. In one run
 each round has a step without a checkpoint, one after a checkpoint that is waited for, and one after a checkpoint that
 is written beside training, in turns. The time from the begin of a save to the end of the step that follows counts, less
-that of the step without one. The median of each, and their ratio, are printed: with enough work in a step it is what
-cannot be hidden. Two threads of the disk's need a core beside the one that trains.
+that of the step without one of the same round. The medians of these differences, their quartiles and the ratio of the
+medians are printed: with enough work in a step it is what cannot be hidden. The threads that write need a core beside
+the one that trains.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Turns(L.Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("layers", 12), ("width", 1024), ("tokens", 4096), ("rounds", 5)):
+    for name, default in (("layers", 48), ("width", 1024), ("tokens", 1024), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", default=None)
     given = parser.parse_args()
@@ -93,11 +94,19 @@ def main() -> None:
         )
         batches = [torch.randn(given.tokens, given.width) for _ in range(steps)]
         trainer.fit(Stack(given.layers, given.width), torch.utils.data.DataLoader(batches, batch_size=None))
-    step, wait, beside = (statistics.median(turns.times[way]) for way in WAYS)
+    step = statistics.median(turns.times["none"])
+    wait, beside = (
+        [time - none for time, none in zip(turns.times[way], turns.times["none"], strict=False)] for way in WAYS[1:]
+    )
     gigabytes = 12 * given.layers * given.width**2 / 1e9
-    print(f"a checkpoint of {gigabytes:.2f} GB; a step takes {step:.2f} s, and with one that is")
-    print(f"  waited for: {wait:.2f} s, so {wait - step:.2f} s are lost")
-    print(f"  written beside: {beside:.2f} s, so {beside - step:.2f} s are lost: {(beside - step) / (wait - step):.0%}")
+    print(f"a checkpoint of {gigabytes:.2f} GB; a step takes {step:.2f} s; one with a checkpoint that is")
+    print(f"  waited for loses {spread(wait)}")
+    print(f"  written beside loses {spread(beside)}: {statistics.median(beside) / statistics.median(wait):.1%} of that")
+
+
+def spread(times: list[float]) -> str:
+    low, middle, high = statistics.quantiles(times, n=4)
+    return f"{middle:.3f} s (quartiles {low:.3f} and {high:.3f})"
 
 
 if __name__ == "__main__":
