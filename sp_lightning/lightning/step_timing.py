@@ -6,7 +6,7 @@ them.
 2. A hook between the optimizer step and the next forward changes nothing: where it reads a weight, it waits for that
    weight's step, as all code does (pending_step.py, Rule 6).
 3. Where SLURM may requeue a job, a signal handler of Lightning's saves a checkpoint at any time, which is of one step
-   only if no unit is stepped while backward runs.
+   only if no unit is stepped while backward runs. One that comes while several ranks step is an error.
 4. Methods of Lightning's classes and of this package's are known. Methods of any other class, and methods set on an
    object, may read anything.
 """

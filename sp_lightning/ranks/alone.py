@@ -146,6 +146,9 @@ class Alone:
 
     # ---- errors
 
+    def check_between_steps(self) -> None:
+        """Raise ExactnessError if ranks step weights that they share now: a checkpoint would be of two steps."""
+
     def tearing(self) -> AbstractContextManager[None]:
         """Mark a step that several ranks share, and that an error in this context leaves torn (torn_step.py)."""
         return contextlib.nullcontext()

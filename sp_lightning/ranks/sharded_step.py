@@ -212,6 +212,11 @@ class Owners:
         """Find the units that have these parameters."""
         return {self._places[id(parameter)][0] for parameter in parameters if id(parameter) in self._places}
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step has begun, and not ended, in which ranks step their parts at once."""
+        return self._optimizer is not None
+
     def begin(self, optimizer: Optimizer, gradients: Alike) -> OwnParts:
         """Begin a step; return what this rank may defer of it. Every rank comes here (Rules 2 to 4)."""
         early = self._early

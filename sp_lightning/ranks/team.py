@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..compat.references import sharing_bytes
 from ..compat.tensors import graph_task
-from ..errors import PeerError, UnsupportedError
+from ..errors import ExactnessError, PeerError, UnsupportedError
 from ..gradients.way_down import GradientReturn
 from ..memory.access import Access
 from ..memory.device import Device
@@ -244,6 +244,13 @@ class Team(Alone):
         return self.owners.whole_state(optimizer)
 
     # ---- errors
+
+    def check_between_steps(self) -> None:
+        if self.owners.is_stepping:
+            raise ExactnessError(
+                "a checkpoint was asked for in the middle of a step, from a signal handler or another thread, when "
+                "other ranks may have stepped parts of it: it would be of two steps. Save between steps"
+            )
 
     @contextlib.contextmanager
     def tearing(self) -> Iterator[None]:

@@ -209,6 +209,15 @@ def test_no_checkpoint_is_saved_of_a_step_that_is_not_deferred_and_some_have_not
     check_saved(tmp_path, None, each_step)
 
 
+@pytest.mark.parametrize("phase", ["in the step", "end of the step"])
+def test_a_signal_handler_that_saves_while_ranks_step_is_an_error(phase, tmp_path, each_step):
+    """One that saves has stepped nothing or all of its part then, and others may have begun, or may not have ended."""
+    endings = failing_runs.endings(2, phase=phase, way="save", victim=0, saves_to=str(tmp_path), overlap=False)
+    assert [ending.error for ending in endings] == ["ExactnessError", "PeerError"], endings
+    assert "asked for in the middle of a step" in endings[0].message
+    check_saved(tmp_path, None, each_step)
+
+
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.seldom
