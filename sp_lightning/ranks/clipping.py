@@ -5,8 +5,9 @@
    when an optimizer steps (sharded_step.py), after all ranks met: the same product of each element.
 2. This rank does not see the product before that. So its own gradient is multiplied at once as well if anything could
    tell: if ``.grad`` is not the mean's face, if code other than torch's function refers to it, or if this rank wrote to
-   any gradient of the unit, since a page of its own has old bytes of the gradients beside that one. A mean that is no
-   longer ``.grad``, and that code refers to, gets pages of its own, since owners multiply the shared bytes.
+   any gradient of the unit or may write to one that code refers to, since a page of its own has old bytes of the
+   gradients beside that one. A mean that is no longer ``.grad``, and that code refers to, gets pages of its own, since
+   owners multiply the shared bytes.
 3. Before user code reads or replaces a gradient, and before a backward, which may add to it, this rank multiplies all
    that it does not see yet. Other ranks may still not see it: owners multiply all the same.
 4. While the exchange of a backward is yet to come, a hook in it clips what this rank has for itself, as under DDP: that

@@ -676,18 +676,18 @@ class Exchange:
 
     def keep_old_bytes(self, store: HostCopy, index: int) -> None:
         """Have a mean that is no longer ``.grad`` keep its bytes on this rank, if code may refer to them (Rule 4)."""
-        sums = self._sums[store]
-        if sums.is_altered(index) or _traces([sums.views[index]])[0] != _own_traces():
-            face = flat(sums.slab.face, store.host_layout.fields[index], slice(None))
+        if self._is_kept(store, index):
+            face = flat(self._sums[store].slab.face, store.host_layout.fields[index], slice(None))
             face.copy_(face.clone())  # a write gives this rank pages of its own
 
     def unseen(self, store: HostCopy, indices: Sequence[int], references: int) -> set[int]:
         """Return the indices of gradients that have at most ``references`` references beside our own.
 
-        There are none if this rank wrote to any gradient of the unit.
+        There are none if this rank wrote to any gradient of the unit, or code refers to another one, and may write it.
         """
         sums = self._sums[store]
-        if sums.slab.private():
+        others = set(range(len(sums.views))).difference(indices)
+        if sums.slab.private() or any(self._is_kept(store, index) for index in others):
             return set()
         traces = _traces([sums.views[index] for index in indices])
         return {index for index, seen in zip(indices, traces, strict=True) if seen == _own_traces(True, references)}
@@ -702,6 +702,12 @@ class Exchange:
         return lambda store, index: index in unseen(store)
 
     # ---- details
+
+    def _is_kept(self, store: HostCopy, index: int) -> bool:
+        """Whether code may refer to the bytes of a parameter's mean, whether that is ``.grad`` or not."""
+        sums = self._sums[store]
+        is_grad = true_grad(store.params[index]) is sums.views[index]
+        return sums.is_altered(index) or _traces([sums.views[index]])[0] != _own_traces(is_grad)
 
     def _keep_old(self, backward: _Backward, store: HostCopy) -> None:
         """Keep the bytes of gradients that user code still refers to (Rule 4)."""

@@ -199,6 +199,7 @@ CLIPS = (
     "accumulates",
     "edits before",
     "edits after",
+    "writes beside",
     *loops.IN_HOOKS,
 )
 
@@ -223,6 +224,7 @@ OFTEN = {
     "replaces",
     "accumulates",
     "edits before",
+    "writes beside",
     "with a norm",
     "in hooks, of the same data",
 }

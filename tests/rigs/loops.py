@@ -478,7 +478,8 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
             if how == "replaces":
                 held = [weights[2].grad]
                 weights[2].grad = 2 * weights[2].grad
-            clipped = weights[1::2] if how == "some" else net.parameters()
+            beside = [p.grad for p in net.parameters() if p.dim() < 2] if how == "writes beside" else []
+            clipped = {"some": weights[1::2], "writes beside": weights}.get(how, net.parameters())
             clip = nn.utils.clip_grads_with_norm_ if how == "with a norm" else nn.utils.clip_grad_norm_
             norm = clip(clipped, 0.3, *[torch.tensor(2.0)] * (how == "with a norm"))
             if how == "twice":
@@ -490,6 +491,9 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
             seen += [grad.clone() for grad in held]
             if how == "edits after":
                 weights[4].grad.mul_(2)
+            if beside:
+                torch._foreach_mul_(beside, 0.1)
+            del beside
             if not (how == "accumulates" and step % 2):
                 optimizer.step()
             found[f"{step}"] = norm, seen
