@@ -56,6 +56,7 @@ class Clipping:
 
     def keep(self, parameters: Iterable[Tensor], factor: Tensor, references: int) -> list[Tensor]:
         """Store a factor for these parameters' gradients; return the parameters whose gradients are multiplied now."""
+        self.show()  # of several factors only the last would be known as unseen; torch's own clipping reads before it
         of_units: defaultdict[HostCopy, list[int]] = defaultdict(list)
         at_once: list[Tensor] = []
         for parameter in parameters:

@@ -195,6 +195,7 @@ CLIPS = (
     "holds a view",
     "replaces",
     "twice",
+    "twice, then reads",
     "some",
     "accumulates",
     "edits before",
@@ -225,6 +226,7 @@ OFTEN = {
     "accumulates",
     "edits before",
     "writes beside",
+    "twice, then reads",
     "with a norm",
     "in hooks, of the same data",
 }

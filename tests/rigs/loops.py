@@ -484,9 +484,12 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
             norm = clip(clipped, 0.3, *[torch.tensor(2.0)] * (how == "with a norm"))
             if how == "twice":
                 nn.utils.clip_grad_norm_(weights, 0.1)
+            if how == "twice, then reads":
+                for most in (0.3, 0.2):
+                    vars(CLIP_GRADIENTS.holder)[CLIP_GRADIENTS.name](weights, most, norm)
             if how == "one rank alone" and rank == 0 and step == 2:
                 nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-            if how == "reads" and rank == 0:
+            if how == "twice, then reads" or (how == "reads" and rank == 0):
                 seen = [weights[3].grad.clone()]
             seen += [grad.clone() for grad in held]
             if how == "edits after":
