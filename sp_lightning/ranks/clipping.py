@@ -9,7 +9,8 @@
    gradients beside that one. A mean that is no longer ``.grad``, and that code refers to, gets pages of its own, since
    owners multiply the shared bytes.
 3. Before user code reads or replaces a gradient, and before a backward, which may add to it, this rank multiplies all
-   that it does not see yet. Other ranks may still not see it: owners multiply all the same.
+   that it does not see yet. Other ranks may still not see it: owners multiply all the same. They do so until the next
+   exchange, to which all ranks come with what they have multiplied: a backward without one may be this rank's alone.
 4. While the exchange of a backward is yet to come, a hook in it clips what this rank has for itself, as under DDP: that
    is multiplied at once, and the mean of such products not again.
 5. Ranks that clip differently would step with different gradients: at the step, this is an error (user_edits.py).
@@ -45,7 +46,6 @@ class Clipping:
         }
         self._numbers = {place: number for number, place in enumerate(self._places.values())}
         self._factors: defaultdict[Place, list[Tensor]] = defaultdict(list)  # in the order of the calls
-        self._before: defaultdict[Place, list[Tensor]] = defaultdict(list)  # those before the backward that runs
         self._unseen: dict[Place, Tensor] = {}  # those of gradients that this rank has not multiplied (Rule 2)
         multiplied_later.add(self)
 
@@ -91,14 +91,9 @@ class Clipping:
                 grad.mul_(factor)
         self._access.gradients.discard(self)
 
-    def backward_begins(self) -> None:
-        """Note that owners multiply no more what came before, which this rank has multiplied now (Rule 3)."""
-        self.show()
-        self._before, self._factors = self._factors, defaultdict(list)
-
-    def backward_made_none(self) -> None:
-        """Have owners multiply after all: a backward made no gradients, and may have been on this rank alone."""
-        self._factors, self._before = self._before, defaultdict(list)
+    def forget(self) -> None:
+        """Have owners multiply no more what came before an exchange, which every rank has multiplied (Rule 3)."""
+        self._factors.clear()
 
     def is_clipped(self, store: HostCopy, index: int) -> bool:
         """Whether owners have to multiply a gradient yet."""

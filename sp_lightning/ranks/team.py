@@ -139,7 +139,7 @@ class Team(Alone):
         self.exchange.note_forward(ended)
 
     def backward_begins(self) -> None:
-        self.clipping.backward_begins()
+        self.clipping.show()
         if self.exchanges:
             self.exchange.begin(graph_task())
         elif self.exchange not in self._access.gradients:
@@ -152,7 +152,6 @@ class Team(Alone):
             self._exchange_gradients()
         else:  # `torch.autograd.grad` makes none
             self.exchange.cancel()
-            self.clipping.backward_made_none()
 
     def interrupt(self) -> None:
         self.exchange.abandon()
@@ -163,7 +162,7 @@ class Team(Alone):
 
     @contextlib.contextmanager
     def exchanging(self, loss: Tensor) -> Iterator[None]:
-        self.clipping.backward_begins()
+        self.clipping.show()
         self.exchange.begin(None)
         self._access.gradients.add(self.exchange)  # which is to come when the backward has ended
         try:
@@ -192,6 +191,7 @@ class Team(Alone):
             self.fail(error)
             raise
         self._gradients.marks.clear()  # of gradients that came before the mean
+        self.clipping.forget()
         self.owners.all_summed()
 
     def show_gradients(self) -> None:

@@ -82,12 +82,13 @@ def test_a_module_may_grow_while_gradients_accumulate(accumulate):
     check(2, "cpu", accumulate=accumulate, clip=True, grows_at=4)
 
 
+@pytest.mark.parametrize("where", ["", "in no_sync", "fails"])
 @pytest.mark.parametrize("rank_alone", [True, False])
-def test_gradients_of_inputs_may_be_taken_between_clipping_and_step(rank_alone):
-    expected = processes.run(2, loops.differentiated_once_clipped, False, rank_alone)
-    for theirs, ours in zip(
-        expected, processes.run(2, loops.differentiated_once_clipped, True, rank_alone), strict=True
-    ):
+def test_gradients_of_inputs_may_be_taken_between_clipping_and_step(rank_alone, where):
+    expected, found = [
+        processes.run(2, loops.differentiated_once_clipped, streams, rank_alone, where) for streams in (False, True)
+    ]
+    for theirs, ours in zip(expected, found, strict=True):
         assert all(map(torch.equal, theirs, ours))
 
 

@@ -583,8 +583,11 @@ def outlasts_another(waits: str) -> list[str]:
     return errors
 
 
-def differentiated_once_clipped(streams: bool, rank_alone: bool) -> list[Tensor]:
-    """Train with a gradient of the inputs between clipping and step, on the first rank or on all; return weights."""
+def differentiated_once_clipped(streams: bool, rank_alone: bool, where: str) -> list[Tensor]:
+    """Train with a gradient of the inputs between clipping and step, on the first rank or on all; return weights.
+
+    "in no_sync": it is computed there. "fails": in addition, that raises an error.
+    """
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     torch.manual_seed(0)
@@ -592,20 +595,31 @@ def differentiated_once_clipped(streams: bool, rank_alone: bool) -> list[Tensor]
     with contextlib.ExitStack() as stack:
         called: nn.Module = net
         if streams:
-            stack.enter_context(sp_lightning.stream(net, "cpu", units=["Sequential"], group=dist.group.WORLD))
+            handle = stack.enter_context(sp_lightning.stream(net, "cpu", units=["Sequential"], group=dist.group.WORLD))
+            no_sync = handle.no_sync
         else:
             called = nn.parallel.DistributedDataParallel(net)
+            no_sync = called.no_sync
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
         for step in range(4):
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(size * step + rank))
             called(x).square().mean().backward()
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
             if rank == 0 or not rank_alone:
-                torch.autograd.grad(net(x.requires_grad_()).sum(), x)
+                with no_sync() if where else contextlib.nullcontext():
+                    first = net[0](x.requires_grad_())
+                    if where == "fails":
+                        first.register_hook(_no_gradient)
+                    with contextlib.suppress(NotImplementedError):
+                        torch.autograd.grad(net[2](net[1](first)).sum(), x)
             optimizer.step()
             if step != 1:  # else gradients accumulate onto those that were clipped
                 optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def _no_gradient(_: Tensor) -> None:
+    raise NotImplementedError
 
 
 def beside_the_streamed(streams: bool) -> tuple[list[Tensor], dict[Any, Any]]:
