@@ -634,6 +634,8 @@ class Exchange:
 
         Gradients that were not exchanged, since the backward was this rank's alone, are an ExactnessError.
         """
+        for store in self.stores:
+            store.wait_step()  # in which others multiply gradients of this optimizer as well (clipping.py, Rule 1)
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         written: list[str] = []
         digest = hashlib.sha256()

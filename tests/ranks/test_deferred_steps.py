@@ -5,6 +5,7 @@ import functools
 import deferring
 import processes
 import pytest
+import torch
 
 import parity
 
@@ -76,6 +77,13 @@ def test_other_optimizers(optimizer, expected):
 @pytest.mark.seldom
 def test_several_optimizers_step_parts_of_the_same_units(slow_rank):
     assert min(check(several=2, slow_rank=slow_rank)) >= UNHINDERED
+
+
+def test_what_two_optimizers_clip_in_the_other_order_may_be_multiplied_late():
+    expected, found = [processes.run(2, deferring.clipped_one_by_one, streams) for streams in (False, True)]
+    for (theirs, _), (ours, held) in zip(expected, found, strict=True):
+        assert all(map(torch.equal, theirs, ours))
+        assert held == deferring.STEPS  # the first one's
 
 
 def test_without_overlap_nothing_is_deferred():

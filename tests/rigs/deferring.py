@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import sp_lightning
 from sp_lightning.errors import TornStepError
 from sp_lightning.optim import pending_step
+from sp_lightning.ranks.clipping import Clipping
 
 STEPS = 5
 SLOW_S = 0.15  # that a slow rank takes more for each unit's step
@@ -144,6 +145,38 @@ def train(
             ],
         )
         return found, 0 if handle is None else handle.stats()["held_steps"]
+
+
+def clipped_one_by_one(streams: bool) -> tuple[list[Tensor], int]:
+    """Step two optimizers whose gradients are clipped in the other order, where the second rank is slow to multiply.
+
+    Returns the weights, and how many steps this rank deferred.
+    """
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2)))
+    multiply = Clipping.multiply
+
+    def late(clipping: Clipping) -> None:
+        time.sleep(SLOW_S * rank)
+        multiply(clipping)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(Clipping, "multiply", late)
+        streamed = {"units": ["Sequential"]} if streams else None
+        call, _, handle = loops.placed(net, "cpu", streamed, stack)
+        first, second = [torch.optim.SGD(part.parameters(), lr=0.1) for part in net]
+        for step in range(STEPS):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+            call(x).square().mean().backward()
+            for part in reversed(net):
+                nn.utils.clip_grad_norm_(part.parameters(), 1e-3)
+            first.step()
+            second.step()
+            net.zero_grad()
+        held = 0 if handle is None else handle.stats()["held_steps"]
+        return [p.detach().clone() for p in net.parameters()], held
 
 
 def as_tensor(value: Any) -> Tensor:
