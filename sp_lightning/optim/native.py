@@ -338,7 +338,11 @@ class Library:
         return same_bits(found, numbers.sqrt())
 
     def _equals_the_loop(self, cls: type[Optimizer], options: dict[str, Any]) -> bool:
-        """Compare some steps with those of torch's loop over numbers of every kind."""
+        """Compare some steps with those of torch's loop over numbers of every kind.
+
+        They are the first four, but for one that makes state: a branch that comes later, as RAdam's with its sixth
+        step, would be used without being compared.
+        """
         recipe, generator = RECIPES[cls], torch.Generator().manual_seed(0)
         params = [torch.nn.Parameter(numbers) for numbers in _samples(generator)]
         optimizer = cls(params)  # type: ignore[call-arg]
