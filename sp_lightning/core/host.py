@@ -68,6 +68,14 @@ def lock_limit() -> int | None:
     return None if soft in (resource.RLIM_INFINITY, -1) else soft
 
 
+def allow_all_descriptors() -> None:
+    """Raise the limit of open files (``ulimit -n``), 1024 by default, to what this process may have at most."""
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def usable_cores() -> int:
     """Count the physical cores that this process may run on, within its CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

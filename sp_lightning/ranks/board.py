@@ -48,6 +48,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..compat.modules import calls_of_distributed
+from ..core.host import allow_all_descriptors
 from ..errors import PeerError
 from ..memory.pinned import MappedPiece
 from ..nodes.arrivals import Arrivals
@@ -152,6 +153,7 @@ class Ranks(OneRank):
         self._slab: SharedSlab | None = None
         self._deadline = time.monotonic() + timeout.total_seconds()
         _mind_forks(self)
+        allow_all_descriptors()  # each unit has one, and more are on their way where a rank is late
         try:
             address = _address(self._token)
             if rank == 0:

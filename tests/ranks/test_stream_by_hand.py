@@ -56,6 +56,13 @@ def test_an_optimizer_steps_weights_that_are_not_streamed_with_their_state():
         assert not seen
 
 
+def test_a_net_may_have_more_units_than_a_process_opens_files_by_default():
+    expected = processes.run(2, loops.with_few_descriptors, None)
+    found = processes.run(2, loops.with_few_descriptors, {"window": 2, "units": ["Linear"]})
+    for theirs, ours in zip(expected, found, strict=True):
+        assert not [n for n, pair in enumerate(zip(theirs, ours, strict=True)) if parity.difference(*pair)]
+
+
 @pytest.mark.parametrize("who", ["another unit", "no unit"])
 def test_a_weight_that_was_given_the_place_of_another_one_leaves_those_beside_that_alone(who):
     units = {"window": 1, "units": ["Adapted"]}

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -229,6 +230,27 @@ def exchange_places(streamed: dict[str, Any] | None, who: str) -> list[Tensor]:
             (call(x).square().mean() + beside.square().sum()).backward()
             optimizer.step()  # after which nothing looks at a weight
         return [p.detach().clone() for p in (*net.parameters(), beside)]
+
+
+def with_few_descriptors(streamed: dict[str, Any] | None) -> list[Tensor]:
+    """Train a net of more units than a process may open files by default; return its weights."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, hard))
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(150)))
+        with contextlib.ExitStack() as stack:
+            call, _, _ = placed(net, "cpu", streamed, stack)
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            for step in range(2):
+                optimizer.zero_grad()
+                call(torch.randn(4, 4, generator=torch.Generator().manual_seed(size * step + rank))).sum().backward()
+                optimizer.step()
+            return [p.detach().clone() for p in net.parameters()]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def straggle(slow: int, overlap: bool, shares: bool) -> tuple[list[int], list[dict[str, Tensor]]]:
