@@ -31,7 +31,8 @@
    a unit took here, there is room in its box for twice as many units, and for the next `KEPT` exchanges: few steps wait
    in vain. A rank that has not come to the end of its forward is at no collective of backward, and is waited for much
    longer.
-10. Autograd comes to leaves on the thread that called backward, and brings gradients on that of the device.
+10. Autograd comes to leaves on the thread that called backward, and brings gradients on that of the device. Both take
+    memory of the box, where page-locking lets the other one run: in one lock, as all that both change.
 11. With several nodes each sums its own ranks' gradients of a unit, times ``1 / ranks of all nodes``, into the memory
     where the mean will be; so its boxes are free, and Rule 8 is the node's own. What an owner has of each parameter is
     divided among the nodes of its rail (transport.py): it sends each node that node's *share* of its sum. When those of
@@ -373,16 +374,17 @@ class Exchange:
         backward.units += 1
         self._post_of_exchange(self._came_to, backward.units)
         self._stay_near(backward)
-        known = self._slabs.setdefault(store, [])
-        known[:] = [(region, slab) for region, slab in known if slab.fits(store)]
-        free = self.box.free_for(known[0][1].nbytes) if known else None
-        for region, slab in known:
-            if region is free:
-                self._lend(backward, store, slab.nbytes)
-                return slab
-        slab = GradientSlab(store, self._device, lambda nbytes: self._lend(backward, store, nbytes))
-        known.append((backward.lent[-1][1], slab))
-        return slab
+        with self._lock:
+            known = self._slabs.setdefault(store, [])
+            known[:] = [(region, slab) for region, slab in known if slab.fits(store)]
+            free = self.box.free_for(known[0][1].nbytes) if known else None
+            for region, slab in known:
+                if region is free:
+                    self._lend(backward, store, slab.nbytes)
+                    return slab
+            slab = GradientSlab(store, self._device, lambda nbytes: self._lend(backward, store, nbytes))
+            known.append((backward.lent[-1][1], slab))
+            return slab
 
     def _lend(self, backward: _Backward, store: HostCopy, nbytes: int) -> Tensor:
         region = self.box.region(nbytes)
@@ -457,14 +459,15 @@ class Exchange:
         """Give back the regions of units that all owners have summed; return the complete units that they have not."""
         held: list[HostCopy] = []
         kept: list[tuple[HostCopy, Tensor]] = []
-        for store, region in backward.lent:
-            if store in backward.complete and self._all_at(self._done[store]):
-                self.box.give_back(region)
-                continue
-            kept.append((store, region))
-            if store in backward.complete:
-                held.append(store)
-        backward.lent = kept
+        with self._lock:
+            for store, region in backward.lent:
+                if store in backward.complete and self._all_at(self._done[store]):
+                    self.box.give_back(region)
+                    continue
+                kept.append((store, region))
+                if store in backward.complete:
+                    held.append(store)
+            backward.lent = kept
         return held
 
     def _all_at(self, number: int) -> bool:

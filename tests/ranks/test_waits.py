@@ -76,6 +76,11 @@ def test_memory_of_a_backward_that_failed_is_free_once_its_gradients_have_arrive
         assert arrived and all(arrived)
 
 
+@pytest.mark.simgpu
+def test_two_threads_of_a_backward_get_memory_of_their_own():
+    assert processes.run(2, waiting.means_with_slow_page_locks) == [[True] * 8] * 2
+
+
 @pytest.mark.parametrize("where", ["settle", "sums"])
 def test_an_exchange_that_failed_on_one_rank_is_not_followed_by_another_on_any(where):
     first, second = processes.run(2, waiting.errors_of_an_exchange, where)

@@ -12,6 +12,7 @@ import importlib
 import os
 import pathlib
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ from sp_lightning.memory import host_copy
 from sp_lightning.memory.weights import same_bytes
 from sp_lightning.nodes import arrivals, transport
 from sp_lightning.nodes.transport import packed
-from sp_lightning.ranks import exchange, user_edits
+from sp_lightning.ranks import exchange, shared_memory, user_edits
 from sp_lightning.ranks.board import ALIVE, Board, Ranks
 from sp_lightning.ranks.connection import connect
 
@@ -510,6 +511,50 @@ def arrived_after_a_failure() -> list[bool]:
         net(x)
         simgpu.config.d2h_us = 0
     return found
+
+
+def means_with_slow_page_locks() -> list[bool]:
+    """Penalize weights outside of the model, where page-locking is slow; return which means are right.
+
+    A penalty comes to a weight's leaf when the weight's gradient is on the way down, and that is added to zeros: this
+    thread needs memory for the sum while that of the device gets some for another unit.
+    """
+    simgpu = importlib.import_module("simgpu")
+    torch.manual_seed(0)
+    net, rank = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), int(os.environ["LOCAL_RANK"])
+    plain, lock_in, me = copy.deepcopy(net), shared_memory.lock_in, threading.current_thread()
+    units: list[Tensor] = []
+    is_slow, both = threading.Event(), threading.Event()
+
+    def slowly(device: Any, flat: Tensor, *more: Any) -> None:
+        if threading.current_thread() is me:
+            if is_slow.is_set():
+                both.set()
+        elif flat.nbytes > net[0].weight.nbytes:
+            units.append(flat)
+            if len(units) == 3:
+                is_slow.set()
+                both.wait(SLOW_S)
+        lock_in(device, flat, *more)
+
+    def gradients(model: nn.Module, of: int, device: str) -> list[Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        penalty = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+        (model(torch.full((2, 64), 1.0 + of, device=device)).sum() + penalty.to(device)).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    of_all = [gradients(plain, of, "cpu") for of in range(2)]
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    with (
+        mock.patch.object(shared_memory, "lock_in", slowly),
+        sp_lightning.stream(net, "simgpu", group=dist.group.WORLD, units=["Linear"], window=1),
+    ):
+        net[3].bias.register_post_accumulate_grad_hook(lambda _: is_slow.wait(ALIVE_S) and None)
+        simgpu.config.d2h_us = 20_000
+        found = gradients(net, rank, "simgpu")
+        simgpu.config.d2h_us = 0
+    return [torch.equal(mine, one / 2 + other / 2) for mine, one, other in zip(found, *of_all, strict=True)]
 
 
 def errors_of_an_exchange(where: str) -> list[str]:
