@@ -184,21 +184,22 @@ class HostThread:
 
     def submit(self, work: Callable[[], None], settings: tuple[bool, int] | None = None) -> Future[None]:
         """Queue work behind all that was submitted before; it runs with these settings, or the caller's (Rule 2)."""
-        return self._pool.submit(_with_settings, work, *(settings or _settings()))
+        return self._pool.submit(with_settings, work, *(settings or thread_settings()))
 
     def close(self) -> None:
         """End the thread after the queued work."""
         self._pool.shutdown()
 
 
-def _with_settings(work: Callable[[], None], flushes: bool, threads: int) -> None:
+def with_settings(work: Callable[[], None], flushes: bool, threads: int) -> None:
+    """Do work on this thread with the settings of another one (Rule 2)."""
     torch.set_flush_denormal(flushes)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     work()
 
 
-def _settings() -> tuple[bool, int]:
+def thread_settings() -> tuple[bool, int]:
     """Return this thread's settings that change results (Rule 2).
 
     One is whether it flushes denormal numbers to zero: torch sets this and has no way to read it.
@@ -285,7 +286,7 @@ class PendingStep:
         self._guard: Any = None
         self._numbers: dict[int, list[int]] = {}  # of each parameter's groups: one that is in two is stepped twice
         self._options: Any = None  # of the groups, when the first unit was promised
-        self._settings = _settings()  # of the thread that steps (Rule 2)
+        self._settings = thread_settings()  # of the thread that steps (Rule 2)
         self._queue: list[_Unit] = []  # to be stepped, without the one that is being stepped, the most urgent one last
         self.submitted: dict[HostCopy, None] = {}  # promised in backward, in this order
         self._places = itertools.count(1)  # in the order in which units came to the thread in backward
@@ -436,7 +437,7 @@ class PendingStep:
 
     def note_settings(self) -> None:
         """Note the settings of the calling thread, which steps later (Rule 2)."""
-        self._settings = _settings()
+        self._settings = thread_settings()
 
     def promise(self, store: HostCopy, parts: Parts = ALL_PARTS) -> None:
         """Enter a unit in the ledger, to be stepped in these parts once it is taken."""
@@ -576,7 +577,7 @@ class PendingStep:
         ``is_own`` tells whether only the parameter refers to its gradient.
         """
         self.give_back()
-        before, self._parts, self._settings = self._settings, parts, _settings()
+        before, self._parts, self._settings = self._settings, parts, thread_settings()
         if self.stepped and self._options != _options(self.optimizer):
             raise ExactnessError(
                 "the optimizer's options were changed in backward, when it had stepped some parameters with what they "

@@ -18,7 +18,8 @@
    nothing more comes. Autograd comes to a parameter's leaf once in a backward, after all parts of its gradient. So a
    unit is *complete* once it has come to all of its leaves with nothing to accumulate. A nested backward (a reentrant
    checkpoint) brings parts; what it reaches is summed at the end, as is every unit that is not complete. A second
-   backward that brings more of a complete unit in the same exchange is an error, as it is under DDP.
+   backward that brings more of a complete unit in the same exchange is an error, as it is under DDP. Denormal numbers
+   are flushed to zero if the caller's thread does so, on the host alone: DDP sums on the device, which flushes none.
 7. A reentrant backward may bring a unit's gradients several times: each is added to what was posted before.
 8. Gradients exist once, but for those on their way: at most those of `AHEAD` units in each rank's box. A rank that is
    further ahead posts what has arrived, and then waits until owners have summed more. It waits only for ranks that go
@@ -84,7 +85,7 @@ from ..memory.weights import same_bytes
 from ..nodes import transport
 from ..nodes.shares import flat, owned, share
 from ..nodes.transport import PARTS, SUMS, Key, Message, Unpacked, packed, same_for_all
-from ..optim.pending_step import Arriving, PendingStep
+from ..optim.pending_step import Arriving, PendingStep, thread_settings, with_settings
 from .board import AFTER_GRADIENTS, Board, Ranks
 from .shared_memory import PAGE, Box, SharedSlab, paged
 from .user_edits import Alike, fingerprint, listed
@@ -531,7 +532,9 @@ class Exchange:
         self.board.post(self._units[store], self._count)
         backward.complete[store] = None
         if backward.job is None:
-            backward.job = self._thread.submit(self._sum_beside, backward)
+            flushes, threads = thread_settings()
+            work = functools.partial(self._sum_beside, backward)
+            backward.job = self._thread.submit(with_settings, work, flushes and self._device.is_host, threads)
 
     def _sum_beside(self, backward: _Backward) -> None:
         """Sum units that all ranks have posted, on the thread (Rule 6)."""
@@ -613,10 +616,15 @@ class Exchange:
         self.board.meet()
         backward.all_posted = True
         self._end_job(backward)
-        for store in self.stores:
-            if not self._is_summed(backward, store):
-                self._sum_unit(backward, store)
-        self._wait_for_nodes(backward)
+        flushes, _ = thread_settings()
+        torch.set_flush_denormal(flushes and self._device.is_host)  # Rule 6
+        try:
+            for store in self.stores:
+                if not self._is_summed(backward, store):
+                    self._sum_unit(backward, store)
+            self._wait_for_nodes(backward)
+        finally:
+            torch.set_flush_denormal(flushes)
         shown = [(store, backward.shown[store]) for store in self.stores]
         self.board.meet(AFTER_GRADIENTS)
         self._backward, self._finished = None, self._count

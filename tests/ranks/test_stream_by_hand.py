@@ -196,6 +196,19 @@ def test_a_hook_that_reads_a_gradient_on_its_way_to_other_ranks_is_an_error(devi
         assert error.startswith("the gradient of 2.up.weight was read in a hook of backward, and is on its way"), error
 
 
+@pytest.mark.simgpu
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sums_flush_denormal_numbers_where_those_of_ddp_do(overlap, device):
+    flushes = (False, True, False) if device == "cpu" else (False, False, False)  # a device flushes none
+    options = {"window": 1, "units": ["Linear"], "optimizer_overlap": overlap}
+    expected = processes.run(2, loops.flushing, None, "cpu", flushes)
+    found = processes.run(2, loops.flushing, options, device, (False, True, False))
+    if len(found[0]) < len(flushes):
+        pytest.skip("this processor flushes nothing")
+    assert found == expected
+
+
 CLIPS = (
     "plainly",
     "reads",

@@ -463,6 +463,31 @@ def looks_in_backward(streamed: dict[str, Any] | None, at: str, device: str = "c
     return seen
 
 
+def flushing(streamed: dict[str, Any] | None, device: str, flushes: tuple[bool, ...]) -> list[list[int]]:
+    """Run backwards whose means are denormal numbers, which are to be flushed to zero in some.
+
+    Returns the bits of each weight's largest gradient, of each backward. It ends early if the processor flushes none.
+    """
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in net:
+        nn.init.eye_(layer.weight)
+    found: list[list[int]] = []
+    with contextlib.ExitStack() as stack:
+        call, device, _ = placed(net, device, streamed, stack)
+        stack.callback(torch.set_flush_denormal, False)
+        for is_flushed in flushes:
+            net.zero_grad()
+            if not torch.set_flush_denormal(is_flushed):
+                break
+            (call(torch.ones(1, 8, device=device)) * 1.5e-38).sum().backward()
+            torch.set_flush_denormal(False)
+            found.append([int(p.grad.view(torch.int32).max()) for p in net.parameters()])
+    return found
+
+
 IN_HOOKS = ("in hooks", "in hooks, of zeros", "in hooks, of the same data")  # of weights, before gradients are averaged
 
 
