@@ -16,7 +16,7 @@
    Weights that share memory, or whose gradients or state do, go up and come down one after the other. Kernels for
    lists would count all steps of a scalar that several weights share at once: such a group has to say so, too.
    Those of `SGD` go another way for all weights of a type if one of them has no momentum yet: each portion has an
-   empty one then.
+   empty one then. Beside backward none of them is stepped: it is not known which gradients are yet to come.
 6. Copies have streams of their own: a thread may step while another one fills a unit, and no stream serves two threads.
    The step is over when all is down.
 7. The norm by which gradients are clipped is computed on the device, of each gradient as a whole, as torch computes it.
@@ -205,7 +205,9 @@ class StepsOnDevice(StateInMemory):
                 f"optimizer_device='device' steps torch's own {names}; {type(optimizer).__name__} is none of them: "
                 "step it with optimizer_device='host'"
             )
-        return ShadowStep(lambda shadow, _: all_of(shadow)).attach(optimizer)
+        shadow = ShadowStep(lambda shadow, _: all_of(shadow)).attach(optimizer)
+        shadow.begins = _begins
+        return shadow
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         self.streamed = {id(parameter): parameter for parameter in parameters}
@@ -332,10 +334,9 @@ class StepsOnDevice(StateInMemory):
 
     def each_by_itself(self, optimizer: Any, group: Group) -> Group:
         """Do as `each_by_itself`, also for kernels for lists, whose first group decides; name types that begin."""
-        if type(optimizer) is SGD and group["momentum"] and group["foreach"] is not False and not group["fused"]:
-            stepped = [param for param in group["params"] if param.grad is not None]
-            begin = {one.dtype for one in stepped if optimizer.state.get(one, {}).get("momentum_buffer") is None}
-            return {**group, BEGIN: begin.union(group.get(BEGIN, ()))}
+        stepped = (param for param in group["params"] if param.grad is not None)
+        if begins := _begins(optimizer, group, optimizer.state, stepped):
+            return {**group, BEGIN: begins.union(group.get(BEGIN, ()))}
         if type(optimizer) is not Adafactor or group["eps"][0] is not None or not group["foreach"]:
             return each_by_itself(optimizer, group)
         there = [
@@ -544,6 +545,13 @@ class StepsOnDevice(StateInMemory):
         for norm in found:
             norm.record_stream(self._device.compute)
         return found
+
+
+def _begins(optimizer: Optimizer, group: Group, state: Any, parameters: Iterable[Tensor]) -> set[torch.dtype]:
+    """Return the types of those of a group's parameters that have no momentum yet, where that decides for others."""
+    if type(optimizer) is not SGD or not group["momentum"] or group["foreach"] is False or group["fused"]:
+        return set()
+    return {one.dtype for one in parameters if state.get(one, {}).get("momentum_buffer") is None}
 
 
 def _piece(step: Any, part: SteppedPart, sources: Iterable[Source], buffer: Tensor) -> Tensor:

@@ -14,8 +14,8 @@
    The end of backward waits for the thread. If the rest may be deferred, it waits only for the part that the thread is
    at: other units are left, with their gradients accumulated. So those are left that the next forward needs last.
 4. The thread never creates optimizer state: new state depends on the caller's default types and modes, and so does its
-   order. Beside backward a parameter without state is left to ``optimizer.step()``; a step that creates state is not
-   deferred.
+   order. Beside backward a parameter without state is left to ``optimizer.step()``, with those that it steps in another
+   way beside such a one; a step that creates state is not deferred.
 5. What code outside could see half stepped is not stepped beside other work. Beside backward a parameter whose state
    other code refers to is left. What is left is deferred as a whole or not at all, and only if nothing but the
    parameters themselves and ``optimizer.state`` leads to what the thread writes: other code must not refer to the bytes
@@ -286,6 +286,7 @@ class PendingStep:
         self._guard: Any = None
         self._numbers: dict[int, list[int]] = {}  # of each parameter's groups: one that is in two is stepped twice
         self._options: Any = None  # of the groups, when the first unit was promised
+        self._left_types: list[set[torch.dtype]] = []  # by group, of parameters that are left to the step (Rule 4)
         self._settings = thread_settings()  # of the thread that steps (Rule 2)
         self._queue: list[_Unit] = []  # to be stepped, without the one that is being stepped, the most urgent one last
         self.submitted: dict[HostCopy, None] = {}  # promised in backward, in this order
@@ -447,6 +448,9 @@ class PendingStep:
             for number, group in enumerate(self.optimizer.param_groups):
                 for param in group["params"]:
                     self._numbers.setdefault(id(param), []).append(number)
+                may_come = [p for p in group["params"] if p.requires_grad or true_grad(p) is not None]
+                left = self._shadow_step.begins(self.optimizer, group, self._guard.state, may_come)
+                self._left_types.append(left)
         self.submitted[store] = None
         self._access.gradients.add(self)
         self._access.steps[store] = self
@@ -487,7 +491,10 @@ class PendingStep:
 
     def may_step(self, param: Any) -> bool:
         """Whether the thread may step this parameter: it is the optimizer's, with state of its own (Rules 4 and 5)."""
-        groups = [self._source.param_groups[number] for number in self._numbers.get(id(param), [])]
+        numbers = self.numbers_of(param)
+        if any(param.dtype in self._left_types[number] for number in numbers):
+            return False
+        groups = [self._source.param_groups[number] for number in numbers]
         if self._guard.state.get(param):
             return bool(groups) and not are_tensors_of_entry_shared(self._guard.state, param)
         return bool(groups) and all(keeps_no_state(self.optimizer, group) for group in groups)
