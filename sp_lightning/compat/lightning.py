@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 from lightning.fabric.utilities import imports as _imports
@@ -57,6 +58,17 @@ should_log: Callable[[Any], bool] = operator.attrgetter("_logger_connector.shoul
 
 # Of a strategy: what it does to a module in its setup.
 setup_model: Callable[[Any], Callable[[Any], Any]] = operator.attrgetter("_setup_model")
+
+
+def is_setting_up() -> bool:
+    """Whether Fabric's ``setup`` moves a module to the device, whose strategy's ``setup_module`` it calls next.
+
+    Without it such a module would stream for its rank alone first, and then anew.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_move_model_to_device":
+        frame = frame.f_back
+    return frame is not None
 
 
 def logs_models(logger: Any) -> bool:

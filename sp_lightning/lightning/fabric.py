@@ -1,7 +1,8 @@
 """The Fabric strategy: modules that ``Fabric(strategy="superpipeline")`` sets up stream through one device, or several.
 
 1. A module is streamed from the moment when plain Fabric would move it to the device: in ``setup``, ``setup_module``,
-   and ``to_device``. Each has a handle of its own.
+   and ``to_device``. Each has a handle of its own. With several devices ``to_device`` concerns this rank alone, whose
+   own weights stream; ``setup``, as where plain Fabric makes a module DDP's, streams one host copy for all ranks.
 2. Each forward that is called by itself is a step, and so is each of the methods of a LightningModule that a Trainer
    would call as one.
 3. Nothing tells what the user's loop does between ``backward`` and ``step``: no unit is stepped while backward runs. A
@@ -36,13 +37,14 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from ..compat.lightning import EmptyInit
+from ..compat.lightning import EmptyInit, is_setting_up
 from ..errors import OptionError, TornStepError, UnsupportedError
 from ..memory.device import check_supported
 from ..memory.watched_parameters import is_watched
 from ..nodes.transport import KEEPALIVE
 from ..optim import torn_step
 from ..options import Options
+from ..ranks.board import ONE_RANK
 from ..ranks.connection import leave_at_exit
 from ..runtime.handle import Handle, close_all, close_dropped, own_state
 from .checkpoint_io import MappedCheckpointIO
@@ -205,7 +207,12 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         return stack
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Begin to stream a module, if it has parameters and is not a part of one that is streamed (Rule 1)."""
+        """Begin to stream a module for this rank, but for one that `setup_module` streams for all of them (Rule 1)."""
+        if not (self.is_distributed and is_setting_up()):
+            self._stream(module, together=False)
+
+    def _stream(self, module: nn.Module, together: bool) -> None:
+        """Begin to stream a module, if it has parameters and is not a part of one that is streamed."""
         close_dropped(self.handles)
         streamed = {name: is_watched(parameter) for name, parameter in module.named_parameters()}
         if not streamed:
@@ -214,10 +221,12 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
             if any(streamed.values()):
                 raise UnsupportedError(
                     f"{next(filter(streamed.get, streamed))} is streamed already, as a part of another module that was "
-                    "set up; set up, or pass to fabric.to_device(), a module that has all those which share weights "
-                    "(nn.ModuleList([first, second])) before any of them"
+                    "set up; set up a module that has all those which share weights (nn.ModuleList([first, second])) "
+                    "before any of them"
                 )
-            self._axes.check_module(module)
+            if together:
+                self._axes.check_module(module)
+            ranks = self.data_ranks if together else ONE_RANK
             compute_dtype = self.precision.half if isinstance(self.precision, MasterWeights) else None
             self.handles.append(
                 Handle(
@@ -226,18 +235,36 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
                     self.options,
                     compute_dtype,
                     methods=STEPS,
-                    ranks=self.data_ranks,
-                    exchanges=self.data_ranks.world > 1,
+                    ranks=ranks,
+                    exchanges=ranks.world > 1,
                     autocasts=str(self.precision.precision).endswith("mixed"),
                     shards=self._axes.has_shards,
                     timeout=self._timeout,
                 )
             )
-            self.broadcast_buffers(module)
+            if together:
+                self.broadcast_buffers(module)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Return what Fabric calls: the module itself or, with several devices, one around it (Rule 6)."""
-        return RankedModule(module, self) if self.is_distributed else module
+        if not self.is_distributed:
+            return module
+        self._end_alone(module)
+        self._stream(module, together=True)
+        return RankedModule(module, self)
+
+    def _end_alone(self, module: nn.Module) -> None:
+        """Make a module plain again that this rank streams by itself, as all ranks are to stream it."""
+        parameters = {*map(id, module.parameters())}
+        for handle in self.handles:
+            if handle.closed or handle.team.ranks is self.data_ranks or parameters.isdisjoint(handle.engine.managed):
+                continue
+            if not parameters.issuperset(handle.engine.managed):
+                raise UnsupportedError(
+                    "a module is set up on several devices that is a part of another one, which fabric.to_device() "
+                    "streams for each rank alone: set up that one (fabric.setup_module) before its parts"
+                )
+            handle.close()
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Set up an optimizer as the base class does, if host budget and disk have room for its state.

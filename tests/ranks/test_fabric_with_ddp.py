@@ -20,9 +20,11 @@ import parity
         ("gan", "cpu", "bf16-mixed", {"window": "auto"}),
         ("resuming", "cpu", "32-true", {"window": 2}),
         ("keeping", "cpu", "32-true", {"window": 2}),
+        ("moving", "cpu", "32-true", {"window": 1}),
         ("keeping", "cpu", "32-true", {"window": 2, "disk": ".", "host_budget": "0B"}),
         pytest.param("gan", "simgpu", "32-true", {"window": 1, "activations": "recompute"}, marks=pytest.mark.simgpu),
         pytest.param("accumulating", "simgpu", "32-true", {"window": 2}, marks=pytest.mark.simgpu),
+        pytest.param("moving", "simgpu", "32-true", {"window": 1}, marks=pytest.mark.simgpu),
     ],
 )
 @pytest.mark.seldom
@@ -44,6 +46,7 @@ def test_ranks_that_are_in_different_modules_of_one_backward_do_not_wait_for_eac
     [
         ("copy", "UnsupportedError: a deep copy of what Fabric set up on several devices is not streamed"),
         ("state", "ExactnessError: the ranks wrote different optimizer state since they were last equal"),
+        ("part", "UnsupportedError: a module is set up on several devices that is a part of another one, which fabric"),
         ("optimizer", "UnsupportedError: on several devices an optimizer cannot step modules that were set up one by"),
     ],
 )

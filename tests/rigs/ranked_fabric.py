@@ -188,6 +188,37 @@ def keeping(fabric: Fabric) -> Iterator[Any]:
     yield ends(net), state_of(fabric, optimizer)
 
 
+def moving(fabric: Fabric) -> Iterator[Any]:
+    """Trains with modules of each rank's own, and later with one of them on all ranks."""
+    torch.manual_seed(50 + fabric.global_rank)
+    teacher, own, later = (fabric.to_device(Net()) for _ in range(3))
+    teacher.eval().requires_grad_(False)
+    net = Net()
+    net, optimizer = fabric.setup(net, adamw(net))
+    of_own = fabric.setup_optimizers(adamw(own))
+    data = list(batches(fabric))
+    for step, x in enumerate(data):
+        torch.manual_seed(100 + step)
+        loss = (net(x) - teacher(x)).square().mean() + own(x).square().mean()
+        fabric.backward(loss)
+        yield loss, [p.grad for p in net.parameters()], [p.grad for p in own.parameters()]
+        for one in (optimizer, of_own):
+            one.step()
+            one.zero_grad()
+        if step == 1 and fabric.is_global_zero:  # alone
+            torch.manual_seed(7)
+            with torch.no_grad():
+                yield fabric.to_device(Net().eval())(x)
+    yield ends(net, teacher, own), state_of(fabric, optimizer), of_own.state_dict()["state"]
+    later, optimizer = fabric.setup(later, adamw(later), move_to_device=False)
+    for step, x in enumerate(data):
+        torch.manual_seed(100 + step)
+        fabric.backward(later(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    yield ends(later), state_of(fabric, optimizer)
+
+
 def loading_others(fabric: Fabric) -> None:
     """Load other state on each rank."""
     net = Net()
@@ -222,6 +253,7 @@ def refused(what: str) -> str:
     fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
     fabric.launch()
     first, second = fabric.setup_module(Net()), fabric.setup_module(Net())
+    moved = fabric.to_device(Net())
     x = torch.zeros(4, 16)
     try:
         if what == "copy":
@@ -230,6 +262,8 @@ def refused(what: str) -> str:
             optimizer = fabric.setup_optimizers(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
             fabric.backward(first(x).sum() + second(x).sum())
             optimizer.step()
+        elif what == "part":
+            fabric.setup_module(moved.blocks)
         elif what == "state":
             loading_others(fabric)
         return ""
@@ -239,7 +273,7 @@ def refused(what: str) -> str:
         strategy.teardown()
 
 
-LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (plainly, accumulating, gan, resuming, keeping)}
+LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (plainly, accumulating, gan, resuming, keeping, moving)}
 
 
 class TreeDDP(DDPStrategy):
