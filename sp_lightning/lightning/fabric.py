@@ -142,6 +142,10 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def setup_environment(self) -> None:
         """Set up the device and connect the processes. Fabric calls this at each launch."""
         super().setup_environment()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Connect the processes, unless they are: at a launch, and in the first setup after `teardown`."""
         if self.ranks.world == 1:
             self._set_up_ranks()
             leave_at_exit(self, self.ranks)
@@ -249,6 +253,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         """Return what Fabric calls: the module itself or, with several devices, one around it (Rule 6)."""
         if not self.is_distributed:
             return module
+        self._connect()
         self._end_alone(module)
         self._stream(module, together=True)
         return RankedModule(module, self)

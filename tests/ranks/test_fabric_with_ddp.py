@@ -21,10 +21,12 @@ import parity
         ("resuming", "cpu", "32-true", {"window": 2}),
         ("keeping", "cpu", "32-true", {"window": 2}),
         ("moving", "cpu", "32-true", {"window": 1}),
+        ("in_phases", "cpu", "32-true", {"window": 1}),
         ("keeping", "cpu", "32-true", {"window": 2, "disk": ".", "host_budget": "0B"}),
         pytest.param("gan", "simgpu", "32-true", {"window": 1, "activations": "recompute"}, marks=pytest.mark.simgpu),
         pytest.param("accumulating", "simgpu", "32-true", {"window": 2}, marks=pytest.mark.simgpu),
         pytest.param("moving", "simgpu", "32-true", {"window": 1}, marks=pytest.mark.simgpu),
+        pytest.param("in_phases", "simgpu", "32-true", {"window": 2}, marks=pytest.mark.simgpu),
     ],
 )
 @pytest.mark.seldom

@@ -219,6 +219,26 @@ def moving(fabric: Fabric) -> Iterator[Any]:
     yield ends(later), state_of(fabric, optimizer)
 
 
+def in_phases(fabric: Fabric) -> Iterator[Any]:
+    """Trains, makes the module plain, and sets it up once more, beside another one."""
+    nets = [Net()]
+    for _ in range(2):
+        together = [fabric.setup(net, adamw(net)) for net in nets]
+        for step, x in enumerate(batches(fabric)):
+            torch.manual_seed(100 + step)
+            for net, optimizer in together:
+                loss = net(x).square().mean()
+                fabric.backward(loss)
+                yield loss, fabric.all_reduce(loss.detach().clone())
+                optimizer.step()
+                optimizer.zero_grad()
+        yield ends(*nets), [state_of(fabric, optimizer) for _, optimizer in together]
+        fabric.strategy.teardown()
+        fabric.barrier()
+        torch.manual_seed(50 + fabric.global_rank)
+        nets.append(Net())
+
+
 def loading_others(fabric: Fabric) -> None:
     """Load other state on each rank."""
     net = Net()
@@ -273,7 +293,9 @@ def refused(what: str) -> str:
         strategy.teardown()
 
 
-LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (plainly, accumulating, gan, resuming, keeping, moving)}
+LOOPS: dict[str, Loop] = {
+    loop.__name__: loop for loop in (plainly, accumulating, gan, resuming, keeping, moving, in_phases)
+}
 
 
 class TreeDDP(DDPStrategy):
