@@ -25,10 +25,12 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.loops.utilities import _parse_loop_limits
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
 __all__ = [
     "EmptyInit",
     "ScriptLauncher",
+    "TunerExit",
     "WrappingCheckpointIO",
     "all_gather_if_distributed",
     "backend_for",

@@ -36,9 +36,6 @@ class Streaming(Protocol):
 
     handle: Handle | None
 
-    def tell_peers(self, exception: BaseException) -> None:
-        """Tell the other ranks of an exception."""
-
     def withhold_checkpoint_callbacks(self) -> None:
         """Keep checkpoint callbacks from an exception if a step was torn."""
 
@@ -204,7 +201,6 @@ class SuperpipelineCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Print the report of an unfinished run, and write its timeline."""
         if isinstance(trainer.strategy, Streaming):
-            trainer.strategy.tell_peers(exception)  # before a callback that waits for them, to save a checkpoint
             trainer.strategy.withhold_checkpoint_callbacks()
         with contextlib.suppress(Exception):  # must not hide the exception that is being raised
             self._finish(trainer, pl_module)

@@ -34,7 +34,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from ..compat.lightning import ScriptLauncher, WrappingCheckpointIO, update_properties
+from ..compat.lightning import ScriptLauncher, TunerExit, WrappingCheckpointIO, update_properties
 
 __all__ = [
     "Accelerator",
@@ -66,6 +66,7 @@ __all__ = [
     "TorchCheckpointIO",
     "Trainer",
     "TrainerFn",
+    "TunerExit",
     "WeightAveraging",
     "WrappingCheckpointIO",
     "rank_zero_info",

@@ -44,7 +44,7 @@ from ..ranks.connection import broadcast_buffers, connect, home
 from ..ranks.shared_memory import check_possible
 from ..runtime.preflight import check_copies
 from ..wholes.sharded import registering_on_host
-from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, rank_zero_info
+from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, TunerExit, rank_zero_info
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # the axes of a mesh, by Lightning's names
 
@@ -453,7 +453,17 @@ class _Launcher(ScriptLauncher):
     """Lightning's launcher of a process for each device; it looks whether there is room for what they will make."""
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the processes, then call the function."""
+        """Start the processes, then call the function; tell the other ranks of a Trainer's exception.
+
+        They are told before any callback is: one that saves a checkpoint waits for the ranks that handle one.
+        """
         if trainer is not None and not self.cluster_environment.creates_processes_externally:
             check_copies(trainer.lightning_module, self.num_processes)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except TunerExit:  # the end of a search of Lightning's, on all ranks
+            raise
+        except BaseException as error:
+            if trainer is not None:
+                trainer.strategy.tell_peers(error)
+            raise

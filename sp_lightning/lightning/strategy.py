@@ -638,8 +638,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         return reason is None and step_timing.next_is_a_training_step(module.trainer)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, which would wait for this one, and put checkpoint callbacks back."""
-        self.tell_peers(exception)
+        """Complete what is being written, and put checkpoint callbacks back."""
         self._writer.finish(raises=False)
         if self._streaming is not None:
             self._streaming.path.fail(isinstance(exception, PeerError))

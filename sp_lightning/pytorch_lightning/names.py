@@ -31,5 +31,5 @@ from pytorch_lightning.strategies import (
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_info
 
-from ..compat.pytorch_lightning import ScriptLauncher, WrappingCheckpointIO, update_properties
+from ..compat.pytorch_lightning import ScriptLauncher, TunerExit, WrappingCheckpointIO, update_properties
 from ..lightning.names import __all__ as __all__

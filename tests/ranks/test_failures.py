@@ -148,6 +148,16 @@ def test_ranks_that_fail_wait_for_the_checkpoint_that_the_first_one_saves(victim
     assert torch.load(tmp_path / "on_exception.ckpt", weights_only=False)["global_step"] == 1
 
 
+def test_a_callback_of_the_users_that_saves_on_exception_does_not_keep_the_others_waiting(tmp_path):
+    endings = failing_runs.endings(
+        2, phase="forward", way="raise", victim=1, saves_to=str(tmp_path), saver="PlainSaver", timeout=40
+    )
+    assert [ending.error for ending in endings] == ["PeerError", "ValueError"], endings
+    assert "rank 1 failed" in endings[0].message
+    assert all(ending.at - endings[1].struck < 20 for ending in endings)
+    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=False)["global_step"] == 1
+
+
 @functools.cache
 def saved_of_each_step(folder):
     """Train without a failure; return the checkpoint of each step."""

@@ -208,6 +208,7 @@ def endings(
     overlap: bool = True,
     disk: str | None = None,
     divides: bool = False,
+    saver: str = "SlowSaver",
 ) -> list[Ending]:
     """Run a Trainer on each rank, in which the victim (None: every rank) fails; return how each ended.
 
@@ -216,7 +217,7 @@ def endings(
     With ``saves_to`` it saves a checkpoint on exception, which takes the first rank longer than a hanging one is given;
     in phase "none" one of each step. ``slow``: a rank whose thread steps two units beside backward, and leaves the
     rest, while those of others leave nothing. Without ``overlap`` no step is deferred. ``disk``: where state is.
-    ``divides``: nodes have shares of the optimizer's state.
+    ``divides``: nodes have shares of the optimizer's state. ``saver``: the callback that saves on exception.
     """
     context = server()
     port = processes.free_port()
@@ -242,6 +243,7 @@ def endings(
             overlap,
             disk,
             divides,
+            saver,
         )
         process = context.Process(target=run, args=args)
         process.start()
@@ -285,6 +287,7 @@ def run(
     overlap: bool,
     disk: str | None,
     divides: bool,
+    saver: str,
 ) -> None:
     """Run a Trainer on one rank, of the first, second, ... of as many pretended nodes (pretended_nodes.py)."""
     torch.set_num_threads(1)
@@ -329,7 +332,7 @@ def run(
             torch.manual_seed(rank)
             width = 8 if disk is None else 128  # state of smaller weights is written through a mapping
             net = (NoHooks if beside or phase in BESIDE else Net)(strike, width)
-            fit(size, net, timeout, tell, savers(saves_to, phase), nodes, keepalive, overlap, disk, divides)
+            fit(size, net, timeout, tell, savers(saves_to, phase, saver), nodes, keepalive, overlap, disk, divides)
     except BaseException as error:
         tell.send({"error": type(error).__name__, "message": str(error), "at": time.monotonic()})
         traceback.print_exc()
@@ -406,10 +409,20 @@ def paced(is_slow: bool | None) -> Iterator[None]:
         yield
 
 
-def savers(to: str | None, phase: str) -> list[L.Callback]:
+class PlainSaver(L.Callback):
+    """Saves a checkpoint on exception, and is no checkpoint callback, which Lightning would call last."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(folder, "on_exception.ckpt")
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def savers(to: str | None, phase: str, saver: str) -> list[L.Callback]:
     if to is None:
         return []
-    return [ModelCheckpoint(to, every_n_train_steps=1, save_top_k=-1) if phase == "none" else SlowSaver(to)]
+    return [ModelCheckpoint(to, every_n_train_steps=1, save_top_k=-1) if phase == "none" else globals()[saver](to)]
 
 
 def fit(
