@@ -40,7 +40,7 @@ from ..optim.state_in_memory import StateInMemory
 from ..options import Options, is_int
 from ..ranks.alone import Alone
 from ..ranks.board import ONE_RANK, OneRank, Ranks
-from ..ranks.connection import broadcast_buffers, connect
+from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
 from ..ranks.new_weights import share_of
 from ..ranks.shared_memory import drop_own_pages
 from ..storage.in_memory import InMemory
@@ -715,6 +715,7 @@ def stream(
         ranks.close()
         raise
     handle.steps.by_hand = True
+    leave_at_exit(handle, ranks)
     return handle
 
 

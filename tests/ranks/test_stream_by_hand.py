@@ -1,5 +1,8 @@
 """A loop by hand over `stream(group=...)` is the same loop over DDP: ranks skip blocks, users edit what they like."""
 
+import os
+
+import forks
 import loops
 import processes
 import pytest
@@ -102,6 +105,48 @@ def test_gradients_of_inputs_may_be_taken_between_clipping_and_step(rank_alone, 
 def test_a_rank_that_is_gone_is_named_where_others_wait_for_its_buffers():
     first, second = processes.run(2, loops.left_before_a_forward)
     assert first.startswith("ValueError") and second.startswith("PeerError: rank 0 failed")
+
+
+SCRIPT = """
+import logging, sys, time
+from datetime import timedelta
+
+import sp_lightning
+import torch
+import torch.distributed as dist
+
+logging.basicConfig(stream=sys.stdout)
+dist.init_process_group("gloo")
+net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], timeout=timedelta(seconds=2))
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(3):
+    net(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if dist.get_rank() == 0:
+    until = time.monotonic() + 6
+    while time.monotonic() < until:
+        with torch.no_grad():
+            net(torch.ones(2, 8))
+        time.sleep(0.1)
+    print("evaluated")
+elif FAILS:
+    raise ValueError("as it happens")
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.seldom
+def test_a_rank_whose_script_ends_without_closing_the_handle_has_left_and_one_with_an_error_failed(fails):
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
+    script = SCRIPT.replace("FAILS", repr(fails))
+    ranks = [forks.Program(script, env=os.environ | place | {"RANK": str(rank)}) for rank in range(2)]
+    first, second = (rank.wait(100) for rank in ranks)
+    assert (second.returncode != 0) == fails, second.stderr
+    assert ("rank 1 failed; its own error says why" in first.stdout) == fails, first.stdout
+    if not fails:
+        assert (first.returncode, first.stdout) == (0, "evaluated\n"), first.stderr
 
 
 def test_a_rank_that_computes_or_saves_for_long_is_not_ended_where_another_failed():
