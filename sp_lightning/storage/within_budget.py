@@ -151,8 +151,11 @@ class WithinBudget(InMemory):
         self.frozen = [parameter for parameter in self.frozen if not parameter.requires_grad]
         if self.state.is_on_disk:  # once for each parameter: parts may be frozen in turns
             self._thawed.update(map(id, thawed))
-            self._thawed_nbytes += sum(p.nbytes * (1 + (id(p) in self.in_files)) for p in thawed)
-            return self._trains and self.placed.host.total + self._thawed_nbytes > self._budget
+            filed = [parameter for parameter in thawed if id(parameter) in self.in_files]
+            self._thawed_nbytes += sum(p.nbytes for p in [*thawed, *filed])
+            outgrown = self.placed.host.total + self._thawed_nbytes > self._budget
+            # Each rank steps its part of a weight, which has to be in memory that all share.
+            return self._trains and (outgrown or (bool(filed) and self._sharing.several))
         whole = choose(self._units, {}, self._budget, *self._types, self._trains, sharing=self._sharing).host
         return bool(self.in_files) or whole.total > self._budget
 

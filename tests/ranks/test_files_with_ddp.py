@@ -6,6 +6,7 @@ import in_files
 import pretended_nodes
 import processes
 import pytest
+import ranked_disk
 import ranked_parity
 import ranked_runs
 
@@ -54,10 +55,10 @@ def check_row(row, folder, **where):
 OPTIONS = {"window": 1, "host_budget": "0B"}
 
 
-def check(function, *given, folder, nodes=1):
+def check(function, *given, folder, nodes=1, options=OPTIONS):
     """Compare two ranks whose frozen weights are in files with ranks that have them in memory; return telemetry."""
     expected = processes.run(2, function, *given, None, folder)
-    found = processes.run(2, pretended_nodes.trainer, nodes, function, *given, OPTIONS, folder)
+    found = processes.run(2, pretended_nodes.trainer, nodes, function, *given, options, folder)
     for theirs, ours in zip(expected, found, strict=True):
         parity.compare(theirs, ours)
     return [ours.telemetry for ours in found]
@@ -91,6 +92,11 @@ def test_weights_of_unlike_files_are_the_first_ranks(nodes, tmp_path):
 def test_weights_in_files_that_come_to_train_are_shared(nodes, tmp_path):
     for telemetry in check(ranked_runs.thaw_in_files, folder=str(tmp_path), nodes=nodes):
         assert telemetry["disk_read"] > 0
+
+
+def test_a_weight_in_a_file_that_comes_to_train_within_the_budget_is_shared(tmp_path):
+    disk = {"window": 1, "host_budget": "3400000B", "disk": str(tmp_path)}
+    check(ranked_disk.thaw_within_budget, folder=str(tmp_path), options=disk)
 
 
 def test_a_plan_has_the_host_memory_of_ranks_whose_weights_are_in_files(tmp_path):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import in_files
 import lightning as L
 import pretended_nodes
 import ranked_parity
@@ -91,6 +92,36 @@ def fit_wide(dtype: str, options: dict[str, Any] | None, optimizer: str = "adamw
     case = wide(getattr(torch, dtype))
     make = functools.partial(ranked_runs.RankedModule, case, optimizer)
     return ranked_runs.record(make, case, options, **settings)
+
+
+def thaw_within_budget(options: dict[str, Any] | None, folder: str) -> parity.Record:
+    """Record a run in which a weight comes to train: from its file, beside state on the disk, with room in the budget.
+
+    Without options all is streamed from memory.
+    """
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(24)))
+
+    def batch(index: int) -> torch.Tensor:
+        return torch.randn(5, 128, generator=torch.Generator().manual_seed(index))
+
+    case = models.Case("layers", make, batch, lambda net, x: net(x).square().mean(), lambda net, x: net(x), ["Linear"])
+    case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
+    needs_room = options is not None
+
+    class Thaws(ranked_runs.RankedModule):
+        def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+            weight = self.net[0].weight
+            if batch_index == 2 and needs_room:
+                storage = self.trainer.strategy.handle.storage
+                assert storage.state.is_on_disk and id(weight) in storage.in_files
+                assert storage.placed.host.total + 2 * weight.nbytes <= storage._budget
+            weight.requires_grad_(batch_index >= 2)
+
+    options = {"window": 1} if options is None else options
+    return run(ranked_runs.record, functools.partial(Thaws, case), case, options, batches=5)
 
 
 def written_blocks(options: dict[str, Any]) -> list[int]:
