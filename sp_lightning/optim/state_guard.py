@@ -46,6 +46,13 @@ class GuardedState:
             self.state = None  # this reference would be counted (Rule 2)
 
 
+def known_state(optimizer: Optimizer) -> Any:
+    """Return an optimizer's state, also a guarded one, without a wait: what steps it may be writing to its tensors."""
+    guarded = _all.get(id(optimizer))
+    state = {} if guarded is None else guarded.state  # read first: another thread may give it back in the meantime
+    return vars(optimizer).get("state", state)
+
+
 def _missing(optimizer: Optimizer, name: str) -> Any:
     guarded = _all.get(id(optimizer))
     if name != "state" or guarded is None:

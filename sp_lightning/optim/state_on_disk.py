@@ -83,6 +83,7 @@ from .pieces import (
     step_in_pieces,
     takes_the_loop,
 )
+from .state_guard import known_state
 from .state_in_memory import StateInMemory
 
 log = logging.getLogger(__name__)
@@ -642,7 +643,7 @@ def left_nbytes(folder: str, parameters: Sequence[Tensor]) -> int:
 
 def _state(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[list[Tensor]]:
     """Yield the state of each of these parameters, by their ids."""
-    state: Any = vars(optimizer).get("state", {})  # a guarded one is of a run that goes on (state_guard.py)
+    state = known_state(optimizer)
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if id(param) in parameters and isinstance(state.get(param), dict):
             yield [value for value in state[param].values() if type(value) is Tensor and value.layout is torch.strided]
