@@ -67,7 +67,7 @@ class DiskError(SuperpipelineError, RuntimeError):
             f"{path} could not be {done} at byte {offset}: {os.strerror(errno)} (errno {errno}). {outcome}"
         )
 
-    def in_step(self, stepped: int, of: int) -> DiskError:
+    def in_step(self, stepped: int | str, of: int) -> DiskError:
         """Make the same error, in an optimizer's step that it ended."""
         return self.with_outcome(
             f"The optimizer had stepped {stepped} of {of} parameters, and state on the disk is that of no step: "

@@ -34,7 +34,8 @@
 7. State may lie in a scratch file in place of memory (disk_of_ranks.py). Ranges of a parameter of more than `CUT`
    elements begin at multiples of that, and so at blocks of the file, where each parameter begins at a block: no two
    ranks write to one. What a rank owns of others it steps through the mapping. The ranks meet once more where a step
-   makes state, when each has room for it: so a disk that is full tears no step.
+   makes state, when each has room for it: so a disk that is full tears no step of which nothing was stepped beside
+   backward.
 8. State may be divided among nodes (new_weights.py): then a rank steps its node's share of what it owns, and a unit is
    stepped once the other nodes' new weights of that are in place, too.
 """
@@ -60,7 +61,7 @@ from torch.optim import Optimizer
 from ..compat.tensors import forbid_access, storage_id
 from ..disk.direct_file import BLOCK
 from ..disk.scratch_file import SharedSegment
-from ..errors import ExactnessError, OptionError, UnsupportedError
+from ..errors import DiskError, ExactnessError, OptionError, UnsupportedError
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, in_order
 from ..memory.watched_parameters import quietly, true_data, true_grad
@@ -238,8 +239,11 @@ class Owners:
         self._leave_kept_slabs(optimizer)
         try:
             self._new = self._make_room(optimizer)
-        except BaseException:
+        except BaseException as error:
             self._progress.post(0, 2 * self._steps - 2)  # likewise
+            if isinstance(error, DiskError) and early is not None and early.may_be_torn:  # Rule 6
+                of = sum(len(group["params"]) for group in early.optimizer.param_groups)
+                raise error.in_step("some", of) from error
             raise
         if self._new:
             self._exchange.board.alike(0)  # nobody steps before all have room, on every node

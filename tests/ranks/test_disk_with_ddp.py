@@ -205,3 +205,12 @@ def test_a_disk_that_is_full_on_one_rank_leaves_what_was_before_the_step(victim,
     assert found[1 - victim][0] == "PeerError" and f"rank {victim}" in found[1 - victim][1]
     assert [stepped for *_, stepped in found] == [False] * 2
     assert nodes > 1 or [torn for *_, torn, _ in found] == [False] * 2
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=SLOW)])
+def test_a_disk_that_is_full_once_units_were_stepped_beside_backward_says_so(victim):
+    found = processes.run(2, ranked_disk.fail, "posix_fallocate", victim, options(window=1))
+    assert found[victim]["error"] == "DiskError" and "No space left" in found[victim]["said"]
+    assert "had stepped some of 9 parameters" in found[victim]["said"], found[victim]["said"]
+    assert found[1 - victim]["error"] == "PeerError" and f"rank {victim}" in found[1 - victim]["said"]
+    assert all(one["torn"] for one in found)

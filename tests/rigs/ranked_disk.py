@@ -63,6 +63,8 @@ def check(
 class Wide(torch.nn.Module):
     """Layers of which a rank's part has several portions, of one element, and of fewer elements than a block."""
 
+    scales = True  # else the scale has no gradient
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -73,7 +75,7 @@ class Wide(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x).tanh()
-        return x * self.scale
+        return x * self.scale if self.scales else x
 
 
 def wide(dtype: torch.dtype) -> models.Case:
@@ -139,14 +141,16 @@ def written_blocks(options: dict[str, Any]) -> list[int]:
 
 
 class LateFault:
-    """Errors of the disk on one rank, from the second step on."""
+    """Errors of the disk on one rank, from the second step on: it cannot be read or written, or has no room."""
 
     def __init__(self, call: str) -> None:
         self.call, self.real, self.is_late = call, getattr(os, call), False
+        self.makes_room = call == "posix_fallocate"
+        self.number = errno.ENOSPC if self.makes_room else errno.EIO
 
     def __call__(self, *args: Any) -> Any:
-        if self.is_late and threading.current_thread().name.startswith("superpipeline-state"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if self.is_late and (self.makes_room or threading.current_thread().name.startswith("superpipeline-state")):
+            raise OSError(self.number, os.strerror(self.number))
         return self.real(*args)
 
 
@@ -163,6 +167,7 @@ def fail(call: str, victim: int | None, options: dict[str, Any]) -> dict[str, An
             if victim is None:
                 steps.append([weight.tolist() for weight in self.parameters()])
             fault.is_late = is_victim and batch_index == 2
+            self.net.scales = batch_index >= 2 or not fault.makes_room  # else its state is there before
 
     strategy = sp_lightning.SuperpipelineStrategy(**(OPTIONS | options))
     with small_portions(), mock.patch.object(os, call, fault), tempfile.TemporaryDirectory() as root:
