@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,6 +38,7 @@ class Alone:
     gives_weights = True  # whether the host copy takes this process's weights, not another's
 
     sharing = ONE_PROCESS  # of the host's memory
+    filed: Mapping[HostCopy, Sequence[int]] = {}  # units' frozen weights, by index, of which ranks share no home
 
     def __init__(self, device: Device) -> None:
         self._device = device

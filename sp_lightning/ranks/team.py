@@ -121,6 +121,8 @@ class Team(Alone):
         self.owners = Owners(self.ranks, self.exchange, self.faces, self.clipping, stores, state, self._divides)
         self.exchange.steps = self.owners
         self.faces.note_all_true()
+        filed = {store: store.host_layout.elsewhere for store in stores if store.host_layout.elsewhere}
+        self.filed = {store: [i for i in there if not store.params[i].requires_grad] for store, there in filed.items()}
         _teams.add(self)
 
     def close(self) -> None:

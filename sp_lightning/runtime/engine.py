@@ -285,6 +285,8 @@ class Engine:
             )
         with quietly():
             if unit not in self._open:
+                if unit.store in self.team.filed and torch.is_grad_enabled():
+                    self._check_frozen(unit)
                 if self.device.is_capturing is not None and self.device.is_capturing():
                     raise UnsupportedError(
                         f"{unit.name} was entered while a CUDA graph is captured, whose replays would read its weights "
@@ -303,6 +305,16 @@ class Engine:
             self._open.append(unit)
             if len(self._open) == 1 and torch.is_grad_enabled() and admits_hooks():
                 self.saved.push(unit.name)
+
+    def _check_frozen(self, unit: StreamedUnit) -> None:
+        """Raise UnsupportedError if a weight trains to which ranks have given no memory that they share."""
+        for index in self.team.filed[unit.store]:
+            if unit.store.params[index].requires_grad:
+                raise UnsupportedError(
+                    f"{unit.store.names[index]} lies in its file, and was unfrozen within a step. Several devices give "
+                    "it memory that they share before a step begins: unfreeze it earlier, as in on_train_batch_start. "
+                    "If it is frozen and unfrozen in turns, have it in memory before (p.data = p.data.clone())"
+                )
 
     @never_compiled
     def leave_to(self, depth: int) -> None:

@@ -9,10 +9,13 @@ import pytest
 import ranked_disk
 import ranked_parity
 import ranked_runs
+import torch
+from refusals import refusal
 
 import models
 import parity
 import sp_lightning
+from sp_lightning.errors import UnsupportedError
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 COVER = parity.pairwise(
@@ -89,9 +92,24 @@ def test_weights_of_unlike_files_are_the_first_ranks(nodes, tmp_path):
 
 @pytest.mark.seldom
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_weights_in_files_that_come_to_train_are_shared(nodes, tmp_path):
-    for telemetry in check(ranked_runs.thaw_in_files, folder=str(tmp_path), nodes=nodes):
+@pytest.mark.parametrize("when", ["before", "after a forward"])
+def test_weights_in_files_that_come_to_train_are_shared(when, nodes, tmp_path):
+    for telemetry in check(ranked_runs.thaw_in_files, when, folder=str(tmp_path), nodes=nodes):
         assert telemetry["disk_read"] > 0
+
+
+@refusal(
+    "on several devices, a weight that lies in its file (`host_budget=`) is unfrozen within a step",
+    UnsupportedError,
+    "unfreeze it before the step (`on_train_batch_start`), or have it in memory (`p.data = p.data.clone()`)",
+)
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.seldom)])
+def test_weights_in_files_that_come_to_train_in_a_forward_are_an_error_alike(nodes, tmp_path):
+    expected = processes.run(2, ranked_runs.thaw_in_forward, None, str(tmp_path))
+    found = processes.run(2, pretended_nodes.trainer, nodes, ranked_runs.thaw_in_forward, OPTIONS, str(tmp_path))
+    for (_, theirs), (said, ours) in zip(expected, found, strict=True):
+        assert "lies in its file, and was unfrozen within a step" in said and "on_train_batch_start" in said
+        assert all(map(torch.equal, theirs, ours))
 
 
 def test_a_weight_in_a_file_that_comes_to_train_within_the_budget_is_shared(tmp_path):

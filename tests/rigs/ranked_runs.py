@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 import models
 import parity
 import sp_lightning
+from sp_lightning.errors import UnsupportedError
 
 
 class HookedDDP(DDPStrategy):
@@ -256,8 +257,10 @@ def begin_unlike(options: dict[str, Any] | None, folder: str) -> parity.Record:
     return record(functools.partial(RankedModule, in_files.made_by(case, make)), case, options)
 
 
-def thaw_in_files(options: dict[str, Any] | None, folder: str) -> parity.Record:
+def thaw_in_files(when: str, options: dict[str, Any] | None, folder: str) -> parity.Record:
     """Record a run in which frozen weights come to train: with these options from files, else streamed from memory.
+
+    That is before a step, or once the forward of the step before it is over.
 
     DDP averages no gradients of weights that were frozen when it began.
     """
@@ -270,10 +273,55 @@ def thaw_in_files(options: dict[str, Any] | None, folder: str) -> parity.Record:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
         def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
-            if batch_index == 2:
+            if batch_index == 2 and when == "before":
                 self.net.requires_grad_(True)
 
+        def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_index)
+            if batch_index == 1 and when == "after a forward":
+                self.net.requires_grad_(True)
+            return loss
+
     return record(functools.partial(Thaws, case), case, options, batches=5)
+
+
+class Thawing(torch.nn.Module):
+    """A net that may be unfrozen as its forward begins."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net, self.thaws = net, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.thaws:
+            self.net.requires_grad_(True)
+        return self.net(x)
+
+
+def thaw_in_forward(options: dict[str, Any] | None, folder: str) -> tuple[str, list[torch.Tensor]]:
+    """Unfreeze weights inside a forward, and train on after its error; return that, and the weights.
+
+    Without options they are streamed from memory, and the batch of the error is left out.
+    """
+    dist.init_process_group("gloo", rank=pretended_nodes.rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    case, said = models.case("mlp"), ""
+    case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
+    L.seed_everything(0, verbose=False)
+    net = Thawing(case.make())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, **(options or {"window": 1})):
+        for index in range(5):
+            net.thaws = index == 2
+            try:
+                loss = case.loss(net, case.batch(2 * index + dist.get_rank()))
+            except UnsupportedError as error:
+                said = str(error)
+                continue
+            if index != 2:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return said, [parameter.detach().clone() for parameter in net.parameters()]
 
 
 def host_memory_in_files(options: dict[str, Any], folder: str) -> dict[str, int]:
