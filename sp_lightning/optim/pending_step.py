@@ -448,7 +448,7 @@ class PendingStep:
             for number, group in enumerate(self.optimizer.param_groups):
                 for param in group["params"]:
                     self._numbers.setdefault(id(param), []).append(number)
-                may_come = [p for p in group["params"] if p.requires_grad or true_grad(p) is not None]
+                may_come = (p for p in group["params"] if p.requires_grad or true_grad(p) is not None)
                 left = self._shadow_step.begins(self.optimizer, group, self._guard.state, may_come)
                 self._left_types.append(left)
         self.submitted[store] = None
