@@ -1,7 +1,8 @@
 """The run that ``fit`` or ``predict`` with the same arguments would make, for a plan: model, batch, precision, options.
 
 1. LightningCLI parses the arguments and makes the data, the callbacks and the Trainer, as for ``fit``, but on the CPU
-   and without a logger. The first batch is that of the Trainer's own loader, of several ones what it combines of them.
+   and without a logger; of devices that are chosen by their numbers it takes as many. The first batch is that of the
+   Trainer's own loader, of several ones what it combines of them.
 2. The model is made without weights, under ``torch.device("meta")``, by the same arguments: ``__init__``, then
    ``configure_model``, with a device mesh if the strategy has ``tensor_parallel_size``. Code that reads weights there
    can see it by ``torch.get_default_device()``, and read none. A model that depends on data (traced_model.py, Rule 1)
@@ -58,6 +59,7 @@ class Run:
     optimizer: Any = None  # a name or a function of parameters; None for the module's own
     tensor_parallel_size: int | None = None  # devices among which layers are cut
     clip: bool = False  # whether gradients are clipped
+    notes: tuple[str, ...] = ()  # what was assumed
 
 
 def find(arguments: Sequence[str]) -> Run:
@@ -125,6 +127,7 @@ def find(arguments: Sequence[str]) -> Run:
         predict_at_once=at_once,
         tensor_parallel_size=shards,
         clip=bool(trainer.gradient_clip_val) and not asked,
+        notes=cli.notes,
     )
 
 
@@ -170,11 +173,31 @@ def _parser() -> Any:
         def instantiate_classes(self) -> None:
             whole = self.config.clone()
             self.of_model = type(whole)(model=whole.pop("model"))
+            of_strategy = getattr(whole.trainer.strategy, "init_args", None)
+            if of_strategy is not None and of_strategy.get("device") is not None:
+                of_strategy.device = "cpu"
+            devices, self.notes = _devices_of(whole.trainer)
             self.config_init = self.parser.instantiate_classes(whole)
             self.datamodule = self.config_init.get("data")
-            self.trainer = self.instantiate_trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+            self.trainer = self.instantiate_trainer(
+                accelerator="cpu", devices=devices, logger=False, enable_progress_bar=False
+            )
 
     return Parser
+
+
+def _devices_of(trainer: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return how many devices of each machine a fit has, and a note where only its machine knows; see `_parser`."""
+    given = trainer.devices
+    if trainer.accelerator == "cpu":
+        return given, ()
+    if isinstance(given, str) and "," in given:
+        given = [number for number in given.split(",") if number.strip()]
+    if isinstance(given, list | tuple) and given:
+        return len(given), ()
+    if str(given).strip() in ("auto", "-1"):
+        return 1, (f"devices={given!r}, which is all of a machine, is planned as one: --trainer.devices says how many",)
+    return given, ()
 
 
 def _connected(cli: Any) -> Any:

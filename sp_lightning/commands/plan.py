@@ -139,6 +139,7 @@ def main(args: argparse.Namespace) -> int:
     run = of(args)
     spec, note = run.spec, run.spec.note
     found = _plan_of(args, run)
+    found = replace(found, notes=(*found.notes, *run.notes))
     speed = _speed_of(args, run, found)
     if args.json:
         write_json(found.to_dict() | {"run": speed}, args.json)

@@ -86,7 +86,7 @@ class PlannedRun:
             ("accumulate", 1),
             ("predict_at_once", 1),
             ("nodes", 1),
-            ("tensor_parallel_size", 2),
+            ("tensor_parallel_size", 1),
         ):
             value = getattr(self, name)
             if value is None and name == "tensor_parallel_size":

@@ -10,6 +10,7 @@ import torch
 
 from sp_lightning import cli
 from sp_lightning.commands import fit_config
+from sp_lightning.errors import OptionError
 from sp_lightning.planning import plan
 
 pytest.importorskip("jsonargparse")
@@ -122,7 +123,7 @@ def test_of_a_recipe_that_answers_the_run_of_predict_is_planned(capsys):
 CUT = ["--model", "sharded_fits.Cut", "--model.name", "in sequence", "--data", "sharded_fits.Words", *QUIET]
 
 
-@pytest.mark.parametrize("size", [2, "auto"])
+@pytest.mark.parametrize("size", [1, 2, "auto"])
 def test_of_layers_that_a_mesh_cuts_each_devices_part_is_planned(size, capsys):
     given = ["plan", *CUT, "--machine", "rtx4090", "--json", "--trainer.devices", "4", "--trainer.max_steps", "3"]
 
@@ -134,7 +135,7 @@ def test_of_layers_that_a_mesh_cuts_each_devices_part_is_planned(size, capsys):
     asked = ["--trainer.strategy", "sp_lightning.SuperpipelineStrategy", "--trainer.strategy.tensor_parallel_size"]
     code, said = found(*asked, str(size))
     plan = json.loads(said.out)
-    shards = 4 if size == "auto" else 2
+    shards = 4 if size == "auto" else size
     assert code == 0 and (plan["shards"], plan["devices"], plan["rows"]) == (shards, 4, 3)
     code, said = found(*asked, "3")
     assert code == 2 and "tensor_parallel_size must be such that their product is the number of devices" in said.err
@@ -303,7 +304,7 @@ def test_a_module_with_two_optimizers_and_an_average_is_planned(loss, capsys):
     pathlib.Path("config.yaml").write_text(
         "model: {class_path: test_fit_config.TwoOptimizers, init_args: {width: 64}}\n"
         "data: {class_path: test_fit_config.Numbers}\n"
-        "trainer:\n  max_epochs: 2\n"
+        "trainer:\n  max_epochs: 2\n  devices: 1\n"
         "  callbacks: [{class_path: lightning.pytorch.callbacks.EMAWeightAveraging}]\n"
     )
     with pytest.raises(SystemExit):
@@ -346,7 +347,7 @@ class Adversaries(TwoOptimizers):
 def test_optimizers_that_take_turns_are_planned_with_their_schedules(capsys):
     given = "plan --model test_fit_config.Adversaries --data test_fit_config.Numbers --machine rtx4060 --json"
     with pytest.raises(SystemExit) as stopped:
-        cli.main(given.split())
+        cli.main([*given.split(), "--trainer.devices", "1"])
     found = json.loads(capsys.readouterr().out)
     assert (stopped.value.code, found["notes"], found["run"]["steps"]) == (0, [], 6 * 1000)  # epochs, as fit sets them
     trained = 8 * 65 * 64 * 4
@@ -398,6 +399,32 @@ def test_without_a_config_a_model_is_needed(capsys):
     with pytest.raises(SystemExit):
         cli.main(["plan", "--model.width", "3"])
     assert "plan does not know --model.width 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"), [("[0,1]", 2), ("0,1", 2), ("1,", 1), ("3", 3), ("-1", None), ("auto", None)]
+)
+def test_devices_that_a_config_chooses_by_number_count(chosen, count):
+    """All of a machine are one, and the plan says so."""
+    given = ["--model", "test_fit_config.Small", "--data", "test_fit_config.Rows", *QUIET, "--trainer.devices", chosen]
+    run = fit_config.find(given)
+    assert (run.devices, bool(run.notes)) == (count or 1, count is None)
+    assert fit_config.find([*given[:-2], "--trainer.accelerator", "cpu"]).notes == ()
+
+
+def test_a_plan_says_for_how_many_devices_it_is_where_only_the_machine_knows(capsys):
+    given = ["--model", "test_fit_config.Small", "--data", "test_fit_config.Rows", *QUIET, "--machine", "rtx4090"]
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *given, "--trainer.devices", "auto"])
+    assert "Note: devices='auto', which is all of a machine, is planned as one" in capsys.readouterr().out
+
+
+def test_a_device_that_a_config_names_need_not_be_here():
+    given = ["--model", "test_fit_config.Small", "--data", "test_fit_config.Rows", *QUIET]
+    given += ["--trainer.strategy", "sp_lightning.SuperpipelineStrategy", "--trainer.strategy.device", "cuda:1"]
+    assert fit_config.find([*given, "--trainer.devices", "1"]).devices == 1
+    with pytest.raises(OptionError, match="device must be left out with several devices"):
+        fit_config.find([*given, "--trainer.devices", "2"])
 
 
 def test_devices_of_a_config_are_planned_with_a_share_of_the_data_each():

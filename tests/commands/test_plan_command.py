@@ -304,7 +304,7 @@ NONSENSE = {
     "devices": "0",
     "nodes": "0",
     "network": "Foo",
-    "tensor_parallel_size": "1",
+    "tensor_parallel_size": "0",
     "mesh_link": "Foo",
     "samples": "0",
     "epochs": "0",
