@@ -134,8 +134,8 @@ class ShadowStep:
         # (state_on_disk.py). Where several streamed modules have the optimizer's parameters, each has such a pair of
         # hooks: the first one makes the shadow, and those after it add what they step.
         self.first: Callable[..., list[Group]] | None = None
-        # Returns the types of those of a group's parameters whose state a step makes, if it then steps all others of the
-        # type in another way: these cannot be stepped by themselves before (device_step.py, Rule 5).
+        # Returns the types of those of a group's parameters whose state a step makes, if it steps all others of a type
+        # in another way then: none of them is stepped by itself before (device_step.py, Rule 5).
         self.begins: Callable[[Optimizer, Group, Any, Iterable[Tensor]], set[torch.dtype]] = lambda *_: set()
         # Called with the groups before any of their parameters is stepped, on any thread: waits until a checkpoint has
         # their bytes.

@@ -405,7 +405,7 @@ def slow_sums(net: nn.Module) -> Iterator[Sums]:
             return found
 
         of_net._sum = slowly
-        of_net._thread.submit = lambda work, of: (noted.end(), noted.begin(submit(work, of), of))[1]
+        of_net._thread.submit = lambda *work: (noted.end(), noted.begin(submit(*work), of_net._backward))[1]
         of_net._thread.shutdown = lambda: (noted.end(), shutdown())
         yield noted
 
