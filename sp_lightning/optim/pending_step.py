@@ -286,7 +286,7 @@ class PendingStep:
         self._guard: Any = None
         self._numbers: dict[int, list[int]] = {}  # of each parameter's groups: one that is in two is stepped twice
         self._options: Any = None  # of the groups, when the first unit was promised
-        self._left_types: list[set[torch.dtype]] = []  # by group, of parameters that are left to the step (Rule 4)
+        self._left_to_step: set[int] = set()  # ids of parameters that others without state decide about (Rule 4)
         self._settings = thread_settings()  # of the thread that steps (Rule 2)
         self._queue: list[_Unit] = []  # to be stepped, without the one that is being stepped, the most urgent one last
         self.submitted: dict[HostCopy, None] = {}  # promised in backward, in this order
@@ -448,9 +448,10 @@ class PendingStep:
             for number, group in enumerate(self.optimizer.param_groups):
                 for param in group["params"]:
                     self._numbers.setdefault(id(param), []).append(number)
-                may_come = (p for p in group["params"] if p.requires_grad or true_grad(p) is not None)
-                left = self._shadow_step.begins(self.optimizer, group, self._guard.state, may_come)
-                self._left_types.append(left)
+                if self._shadow_step.begins is not None:
+                    may_come = [p for p in group["params"] if p.requires_grad or true_grad(p) is not None]
+                    types = self._shadow_step.begins(self.optimizer, group, self._guard.state, may_come)
+                    self._left_to_step.update(id(p) for p in group["params"] if p.dtype in types)
         self.submitted[store] = None
         self._access.gradients.add(self)
         self._access.steps[store] = self
@@ -491,10 +492,9 @@ class PendingStep:
 
     def may_step(self, param: Any) -> bool:
         """Whether the thread may step this parameter: it is the optimizer's, with state of its own (Rules 4 and 5)."""
-        numbers = self.numbers_of(param)
-        if any(param.dtype in self._left_types[number] for number in numbers):
+        if id(param) in self._left_to_step:
             return False
-        groups = [self._source.param_groups[number] for number in numbers]
+        groups = [self._source.param_groups[number] for number in self._numbers.get(id(param), [])]
         if self._guard.state.get(param):
             return bool(groups) and not are_tensors_of_entry_shared(self._guard.state, param)
         return bool(groups) and all(keeps_no_state(self.optimizer, group) for group in groups)

@@ -136,7 +136,7 @@ class ShadowStep:
         self.first: Callable[..., list[Group]] | None = None
         # Returns the types of those of a group's parameters whose state a step makes, if it steps all others of a type
         # in another way then: none of them is stepped by itself before (device_step.py, Rule 5).
-        self.begins: Callable[[Optimizer, Group, Any, Iterable[Tensor]], set[torch.dtype]] = lambda *_: set()
+        self.begins: Callable[[Optimizer, Group, Any, Iterable[Tensor]], set[torch.dtype]] | None = None
         # Called with the groups before any of their parameters is stepped, on any thread: waits until a checkpoint has
         # their bytes.
         self.before: Callable[[list[Group]], None] | None = None
