@@ -22,14 +22,15 @@ from torch import Tensor
 from ..core.telemetry import Counters, Lane
 from ..memory.pinned import HostAllocator
 from .direct_file import blocks
-from .direct_ring import READERS, Buffer, buffer_over, keep_from_forks
+from .direct_ring import Buffer, buffer_over, keep_from_forks
 from .scratch_file import ScratchFile
 
 Item = TypeVar("Item")
 BUFFER = 64 << 20  # bytes
 SMALLEST = 1 << 16
 BUFFERS = 6
-AHEAD = 4  # portions that are read before they are stepped; the others are stepped or written
+READERS, WRITERS = 4, 3
+AHEAD = 5  # portions that are read before they are stepped; the other is stepped or written
 
 
 def buffer_nbytes(state: int) -> int:
@@ -79,7 +80,7 @@ class StateRing:
         self._free = deque(self._buffers)
         self._written: deque[tuple[Buffer, list[Future[None]]]] = deque()  # in the order of their writes
         self._readers = ThreadPoolExecutor(READERS, "superpipeline-state-read")
-        self._writers = ThreadPoolExecutor(READERS, "superpipeline-state-write")
+        self._writers = ThreadPoolExecutor(WRITERS, "superpipeline-state-write")
 
     @property
     def nbytes(self) -> int:
