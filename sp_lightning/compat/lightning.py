@@ -68,9 +68,11 @@ def is_setting_up() -> bool:
     Without it such a module would stream for its rank alone first, and then anew.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_move_model_to_device":
+    while frame is not None:
+        if frame.f_code.co_name == "_move_model_to_device" and frame.f_globals["__name__"].endswith("fabric.fabric"):
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def logs_models(logger: Any) -> bool:

@@ -73,7 +73,8 @@ def allow_all_descriptors() -> None:
     import resource
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(OSError, ValueError):  # a system may forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def usable_cores() -> int:

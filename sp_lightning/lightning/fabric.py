@@ -332,6 +332,9 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         parts = (part for part in state.values() if isinstance(part, (nn.Module, Optimizer)))
         if why := torn_step.why_not_saved(parts):
             raise TornStepError(why)
+        for handle in self.handles:
+            if not handle.closed:
+                handle.check_whole()
         if self._axes.has_shards:
             shown = {name: _users(part) for name, part in state.items()}
             FabricModelParallelStrategy.save_checkpoint(self, path, shown, *args, **kwargs)  # type: ignore[arg-type]

@@ -481,8 +481,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def _check_whole(self) -> None:
         if self._streaming is not None:
-            self._streaming.engine.step_owner.check_whole()
-            self._streaming.team.check_between_steps()
+            self._streaming.check_whole()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights as the base class does, with a progress bar if it takes long."""
@@ -637,11 +636,15 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         self.handle.steps.say(WHOLE_STEP, reason)
         return reason is None and step_timing.next_is_a_training_step(module.trainer)
 
+    def tell_peers(self, exception: BaseException) -> None:
+        """Tell the other ranks, also those with shards of the same layers, of an exception. Safe twice."""
+        super().tell_peers(exception)
+        if self._streaming is not None:
+            self._streaming.path.fail(isinstance(exception, PeerError))
+
     def on_exception(self, exception: BaseException) -> None:
         """Complete what is being written, and put checkpoint callbacks back."""
         self._writer.finish(raises=False)
-        if self._streaming is not None:
-            self._streaming.path.fail(isinstance(exception, PeerError))
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         trainer.callbacks += self._withheld

@@ -285,7 +285,7 @@ class Engine:
             )
         with quietly():
             if unit not in self._open:
-                if unit.store in self.team.filed and torch.is_grad_enabled():
+                if unit.store in self.team.filed and torch.is_grad_enabled() and not self.phases.between_steps:
                     self._check_frozen(unit)
                 if self.device.is_capturing is not None and self.device.is_capturing():
                     raise UnsupportedError(

@@ -112,6 +112,14 @@ def test_weights_in_files_that_come_to_train_in_a_forward_are_an_error_alike(nod
         assert all(map(torch.equal, theirs, ours))
 
 
+@pytest.mark.simgpu
+@pytest.mark.seldom
+def test_weights_in_files_that_are_unfrozen_between_steps_may_be_read_there(tmp_path):
+    expected = processes.run(2, ranked_runs.read_what_thaws, None, str(tmp_path))
+    found = processes.run(2, ranked_runs.read_what_thaws, OPTIONS, str(tmp_path))
+    assert all(all(map(torch.equal, theirs, ours)) for theirs, ours in zip(expected, found, strict=True))
+
+
 def test_a_weight_in_a_file_that_comes_to_train_within_the_budget_is_shared(tmp_path):
     disk = {"window": 1, "host_budget": "3400000B", "disk": str(tmp_path)}
     check(ranked_disk.thaw_within_budget, folder=str(tmp_path), options=disk)

@@ -196,6 +196,12 @@ def test_a_loop_by_fabric_goes_on_from_a_checkpoint_of_either_strategy(first, tm
     assert [sharded.difference(*pair) for pair in zip(expected, found, strict=True)] == [[], []]
 
 
+@pytest.mark.seldom
+def test_a_callback_that_saves_on_exception_does_not_wait_for_a_rank_at_a_layer(tmp_path):
+    failed, other = processes.run(2, sharded_fits.fails_and_saves, str(tmp_path))
+    assert (failed, other) == ("ValueError: the first rank fails", "PeerError: rank 0 failed; its own error says why")
+
+
 def test_fabric_refuses_modules_that_are_not_cut_or_fully_sharded():
     for error in processes.run(2, sharded_fabric.refused, "whole"):
         assert error.startswith("OptionError: tensor_parallel_size must be 1 for a module none of whose parameters")

@@ -324,6 +324,28 @@ def thaw_in_forward(options: dict[str, Any] | None, folder: str) -> tuple[str, l
     return said, [parameter.detach().clone() for parameter in net.parameters()]
 
 
+def read_what_thaws(options: dict[str, Any] | None, folder: str) -> list[torch.Tensor]:
+    """Unfreeze weights between two steps and compute with one on the device; return the results, and all weights."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    case = models.case("mlp")
+    case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
+    L.seed_everything(0, verbose=False)
+    net, seen = case.make(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with simulated("simgpu"):
+        with sp_lightning.stream(net, "simgpu", group=dist.group.WORLD, **(options or {"window": 1})):
+            for index in range(4):
+                if index == 2:
+                    net.requires_grad_(True)
+                    for parameter in net.parameters():
+                        seen.append((parameter * torch.ones_like(parameter, device="simgpu")).norm().detach().cpu())
+                x, *rest = case.batch(2 * index + dist.get_rank())
+                case.loss(net, (x.to("simgpu"), *(one.to("simgpu") for one in rest))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen + [parameter.detach().clone() for parameter in net.parameters()]
+
+
 def host_memory_in_files(options: dict[str, Any], folder: str) -> dict[str, int]:
     """Return the bytes of host memory of all ranks that stream a net whose frozen weights are in a file."""
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))

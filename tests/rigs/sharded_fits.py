@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -251,6 +253,36 @@ def only_predicted(folder: str, options: dict[str, Any] | None, data: int) -> di
         for number, batch in enumerate(found):
             watch.see(f"predicted {number}", batch)
     return watch.found
+
+
+class Fails(Cut):
+    """Raises an error on the first rank, when the other one waits for it at a layer."""
+
+    def training_step(self, words: Tensor, index: int) -> Tensor:
+        if index == 1 and self.global_rank == 0:
+            time.sleep(1)
+            raise ValueError("the first rank fails")
+        return super().training_step(words, index)
+
+
+class SavesOnException(L.Callback):
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(folder, "on_exception.ckpt")
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def fails_and_saves(folder: str) -> str:
+    """Save in a callback when a rank fails; return this rank's error."""
+    sharded.begin(False)
+    options = {"timeout": timedelta(seconds=25)}
+    try:
+        with trainer(options, callbacks=[SavesOnException(folder)], distributed=False, num_sanity_val_steps=0) as made:
+            made.fit(Fails("in blocks"), loader(False), None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class Words(L.LightningDataModule):
