@@ -17,7 +17,8 @@
 7. A model that other code dropped is closed before the next one begins to stream. A part that streams by itself is
    closed when a module around it begins to.
 8. With several processes, a model that stock code would wrap in DDP has one host copy for all of them, from that moment
-   on (ranked_model.py). One that is only moved, or that does not train, has one in each.
+   on (ranked_model.py). One that is only moved, or that does not train, has one in each. A module around a shared one
+   that is moved leaves it shared, and its other parts are moved one by one.
 9. The context has to cover training, evaluation and generation. At its end, and after an exception, all patches are
    undone and all models are plain, on the host. One context is open at a time in a process.
 """
@@ -41,6 +42,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..compat.dynamo import never_compiled
 from ..errors import OptionError, PeerError, UnsupportedError
+from ..memory.device import Device
 from ..memory.watched_parameters import is_watched, owner_of
 from ..nodes.transport import KEEPALIVE
 from ..options import Options
@@ -144,8 +146,22 @@ class streaming:
     def take(self, module: nn.Module, device: torch.device) -> None:
         """Begin to stream a module, unless it is streamed, or a part of one that is, as moving it would."""
         if not all(is_watched(parameter) for parameter in module.parameters()):
-            self._begin(module, device)
+            parts = set(module.modules())
+            shared = next((one for one in self.handles if one.module in parts and one in self._shared), None)
+            if shared is None:
+                self._begin(module, device)
+            else:
+                self._take_around(shared, module)
         self._move_the_rest(module, device)
+
+    def _take_around(self, shared: Handle, module: nn.Module) -> None:
+        """Move what a module has beside a part that all ranks share, which stays shared (Rule 8)."""
+        place = shared.device.torch_device
+        for child in module.children():
+            self._to(child, place)
+        self._moved.add(module)
+        self._names.MODULE_TO.original(module, place)  # its own parameters: those that stream stay where they are
+        self._show_devices(module, shared.device)
 
     def share(self, module: nn.Module, device: torch.device) -> None:
         """Begin to stream one host copy of a module on all ranks, each of which comes here."""
@@ -161,7 +177,7 @@ class streaming:
 
     def _move_the_rest(self, module: nn.Module, device: torch.device) -> None:
         """Move what a streamed module has beside its weights: buffers and parts may be new (Rule 3)."""
-        first = next(module.parameters(), None)
+        first = _streamed(module)
         place = device if first is None else owner_of(first).device.torch_device
         move_buffers(module, place)
         self._move_parts(module, place)
@@ -184,20 +200,27 @@ class streaming:
         close_dropped(self.handles)  # Rule 7
         parts = set(module.modules())
         for handle in [handle for handle in self.handles if handle.module in parts]:
-            self._unmark(handle)
-            self.handles.remove(handle)
-            handle.close()
+            self._end(handle)
         compute_dtype = torch.bfloat16 if self.options.master_weights else None
         handle = Handle(module, device, self.options, compute_dtype, ranks=ranks, exchanges=ranks.world > 1)
         handle.steps.by_hand = True
         self.handles.append(handle)
         self._marks[handle] = self._names.mark(module, device)
-        for patch in self._names.shown_devices(module):
-            if not patch.users and not handle.device.is_host:
-                replace(self._undo, patch, property(never_compiled(functools.partial(_device_of, patch.original.fget))))
+        self._show_devices(module, handle.device)
         if (self._says or self._log_metrics) and _trains(module):
             reports.begin(handle)
         return handle
+
+    def _end(self, handle: Handle) -> None:
+        self._unmark(handle)
+        self.handles.remove(handle)
+        handle.close()
+
+    def _show_devices(self, module: nn.Module, device: Device) -> None:
+        """Have the classes of a model's parts say where it runs (Rule 3)."""
+        for patch in self._names.shown_devices(module):
+            if not patch.users and not device.is_host:
+                replace(self._undo, patch, property(never_compiled(functools.partial(_device_of, patch.original.fget))))
 
     def _check(self, module: nn.Module) -> None:
         """Raise an error for what is not built for a model that begins to stream."""
@@ -334,6 +357,11 @@ def _device_of(original: Callable[[nn.Module], Any], module: nn.Module) -> Any:
 def _is_model(module: nn.Module) -> bool:
     """Whether several modules have parameters of their own (Rule 2)."""
     return sum(any(p is not None for p in part._parameters.values()) for part in module.modules()) > 1
+
+
+def _streamed(module: nn.Module) -> nn.Parameter | None:
+    """Return the first of a module's parameters that streams."""
+    return next(filter(is_watched, module.parameters()), None)
 
 
 def _trains(module: nn.Module) -> bool:

@@ -26,6 +26,8 @@ RUNS = {
     "accumulating": ("accumulating", {}),
     "accumulating in bf16": ("accumulating", {"mixed_precision": "bf16"}),
     "two models": ("gan", {}),
+    "a module around it is moved": ("around", {}),
+    "one rank moves a module around it": ("around", {"ranks": 1}),
     "Trainer": ("trainer", {}),
     "Trainer accumulating": ("trainer", {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}),
     "Trainer and the best": ("trainer", {**BEST, "load_best_model_at_end": True, "num_train_epochs": 2}),

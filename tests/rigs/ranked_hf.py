@@ -219,6 +219,46 @@ def gan(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
     yield "ends", [ends(generator, critic), of_generator.state_dict()["state"], of_critic.state_dict()["state"]]
 
 
+class Around(nn.Module):
+    """A module around a model, with another one, a head and a parameter of its own, as losses and averages have."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 0.5))
+        self.net, self.other = net, copy.deepcopy(net).requires_grad_(False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.net(x) - self.other(x)) * self.scale)
+
+
+def around(folder: pathlib.Path, ranks: int = 2) -> Iterator[Any]:
+    """Moves modules around a model of all ranks: on these ranks one, and one that trains on all."""
+    run = accelerator()
+    torch.manual_seed(1)
+    net = Net()
+    model, optimizer, loader = run.prepare(net, adamw(net), batches())
+    kept = Around(net).to(run.device) if run.process_index < ranks else None
+    outer = Around(net).to(run.device)
+    of_outer = torch.optim.SGD([outer.scale, *outer.head.parameters()], lr=0.1)
+    for step, x in enumerate(loader):
+        loss = model(x).square().mean()
+        run.backward(loss)
+        yield f"gradients {step}", [loss, [p.grad for p in net.parameters()]]
+        optimizer.step()
+        optimizer.zero_grad()
+        outer.net, inner = model, outer.net  # whose gradients are averaged
+        run.backward(outer(x).square().mean())
+        outer.net = inner
+        yield f"gradients around {step}", [p.grad.to("cpu") for p in outer.parameters() if p.requires_grad]
+        optimizer.step()
+        optimizer.zero_grad()
+        of_outer.step()
+        of_outer.zero_grad()
+    yield "ends", [ends(model), optimizer.state_dict()["state"], [p.detach().cpu() for p in outer.parameters()]]
+    del kept
+
+
 RUNS: dict[str, Callable[[], Callable[..., Iterator[Any]]]] = {
     "trainer": trainer,
     "resuming": resuming,
@@ -226,6 +266,7 @@ RUNS: dict[str, Callable[[], Callable[..., Iterator[Any]]]] = {
     "plainly": lambda: plainly,
     "accumulating": lambda: accumulating,
     "gan": lambda: gan,
+    "around": lambda: around,
 }
 
 
