@@ -15,7 +15,7 @@
    Rule 4), and a ``zero_grad`` after it waits for nothing (watched_parameters.py,
    Rule 5).
 7. A model that other code dropped is closed before the next one begins to stream. A part that streams by itself is
-   closed when a module around it begins to.
+   closed when a module around it begins to, and what is on the device beside it streams, too.
 8. With several processes, a model that stock code would wrap in DDP has one host copy for all of them, from that moment
    on (ranked_model.py). One that is only moved, or that does not train, has one in each. A module around a shared one
    that is moved leaves it shared, and its other parts are moved one by one.
@@ -158,7 +158,8 @@ class streaming:
         """Move what a module has beside a part that all ranks share, which stays shared (Rule 8)."""
         place = shared.device.torch_device
         for child in module.children():
-            self._to(child, place)
+            if any(parameter.device != place for parameter in child.parameters()):
+                self._to(child, place)
         self._moved.add(module)
         self._names.MODULE_TO.original(module, place)  # its own parameters: those that stream stay where they are
         self._show_devices(module, shared.device)
@@ -193,14 +194,17 @@ class streaming:
         return next((one for one in self.handles if any(part is module for part in one.module.modules())), None)
 
     def _begin(self, module: nn.Module, device: torch.device, ranks: OneRank = ONE_RANK) -> Handle:
-        for part in self._moved.intersection(module.modules()):
+        parts = set(module.modules())
+        inside = [handle for handle in self.handles if handle.module in parts]
+        for handle in inside:
+            self._end(handle)  # Rule 7
+        if inside:
+            self._moved.add(module)  # heads are made where ``model.device`` says that it is
+        for part in self._moved.intersection(parts):
             self._moved.remove(part)
             self._names.MODULE_TO.original(part, "cpu")
         self._check(module)
         close_dropped(self.handles)  # Rule 7
-        parts = set(module.modules())
-        for handle in [handle for handle in self.handles if handle.module in parts]:
-            self._end(handle)
         compute_dtype = torch.bfloat16 if self.options.master_weights else None
         handle = Handle(module, device, self.options, compute_dtype, ranks=ranks, exchanges=ranks.world > 1)
         handle.steps.by_hand = True

@@ -267,6 +267,32 @@ def test_models_that_go_to_where_another_one_is_stream_as_well(device):
     assert vars(Placed)["device"] is says
 
 
+@ON_DEVICE
+@pytest.mark.parametrize("move", ["to", "prepare"])
+def test_a_head_that_was_made_where_a_model_is_streams_with_the_whole(device, move):
+    def train():
+        torch.manual_seed(1)
+        net = Placed(nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 5)).to(device)
+        head = nn.Linear(5, 3, device=net.device)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.copy_(torch.randn(parameter.shape))
+        whole = nn.Sequential(net, head)
+        whole = whole.to(net.device) if move == "to" else accelerate.Accelerator().prepare_model(whole)
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+        for x in inputs(device):
+            optimizer.zero_grad()
+            whole(x).square().mean().backward()
+            optimizer.step()
+        return whole, [p.detach().to("cpu") for p in whole.parameters()]
+
+    _, expected = train()
+    with sp_lightning.hf.streaming(window=1):
+        whole, found = train()
+        assert streams(whole) and all(map(torch.equal, expected, found))
+    assert_plain(whole)
+
+
 def test_moves_on_the_host_stream_nothing():
     with sp_lightning.hf.streaming(window=1) as stream:
         net = blocks().to("cpu").to(torch.float64).to("meta")

@@ -222,14 +222,15 @@ def gan(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
 class Around(nn.Module):
     """A module around a model, with another one, a head and a parameter of its own, as losses and averages have."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((8,), 0.5))
         self.net, self.other = net, copy.deepcopy(net).requires_grad_(False)
         self.head = nn.Linear(8, 3)
+        self.placed = nn.Sequential(nn.Linear(8, 8).to(device), nn.Linear(8, 8).to(device))  # where the model is
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head((self.net(x) - self.other(x)) * self.scale)
+        return self.head(self.placed(self.net(x) - self.other(x)) * self.scale)
 
 
 def around(folder: pathlib.Path, ranks: int = 2) -> Iterator[Any]:
@@ -238,9 +239,9 @@ def around(folder: pathlib.Path, ranks: int = 2) -> Iterator[Any]:
     torch.manual_seed(1)
     net = Net()
     model, optimizer, loader = run.prepare(net, adamw(net), batches())
-    kept = Around(net).to(run.device) if run.process_index < ranks else None
-    outer = Around(net).to(run.device)
-    of_outer = torch.optim.SGD([outer.scale, *outer.head.parameters()], lr=0.1)
+    kept = Around(net, run.device).to(run.device) if run.process_index < ranks else None
+    outer = Around(net, run.device).to(run.device)
+    of_outer = torch.optim.SGD([outer.scale, *outer.placed.parameters(), *outer.head.parameters()], lr=0.1)
     for step, x in enumerate(loader):
         loss = model(x).square().mean()
         run.backward(loss)
