@@ -330,13 +330,13 @@ class streaming:
         self._names.DATA_PARALLEL.original(wrapper, module, *args, **kwargs)
 
     def _wrap_for_ranks(self, wrapper: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        handle = self.handle_of(module)
-        if handle is None or not _trains(module):
+        first = _streamed(module)
+        if first is None or not _trains(module):
             self._names.DISTRIBUTED_DATA_PARALLEL.original(wrapper, module, *args, **kwargs)
             return
         given = inspect.signature(self._names.DISTRIBUTED_DATA_PARALLEL.original).bind(wrapper, module, *args, **kwargs)
         self._names.check_wrapper(type(wrapper), module, given.arguments)
-        self.share(module, handle.device.torch_device)
+        self.share(module, owner_of(first).device.torch_device)  # also if a part of it was streamed
         wrapper.__class__ = RankedModel
         assert isinstance(wrapper, RankedModel)
         RankedModel.__init__(wrapper, module, self, self._names.sends_buffers(given.arguments))

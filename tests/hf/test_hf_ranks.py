@@ -26,6 +26,7 @@ RUNS = {
     "accumulating": ("accumulating", {}),
     "accumulating in bf16": ("accumulating", {"mixed_precision": "bf16"}),
     "two models": ("gan", {}),
+    "torch's DDP around it": ("by torch", {}),
     "a module around it is moved": ("around", {}),
     "one rank moves a module around it": ("around", {"ranks": 1}),
     "Trainer": ("trainer", {}),

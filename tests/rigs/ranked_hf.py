@@ -219,6 +219,34 @@ def gan(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
     yield "ends", [ends(generator, critic), of_generator.state_dict()["state"], of_critic.state_dict()["state"]]
 
 
+class WithLoss(nn.Module):
+    """A model with its loss, and with a head of its own that is on the device."""
+
+    def __init__(self, net: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.net, self.head = net, nn.Linear(8, 3).to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x)).square().mean()
+
+
+def by_torch(folder: pathlib.Path) -> Iterator[Any]:
+    """Wraps a module in torch's DDP of which a part has been moved."""
+    device = accelerator().device
+    torch.manual_seed(1)
+    net = Net().to(device)
+    model = nn.parallel.DistributedDataParallel(WithLoss(net, device), find_unused_parameters=True)
+    optimizer = adamw(model)
+    for step in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        loss = model(x.to(device))
+        loss.backward()
+        yield f"gradients {step}", [loss, [p.grad for p in model.parameters()]]
+        optimizer.step()
+        optimizer.zero_grad()
+    yield "ends", [ends(model), optimizer.state_dict()["state"]]
+
+
 class Around(nn.Module):
     """A module around a model, with another one, a head and a parameter of its own, as losses and averages have."""
 
@@ -268,6 +296,7 @@ RUNS: dict[str, Callable[[], Callable[..., Iterator[Any]]]] = {
     "accumulating": lambda: accumulating,
     "gan": lambda: gan,
     "around": lambda: around,
+    "by torch": lambda: by_torch,
 }
 
 
