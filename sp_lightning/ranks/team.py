@@ -148,12 +148,15 @@ class Team(Alone):
             self.exchange.abandon()  # one that failed: this one's gradients are not exchanged
 
     def backward_ends(self) -> None:
-        if not self.exchanges:
+        if self.exchange in self._access.gradients:  # behind this backward
             return
         if self.exchange.has_any:
             self._exchange_gradients()
-        else:  # `torch.autograd.grad` makes none
+        elif self.exchange.active:  # `torch.autograd.grad` makes none
             self.exchange.cancel()
+        elif self.exchanges and self.exchange.used:  # a hook ran several: the first in `no_sync`, not the last
+            self.exchange.begin(graph_task())
+            self._exchange_gradients()
 
     def interrupt(self) -> None:
         self.exchange.abandon()

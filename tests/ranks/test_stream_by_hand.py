@@ -81,6 +81,15 @@ def test_a_backward_in_no_sync_may_follow_one_that_failed(left_out):
         assert all(map(torch.equal, theirs, ours))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])
+@pytest.mark.few(1)
+def test_a_hook_of_backward_may_replay_parts_of_which_the_last_one_is_exchanged(device):
+    expected = processes.run(2, loops.replayed_in_a_hook, None)
+    streamed = processes.run(2, loops.replayed_in_a_hook, {"window": 1, "units": ["Block"]}, device)
+    for theirs, ours in zip(expected, streamed, strict=True):
+        assert not [n for n, pair in enumerate(zip(theirs, ours, strict=True)) if parity.difference(*pair)]
+
+
 def test_a_block_may_begin_to_run_twice():
     check(2, "cpu", repeats_from=4)
 

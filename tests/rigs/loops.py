@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import os
 import resource
@@ -420,6 +421,40 @@ def left_out_by_hand(streamed: dict[str, Any] | None) -> list[Tensor]:
             optimizer.step()
             optimizer.zero_grad()
         return [p.detach().clone() for p in net.parameters()]
+
+
+def replayed_in_a_hook(streamed: dict[str, Any] | None, device: str = "cpu") -> list[Tensor | None]:
+    """Train under DDP or streamed with parts that a hook of backward runs, as losses with a cache do.
+
+    All but the last part are in `no_sync`. Every other step has another loss beside them. Return gradients and weights.
+    """
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Block(16) for _ in range(4)))
+    recorded: list[Tensor | None] = []
+    with contextlib.ExitStack() as stack:
+        call, place, handle = placed(net, device, streamed, stack)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+        def replay(gradient: Tensor, parts: Tensor) -> None:
+            with torch.enable_grad():
+                for number, part in enumerate(parts):
+                    last = number == len(parts) - 1
+                    with contextlib.nullcontext() if last else (call if handle is None else handle).no_sync():
+                        (call(part).square().mean() * gradient).backward()
+
+        for step in range(4):
+            parts = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(size * step + rank)).to(place)
+            loss = torch.ones((), device=place, requires_grad=True)
+            loss.register_hook(functools.partial(replay, parts=parts))
+            loss.backward()
+            if step % 2:
+                call(parts[0] + 1).square().mean().backward()
+            recorded += [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*recorded, *(p.detach().clone() for p in net.parameters())]
 
 
 def looks_in_backward(streamed: dict[str, Any] | None, at: str, device: str = "cpu") -> list[list[Tensor | None]] | str:
