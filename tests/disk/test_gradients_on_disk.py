@@ -288,7 +288,7 @@ def test_a_disk_that_fails_under_a_gradient_is_a_typed_error_and_the_next_batch_
 @parity.product(at=[0, 1, 4], device=parity.DEVICES)
 @pytest.mark.few(1)
 def test_a_host_that_has_no_memory_for_the_buffers_is_an_error_after_which_the_run_goes_on(at, device, monkeypatch):
-    results, make = [], slab_on_disk.aligned_buffer
+    results, memory, make = [], [], slab_on_disk.aligned_buffer
     for fails in (False, True):
         net, calls = stack(), itertools.count()
 
@@ -305,7 +305,9 @@ def test_a_host_that_has_no_memory_for_the_buffers_is_an_error_after_which_the_r
                 backward(net, device, number)
             assert all(is_on_disk(handle, p.grad) for p in net.parameters())
             results.append([p.grad.clone() for p in net.parameters()])
+            memory.append(handle.storage._gradients.nbytes)
     assert all(map(torch.equal, *results))
+    assert memory[0] == memory[1]
 
 
 def test_a_slow_disk_holds_backward_and_changes_nothing(device, monkeypatch):
@@ -332,7 +334,7 @@ def test_a_slow_disk_holds_backward_and_changes_nothing(device, monkeypatch):
     assert max(lent) == GRADIENT_BUFFERS
 
 
-@parity.product(comes=["layer", "weights"], accumulate=[False, True], device=parity.DEVICES)
+@parity.product(comes=["layer", "first layer", "weights"], accumulate=[False, True], device=parity.DEVICES)
 def test_the_ring_has_room_for_what_comes_to_train(comes, accumulate, device):
     """Buffers are made for what trained when units were chosen the first time, here biases or layers of 65 by 65."""
     found = []
@@ -343,11 +345,16 @@ def test_the_ring_has_room_for_what_comes_to_train(comes, accumulate, device):
                 parameter.requires_grad_(name.endswith("bias"))
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         with sp_lightning.stream(net, device, window=2, units="Sequential", **disk) as handle:
-            if comes == "layer":
+            if comes != "weights":
                 backward(net, device)
                 optimizer.step()
-                net.append(nn.Sequential(nn.Linear(65, 700), nn.Tanh()))
-                optimizer.add_param_group({"params": [*net[LAYERS].parameters()]})
+                if comes == "layer":
+                    added = nn.Sequential(nn.Linear(65, 700), nn.Tanh())
+                    net.append(added)
+                else:  # in backward gradients of the others are on their way then
+                    added = nn.Sequential(nn.Linear(65, 700), nn.Linear(700, 65))
+                    net.insert(0, added)
+                optimizer.add_param_group({"params": [*added.parameters()]})
             net.requires_grad_(True)
             for number in range(2):
                 if not accumulate:

@@ -281,6 +281,18 @@ def test_a_file_that_changed_is_an_error(change, path):
     file.close()
 
 
+@pytest.mark.parametrize("change", [truncated, rewritten, longer])
+def test_a_file_that_changed_since_it_was_left_is_not_opened_again(change, path):
+    file = SourceFile(path)
+    file.close()
+    left = source_files.LEFT[file.flat.data_ptr()]
+    change(path)
+    opened = os.listdir("/proc/self/fd")
+    with pytest.raises(SourceFileError, match="changed while weights stayed in it"):
+        SourceFile(path, left)
+    assert len(os.listdir("/proc/self/fd")) == len(opened)
+
+
 def test_a_read_beyond_a_file_that_was_cut_is_an_error(path):
     file = SourceFile(path)
     truncated(path)
