@@ -334,7 +334,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
             raise TornStepError(why)
         for handle in self.handles:
             if not handle.closed:
-                handle.check_whole()
+                handle.engine.check_whole()
         if self._axes.has_shards:
             shown = {name: _users(part) for name, part in state.items()}
             FabricModelParallelStrategy.save_checkpoint(self, path, shown, *args, **kwargs)  # type: ignore[arg-type]

@@ -481,7 +481,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def _check_whole(self) -> None:
         if self._streaming is not None:
-            self._streaming.check_whole()
+            self._streaming.engine.check_whole()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights as the base class does, with a progress bar if it takes long."""

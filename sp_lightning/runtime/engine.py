@@ -194,6 +194,11 @@ class Engine:
                 unit.stand_ins.collect_in_visit()
         self.window.collect_writes()  # and marks nothing stale: a closure may run before the optimizer writes
 
+    def check_whole(self) -> None:
+        """Raise ExactnessError in the middle of an optimizer's step, of which a checkpoint would have a part."""
+        self.step_owner.check_whole()
+        self.team.check_between_steps()
+
     def run_closure(self, closure: Callable[[], Any]) -> Any:
         """Call an optimizer's closure, which may read and write weights as a step does."""
         result = self.phases.run_closure(closure)

@@ -430,11 +430,6 @@ class Handle:
         """Make true for all ranks what users wrote to weights on each. Every rank comes here."""
         self.team.settle()
 
-    def check_whole(self) -> None:
-        """Raise ExactnessError in the middle of an optimizer's step, of which a checkpoint would have a part."""
-        self.engine.step_owner.check_whole()
-        self.team.check_between_steps()
-
     def state_loaded(self, optimizer: Optimizer, prepare: Callable[[torch.Tensor], object] | None = None) -> None:
         """Move an optimizer's state that was loaded to where it lies: to the disk, or into what the ranks share.
 
