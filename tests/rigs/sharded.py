@@ -502,7 +502,8 @@ def compare(
         stats = handle.stats()
         slabs = sum(unit.store.slab.truth.numel() for unit in handle.engine.units)
         in_slabs = all(handle.engine.in_slab(local(parameter)) for parameter in model.parameters())
-        hosts = {host for ranks in handle.path._ranks for host in ranks.place.hosts}
+        several = [ranks for ranks in handle.path._ranks if ranks.world > 1]
+        hosts = {host for ranks in several for host in ranks.place.hosts} or {""}
     after = dict(seen("state_dict", model.state_dict()))
     closed = difference(after, {name: expected[name] for name in after})
     closed += [f"{patch.name} is left patched" for patch in patches.ALL if patch.users]
