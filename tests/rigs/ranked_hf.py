@@ -232,9 +232,9 @@ class WithLoss(nn.Module):
 
 def by_torch(folder: pathlib.Path) -> Iterator[Any]:
     """Wraps a module in torch's DDP of which a part has been moved."""
-    device = accelerator().device
+    run = accelerator()
     torch.manual_seed(1)
-    net = Net().to(device)
+    net, device = run.prepare_model(Net(), evaluation_mode=True), run.device  # moved, and not wrapped
     model = nn.parallel.DistributedDataParallel(WithLoss(net, device), find_unused_parameters=True)
     optimizer = adamw(model)
     for step in range(3):
