@@ -18,7 +18,7 @@
    closed when a module around it begins to, and what is on the device beside it streams, too.
 8. With several processes, a model that stock code would wrap in DDP has one host copy for all of them, from that moment
    on (ranked_model.py). One that is only moved, or that does not train, has one in each. A module around a shared one
-   that is moved leaves it shared, and its other parts are moved one by one.
+   that is moved leaves it shared, and its other parts are moved one by one, also if it was moved before.
 9. The context has to cover training, evaluation and generation. At its end, and after an exception, all patches are
    undone and all models are plain, on the host. One context is open at a time in a process.
 """
@@ -173,8 +173,12 @@ class streaming:
         if self.ranks is ONE_RANK:
             self.ranks = connect(None, device, self._timeout, None, self._keepalive)
             leave_at_exit(self, self.ranks)
+        if handle is not None and handle.module is not module:  # of a module around this one
+            self._end(handle)
         self._shared.add(self._begin(module, device, self.ranks))
         broadcast_buffers(module, self.ranks, None, device)
+        if handle is not None and handle.module is not module:
+            self.take(handle.module, device)  # its other parts
 
     def _move_the_rest(self, module: nn.Module, device: torch.device) -> None:
         """Move what a streamed module has beside its weights: buffers and parts may be new (Rule 3)."""

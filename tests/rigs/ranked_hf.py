@@ -261,13 +261,17 @@ class Around(nn.Module):
         return self.head(self.placed(self.net(x) - self.other(x)) * self.scale)
 
 
-def around(folder: pathlib.Path, ranks: int = 2) -> Iterator[Any]:
-    """Moves modules around a model of all ranks: on these ranks one, and one that trains on all."""
+def around(folder: pathlib.Path, ranks: int = 2, early: bool = False) -> Iterator[Any]:
+    """Moves modules around a model of all ranks: on these ranks one, perhaps first, and one that trains on all."""
     run = accelerator()
     torch.manual_seed(1)
     net = Net()
+    kept = []
+    if early and run.process_index < ranks:
+        kept.append(Around(net, run.device).to(run.device))
     model, optimizer, loader = run.prepare(net, adamw(net), batches())
-    kept = Around(net, run.device).to(run.device) if run.process_index < ranks else None
+    if not early and run.process_index < ranks:
+        kept.append(Around(net, run.device).to(run.device))
     outer = Around(net, run.device).to(run.device)
     of_outer = torch.optim.SGD([outer.scale, *outer.placed.parameters(), *outer.head.parameters()], lr=0.1)
     for step, x in enumerate(loader):
