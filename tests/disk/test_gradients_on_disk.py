@@ -41,6 +41,17 @@ def stack(tied=False):
     return net
 
 
+class Around(nn.Module):
+    """A layer, and others beside it, which add nothing while their last one's weights are zero."""
+
+    def __init__(self, layer, others):
+        super().__init__()
+        self.layer, self.others = layer, others
+
+    def forward(self, x):
+        return self.layer(x) + self.others(x)
+
+
 def streamed(net, device, **options):
     return sp_lightning.stream(net, device, window=2, host_budget="0B", disk=os.getcwd(), **options)
 
@@ -309,6 +320,28 @@ def test_a_host_that_has_no_memory_for_the_buffers_is_an_error_after_which_the_r
     assert all(map(torch.equal, *results))
     assert memory[0] == memory[1]
 
+
+@parity.product(at=[0, 1, 4], device=parity.DEVICES)
+@pytest.mark.few(1)
+def test_larger_buffers_without_memory_leave_the_gradients_that_were_on_their_way(at, device, monkeypatch):
+    net, calls, make = stack(), itertools.count(), slab_on_disk.aligned_buffer
+    with streamed(net, device, optimizer_overlap=False):
+        backward(net, device)
+        expected = [p.grad.clone() for p in net[1:].parameters()]
+        net.zero_grad()
+        first = nn.Sequential(nn.Linear(65, 700), nn.Linear(700, 65))
+        nn.init.zeros_(first[1].weight)
+        nn.init.zeros_(first[1].bias)
+        net[0] = nn.Sequential(Around(net[0], first))
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                slab_on_disk,
+                "aligned_buffer",
+                lambda device, nbytes: make(device, 1 << 60 if next(calls) == at else nbytes),
+            )
+            with pytest.raises(OSError, match="Cannot allocate memory"):
+                backward(net, device)
+        assert all(map(torch.equal, [p.grad for p in net[1:].parameters()], expected))
 
 def test_a_slow_disk_holds_backward_and_changes_nothing(device, monkeypatch):
     """Buffers are taken again only when what they had has landed."""
