@@ -13,8 +13,9 @@
 5. A deep copy of a module that Fabric wrapped has a strategy of its own, a copy of this one. It begins to stream when
    it is called, with that strategy: many copies are only kept, such as the best weights so far.
 6. With several devices what Fabric gets from ``setup`` is a `RankedModule`, as DDP has its wrapper: a forward through
-   it gives all ranks the first one's buffers where DDP's does, and one of the module inside waits for nobody. A
-   backward exchanges the gradients of each module that it reaches, but for one in ``no_backward_sync``.
+   it gives all ranks the first one's buffers where DDP's does, and one of the module inside waits for nobody. The last
+   forward that records gradients decides, as in DDP, whether the module's next backward exchanges them: not if that
+   forward was in ``no_backward_sync``.
 7. Fabric asks by type whether a strategy has one device: it then needs no launch, and accumulates by itself. So this
    one, which finds out when Fabric has chosen, shows itself as `SingleDeviceStrategy` then.
 8. With ``tensor_parallel_size`` the user's code cuts a module's layers, along the mesh that is there once Fabric has
@@ -29,6 +30,7 @@ import copy
 import functools
 import itertools
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -394,6 +396,7 @@ class RankedModule(nn.Module):
         self.module = module
         self._strategy = strategy
         self._has_buffers = next(module.buffers(), None) is not None  # at the beginning, as in handle.py
+        self._syncs_gradients = True  # of forwards, in the backward that follows
         self._syncs_buffers = True  # at the next forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -403,20 +406,30 @@ class RankedModule(nn.Module):
         if self._syncs_buffers and self._has_buffers:
             strategy.broadcast_buffers(self.module)
         output = self.module(*args, **kwargs)
+        self._syncs_buffers = torch.is_grad_enabled() and self._syncs_gradients
         handle = strategy.handle_of(self.module)
-        self._syncs_buffers = torch.is_grad_enabled() and (handle is None or handle.exchanges)
+        if torch.is_grad_enabled() and handle is not None:
+            handle.exchanges = self._syncs_gradients
         return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the gradients of forwards in this context to their ranks."""
+        before, self._syncs_gradients = self._syncs_gradients, False
+        try:
+            yield
+        finally:
+            self._syncs_gradients = before
 
 
 class _BackwardSync:
     """Fabric's way to accumulate gradients without an exchange."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Leave the gradients of backwards in this context to their ranks."""
-        handle = module._strategy.handle_of(module.module) if isinstance(module, RankedModule) else None
-        if handle is None:
+        """Leave the gradients of forwards in this context to their ranks."""
+        if not isinstance(module, RankedModule) or module._strategy.handle_of(module.module) is None:
             raise OptionError(argument="module", found=type(module).__name__, allowed="what fabric.setup returned")
-        return handle.no_sync() if enabled else contextlib.nullcontext()
+        return module.no_sync() if enabled else contextlib.nullcontext()
 
 
 def _users(module: Any) -> Any:

@@ -407,9 +407,10 @@ class Handle:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of backwards in this context to their rank, to accumulate, as DDP's ``no_sync`` does.
+        """Leave the gradients of backwards in this context to their rank, to accumulate.
 
-        The next backward outside exchanges what was accumulated.
+        The next backward outside exchanges what was accumulated. DDP's ``no_sync`` is for forwards: one around both
+        does the same here and there.
         """
         before, self.exchanges = self.exchanges, False
         try:

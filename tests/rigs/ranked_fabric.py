@@ -92,13 +92,15 @@ def plainly(fabric: Fabric) -> Iterator[Any]:
 
 
 def accumulating(fabric: Fabric) -> Iterator[Any]:
-    """Accumulates three of four batches without an exchange."""
+    """Accumulates three of four batches, in a context that sometimes has only the forward in it, or only the backward."""
     net = fabric.setup_module(Net())
     optimizer = fabric.setup_optimizers(adamw(net))
     for step, x in enumerate(batches(fabric)):
         torch.manual_seed(100 + step)  # of the device, whose generator has drawn other numbers than the CPU's
-        with fabric.no_backward_sync(net, enabled=step % 4 != 3):
+        waits = step % 4 != 3
+        with fabric.no_backward_sync(net, enabled=waits and step != 4):
             loss = net(x).square().mean()
+        with fabric.no_backward_sync(net, enabled=waits and step not in (2, 5)):
             fabric.backward(loss / 4)
         yield loss, [p.grad for p in net.parameters()]
         if step % 4 == 3:
