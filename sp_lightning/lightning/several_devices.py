@@ -442,11 +442,11 @@ class SeveralDevices:
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Leave gradients to their ranks, while they are accumulated."""
-        self._syncs_gradients = False
+        before, self._syncs_gradients = self._syncs_gradients, False
         try:
             yield
         finally:
-            self._syncs_gradients = True
+            self._syncs_gradients = before
 
 
 class _Launcher(ScriptLauncher):

@@ -656,7 +656,10 @@ class AccumulatesByHand(Adversaries):
                 optimizer.zero_grad()
         else:
             model = self.trainer.strategy.model
-            with model.no_sync() if hasattr(model, "no_sync") else self.trainer.strategy.block_backward_sync():
+            sync = model.no_sync if hasattr(model, "no_sync") else self.trainer.strategy.block_backward_sync
+            with sync():
+                with sync():
+                    pass
                 self.manual_backward(loss)
 
 
