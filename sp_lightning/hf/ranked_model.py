@@ -33,6 +33,9 @@ class Streams(Protocol):
 class RankedModel(DistributedDataParallel):
     """A streamed model in DDP's wrapper."""
 
+    static_graph = False  # which code asks DDP that runs a batch in parts
+    find_unused_parameters = True
+
     def __init__(self, module: nn.Module, stream: Streams, sends_buffers: bool) -> None:
         nn.Module.__init__(self)
         self.module = module

@@ -36,6 +36,8 @@ RUNS = {
     "Trainer in bf16": ("trainer", {"bf16": True}),
     "Trainer checkpointing": ("trainer", {"gradient_checkpointing": True}),
     "Trainer resuming": ("resuming", {}),
+    "Trainer of embeddings": ("sentences", {"loss": "negatives"}),
+    "Trainer of embeddings in parts": ("sentences", {"loss": "cached"}),
     "SFT": ("trl", {"kind": "SFT"}),
     "SFT of adapters": ("trl", {"kind": "SFT", "adapters": True}),
     "DPO with a reference": ("trl", {"kind": "DPO", "reference": True}),
@@ -45,12 +47,13 @@ RUNS = {
 }
 DAILY = ("plainly", "cpu"), ("Trainer and the best", "simgpu")
 TRL = ("SFT", "DPO", "KTO", "Distillation", "GRPO")
-SAMPLES = ("Distillation", "GRPO with a reference")  # from the device's generator, and the reference's is the CPU's
+# They draw from the device's generator, and the reference's is the CPU's.
+DRAWS = ("Distillation", "GRPO with a reference", "Trainer of embeddings", "Trainer of embeddings in parts")
 
 
 def combinations():
     for run in RUNS:
-        for device in ("cpu", "simgpu")[: 1 if run in SAMPLES else 2]:
+        for device in ("cpu", "simgpu")[: 1 if run in DRAWS else 2]:
             marks = [pytest.mark.simgpu] * (device == "simgpu") + [pytest.mark.slow] * ((run, device) not in DAILY)
             yield pytest.param(run, device, marks=marks, id=f"{run}-{device}")
 
@@ -66,6 +69,8 @@ def check_ranks(run, on, folder, start):
     if run.startswith(TRL):
         pytest.importorskip("trl", reason="these runs are TRL's trainers")
         pytest.importorskip("datasets", reason="TRL trains on data sets of datasets")
+    if run.startswith("Trainer of embeddings"):
+        pytest.importorskip("sentence_transformers", reason="these runs are its trainer's")
     name, settings = RUNS[run]
     options = {"window": 2, "activations": "recompute"} if run == "Trainer and the best" else {"window": 1}
     try:

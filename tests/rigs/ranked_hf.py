@@ -69,6 +69,10 @@ def trl() -> Callable[..., Iterator[Any]]:
     return functools.partial(importlib.import_module("hf_trl").train, use_cpu=True)
 
 
+def sentences() -> Callable[..., Iterator[Any]]:
+    return functools.partial(importlib.import_module("hf_sentences").train, use_cpu=True)
+
+
 def resuming() -> Callable[..., Iterator[Any]]:
     return resume_in_the_middle
 
@@ -296,6 +300,7 @@ RUNS: dict[str, Callable[[], Callable[..., Iterator[Any]]]] = {
     "trainer": trainer,
     "resuming": resuming,
     "trl": trl,
+    "sentences": sentences,
     "plainly": lambda: plainly,
     "accumulating": lambda: accumulating,
     "gan": lambda: gan,
