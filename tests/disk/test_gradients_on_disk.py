@@ -343,6 +343,7 @@ def test_larger_buffers_without_memory_leave_the_gradients_that_were_on_their_wa
                 backward(net, device)
         assert all(map(torch.equal, [p.grad for p in net[1:].parameters()], expected))
 
+
 def test_a_slow_disk_holds_backward_and_changes_nothing(device, monkeypatch):
     """Buffers are taken again only when what they had has landed."""
     results, lent, write = [], [], slab_on_disk.GradientRing.write

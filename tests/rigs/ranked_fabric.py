@@ -92,7 +92,7 @@ def plainly(fabric: Fabric) -> Iterator[Any]:
 
 
 def accumulating(fabric: Fabric) -> Iterator[Any]:
-    """Accumulates three of four batches, in a context that sometimes has only the forward in it, or only the backward."""
+    """Accumulates three of four batches; sometimes only the forward, or only the backward, is in the context for it."""
     net = fabric.setup_module(Net())
     optimizer = fabric.setup_optimizers(adamw(net))
     for step, x in enumerate(batches(fabric)):
