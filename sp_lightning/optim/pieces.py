@@ -134,6 +134,8 @@ class ShadowStep:
         # (state_on_disk.py). Where several streamed modules have the optimizer's parameters, each has such a pair of
         # hooks: the first one makes the shadow, and those after it add what they step.
         self.first: Callable[..., list[Group]] | None = None
+        # Whether `rest` is called of this pair, not of the first one: ranks share what they step (team.py).
+        self.leads = False
         # Returns the types of those of a group's parameters whose state a step makes, if it steps all others of a type
         # in another way then: none of them is stepped by itself before (device_step.py, Rule 5).
         self.begins: Callable[[Optimizer, Group, Any, Iterable[Tensor]], set[torch.dtype]] | None = None
@@ -156,7 +158,8 @@ class ShadowStep:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args[0] is not optimizer:  # it was replaced already
-            getattr(args[0], "shadow_steps", []).append(self)
+            steps = getattr(args[0], "shadow_steps", [])
+            steps.insert(0 if self.leads else len(steps), self)
             return None
         if torch.compiler.is_compiling():
             return None
@@ -167,15 +170,16 @@ class ShadowStep:
 
         def closure_then_regroup() -> Any:
             loss = None if closure is None else closure()
-            shadow.param_groups, shadow.state = self.rest(optimizer)
-            if self.before is not None:
-                self.before(shadow.param_groups)
-            for step in shadow.shadow_steps:
+            steps = shadow.shadow_steps
+            shadow.param_groups, shadow.state = steps[0].rest(optimizer)
+            if steps[0].before is not None:
+                steps[0].before(shadow.param_groups)
+            for step in steps:
                 if not all(map(step.steps_narrow, shadow.param_groups)):
                     widen_all(shadow.param_groups)
                 if step.first is not None:  # also where the closure made units anew, and these need a disk
-                    shadow.param_groups = step.first(shadow, {}, adopts=step is not self)
-            shadow.param_groups, shadow.state = self.regroup(shadow, {})
+                    shadow.param_groups = step.first(shadow, {}, adopts=step is not steps[0])
+            shadow.param_groups, shadow.state = steps[0].regroup(shadow, {})
             return loss
 
         return [shadow], {"closure": closure_then_regroup}
@@ -205,12 +209,14 @@ class ShadowStep:
             step_without_hooks(type(optimizer))(shadow)  # without hooks: they belong to the whole step
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        called_with = getattr(args[0], "called_with", None)
+        shadow = args[0]
+        called_with = getattr(shadow, "called_with", None)
         if called_with is not None:
             args[:] = called_with[0]
             kwargs.clear()
             kwargs.update(called_with[1])
-            self.end(optimizer)
+            for step in shadow.shadow_steps:
+                step.end(optimizer)
 
 
 def step_in_pieces(optimizer: Optimizer, piece: int = PIECE) -> ShadowStep | None:

@@ -129,6 +129,7 @@ class OptimizerSteps:
             shadow = None if by_itself else self.state.shadow(optimizer, self._options.fused_optimizer)
             if shadow is not None:
                 shadow.rest, shadow.end = self._rest, self._end
+                shadow.leads = self.engine.team.size > 1
             try:
                 self.state.attach(optimizer, shadow)
             except BaseException:  # the device or the disk is full: the next step prepares it again

@@ -224,6 +224,34 @@ def moving(fabric: Fabric) -> Iterator[Any]:
     yield ends(later), state_of(fabric, optimizer)
 
 
+def stepping_together(fabric: Fabric) -> Iterator[Any]:
+    """Steps a module of all ranks by one optimizer with modules of each rank's own, moved before it and after it."""
+    torch.manual_seed(50 + fabric.global_rank)
+    teacher, before, after = Net().eval().requires_grad_(False), Net(), Net()
+    torch.manual_seed(5)
+    net = Net()
+    every = nn.ModuleList([teacher, before, net, after])
+    for module in (teacher, before):
+        fabric.to_device(module)
+    wrapped = fabric.setup_module(net)
+    fabric.to_device(after)
+    optimizer = fabric.setup_optimizers(adamw(every))
+    seen = []
+    optimizer.optimizer.register_step_post_hook(lambda *_: seen.append([p.detach().clone() for p in net.parameters()]))
+    for step, x in enumerate(batches(fabric)):
+        torch.manual_seed(100 + step)
+        loss = (wrapped(x) - teacher(x)).square().mean() + (before(x) * after(x)).square().mean()
+        fabric.backward(loss)
+        if step % 2:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        yield loss, [p.grad for module in (before, net, after) for p in module.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    yield seen, ends(net, before, after), optimizer.state_dict()["state"]
+    teams = [handle.team for handle in getattr(fabric.strategy, "handles", ()) if handle.team.size > 1]
+    yield all(team.owners._slabs.get(optimizer.optimizer) for team in teams)  # ranks share the state
+
+
 def in_phases(fabric: Fabric) -> Iterator[Any]:
     """Trains, makes the module plain, and sets it up once more, beside another one."""
     nets = [Net()]
@@ -319,7 +347,8 @@ def refused(what: str) -> str:
 
 
 LOOPS: dict[str, Loop] = {
-    loop.__name__: loop for loop in (plainly, accumulating, gan, resuming, keeping, moving, in_phases)
+    loop.__name__: loop
+    for loop in (plainly, accumulating, gan, resuming, keeping, moving, stepping_together, in_phases)
 }
 
 
