@@ -17,6 +17,7 @@ import weakref
 import forks
 import pytest
 import torch
+import torchmetrics
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import SingleDeviceStrategy
@@ -301,6 +302,34 @@ def sharing_an_encoder(fabric):
     yield trained(first, second)
 
 
+class Centred(nn.Module):
+    """Has a buffer and a metric beside another module."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.mean = net, torchmetrics.MeanMetric()
+        self.register_buffer("center", torch.full((models.CLASSES,), 0.25))
+
+    def forward(self, x):
+        loss = (self.net(x) - self.center).square().mean()
+        self.mean.update(loss.detach())
+        return loss
+
+
+def with_a_loss_around(fabric):
+    """What is around a module that streams has no weights of its own, and neither has a metric inside of one."""
+    net = Centred(blocks())
+    net, optimizer = fabric.setup(net, adamw(net))
+    moved, also = fabric.to_device(Centred(net.net)), fabric.setup(Centred(net.net))
+    for x, _ in batches(fabric):
+        optimizer.zero_grad()
+        loss = net(x) + moved(x) + also(x)
+        fabric.backward(loss)
+        optimizer.step()
+        yield loss
+    yield trained(net), [module.mean.compute() for module in (net, moved, also)]
+
+
 def with_copies(fabric):
     """Averages weights in copies of what Fabric wrapped, keeps the best ones, and goes on with one of those."""
     net = blocks()
@@ -336,6 +365,7 @@ LOOPS = [
     marking_methods,
     a_lightning_module,
     sharing_an_encoder,
+    with_a_loss_around,
     with_copies,
 ]
 
