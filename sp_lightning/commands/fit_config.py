@@ -176,7 +176,7 @@ def _parser() -> Any:
             of_strategy = getattr(whole.trainer.strategy, "init_args", None)
             if of_strategy is not None and of_strategy.get("device") is not None:
                 of_strategy.device = "cpu"
-            devices, self.notes = _devices_of(whole.trainer)
+            devices, self.notes = _devices_of(whole.trainer, of_strategy)
             self.config_init = self.parser.instantiate_classes(whole)
             self.datamodule = self.config_init.get("data")
             self.trainer = self.instantiate_trainer(
@@ -186,7 +186,7 @@ def _parser() -> Any:
     return Parser
 
 
-def _devices_of(trainer: Any) -> tuple[Any, tuple[str, ...]]:
+def _devices_of(trainer: Any, of_strategy: Any) -> tuple[Any, tuple[str, ...]]:
     """Return how many devices of each machine a fit has, and a note where only its machine knows; see `_parser`."""
     given = trainer.devices
     if trainer.accelerator == "cpu":
@@ -196,8 +196,19 @@ def _devices_of(trainer: Any) -> tuple[Any, tuple[str, ...]]:
     if isinstance(given, list | tuple) and given:
         return len(given), ()
     if str(given).strip() in ("auto", "-1"):
-        return 1, (f"devices={given!r}, which is all of a machine, is planned as one: --trainer.devices says how many",)
+        fewest = _fewest_devices(of_strategy, trainer.num_nodes)
+        planned = "one" if fewest == 1 else f"{fewest}, the fewest that can have tensor_parallel_size"
+        note = f"devices={given!r}, which is all of a machine, is planned as {planned}: --trainer.devices says how many"
+        return fewest, (note,)
     return given, ()
+
+
+def _fewest_devices(of_strategy: Any, machines: int) -> int:
+    """Return the fewest devices of each machine that a mesh of the strategy's sizes has; 1 without a mesh."""
+    if of_strategy is None or (tensor := of_strategy.get("tensor_parallel_size")) is None:
+        return 1
+    sizes = [size for size in (tensor, of_strategy.get("data_parallel_size")) if isinstance(size, int)]
+    return max(math.ceil(max(math.prod(sizes), 2) / max(machines, 1)), tensor if isinstance(tensor, int) else 1)
 
 
 def _connected(cli: Any) -> Any:

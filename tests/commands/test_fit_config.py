@@ -419,6 +419,25 @@ def test_a_plan_says_for_how_many_devices_it_is_where_only_the_machine_knows(cap
     assert "Note: devices='auto', which is all of a machine, is planned as one" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("sizes", "machines", "count"),
+    [
+        ({"tensor": "2"}, 1, 2),
+        ({"tensor": "auto"}, 1, 2),
+        ({"tensor": "2", "data": "3"}, 2, 3),
+        ({"tensor": "2"}, 2, 2),
+    ],
+)
+def test_of_a_mesh_all_devices_of_a_machine_are_the_fewest_that_it_has(sizes, machines, count):
+    given = [*CUT, "--trainer.max_steps", "3", "--trainer.devices", "auto", "--trainer.num_nodes", str(machines)]
+    given += ["--trainer.strategy", "sp_lightning.SuperpipelineStrategy"]
+    for axis, size in sizes.items():
+        given += [f"--trainer.strategy.{axis}_parallel_size", size]
+    run = fit_config.find(given)
+    assert (run.devices, run.nodes, run.tensor_parallel_size) == (count, machines, 2)
+    assert f"is planned as {count}, the fewest" in run.notes[0]
+
+
 def test_a_device_that_a_config_names_need_not_be_here():
     given = ["--model", "test_fit_config.Small", "--data", "test_fit_config.Rows", *QUIET]
     given += ["--trainer.strategy", "sp_lightning.SuperpipelineStrategy", "--trainer.strategy.device", "cuda:1"]
