@@ -15,10 +15,12 @@
    Rule 4), and a ``zero_grad`` after it waits for nothing (watched_parameters.py,
    Rule 5).
 7. A model that other code dropped is closed before the next one begins to stream. A part that streams by itself is
-   closed when a module around it begins to, and what is on the device beside it streams, too.
+   closed when a module around it begins to, and what is on the device beside it streams, too. Of two modules that have
+   a part in common the first one streams it, and the other parts of the second one are moved one by one.
 8. With several processes, a model that stock code would wrap in DDP has one host copy for all of them, from that moment
-   on (ranked_model.py). One that is only moved, or that does not train, has one in each. A module around a shared one
-   that is moved leaves it shared, and its other parts are moved one by one, also if it was moved before.
+   on (ranked_model.py). One that is only moved, or that does not train, has one in each. A module around a shared one,
+   or around a part of it, that is moved leaves it shared, and its other parts are moved one by one, also if it was
+   moved before.
 9. The context has to cover training, evaluation and generation. At its end, and after an exception, all patches are
    undone and all models are plain, on the host. One context is open at a time in a process.
 """
@@ -147,22 +149,23 @@ class streaming:
         """Begin to stream a module, unless it is streamed, or a part of one that is, as moving it would."""
         if not all(is_watched(parameter) for parameter in module.parameters()):
             parts = set(module.modules())
-            shared = next((one for one in self.handles if one.module in parts and one in self._shared), None)
-            if shared is None:
+            shared = (one for one in self.handles if one.module in parts and one in self._shared)
+            stays = next(shared, None) or next((one for one in self.handles if _overlaps(one, module)), None)
+            if stays is None:
                 self._begin(module, device)
             else:
-                self._take_around(shared, module)
+                self._take_around(stays, module)
         self._move_the_rest(module, device)
 
-    def _take_around(self, shared: Handle, module: nn.Module) -> None:
-        """Move what a module has beside a part that all ranks share, which stays shared (Rule 8)."""
-        place = shared.device.torch_device
+    def _take_around(self, stays: Handle, module: nn.Module) -> None:
+        """Move what a module has beside what this handle streams, which stays as it is (Rules 7 and 8)."""
+        place = stays.device.torch_device
         for child in module.children():
             if any(parameter.device != place for parameter in child.parameters()):
                 self._to(child, place)
         self._moved.add(module)
         self._names.MODULE_TO.original(module, place)  # its own parameters: those that stream stay where they are
-        self._show_devices(module, shared.device)
+        self._show_devices(module, stays.device)
 
     def share(self, module: nn.Module, device: torch.device) -> None:
         """Begin to stream one host copy of a module on all ranks, each of which comes here."""
@@ -173,12 +176,14 @@ class streaming:
         if self.ranks is ONE_RANK:
             self.ranks = connect(None, device, self._timeout, None, self._keepalive)
             leave_at_exit(self, self.ranks)
-        if handle is not None and handle.module is not module:  # of a module around this one
-            self._end(handle)
+        others = [one for one in self.handles if one.module is not module and one not in self._shared]
+        others = [one for one in others if one is handle or _overlaps(one, module)]
+        for one in others:  # of modules around this one, or around a part of it
+            self._end(one)
         self._shared.add(self._begin(module, device, self.ranks))
         broadcast_buffers(module, self.ranks, None, device)
-        if handle is not None and handle.module is not module:
-            self.take(handle.module, device)  # its other parts
+        for one in others:
+            self.take(one.module, device)  # its other parts
 
     def _move_the_rest(self, module: nn.Module, device: torch.device) -> None:
         """Move what a streamed module has beside its weights: buffers and parts may be new (Rule 3)."""
@@ -365,6 +370,13 @@ def _device_of(original: Callable[[nn.Module], Any], module: nn.Module) -> Any:
 def _is_model(module: nn.Module) -> bool:
     """Whether several modules have parameters of their own (Rule 2)."""
     return sum(any(p is not None for p in part._parameters.values()) for part in module.modules()) > 1
+
+
+def _overlaps(handle: Handle, module: nn.Module) -> bool:
+    """Whether a handle streams weights of a module, and is of a module that is no part of this one."""
+    if handle.closed or handle.module in set(module.modules()):
+        return False
+    return not {*map(id, module.parameters())}.isdisjoint(handle.engine.managed)
 
 
 def _streamed(module: nn.Module) -> nn.Parameter | None:

@@ -30,6 +30,7 @@ RUNS = {
     "a module around it is moved": ("around", {}),
     "one rank moves a module around it": ("around", {"ranks": 1}),
     "a module around it was moved before": ("around", {"early": True}),
+    "a module that overlaps it was moved before": ("beside", {}),
     "Trainer": ("trainer", {}),
     "Trainer accumulating": ("trainer", {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}),
     "Trainer and the best": ("trainer", {**BEST, "load_best_model_at_end": True, "num_train_epochs": 2}),

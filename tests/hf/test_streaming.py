@@ -319,6 +319,40 @@ def test_a_part_that_streams_by_itself_becomes_a_part_of_the_whole(device):
 
 
 @ON_DEVICE
+def test_modules_around_one_model_are_moved_one_after_the_other(device):
+    class Around(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net, self.other, self.scale = net, copy.deepcopy(net), nn.Parameter(torch.full((5,), 0.5))
+            self.head = nn.Linear(5, 5)
+            self.register_buffer("center", torch.full((5,), 0.25))
+
+        def forward(self, x):
+            return (self.head(self.net(x) - self.other(x.cos())) * self.scale - self.center).square().mean()
+
+    def train():
+        torch.manual_seed(1)
+        net = blocks()
+        modules = [Around(net).to(device) for _ in range(3)]
+        optimizer = torch.optim.SGD(nn.ModuleList(modules).parameters(), lr=0.1)
+        for number, x in enumerate(inputs(device)):
+            optimizer.zero_grad()
+            (sum(module(x) for module in modules) + net(x).square().mean()).backward()
+            optimizer.step()
+            if number == 1:
+                del modules[0]
+                gc.collect()
+                blocks().to(device)
+        return net, [p.detach().to("cpu") for module in modules for p in module.parameters()]
+
+    _, expected = train()
+    with sp_lightning.hf.streaming(window=1):
+        net, found = train()
+        assert streams(net) and all(map(torch.equal, expected, found))
+    assert_plain(net)
+
+
+@ON_DEVICE
 @pytest.mark.parametrize("options", [{}, {"report": True}, {"log_metrics": True}])
 def test_a_model_that_was_dropped_is_closed_before_the_next_one_streams(options, device):
     with sp_lightning.hf.streaming(window=1, **options) as stream:

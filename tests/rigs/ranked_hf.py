@@ -296,6 +296,25 @@ def around(folder: pathlib.Path, ranks: int = 2, early: bool = False) -> Iterato
     del kept
 
 
+def beside(folder: pathlib.Path) -> Iterator[Any]:
+    """Prepares a module of which a part has been moved with another module around that."""
+    run = accelerator()
+    torch.manual_seed(1)
+    net = Net()
+    moved = Around(net, run.device).to(run.device)
+    model = WithLoss(net, run.device)
+    model, optimizer, loader = run.prepare(model, adamw(model), batches())
+    for step, x in enumerate(loader):
+        loss = model(x)
+        run.backward(loss)
+        yield f"gradients {step}", [loss, [p.grad for p in model.parameters()]]
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            yield f"moved {step}", moved(x)
+    yield "ends", [ends(model), optimizer.state_dict()["state"], [p.detach().cpu() for p in moved.parameters()]]
+
+
 RUNS: dict[str, Callable[[], Callable[..., Iterator[Any]]]] = {
     "trainer": trainer,
     "resuming": resuming,
@@ -305,6 +324,7 @@ RUNS: dict[str, Callable[[], Callable[..., Iterator[Any]]]] = {
     "accumulating": lambda: accumulating,
     "gan": lambda: gan,
     "around": lambda: around,
+    "beside": lambda: beside,
     "by torch": lambda: by_torch,
 }
 
