@@ -290,7 +290,8 @@ class Engine:
             )
         with quietly():
             if unit not in self._open:
-                if unit.store in self.team.filed and torch.is_grad_enabled() and not self.phases.between_steps:
+                reads = borrows and self.phases.between_steps  # of user code: no part of the module runs
+                if unit.store in self.team.filed and torch.is_grad_enabled() and not reads:
                     self._check_frozen(unit)
                 if self.device.is_capturing is not None and self.device.is_capturing():
                     raise UnsupportedError(
@@ -316,8 +317,9 @@ class Engine:
         for index in self.team.filed[unit.store]:
             if unit.store.params[index].requires_grad:
                 raise UnsupportedError(
-                    f"{unit.store.names[index]} lies in its file, and was unfrozen within a step. Several devices give "
-                    "it memory that they share before a step begins: unfreeze it earlier, as in on_train_batch_start. "
+                    f"{unit.store.names[index]} lies in its file, and was unfrozen within a step, or since the whole "
+                    "module was last called. Several devices give it memory that they share as a step or a call of the "
+                    "whole module begins: unfreeze it before that, as in on_train_batch_start. "
                     "If it is frozen and unfrozen in turns, have it in memory before (p.data = p.data.clone())"
                 )
 

@@ -120,6 +120,16 @@ def test_weights_in_files_that_are_unfrozen_between_steps_may_be_read_there(tmp_
     assert all(all(map(torch.equal, theirs, ours)) for theirs, ours in zip(expected, found, strict=True))
 
 
+@pytest.mark.simgpu
+@pytest.mark.seldom
+def test_parts_whose_weights_in_files_come_to_train_are_not_called_before_the_whole(tmp_path):
+    expected = processes.run(2, ranked_runs.thaw_for_parts, None, str(tmp_path))
+    found = processes.run(2, ranked_runs.thaw_for_parts, OPTIONS, str(tmp_path))
+    for (_, theirs), (said, ours) in zip(expected, found, strict=True):
+        assert "or since the whole module was last called" in said
+        assert all(map(torch.equal, theirs, ours))
+
+
 def test_a_weight_in_a_file_that_comes_to_train_within_the_budget_is_shared(tmp_path):
     disk = {"window": 1, "host_budget": "3400000B", "disk": str(tmp_path)}
     check(ranked_disk.thaw_within_budget, folder=str(tmp_path), options=disk)

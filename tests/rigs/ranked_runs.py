@@ -346,6 +346,30 @@ def read_what_thaws(options: dict[str, Any] | None, folder: str) -> list[torch.T
         return seen + [parameter.detach().clone() for parameter in net.parameters()]
 
 
+def thaw_for_parts(options: dict[str, Any] | None, folder: str) -> tuple[str, list[torch.Tensor]]:
+    """Unfreeze weights between two steps and call parts of the net by themselves; return the error, and the weights."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    case, said = models.case("mlp"), ""
+    case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
+    L.seed_everything(0, verbose=False)
+    net = case.make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with simulated("simgpu"):
+        with sp_lightning.stream(net, "simgpu", group=dist.group.WORLD, **(options or {"window": 1})):
+            for index in range(4):
+                x, *rest = (one.to("simgpu") for one in case.batch(2 * index + dist.get_rank()))
+                if index == 2:
+                    net.requires_grad_(True)
+                    try:
+                        net.head(net.run(net.stem(x)))
+                    except UnsupportedError as error:
+                        said = str(error)
+                case.loss(net, (x, *rest)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return said, [parameter.detach().clone() for parameter in net.parameters()]
+
+
 def host_memory_in_files(options: dict[str, Any], folder: str) -> dict[str, int]:
     """Return the bytes of host memory of all ranks that stream a net whose frozen weights are in a file."""
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
