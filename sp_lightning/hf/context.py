@@ -211,7 +211,7 @@ class streaming:
             self._moved.add(module)  # heads are made where ``model.device`` says that it is
         for part in self._moved.intersection(parts):
             self._moved.remove(part)
-            self._names.MODULE_TO.original(part, "cpu")
+            self._to_host(part)
         self._check(module)
         close_dropped(self.handles)  # Rule 7
         compute_dtype = torch.bfloat16 if self.options.master_weights else None
@@ -223,6 +223,15 @@ class streaming:
         if (self._says or self._log_metrics) and _trains(module):
             reports.begin(handle)
         return handle
+
+    def _to_host(self, module: nn.Module) -> None:
+        """Move what is on the device to the host, by itself: torch makes quantised weights anew, also on the host."""
+        own = (*module._parameters.values(), *module._buffers.values())
+        if any(one is not None and one.device.type not in ("cpu", "meta") for one in own):
+            self._names.MODULE_TO.original(module, "cpu")
+        else:
+            for child in module.children():
+                self._to_host(child)
 
     def _end(self, handle: Handle) -> None:
         self._unmark(handle)

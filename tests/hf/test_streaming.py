@@ -293,6 +293,21 @@ def test_a_head_that_was_made_where_a_model_is_streams_with_the_whole(device, mo
     assert_plain(whole)
 
 
+@ON_DEVICE
+def test_quantised_weights_stay_the_objects_that_they_are_when_a_module_around_them_streams(device):
+    quantization = pytest.importorskip("torchao.quantization")
+    net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))).requires_grad_(False)
+    quantization.quantize_(net, quantization.Int8WeightOnlyConfig())
+    for layer in net:
+        layer.weight.mark = "of user code"
+    refers = [weakref.ref(parameter) for parameter in net.parameters()]
+    with sp_lightning.hf.streaming(window=1) as stream:
+        whole = nn.Sequential(net.to(device), nn.Linear(32, 3, device=device)).to(device)
+        assert [handle.module for handle in stream.handles] == [whole] and streams(whole)
+        assert all(refer() is parameter for refer, parameter in zip(refers, net.parameters(), strict=True))
+        assert {layer.weight.mark for layer in net} == {"of user code"}
+
+
 def test_moves_on_the_host_stream_nothing():
     with sp_lightning.hf.streaming(window=1) as stream:
         net = blocks().to("cpu").to(torch.float64).to("meta")
