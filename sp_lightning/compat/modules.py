@@ -73,6 +73,10 @@ CLIPS = {_clip, *filter(inspect.iscode, _clip.co_consts)}
 # any thread, where other code has wrapped the class's step once more.
 HOOKED_STEP = operator.attrgetter("__code__")(Optimizer.profile_hook_step(Optimizer.step))
 
+# By what a module's state is put together, and the attribute with hooks that change it. Without them a disk would need
+# room for frozen weights that checkpoints do not have.
+MAKES_STATE, HOOKS_OF_STATE = ("state_dict", "_save_to_state_dict"), "_state_dict_hooks"
+
 # Not None if the module was compiled in place. Without it its code would read weights that travel in autocast's type.
 _compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")
 

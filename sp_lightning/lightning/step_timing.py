@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from ..compat.lightning import BEFORE_STEP, data_fetcher, is_last_batch, should_validate, validation_interval
-from ..compat.modules import COUNTS_STEPS
+from ..compat.modules import COUNTS_STEPS, HOOKS_OF_STATE, MAKES_STATE
 from .names import Callback, LightningModule, Strategy
 
 CALLBACKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
@@ -52,7 +53,7 @@ def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, opt
 
 def chooses_checkpoints(module: LightningModule) -> bool:
     """Whether the user's code may leave weights out of checkpoints."""
-    return _hooked(module, SAVING, SAVING) is not None
+    return _hooked(module, SAVING, SAVING) is not None or any(map(_chooses_state, module.modules()))
 
 
 def next_is_a_training_step(trainer: Any) -> bool:
@@ -74,6 +75,12 @@ def _hooked(module: LightningModule, own: Iterable[str], of_callbacks: Collectio
             if _has_own(hook, callback, Callback):
                 return f"{type(callback).__name__} overrides {hook}"
     return None
+
+
+def _chooses_state(module: nn.Module) -> bool:
+    """Whether a module's state may lack frozen weights of it, by code that is not torch's."""
+    own = getattr(module, HOOKS_OF_STATE) or any(_has_own(method, module, nn.Module) for method in MAKES_STATE)
+    return bool(own) and not all(parameter.requires_grad for parameter in module.parameters())
 
 
 def _has_own(hook: str, part: object, base: type) -> bool:

@@ -10,6 +10,7 @@ import os
 import lightning as L
 import pytest
 import torch
+import torchmetrics
 
 import models
 import parity
@@ -52,6 +53,26 @@ class Trained(models.ZooModule):
 
     def on_save_checkpoint(self, checkpoint):
         del checkpoint["state_dict"]["frozen"]
+
+
+class ByState(models.ZooModule):
+    """A module whose state has what trains."""
+
+    strict_loading = False
+
+    def state_dict(self, *args, **kwargs):
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if name != "frozen"}
+
+
+class ByHook(models.ZooModule):
+    """A module with a hook that leaves what does not train out of its state."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_state_dict_post_hook(type(self).leave_out)
+
+    def leave_out(self, state, prefix, metadata):
+        state.pop("frozen", None)
 
 
 KEEPS = L.pytorch.callbacks.ModelCheckpoint
@@ -136,14 +157,17 @@ def test_checkpoints_on_another_disk_need_no_room_on_this_one(tmp_path, monkeypa
 
 def test_weights_that_a_checkpoint_may_leave_out_need_no_room(tmp_path, monkeypatch):
     made = []
-    for kind in (models.ZooModule, Trained):
+    for kind in (models.ZooModule, Trained, ByState, ByHook):
         module = kind(models.case("mlp"), optimizer="adamw")
         module.frozen = torch.nn.Parameter(torch.zeros(WEIGHTS), requires_grad=False)
+        module.metric = torchmetrics.MeanMetric()  # whose state lacks no weight
         made.append(module)
     monkeypatch.setattr(scratch_file, "free_nbytes", lambda folder: STATE + SLABS + 2 * (WEIGHTS + STATE))
     with pytest.raises(DiskError):
         fit(tmp_path, made[0])
-    fit(tmp_path, made[1])
+    for number, module in enumerate(made[1:]):
+        fit(tmp_path / str(number), module)
+        assert all("frozen" not in torch.load(path)["state_dict"] for path in tmp_path.rglob("*.ckpt"))
 
 
 # ---- runs one after the other: what lies on the disk already needs no more room
