@@ -58,6 +58,9 @@ combined_loader: Callable[[Any], Any] = operator.attrgetter("_combined_loader")
 steps_taken: Callable[[Any], int] = operator.attrgetter("fit_loop.epoch_loop._batches_that_stepped")
 should_log: Callable[[Any], bool] = operator.attrgetter("_logger_connector.should_update_logs")
 
+# Of a trainer: the checkpoint that it resumes from, until its state is restored.
+_resumed_checkpoint: Callable[[Any], dict[str, Any]] = operator.attrgetter("_checkpoint_connector._loaded_checkpoint")
+
 # Of a strategy: what it does to a module in its setup.
 setup_model: Callable[[Any], Callable[[Any], Any]] = operator.attrgetter("_setup_model")
 
@@ -109,6 +112,18 @@ def set_epochs(trainer: Any) -> None:
     """Set the number of epochs of a run that names none, as the Trainer does when it begins."""
     limits = trainer.min_steps, trainer.max_steps, trainer.min_epochs, trainer.max_epochs
     trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs = _parse_loop_limits(*limits, trainer)
+
+
+def epochs_done(trainer: Any) -> int:
+    """Count the epochs that a run about to begin, or to go on from a checkpoint, does not train any more.
+
+    Without it a run that resumes would ask for room for the checkpoints that are there.
+    """
+    loops = _resumed_checkpoint(trainer).get("loops")
+    if loops is None:
+        return int(trainer.current_epoch)
+    begun: int = loops["fit_loop"]["epoch_progress"]["current"]["ready"]
+    return max(0, begun - (not loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]))
 
 
 def begin_noting_sigterm(trainer: Any) -> None:

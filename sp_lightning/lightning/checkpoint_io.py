@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from ..compat.lightning import is_last_batch, is_local, local_name, logs_models
+from ..compat.lightning import epochs_done, is_last_batch, is_local, local_name, logs_models
 from ..core.unit_numbers import state_nbytes
 from ..errors import CheckpointError, OptionError, SuperpipelineError
 from .names import (
@@ -302,23 +302,23 @@ def _files_to_come(callback: ModelCheckpoint, trainer: Any) -> int:
 
     A file is removed once the next one is there. If all are kept in a run of unknown length, one counts.
     """
-    saves = _saves(callback, trainer)
-    keeps = saves if callback.save_top_k < 0 else callback.save_top_k
-    kept = 1 if min(saves, keeps) == math.inf else int(min(saves, keeps))
-    last = bool(callback.save_last) and callback.save_last != "link"
-    replaces = 0 < keeps < saves or (last and saves > 1)
-    resumed = {callback.best_model_path, *callback.best_k_models} - {trainer.ckpt_path}  # which stays
-    there = [path for path in (*resumed, callback.last_model_path if last else "") if os.path.isfile(path)]
-    return max(1, kept + last + replaces - len(there))
+    saves, keeps = _saves(callback, trainer), callback.save_top_k
+    replaced = {callback.best_model_path, *callback.best_k_models} - {trainer.ckpt_path}  # which stays
+    before = math.inf if keeps < 0 else max(0, keeps - sum(map(os.path.isfile, replaced)))  # saves before one replaces
+    kept = 1 if min(saves, before) == math.inf else int(min(saves, before))
+    last = bool(callback.save_last) and (callback.save_last != "link" or not saves)  # without a file to link to
+    last_there = last and os.path.isfile(callback.last_model_path)
+    replaces = (keeps > 0 and before < saves) or (last and (last_there or saves > 1))
+    return kept + last - last_there + replaces
 
 
 def _saves(callback: ModelCheckpoint, trainer: Any) -> float:
-    """Count how often a callback saves in a run; infinity if that is not known."""
-    epochs, every = trainer.max_epochs, callback.every_n_epochs
+    """Count how often a callback saves in what is left of a run; infinity if that is not known."""
+    epochs, every = trainer.max_epochs, callback.every_n_epochs or 0
     known = every and epochs is not None and epochs >= 0
     if not known or trainer.val_check_interval != 1.0 or isinstance(trainer.val_check_interval, int):
         return math.inf  # by steps, by the clock, or with each of several validations in an epoch
-    return float(max(1, epochs // every))
+    return float(max(0, epochs // every - epochs_done(trainer) // every))
 
 
 def _disk_of(path: str) -> int:

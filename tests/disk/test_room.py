@@ -92,6 +92,7 @@ ON_DISK = STATE + 2 * sum(map(aligned, NBYTES))  # with weights and gradients
         ({"max_epochs": 1, "val_check_interval": 0.5}, 2 * (WEIGHTS + STATE)),
         ({"callbacks": [lambda path: SAVES(path, save_last=True)]}, 3 * (WEIGHTS + STATE)),
         ({"callbacks": [lambda path: SAVES(path, save_last="link")]}, 2 * (WEIGHTS + STATE)),
+        ({"callbacks": [lambda path: KEEPS(path, every_n_epochs=3, save_last="link")]}, WEIGHTS + STATE),  # at the end
         ({"callbacks": [lambda path: SAVES(path, save_top_k=3, monitor="step")]}, 4 * (WEIGHTS + STATE)),
         ({"callbacks": [lambda path: KEEPS(path, save_top_k=3, monitor="step")]}, 2 * (WEIGHTS + STATE)),  # two epochs
         ({"callbacks": [lambda path: KEEPS(path, save_top_k=-1)]}, 2 * (WEIGHTS + STATE)),
@@ -137,6 +138,34 @@ def test_a_run_that_goes_on_replaces_what_is_there_but_for_the_checkpoint_that_i
         with contextlib.nullcontext() if free == needed else pytest.raises(DiskError):
             again = L.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=last)
             fit(tmp_path, callbacks=[again], max_epochs=4, ckpt_path=resumed)
+
+
+@pytest.mark.parametrize(
+    "options, to_come",
+    [
+        ({"save_top_k": -1}, 1),
+        ({"save_top_k": -1, "save_last": True}, 2),  # the last one is replaced
+        ({"save_top_k": 3, "monitor": "step", "mode": "max"}, 1),
+        ({"save_top_k": -1, "every_n_epochs": 2}, 0),
+    ],
+)
+@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.few(2)
+def test_a_run_that_goes_on_keeps_as_many_more_as_it_has_epochs_left(options, to_come, resumes, tmp_path, monkeypatch):
+    needed = max(STATE + SLABS + to_come * (WEIGHTS + STATE), ON_DISK)
+    for free in (needed, needed - 1):
+        folder = tmp_path / str(free)
+        saving = KEEPS(folder, **options)
+        trainer, loader = trainer_of(tmp_path, [saving]), models.loader(models.case("mlp"), 2)
+        module = models.ZooModule(models.case("mlp"), optimizer="adamw")
+        trainer.fit(module, loader)
+        with monkeypatch.context() as full, contextlib.nullcontext() if free == needed else pytest.raises(DiskError):
+            full.setattr(scratch_file, "free_nbytes", lambda folder, free=free: free)
+            if resumes:
+                fit(tmp_path, callbacks=[KEEPS(folder, **options)], max_epochs=3, ckpt_path=saving.best_model_path)
+            else:
+                trainer.fit_loop.max_epochs = 3
+                trainer.fit(models.ZooModule(models.case("mlp"), optimizer="adamw"), loader)
 
 
 def test_what_another_run_left_is_not_replaced(tmp_path, monkeypatch):
