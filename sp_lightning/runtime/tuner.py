@@ -1,7 +1,8 @@
 """``window="auto"`` and ``transfer="auto"`` in a run: what is watched, and when the sizes change.
 
 1. A run starts from the sizes that a plan or a resumed run chose, as far as they fit, and keeps them until it has
-   measured times of its own. Without such sizes the window of the first pass is one unit: the memory of activations is
+   measured times of its own; the memory that came with them counts as long, as it is that of other batches, or of
+   another device. Without such sizes the window of the first pass is one unit: the memory of activations is
    not known yet, and without a recorded order nothing could be loaded early anyway. After each pass the window may
    grow, at most fourfold, into the memory that the pass left (window_choice.py, Rule 2).
 2. *Others* is all memory on the device but the window's units. Its peak is known after a pass in which the device's
@@ -89,7 +90,8 @@ class Tuner:
         self._fills_memory = self.watches_memory and options.memory_budget is None
         self._most = self.window if options.memory_budget is not None else max(1, len(self._streamed))
         self._capacity = 0
-        self._others_nbytes = 0  # the most that anything but the units of the window took
+        self._own_nbytes = 0  # the most that anything but the units of the window took in this run
+        self._resumed_nbytes = 0  # in the resumed run, or by the plan (Rule 1)
         self._device_peak = 0
         self._retries = 0
         self._profiles: dict[Any, _MemoryProfile] = {}  # of the last pass of each kind, with its peak
@@ -167,7 +169,7 @@ class Tuner:
             self._profile.peak = max(self._profile.peak, peak - self._profile.window_when_fullest())
         elif self._kind in self._profiles:  # the peak of this pass is unknown, but not above the known one
             self._profile.peak = max(self._profile.peak, self._profiles[self._kind].peak)
-        self._others_nbytes = max(self._others_nbytes, self._profile.peak)
+        self._own_nbytes = max(self._own_nbytes, self._profile.peak)
         self._profiles[self._kind] = self._profile
         retries = self._device.memory_retries()
         if retries > self._retries and self.window > 1:
@@ -186,6 +188,10 @@ class Tuner:
             self._times = times_of(self._units, recorder.times(), overlap=in_backward, runs_on=deferred)
             self._choices.clear()
             self.end()
+
+    @property
+    def _others_nbytes(self) -> int:
+        return self._own_nbytes if self._times is not None else max(self._own_nbytes, self._resumed_nbytes)
 
     def _decide(self) -> None:
         most = self._most
@@ -249,7 +255,7 @@ class Tuner:
         memory = DeviceBudget(capacity=self._capacity, others=expected)
         most = memory.most(self._streamed)
         if most < self.window:
-            self._others_nbytes = max(self._others_nbytes, expected)
+            self._own_nbytes = max(self._own_nbytes, expected)
             self._shrink(most, f"activations rise {ratio:.2f} times as fast as in the pass before; {memory} expected")
 
     def rooms_beside_window(self) -> Iterator[int]:
@@ -262,8 +268,8 @@ class Tuner:
     def expect(self, nbytes: int, why: str) -> None:
         """Shrink the window to what fits beside bytes that are about to be taken, beyond weights."""
         others = nbytes + sum(unit.up_nbytes for unit in self._units if unit.resident)
-        if self._fills_memory and others > self._others_nbytes:
-            self._others_nbytes = others
+        if self._fills_memory and others > self._own_nbytes:
+            self._own_nbytes = others
             memory = DeviceBudget(capacity=self._device.memory_capacity(), others=others)
             if (most := memory.most(self._streamed)) < self.window:
                 self._shrink(most, f"{why}; {memory} expected")
@@ -307,7 +313,7 @@ class Tuner:
         if not state or self._device.is_host:
             return
         self._resumed = True
-        self._others_nbytes = max(self._others_nbytes, state["others_nbytes"])
+        self._resumed_nbytes = state["others_nbytes"]
         window, transfer = self.window, self.transfer
         if self._options.window == "auto":
             window = min(state["window"], self._most)

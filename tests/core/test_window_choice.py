@@ -316,6 +316,17 @@ def test_of_a_plan_it_starts_from_as_much_as_fits():
         assert (handle.stats()["window"], handle.stats()["transfer"]) == (2, 2)
 
 
+@pytest.mark.parametrize("resumed", [None, {"window": 1, "transfer": 1, "others_nbytes": 100 * UNIT}])
+def test_memory_of_a_resumed_run_with_larger_batches_counts_until_this_one_has_measured(resumed):
+    simgpu.config.capacity, seen = torch.accelerator.memory_allocated() + 12 * UNIT, []
+    with sp_lightning.stream(stack(), SIMGPU, units=["Wide"]) as handle:
+        if resumed:
+            handle.resume(resumed)
+        train(handle.module, handle, [8] * 6, seen)
+        assert (set(seen[:3]) == {1}) is bool(resumed) and seen[-1] > 1
+        assert handle.chosen()["others_nbytes"] < 12 * UNIT  # which the next run resumes with
+
+
 def test_measuring_ends_when_it_has_decided():
     net = stack()
     with sp_lightning.stream(net, SIMGPU, units=["Wide"]) as handle:
