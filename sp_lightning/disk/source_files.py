@@ -140,7 +140,7 @@ class SourceFile(DirectFile):
             with torch.inference_mode(False):
                 storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, self.nbytes)
                 assert isinstance(storage, torch.UntypedStorage)
-                self.flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+                self.flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             address = self.flat.data_ptr()
             self.identity = next(here.file for here in mappings() if here.begin <= address < here.end)  # Rule 2
             if self.filesystem not in IN_MEMORY:

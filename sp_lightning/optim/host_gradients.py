@@ -123,7 +123,9 @@ def _narrow_norms(gradients: Iterable[Tensor], kind: float) -> dict[int, Tensor]
     numels = list(map(Tensor.numel, came_down))
     found = native.LIBRARY.norms(came_down) if sum(numels) >= native.FEWEST else None
     if found is not None:
-        return {id(one): torch.tensor(norm, dtype=one.dtype) for one, norm in zip(narrow, found, strict=True)}
+        return {
+            id(one): torch.tensor(norm, dtype=one.dtype, device="cpu") for one, norm in zip(narrow, found, strict=True)
+        }
 
     def norm(one: NarrowGradient) -> Tensor:
         with torch.no_grad():

@@ -294,7 +294,7 @@ def _mlp(device: Device, dtype: torch.dtype, width: int) -> Callable[[], None]:
 
 def _noise(shape: tuple[int, int], device: Device, dtype: torch.dtype) -> Tensor:
     """Make a tensor of random numbers: some devices compute faster with zeros."""
-    line = torch.randn(shape[1], generator=torch.Generator().manual_seed(0)) / shape[1] ** 0.5
+    line = torch.randn(shape[1], device="cpu", generator=torch.Generator().manual_seed(0)) / shape[1] ** 0.5
     return torch.ones(shape[0], 1, device=device.torch_device, dtype=dtype).mul(line.to(device.torch_device, dtype))
 
 

@@ -293,6 +293,13 @@ def test_a_file_that_changed_since_it_was_left_is_not_opened_again(change, path)
     assert len(os.listdir("/proc/self/fd")) == len(opened)
 
 
+def test_a_file_is_mapped_on_the_host_whatever_device_is_the_default(path):
+    with torch.device("meta"):
+        file = SourceFile(path)
+    assert file.flat.numpy().tobytes() == content(path, 0, file.nbytes)
+    file.close()
+
+
 def test_a_read_beyond_a_file_that_was_cut_is_an_error(path):
     file = SourceFile(path)
     truncated(path)

@@ -267,6 +267,15 @@ def test_code_that_looks_at_clipped_gradients_finds_what_a_plain_run_has(look, m
     check(OPTIMIZERS["momentum"], [*looks, ((moment, 2), LOOKS[look])])
 
 
+def test_gradients_are_clipped_whatever_device_is_the_default(large):
+    def clipped(net, _):
+        with torch.device("meta"):
+            return clip(net)
+
+    looks = [(("backward", step), clipped) for step in range(STEPS)]
+    assert check(OPTIMIZERS["AdamW"], looks).narrow[-1] > 0
+
+
 @pytest.fixture
 def widening(monkeypatch):
     """Note the threads that compute norms without compiled code."""

@@ -93,6 +93,11 @@ def test_measuring_draws_no_random_numbers_of_the_users():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_speed_is_measured_whatever_device_is_the_default():
+    with torch.device("meta"):
+        assert measure_flops(Device("cpu"), torch.float32) > 0
+
+
 def test_the_optimizer_that_is_measured_steps_in_pieces_or_fused(monkeypatch):
     called = []
     for real in (pieces.step_in_pieces, pieces.fuse):
