@@ -116,7 +116,7 @@ class SourceFiles(_Files):
     ) -> None:
         super().__init__(unit, counters, ring)
         self.indices: Collection[int] = places.keys()
-        self._all, self._places = places, dict(places)  # the latter of weights that have not left
+        self._places = places
         self._files = list(dict.fromkeys(place.file for place in places.values()))
 
     def adopt(self, index: int, field: Field, data: Tensor) -> Tensor:
@@ -129,21 +129,21 @@ class SourceFiles(_Files):
 
     def refresh(self, stamp: Stamp) -> dict[int, Callable[[], Tensor]]:
         left: dict[int, Callable[[], Tensor]] = {}
-        self._leave_files(stamp, left)
-        self._find_read(self._places, stamp)
+        here = {i: place for i, place in self._places.items() if self._weights[i].home is self}
+        self._leave_files(here, stamp, left)
+        self._find_read(here.keys() - left.keys(), stamp)
         return left
 
-    def _leave_files(self, stamp: Stamp, left: dict[int, Callable[[], Tensor]]) -> None:
+    def _leave_files(self, here: Mapping[int, Place], stamp: Stamp, left: dict[int, Callable[[], Tensor]]) -> None:
         """Add the weights that left their files to ``left``, with functions that read their bytes (Rule 2)."""
-        stayed = {i: place for i, place in self._places.items() if stamp.addresses[i] == place.address}
+        stayed = {i: place for i, place in here.items() if stamp.addresses[i] == place.address}
         found = written([(place.address, place.nbytes) for place in stayed.values()])
-        for index in self._places.keys() - stayed.keys() | {list(stayed)[number] for number in found}:
-            place = self._places.pop(index)
-            left[index] = functools.partial(place.file.bytes_of, place.offset, place.nbytes)
+        for index in here.keys() - stayed.keys() | {list(stayed)[number] for number in found}:
+            left[index] = functools.partial(here[index].file.bytes_of, here[index].offset, here[index].nbytes)
 
     def changed(self) -> dict[int, Tensor]:
         found = {}
-        for index, place in self._all.items():
+        for index, place in self._places.items():
             data = true_data(self._weights[index].parameter)
             if data.data_ptr() != place.address or written([(place.address, place.nbytes)]):
                 mine = in_order(data, self._weights[index].host).view(torch.uint8)

@@ -519,13 +519,14 @@ class HostCopy:
     def _leave_file(self, index: int, bytes_in_file: Callable[[], Tensor]) -> None:
         """Have a weight go up by itself from here on; a graph may need the bytes of the file as its wire copy."""
         weight = self.weights[index]
-        weight.home = self._runs = None
         if weight.is_narrow:
+            in_file = bytes_in_file()  # may fail, and then the weight has not left
             lay_out_wire([weight], self.device)
             wire, _ = weight.place_of_wire()
             with torch.no_grad():
-                wire[: weight.field.nbytes].view(weight.field.dtype).copy_(bytes_in_file().view(weight.host.dtype))
+                wire[: weight.field.nbytes].view(weight.field.dtype).copy_(in_file.view(weight.host.dtype))
             self._wire_stamp = None
+        weight.home = self._runs = None
 
     def _cut(self) -> list[Run]:
         """List the copies of what goes up neither from files nor by itself, as few as possible."""

@@ -388,6 +388,23 @@ def test_a_read_that_fails_is_an_error_and_once_it_works_again_all_is_right(afte
         handle.stats()
 
 
+@pytest.mark.parametrize("after", [0, 3, 4])
+@pytest.mark.few(2)
+def test_weights_that_were_written_go_up_after_a_read_of_their_files_failed(after, nets, device, monkeypatch):
+    plain, net = nets
+    x = batch(device, dtype=torch.bfloat16)
+    with streamed(net, device, window=1, master_weights=True):
+        net(x)
+        with torch.no_grad():
+            for written in (*plain[1].parameters(), *net[1].parameters()):
+                written.mul_(0.5)
+        with monkeypatch.context() as broken, pytest.raises(DiskError):
+            failing(broken, after=after)
+            net(x)
+        expected = plain.bfloat16().to(device)(x)
+        assert torch.equal(net(x), expected) and torch.equal(net(x), expected)
+
+
 def test_after_a_read_that_failed_the_module_is_plain(nets, device, monkeypatch):
     plain, net = nets
     with pytest.raises(DiskError), streamed(net, device):
