@@ -448,7 +448,7 @@ class StateOnDisk(StateInMemory):
         """Step in portions what can be, having adopted its state if asked to; return the groups with the others."""
         if adopts:
             self.adopt(shadow)
-        with self._lock, torch.no_grad():
+        with torch.no_grad():
             return self._step(shadow, conversions)
 
     def _step(self, shadow: Any, conversions: Conversions) -> list[Group]:
@@ -457,15 +457,18 @@ class StateOnDisk(StateInMemory):
         shadow.param_groups = groups
         spilled: list[Spilled] = []
         try:
-            if needs_order(shadow):
-                self._leave_to_torch(shadow)
-            else:
-                spilled = list(self._spilled(shadow, conversions))
-            if not spilled or _share_state(shadow):
-                return groups
-            if any(one.is_new for one in spilled):  # Rule 5
-                keep_order(shadow)
-            self._run(shadow, spilled)
+            # Reads of gradients wait for a pending step, whose thread takes the lock: no read is the first one inside.
+            is_ordered = needs_order(shadow)
+            with self._lock:
+                if is_ordered:
+                    self._leave_to_torch(shadow)
+                else:
+                    spilled = list(self._spilled(shadow, conversions))
+                if not spilled or _share_state(shadow):
+                    return groups
+                if any(one.is_new for one in spilled):  # Rule 5
+                    keep_order(shadow)
+                self._run(shadow, spilled)
         except BaseException as error:
             begun = [one for one in spilled if one.is_begun]  # of which the file may have other bytes by now
             torch.autograd.graph.increment_version([view for one in begun for view in one.changed])

@@ -343,6 +343,42 @@ def test_an_optimizer_that_steps_whole_parameters_finds_them_in_a_buffer(kind, m
     assert not any("cannot be stepped in portions" in message for message in caplog.messages)
 
 
+TWO_OPTIMIZERS = """
+import os
+import sys
+
+import torch
+from torch import nn
+
+import sp_lightning
+
+torch.set_num_threads(1)
+for options in {}, {"host_budget": "0B", "disk": os.getcwd()}:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256)) for _ in range(8)))
+    deferred = torch.optim.AdamW([p for block in net for p in (*block[0].parameters(), block[2].bias)])
+    other = getattr(torch.optim, sys.argv[1])([block[2].weight for block in net])
+    with sp_lightning.stream(net, "cpu", window=2, **options) as handle:
+        for _ in range(6):
+            net(torch.ones(4, 256)).square().mean().backward()
+            deferred.step()
+            other.step()
+            deferred.zero_grad()
+            other.zero_grad()
+        assert handle.stats()["held_steps"]
+    print(sum(p.double().sum().item() for p in net.parameters()))
+"""
+
+
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor", "ASGD"])
+@pytest.mark.few(1)
+def test_an_optimizer_that_steps_while_the_step_of_another_one_is_deferred_ends(kind):
+    done = forks.run(TWO_OPTIMIZERS, kind, timeout=60)
+    assert done.returncode == 0, done.stderr
+    in_memory, on_disk = done.stdout.split()
+    assert in_memory == on_disk
+
+
 @pytest.mark.parametrize("first", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.few(2)
 def test_adafactor_takes_its_epsilon_from_the_type_of_a_groups_first_weight(first, device):
