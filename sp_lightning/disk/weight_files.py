@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,13 @@ from ..errors import SourceFileError
 from ..memory.device import Device
 from ..memory.host_copy import FileHome
 from ..memory.partition import Unit
-from ..memory.watched_parameters import true_data
 from .direct_file import BLOCK, Mount, mount_of
 from .direct_ring import DirectRing
 from .homes import Scratch, ScratchHome, SourceFiles
 from .source_files import LEFT, Found, Place, SourceFile, check_available, find
 
 log = logging.getLogger(__name__)
+State = TypeVar("State", bound=Mapping[str, Any])
 
 
 class WeightFiles:
@@ -112,7 +112,7 @@ def find_local(parameters: Iterable[Tensor]) -> dict[int, Found]:
     return {key: at for key, at in found.items() if at.mapping.path not in remote}
 
 
-def unchanged(module: nn.Module, state: Mapping[str, Any], budget: int | None) -> Mapping[str, Any]:
+def unchanged(module: nn.Module, state: State, budget: int | None) -> State:
     """Return a module's state in which weights that the files have already are its own: loading writes none of them.
 
     A weight in a file that is written leaves it, for good, even by the same bytes.
@@ -120,18 +120,21 @@ def unchanged(module: nn.Module, state: Mapping[str, Any], budget: int | None) -
     check_available(budget)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     filed = find(parameters.values())
-    own = {
-        name: parameters[name]
+    loaded = {
+        name: value
         for name, value in state.items()
-        if name in parameters and id(parameters[name]) in filed and _same_bytes(true_data(parameters[name]), value)
+        if type(value) in (Tensor, nn.Parameter) and name in parameters and id(parameters[name]) in filed
     }
+    read = {name: parameters[name].detach() for name in loaded}  # waits for whatever writes it: it may have left
+    stay = find(read.values())
+    own = {name: parameters[name] for name, one in read.items() if id(one) in stay and _same_bytes(one, loaded[name])}
     copied = copy.copy(state)  # with its attributes, such as torch's metadata
     copied.update(own)  # type: ignore[attr-defined]
     return copied
 
 
-def _same_bytes(one: Tensor, other: Any) -> bool:
-    if type(other) not in (Tensor, nn.Parameter) or other.layout is not torch.strided:
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    if other.layout is not torch.strided:
         return False
     if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
         return False

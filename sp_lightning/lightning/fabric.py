@@ -391,7 +391,12 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load the state of the user's module, under its own names."""
-        super().load_module_state_dict(_users(module), state_dict, strict)
+        module = _users(module)
+        if self.options.uses_files:
+            from ..disk.weight_files import unchanged
+
+            state_dict = unchanged(module, state_dict, self.options.host_budget)
+        super().load_module_state_dict(module, state_dict, strict)
 
 
 class RankedModule(nn.Module):

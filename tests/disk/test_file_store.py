@@ -593,6 +593,32 @@ def test_a_resume_from_a_whole_checkpoint_leaves_weights_in_files_that_it_does_n
     assert in_files.in_files(module) == filed if not changed else 0 < in_files.in_files(module) < filed
 
 
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("thaws", [False, True])
+@pytest.mark.few(2)
+def test_a_load_of_fabrics_leaves_weights_in_files_that_it_does_not_change(thaws, raw, device, tmp_path):
+    """Those that a step has written get the bytes of the checkpoint."""
+    accelerator = importlib.import_module("simgpu.lightning").SimGPUAccelerator() if device.type == "simgpu" else "cpu"
+    strategy = sp_lightning.SuperpipelineFabricStrategy(window=1, units=["Sequential"], host_budget="0B")
+    fabric = L.Fabric(accelerator=accelerator, strategy=strategy, devices=1)
+    net, path = stack(), tmp_path / "it.ckpt"
+    in_files.put(net, str(tmp_path))
+    net[-1].requires_grad_(True)
+    filed = in_files.in_files(net)
+    torch.save(net.state_dict() if raw else {"model": net.state_dict()}, path)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    net[0].requires_grad_(thaws)
+    fabric.backward(model(batch(fabric.device)).square().mean())
+    optimizer.step()
+    fabric.load_raw(path, model) if raw else fabric.load(path, {"model": model})
+    fabric.backward(model(batch(fabric.device)).square().mean())
+    for (name, one), (_, other) in zip(net.named_parameters(), stack().named_parameters(), strict=True):
+        assert torch.equal(one.cpu(), other.cpu()), name
+    left = in_files.in_files(net.requires_grad_(False))
+    assert 0 < left < filed if thaws else left == filed
+    fabric.strategy.teardown()
+
+
 def test_a_prediction_leaves_weights_in_files_that_require_gradients(tmp_path, device):
     class Net(L.LightningModule):
         def __init__(self):
