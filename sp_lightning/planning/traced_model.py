@@ -211,7 +211,7 @@ class TracedModel(PlannedModel):
         placed = choose(
             trace.units, everything, budget, *kinds, castable=known, sharing=self._sharing, offloads=offloads
         )
-        if placed.units and self._names_in_files is None:
+        if placed.units and self._types_in_files is None:
             self.notes.append("frozen weights are taken to be in local files as they are")
         return {index: filed[index] for index in placed.units}, placed
 
@@ -228,20 +228,20 @@ class TracedModel(PlannedModel):
 
     def _filed(self, unit: Unit) -> dict[int, int]:
         """Return the bytes of a unit's weights that can stay in files, by the ids of parameters."""
-        names = self._names_in_files
+        types = self._types_in_files  # a weight that was converted is in memory
         frozen = ((name, p) for name, p in unit.params if not p.requires_grad)
-        return {id(p): p.nbytes for name, p in frozen if names is None or name in names}
+        return {id(p): p.nbytes for name, p in frozen if types is None or types.get(name) is p.dtype}
 
     @functools.cached_property
-    def _names_in_files(self) -> set[str] | None:
-        """The names of the weights that are in files; None if there is no telling."""
+    def _types_in_files(self) -> dict[str, torch.dtype] | None:
+        """The types that weights have in files, by name; None if there is no telling."""
         if not isinstance(self._module, nn.Module) or any(p.is_meta for p in self._module.parameters()):
             return None
         from ..disk.source_files import find
 
         named = [one for unit in partition(self._module) for one in unit.params]
         found = find(weight for _, weight in named)
-        return {name for name, weight in named if id(weight) in found}
+        return {name: weight.dtype for name, weight in named if id(weight) in found}
 
     def host(self, options: Options, needs: Requirements) -> HostBytes:
         assert needs.trace is not None

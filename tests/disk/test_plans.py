@@ -390,6 +390,18 @@ def test_what_a_budget_does_not_count_in_a_run_is_counted_by_a_plan(tmp_path):
     assert offloaded.host.activations > 4096 and not offloaded.fits_host
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision, masters", [("32-true", False), ("bf16-true", False), ("bf16-true", True)])
+def test_weights_that_precision_converts_are_in_memory(precision, masters, dtype, tmp_path):
+    net = model().to(dtype)
+    in_files.put(net, str(tmp_path))
+    given = torch.ones(4, 64, dtype=dtype)
+    options = {"precision": precision, "master_weights": masters, "host_budget": "0B"}
+    found = plan(net, given, machine="rtx4090", device="cpu", units=UNITS, **options)
+    becomes = torch.float32 if masters else torch.bfloat16 if precision == "bf16-true" else dtype
+    assert (found.disk_nbytes > 0) == (becomes is dtype)
+
+
 def test_a_model_that_is_only_planned_is_taken_to_be_in_files():
     found = planned(model, host_budget="0B")
     assert found.disk_nbytes > 0
