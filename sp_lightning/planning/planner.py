@@ -606,7 +606,9 @@ class _Planner:
             many = _Sizes(self, options or self.options, needs, machine or self.machine, MANY)
             many_s = many.batch_s(many.sizes()[1])
         had = self.needs.on_disk + self.needs.activations_on_disk
-        written = 0 if had else needs.on_disk + needs.activations_on_disk
+        of_each = needs.gradients_on_disk + needs.activations_on_disk
+        last = needs.on_disk + needs.activations_on_disk
+        written = 0 if had else last + (self.run.accumulate - 1) * of_each
         return Change(
             what,
             run.nbytes(sizes),

@@ -321,6 +321,14 @@ def test_what_a_disk_makes_room_for_is_offered_and_is_a_plan_that_fits(precision
     assert not any(change.what.endswith("FOLDER") for change in again.host_changes)
 
 
+def test_an_offered_disk_is_written_by_each_batch_that_is_accumulated():
+    given = {**EIGHT, "host_memory": "40GiB", "precision": "bf16-true", "master_weights": True, "accumulate": 16}
+    found, again = plan("llama3-8b", 2048, **given), plan("llama3-8b", 2048, **given, disk="/")
+    (change,) = [change for change in found.host_changes if change.what == "disk=FOLDER"]
+    assert change.written_nbytes == again.on_disk + 15 * again.gradients_on_disk > again.on_disk
+    assert again.wear in str(found)
+
+
 @pytest.mark.seldom
 def test_a_slow_disk_is_named_after_what_is_faster_and_still_named():
     found = plan("llama3-8b", 2048, **{**EIGHT, "host_memory": "72GiB"}, precision="bf16-mixed", disk_speed="1GB,1GB")
