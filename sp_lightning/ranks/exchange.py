@@ -579,7 +579,9 @@ class Exchange:
             if (store, index) not in backward.single:
                 backward.single[store, index] = self._lend(backward, store, field.nbytes)
             region = backward.single[store, index]
-            copy = torch.empty(0, dtype=field.dtype).set_(region.untyped_storage(), 0, field.shape, field.stride)
+            copy = torch.empty(0, dtype=field.dtype, device="cpu").set_(
+                region.untyped_storage(), 0, field.shape, field.stride
+            )
             grad = copy.copy_(grad)
             place = self.box.place(region, region)  # a tensor without elements is nowhere
         assert place is not None
