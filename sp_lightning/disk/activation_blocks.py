@@ -189,6 +189,13 @@ class ActivationBlocks:
             raise
         return AllCopies(sent)
 
+    def free_unused(self) -> None:
+        """Free the memory that no block has."""
+        while self._free:
+            memory = self._free.popleft()
+            keep_from_forks(memory.buffer.flat, False)
+            self._all.remove(memory)
+
     def close(self) -> None:
         """End the threads and close the file; what is in memory may still be sent. Safe twice."""
         self._closed = True

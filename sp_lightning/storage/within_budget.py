@@ -288,6 +288,13 @@ class WithDisk(WithinBudget):
     def _make_file(self) -> ScratchFile:
         return ScratchFile(self._folders, OneProcess(), holds_activations=True)
 
+    def close_weights(self) -> None:
+        super().close_weights()
+        if self._gradients is not None:
+            self._gradients.close()  # the device unlocks its buffers; those that are made next are locked
+        if self._activations is not None:
+            self._activations.free_unused()
+
     def _gradients_to_come(self) -> int:
         return sum(nbytes for index, nbytes in self.placed.gradients.items() if index not in self._made)
 

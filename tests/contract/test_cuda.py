@@ -94,6 +94,37 @@ print(json.dumps(said))
 
 
 @SLOW
+def test_what_goes_to_the_disk_is_page_locked_also_once_units_were_made_anew(run):
+    found = run("""
+def block():
+    return torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh(), torch.nn.Linear(128, 128))
+
+net = torch.nn.Sequential(*(block() for _ in range(4)))
+said = []
+disk = {"disk": ".", "host_budget": "0B", "activations": "offload"}
+with sp_lightning.stream(net, "cuda", window=1, units=["Sequential"], **disk) as handle:
+    optimizer = torch.optim.AdamW(net.parameters())
+    for number in range(6):
+        before = nullcuda.counts()
+        if number == 3:
+            net.append(block().to("cuda"))
+            optimizer.add_param_group({"params": [*net[-1].parameters()]})
+        net(torch.ones(64, 128, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        handle.finish_step()
+        said.append(nullcuda.counts().not_locked - before.not_locked)
+    ring, blocks = handle.storage._gradients, handle.storage._activations
+    buffers = [*ring._buffers, *ring._pieces, *(memory.buffer for memory in blocks._all)]
+    locked = [buffer.flat.is_pinned() for buffer in buffers]
+print(json.dumps([said, locked]))
+""")
+    not_locked, locked = found
+    assert len(locked) > 4 and all(locked)
+    assert not any(not_locked[:3]) and not any(not_locked[4:])
+
+
+@SLOW
 @pytest.mark.parametrize(
     "activations",
     ["keep", *(pytest.param(name, marks=SLOW) for name in ("recompute", "offload", "recompute+offload"))],

@@ -625,6 +625,17 @@ def test_a_forked_process_gets_no_memory_of_blocks_until_the_run_ends(device):
     assert "dc" not in flags_at(address) and bool((made.sent(place, BLOCK) == 1).all())
 
 
+def test_memory_that_no_block_has_is_freed_and_a_forked_process_may_get_it(device):
+    made = Store(device)
+    kept, gone = made.save(BLOCK, 1), made.save(BLOCK, 2)
+    in_use, unused = (memory.buffer.flat for memory in made.blocks._all)
+    del gone
+    made.blocks.free_unused()
+    assert [memory.buffer.flat.data_ptr() for memory in made.blocks._all] == [in_use.data_ptr()]
+    assert "dc" in flags_at(in_use.data_ptr()) and "dc" not in flags_at(unused.data_ptr())
+    assert bool((made.sent(kept, BLOCK) == 1).all()) and bool((made.sent(made.save(BLOCK, 3), BLOCK) == 3).all())
+
+
 # ---- failures
 
 
