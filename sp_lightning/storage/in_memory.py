@@ -85,9 +85,9 @@ class InMemory:
         return PlacesInMemory(device, counters)
 
     def check_state(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise HostMemoryError if a budget has no room for the state in memory that these optimizers will have.
+        """Raise HostMemoryError if a budget has no room for what these optimizers will have in memory.
 
-        Those of earlier calls count, too; those whose state is unknown do not.
+        Those of earlier calls count, too. State that is unknown does not.
         """
 
     def is_outgrown(self) -> bool:

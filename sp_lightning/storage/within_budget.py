@@ -21,7 +21,7 @@ from ..core import malloc
 from ..core.host import host_memory
 from ..core.machine import headroom
 from ..core.telemetry import Counters
-from ..core.unit_numbers import state_nbytes
+from ..core.unit_numbers import UnitHostBytes, state_nbytes
 from ..disk.activation_blocks import ActivationBlocks
 from ..disk.placement import Budgeted, choose, may_move, may_travel
 from ..disk.scratch_file import (
@@ -43,6 +43,7 @@ from ..memory.host_copy import FileHome, HostCopy
 from ..memory.partition import Unit
 from ..memory.pinned import find_foreign
 from ..memory.watched_parameters import true_data
+from ..optim.pieces import ELEMENTWISE, is_elementwise
 from ..optim.state_in_memory import StateInMemory
 from ..optim.state_on_disk import StateOnDisk, left_nbytes
 from ..options import Options, format_both, format_bytes
@@ -189,17 +190,34 @@ class WithinBudget(InMemory):
             if others + state > budget:
                 kinds = ", ".join(sorted({type(one).__name__ for one in self._optimizers}))
                 needed, room = format_both(state, max(0, budget - others))
+                copied = any(map(self._stepped_whole, self._optimizers))
+                copies = ", and of weights that each rank copies as it steps them whole," * copied
                 raise HostMemoryError(
-                    f"host_budget={format_bytes(budget)} cannot be met: {kinds} has {needed} of state in host memory, "
-                    f"and beside all else {room} are left for it. Nothing was stepped. Give '0B' for as little as can "
-                    "be had, or a budget with room for all state in memory"
+                    f"host_budget={format_bytes(budget)} cannot be met: {kinds} has {needed} of state{copies} in host "
+                    f"memory, and beside all else {room} are left for it. Nothing was stepped. Give '0B' for as little "
+                    "as can be had, or a budget with room for all state in memory"
                 )
 
     def _state_nbytes(self) -> int:
-        """Count the bytes in memory of state that known optimizers will have."""
-        ids, there = set(map(id, self._params(range(len(self._units))))), self.state.parameters
-        made = ((state_nbytes(one, ids), state_nbytes(one, there, shaped=True)) for one in list(self._optimizers))
-        return sum(nbytes - (on_disk or 0) for nbytes, on_disk in made if nbytes is not None)
+        """Count the bytes in memory of state that known optimizers will have, and of weights that ranks copy to step.
+
+        These copies end with the step of each optimizer (unit_numbers.py, Rule 5).
+        """
+        parameters, ranks = self._params(range(len(self._units))), self._sharing.ranks
+        ids, there = set(map(id, parameters)), set(self.state.parameters)
+        state, copies = 0, 0
+        for optimizer in list(self._optimizers):
+            whole = self._stepped_whole(optimizer) & ids
+            one, each = (state_nbytes(optimizer, of) or 0 for of in (ids - whole, whole))
+            state += one - (state_nbytes(optimizer, there - whole, shaped=True) or 0) + ranks * each
+            copies = max(copies, ranks * UnitHostBytes.of(p for p in parameters if id(p) in whole).trained)
+        return state + copies
+
+    def _stepped_whole(self, optimizer: Optimizer) -> set[int]:
+        """Return the ids of parameters of which each of several ranks steps a copy, with state of its own."""
+        groups = optimizer.param_groups if self._sharing.several else ()
+        whole = (one for one in groups if type(optimizer) not in ELEMENTWISE or not is_elementwise(optimizer, one))
+        return {id(parameter) for group in whole for parameter in group["params"]}
 
     def close_weights(self) -> None:
         self.files.close()

@@ -170,6 +170,26 @@ def test_a_plan_has_the_host_memory_and_the_disk_of_ranks(size, nodes):
     assert {name: getattr(planned.host, name) for name in terms} == {name: found[0][name] for name in terms}
 
 
+@pytest.mark.parametrize("kind", ["Adafactor", "AdamW"])
+@pytest.mark.parametrize(("size", "nodes"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.few(1)
+def test_a_plan_and_ranks_refuse_the_same_budgets(size, nodes, kind):
+    """Each rank copies the weights that Adafactor steps; what is in the budget of any optimizer is AdamW's state."""
+
+    def planned(kind, **given):
+        given |= {"devices": size // nodes, "nodes": nodes, "network": "1GB" if nodes > 1 else None}
+        given |= {"wire_dtype": "as-is", "machine": "rtx4090", "device": "cpu"}
+        loss = lambda net, x: net(x).square().mean()  # noqa: E731
+        return sp_lightning.plan(ranked_disk.even(), torch.ones(6, 128), loss=loss, optimizer=kind, **given)
+
+    least = max(planned(one).host.total for one in {kind, "AdamW"})
+    assert [planned(kind, host_budget=budget).fits_host for budget in (least - 1, least)] == [False, True]
+    given = kind, [least - 1, least], {"window": 1, "wire_dtype": "as-is"}
+    for refused, stepped in processes.run(size, pretended_nodes.trainer, nodes, ranked_disk.within_budgets, *given):
+        assert "cannot be met" in refused and stepped == "stepped"
+        assert ("of weights that each rank copies" in refused) == (kind == "Adafactor" and nodes == 1)
+
+
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 2)])
 def test_ranks_that_find_unlike_memory_have_one_budget(size, nodes):
     first, *others = processes.run(size, pretended_nodes.trainer, nodes, ranked_disk.unlike_memory, os.getcwd())

@@ -30,6 +30,7 @@ from sp_lightning.core import host
 from sp_lightning.core.machine import headroom
 from sp_lightning.disk import activation_blocks, direct_file, scratch_file, state_ring
 from sp_lightning.disk.scratch_file import ScratchFile
+from sp_lightning.errors import HostMemoryError
 from sp_lightning.optim import torn_step
 from sp_lightning.storage import disk_of_ranks, within_budget
 
@@ -203,6 +204,32 @@ def host_memory(options: dict[str, Any]) -> dict[str, int]:
     with sp_lightning.stream(Wide(torch.float32), "cpu", group=dist.group.WORLD, **(OPTIONS | options)) as handle:
         placed = handle.storage.placed
         return {"on disk": placed.on_disk, **dataclasses.asdict(placed.host)}
+
+
+def even() -> torch.nn.Module:
+    """Make a net of which no tensor needs room for its alignment."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(6)))
+
+
+def within_budgets(kind: str, budgets: list[int], options: dict[str, Any]) -> list[str]:
+    """Step a net within each budget; return what was said where that was refused, or that it was stepped."""
+    dist.init_process_group("gloo", rank=pretended_nodes.rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    found = []
+    for budget in budgets:
+        net = even()
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        said = "stepped"
+        try:
+            with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, host_budget=budget, **options):
+                optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.1)
+                net(torch.ones(6, 128)).square().mean().backward()
+                optimizer.step()
+        except HostMemoryError as error:
+            said = str(error)
+        assert all(map(torch.equal, before, net.parameters())) == (said != "stepped")
+        found.append(said)
+    return found
 
 
 def unlike_memory(folder: str) -> list[int]:
