@@ -42,6 +42,8 @@ CORE_DRAM = 10e9  # bytes/s that one core reads and writes in an optimizer's ste
 # the gradient, and writes all but that. Copies of weights up read what they copy, those of gradients down write it
 # (simulation.py, Rule 8).
 STEPPED = 4 * 4 + 3 * 4
+# A gradient that is only added to that of earlier batches is read, as what it is added to is, and that is written.
+ADDED = 4 * 2 + 4
 # The same beside the step, for a weight that travels in half precision: its gradient is read, and written in FP32; its
 # wire copy is written. Both are written past the cache (native.cpp), so their lines are not read before.
 WIDENED = 2 + 4
@@ -88,6 +90,7 @@ class Machine:
     host_bytes_per_s: float = (
         math.inf
     )  # of the host's memory, for the optimizer and all copies together; inf: not known
+    added_bytes_per_parameter: float = ADDED  # of gradients that no optimizer has: they only add up
 
     def compute_s(
         self, flops: float, moved_nbytes: float, mesh_nbytes: float = 0.0, other_nbytes: float = 0.0

@@ -6,7 +6,7 @@
    2 where gradients come down in bfloat16 and no code asks for them (gradients/slab.py, Rule 3): a plan knows that, but
    a check that a run fits does not count on it.
 4. Optimizer state is torch's, in ordinary memory: tensors of the parameters' sizes and types, one by one. Adafactor has
-   means over a matrix's rows and columns instead.
+   means over a matrix's rows and columns instead. What trains and is in no optimizer has gradients only.
 5. Ranks share weights, gradients and state (sp_lightning/ranks). Each has wire copies, offloaded activations, keys and
    values, averages and staging buffers of its own, and some units' gradients on their way. It has all gradients once
    more if it accumulates them, or writes to them: by clipping values, gradient scaling, or
@@ -48,7 +48,7 @@ class UnitNumbers:
     name: str
     up_nbytes: int  # of its weights on the device, which each load copies
     down_nbytes: int  # of its gradients; 0 for a frozen unit
-    parameters: int = 0  # elements that the optimizer steps
+    parameters: int = 0  # elements that train
     forward_flops: float = 0.0
     backward_flops: float = 0.0  # without the forward that "recompute" repeats
     activation_nbytes: int = 0  # saved by autograd in its forward
@@ -57,7 +57,7 @@ class UnitNumbers:
     disk_nbytes: int = 0  # of each load, that are read from files
     state_read_nbytes: int = 0  # from the disk, for the optimizer's step of the unit
     state_written_nbytes: int = 0
-    cast: int = 0  # of the elements that the optimizer steps, those that travel in half precision and are FP32 there
+    cast: int = 0  # of the elements that train, those that travel in half precision and are FP32 there
     forward_moved: float = 0.0  # bytes of the device's memory that forward's products read and write
     backward_moved: float = 0.0
     step_up_nbytes: int = 0  # weights, gradients and state that go up for a step on the device; 0: the host steps
@@ -69,6 +69,7 @@ class UnitNumbers:
     forward_other: float = 0.0  # bytes of the device's memory that all else of forward reads and writes
     backward_other: float = 0.0
     new_nbytes: int = 0  # of weights, of which each machine sends the others those that it has stepped
+    stepped: float = 1.0  # share of the elements that train that an optimizer has; gradients of others only add up
 
     @property
     def trained(self) -> bool:
@@ -96,7 +97,9 @@ class UnitNumbers:
         """Return the seconds in which host or device computes the optimizer's step, if its state is in memory."""
         if self.step_up_nbytes:
             return self.trained * (self.step_up_nbytes + self.step_down_nbytes) / machine.device_bytes_per_s
-        nbytes = self.parameters * machine.optimizer_bytes_per_parameter + self.cast * machine.cast_bytes_per_parameter
+        step, add = machine.optimizer_bytes_per_parameter, machine.added_bytes_per_parameter
+        nbytes = self.parameters * (self.stepped * step + (1 - self.stepped) * add)
+        nbytes += self.cast * machine.cast_bytes_per_parameter
         return self.trained * nbytes / machine.dram_bytes_per_s
 
     def step_copies_s(self, machine: Machine) -> float:
@@ -119,10 +122,8 @@ def stepped_on_device(units: Iterable[UnitNumbers], states: float, width: float)
         width: Bytes of an element.
     """
     up, down = width * (2 + states), width * (1 + states)  # with the gradient, and without
-    return [
-        replace(unit, step_up_nbytes=int(up * unit.parameters), step_down_nbytes=int(down * unit.parameters))
-        for unit in units
-    ]
+    of_units = [(unit, unit.parameters * unit.stepped) for unit in units]
+    return [replace(unit, step_up_nbytes=int(up * n), step_down_nbytes=int(down * n)) for unit, n in of_units]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,7 @@ class UnitHostBytes:
     weights: int
     wire: int = 0  # of wire copies, for weights that travel in another type
     trained: int = 0  # of the weights that require gradients
+    unstepped: int = 0  # of those that no optimizer has
 
     @classmethod
     def of(
@@ -251,11 +253,12 @@ def host_bytes(
     """
     units = list(units)
     trained = sum(unit.trained for unit in units) if training else 0
+    stepped = trained - sum(unit.unstepped for unit in units)
     return HostBytes(
         weights=sum(unit.weights for unit in units),
         wire=sum(unit.wire for unit in units),
         gradients=trained,
-        optimizer=int(states * trained),
+        optimizer=int(states * stepped),
         activations=activations,
         ring=ring,
     )

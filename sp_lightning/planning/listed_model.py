@@ -36,6 +36,7 @@ from .planned_model import (
     check_master_weights,
     half_of,
     states_of,
+    whole_states,
     with_moved,
     without_disk,
 )
@@ -172,7 +173,8 @@ class ListedModel(PlannedModel):
         wires = {index: whole[index].parameters * HALF_BYTES for index in placed.travelling if index in placed.masters}
         travelling = {names[index] for index in placed.travelling}
         costs = [replace(cost, disk_nbytes=cost.up_nbytes * (cost.name in travelling)) for cost in costs]
-        costs = with_moved(costs, names, placed, trained, stepped, wires, placed.gradients, self._states)
+        state = [whole_states(self._states) * nbytes for nbytes in trained]
+        costs = with_moved(costs, names, placed, trained, stepped, wires, placed.gradients, state)
         return Requirements(costs, _sweep(costs), peak, sizes, weights_on_disk=sum(stepped.values()))
 
     @property

@@ -143,7 +143,7 @@ def with_moved(
     stepped: Mapping[int, int],
     wires: Mapping[int, int],
     gradients: Iterable[int],
-    states: float,
+    state: Sequence[int],
 ) -> list[UnitNumbers]:
     """Return the costs with the bytes that a step of each unit reads from the disk and writes there (Rule 3).
 
@@ -155,11 +155,11 @@ def with_moved(
         stepped: Bytes of those that are on the disk, by unit.
         wires: Bytes of wire copies that are there, by unit: they are written only.
         gradients: The units whose gradients are there: they are written when they arrive, and read by the step.
-        states: State tensors per parameter.
+        state: Bytes of each unit's state that can be there.
     """
     moved = dict.fromkeys(names, 0)
     for index in placed.spilled:
-        moved[names[index]] += whole_states(states) * trained[index]
+        moved[names[index]] += state[index]
     for index, nbytes in stepped.items():
         moved[names[index]] += nbytes
     made = {names[index]: nbytes for index, nbytes in wires.items()}
@@ -197,9 +197,9 @@ def without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostByte
     """Return the host memory of a run less what is on the disk, or what it would be refused with (Rule 3)."""
     if not placed.fits:
         return replace(placed.host, activations=max(host.activations, placed.host.activations))
-    trained = sum(units[index].trained for index in placed.spilled)
-    state = whole_states(states) * trained
-    state += max(0, int(states * trained) - state - placed.factored)  # of vectors
+    stepped = sum(units[index].trained - units[index].unstepped for index in placed.spilled)
+    state = whole_states(states) * stepped
+    state += max(0, int(states * stepped) - state - placed.factored)  # of vectors
     weights = sum(placed.masters.values()) + sum(placed.travelling.values())
     gradients = sum(units[index].trained for index in placed.gradients)
     is_used = state + weights + gradients or not placed.spilled  # else the ring is not made

@@ -213,6 +213,7 @@ class _Planner:
             dram_bytes_per_s=self.profile.dram_bytes_per_s / pace,
             optimizer_bytes_per_parameter=steps * self.profile.optimizer_bytes_per_parameter * words / ADAMW_WORDS,
             cast_bytes_per_parameter=at_once * cast / pace,
+            added_bytes_per_parameter=at_once * self.profile.optimizer_bytes_per_parameter * 3 / ADAMW_WORDS / pace,
         )
 
     def plan(self) -> Plan:
@@ -313,7 +314,8 @@ class _Planner:
         costs = stepped_on_device(needs.costs, self.source.states(), width)
         if self.run.reads_after_backward:
             costs = [
-                replace(c, step_up_nbytes=c.step_up_nbytes + int(width * c.parameters * bool(c.trained))) for c in costs
+                replace(c, step_up_nbytes=c.step_up_nbytes + int(width * c.parameters * c.stepped * bool(c.trained)))
+                for c in costs
             ]
         largest = int(width * max(cost.largest for cost in costs))
         moved = sum(cost.step_up_nbytes for cost in costs)
@@ -350,7 +352,7 @@ class _Planner:
             return [0] * len(needs.costs)  # they go up once more (`stepping_there`)
         times *= machine.dram_bytes_per_s / self.profile.dram_bytes_per_s  # which a slow optimizer does not reach
         narrow = self._stays_narrow(self.optimizer, self.options)
-        return [int(times * (cost.down_nbytes if narrow else cost.gradient_nbytes)) for cost in needs.costs]
+        return [int(times * c.stepped * (c.down_nbytes if narrow else c.gradient_nbytes)) for c in needs.costs]
 
     def floor_s(self, needs: Requirements, window: int, machine: Machine, sums: bool = True) -> float:
         """Return the lower bound of the time of a step with these needs."""
@@ -567,7 +569,9 @@ class _Planner:
             units = () if needs.trace is None else needs.trace.units
             of_units = [parameter for unit in units for _, parameter in unit.params]
             states = states_of(optimizer, None, torch.bfloat16 if remedy.half else torch.float32, of_units)
-            host = replace(host, optimizer=int(states * host.gradients))
+            trained = max(1, sum(cost.parameters for cost in needs.costs))
+            stepped = sum(cost.parameters * cost.stepped for cost in needs.costs) / trained
+            host = replace(host, optimizer=int(states * stepped * host.gradients))
         if remedy.adapters:
             share = remedies.ADAPTED
             host = replace(
@@ -822,6 +826,7 @@ def _frozen(needs: Requirements, share: float, bits: int) -> Requirements:
             down_nbytes=int(share * one.down_nbytes),
             parameters=int(share * one.parameters),
             cast=int(share * one.cast),
+            stepped=1.0,
             backward_flops=max(one.backward_flops - one.forward_flops, one.backward_flops / 2),
         )
 

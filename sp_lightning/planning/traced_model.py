@@ -59,6 +59,7 @@ from .planned_model import (
     mean_states,
     optimizers_in,
     states_of,
+    whole_states,
     with_activations_on_disk,
     with_moved,
     without_disk,
@@ -117,6 +118,7 @@ class TracedModel(PlannedModel):
         self._lines: dict[Options, tuple[StepTrace, StepTrace] | None] = {}
         self._traces: dict[tuple[Options, int], StepTrace] = {}
         self._states: float | None = None
+        self._names: set[str] | None = None  # of the weights that its own optimizer has; None: all that train
         self._nbytes = 0  # of weights; known once the module was made
         self._real = False  # whether the model has to run with data
         self._why = ""  # it has to
@@ -157,13 +159,14 @@ class TracedModel(PlannedModel):
         filed = {index: sum(of_unit.values()) for index, of_unit in in_files.items()}
         moved = {index: self._may_move(trace, index, options) for index in placed.masters}
         travelling = {index: self._travelling(trace, index, options) for index in placed.travelling}
-        trained = [
-            sum(p.nbytes for _, p in unit.params if p.requires_grad and p.dim()) if placed.on_disk else 0
-            for unit in trace.units
-        ]
+        steps = self._stepped(trace)
+        train = [[p for _, p in unit.params if p.requires_grad and p.dim()] for unit in trace.units]
+        trained = [sum(p.nbytes for p in of_unit) for of_unit in train]
+        count = whole_states(self.states())
+        state = [count * sum(p.nbytes for p in of_unit if id(p) in steps) for of_unit in train]
         there = {i: {*moved.get(i, ()), *travelling.get(i, ())} for i in (*moved, *travelling)}
-        stepped = {index: sum(p.nbytes for p in of_unit if p.requires_grad) for index, of_unit in there.items()}
-        wires = {index: sum(trace.narrow.get(id(p), 0) for p in of_unit) for index, of_unit in travelling.items()}
+        stepped = {index: sum(p.nbytes for p in of_unit if id(p) in steps) for index, of_unit in there.items()}
+        wires = {i: sum(trace.narrow.get(id(p), 0) for p in ps) for i, ps in travelling.items() if stepped[i]}
         travels = {id(p) for of_unit in travelling.values() for p in of_unit} | trace.uncast
         as_it_is = {
             index: sum(trace.narrow.get(id(p), p.nbytes) for p in of_unit if id(p) in travels)
@@ -173,10 +176,10 @@ class TracedModel(PlannedModel):
         on_disk = sum(filed.values()) + sum(p.nbytes for of_unit in there.values() for p in of_unit)
 
         def of(part: StepTrace) -> Requirements:
-            costs, works = _costs(part, options, machine)
+            costs, works = _costs(part, options, machine, steps)
             costs = [replace(cost, disk_nbytes=read.get(cost.name, 0)) for cost in costs]
             names = [unit.name for unit in trace.units]
-            costs = with_moved(costs, names, placed, trained, stepped, wires, placed.gradients, self.states())
+            costs = with_moved(costs, names, placed, trained, stepped, wires, placed.gradients, state)
             if placed.room:
                 written = written_nbytes(sum(work.stowed_nbytes for work in works), placed.block, placed.room)
                 works = with_activations_on_disk(works, written)
@@ -226,6 +229,11 @@ class TracedModel(PlannedModel):
         moved = self._may_move(trace, index, options)
         return may_travel(parameters, moved, options.master_weights and self._half() is not None)
 
+    def _stepped(self, trace: StepTrace) -> set[int]:
+        """Return the ids of the weights that the optimizer steps; gradients of others only add up."""
+        trained = ((name, p) for unit in trace.units for name, p in unit.params if p.requires_grad)
+        return {id(p) for name, p in trained if self._names is None or name in self._names}
+
     def _filed(self, unit: Unit) -> dict[int, int]:
         """Return the bytes of a unit's weights that can stay in files, by the ids of parameters."""
         types = self._types_in_files  # a weight that was converted is in memory
@@ -248,14 +256,15 @@ class TracedModel(PlannedModel):
         trace = needs.trace
         in_files, placed = self._placed(trace, options)
         ring = placed.host.ring // self._sharing.ranks  # of each
-        units = []
+        units, stepped = [], self._stepped(trace)
         for unit, wire, frozen_wire in zip(trace.units, trace.wire_nbytes, trace.frozen_wire_nbytes, strict=True):
             filed = in_files.get(unit.index, {})
             kept = UnitHostBytes.of([p for _, p in unit.params if id(p) not in filed])
+            unstepped = UnitHostBytes.of([p for _, p in unit.params if id(p) not in stepped]).trained
             if unit.index in placed.travelling:
                 there = (trace.narrow.get(id(p), 0) for p in self._travelling(trace, unit.index, options))
                 wire -= sum(map(aligned, there))
-            units.append(replace(kept, wire=wire - bool(filed) * frozen_wire))
+            units.append(replace(kept, wire=wire - bool(filed) * frozen_wire, unstepped=unstepped))
         if trace.passes:  # the last one has the longest cache
             waiting = self._at_once * sum(visit.stowed_nbytes for visit in trace.of_pass(2).visits)
             return replace(host_bytes(units, ring=ring), keys_and_values=waiting)
@@ -481,6 +490,9 @@ class TracedModel(PlannedModel):
             if self._optimizer is None and configure is not None:
                 made = list(optimizers_in(configure()))
                 self.optimizer = type(made[0]).__name__ if made else ""
+                known = {id(p) for one in made for group in one.param_groups for p in group["params"]}
+                named = module.named_parameters(remove_duplicate=False)
+                self._names = {name for name, p in named if id(p) in known} or None
                 return mean_states(made)
             widest = max(module.parameters(), key=lambda parameter: parameter.numel())
             return states_of(self._optimizer, module, widest.dtype, list(module.parameters()))
@@ -493,8 +505,13 @@ class TracedModel(PlannedModel):
             return STATES["AdamW"]
 
 
-def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[UnitNumbers], list[SimulatedVisit]]:
-    """Turn a trace into the simulation's costs and visits, with units in the order of their first visits."""
+def _costs(
+    trace: StepTrace, options: Options, machine: Machine, steps: set[int]
+) -> tuple[list[UnitNumbers], list[SimulatedVisit]]:
+    """Turn a trace into the simulation's costs and visits, with units in the order of their first visits.
+
+    ``steps``: the ids of the weights that the optimizer steps.
+    """
     order = list(dict.fromkeys(trace.order))
     order += [unit.index for unit in trace.units if unit.index not in order]
     place = {index: position for position, index in enumerate(order)}
@@ -526,9 +543,12 @@ def _costs(trace: StepTrace, options: Options, machine: Machine) -> tuple[list[U
                 visit.other_nbytes,
             )
         )
+    in_step = {unit.index: [p.numel() for _, p in unit.params if id(p) in steps] for unit in trace.units}
     costs = [
         replace(
             trace.wire[index],
+            largest=max(in_step[index], default=0),
+            stepped=sum(in_step[index]) / max(1, trace.wire[index].parameters),
             forward_flops=forward.get(index, NO_WORK)[0],
             backward_flops=backward.get(index, NO_WORK)[0],
             forward_moved=forward.get(index, NO_WORK)[1],

@@ -141,6 +141,33 @@ def test_a_step_moves_the_master_weights_that_the_plan_says_to_the_byte(kind, de
     assert expected.host.weights == expected.host.gradients == expected.host.wire == 0
 
 
+@parity.product(kind=["AdamW", "SGD"], precision=["32-true", "bf16-true"])
+@pytest.mark.few(1)
+def test_a_step_writes_only_the_gradients_of_units_that_are_in_no_optimizer(kind, precision, device, tmp_path):
+    """A unit of which the optimizer has one weight, one of which it has all, others, and the resident rest's head."""
+    half = precision != "32-true"
+    options = {"window": 2, "host_budget": "0B", "disk": str(tmp_path), "master_weights": half}
+    options |= {} if half else {"wire_dtype": "as-is"}
+
+    class Partly(nn.Sequential):
+        def configure_optimizers(self):
+            return getattr(torch.optim, kind)([*self[3].parameters(), self[8].adapter.weight, *self[-1].parameters()])
+
+    net = Partly(*model().requires_grad_(True))
+    expected, every = (planned(net, precision=precision, optimizer=one, **options) for one in (None, kind))
+    with sp_lightning.stream(net, device, units=UNITS, transfer=1, **options) as handle:
+        optimizer, dtype, moved = net.configure_optimizers(), torch.bfloat16 if half else torch.float32, []
+        for _ in range(4):
+            before = handle.stats()
+            step(net, torch.ones(4, 64, device=device, dtype=dtype))
+            take_step(handle, optimizer)
+            after = handle.stats()
+            moved.append([after[name] - before[name] for name in ("disk_read", "disk_written")])
+    assert moved[-1] == moved[-2] and moved[-1][1] == expected.disk_written_nbytes == expected.on_disk
+    assert expected.gradients_on_disk == every.gradients_on_disk == sum(p.nbytes for p in net.parameters())
+    assert moved[-1][0] <= expected.disk_read_nbytes < every.disk_read_nbytes
+
+
 class Mixed(nn.Module):
     """A layer that autocast casts, a norm that it does not, and a weight that a function reads as it is, too."""
 

@@ -244,6 +244,30 @@ def test_of_several_optimizers_each_counts_for_what_it_trains():
     assert states_of(None, module) == 2 * sum(others) / (first + sum(others))
 
 
+class HeadOnly(nn.Sequential):
+    """A model whose optimizer has the last layer, beside others that nobody froze."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self[-1].parameters())
+
+
+def test_what_trains_and_is_in_no_optimizer_has_gradients_and_no_state():
+    module = HeadOnly(Stack(), nn.Linear(256, 4))
+    slow = {"machine": replace(MACHINE, dram_bytes_per_s=1e7), "device_memory": "1GiB"}  # where the host's step is all
+    found, whole = planned(module, **slow), planned(module, optimizer="AdamW", **slow)
+    state = 2 * (module[-1].weight.nbytes + 512)  # of the bias, rounded up
+    assert (found.host.optimizer, whole.host.optimizer) == (state, 2 * whole.host.gradients)
+    assert found.host == replace(whole.host, optimizer=state)
+    assert found.device_terms == whole.device_terms and found.trained == whole.trained
+    assert found.step_s == pytest.approx(3 / 7 * whole.step_s, rel=0.02)  # gradients are added to those before
+    adding = [each.accumulating_s for each in (found, whole)]
+    assert adding[0] == pytest.approx(adding[1])
+    clipped, all_clipped = (planned(module, clip=True, optimizer=kind, **slow) for kind in (None, "AdamW"))
+    assert clipped.step_s < 1.01 * found.step_s and all_clipped.step_s > 1.01 * whole.step_s
+    short = {"machine": MACHINE, "host_memory": found.host.total + 2**20, "host_headroom": 0}
+    assert planned(module, **short).fits_host and not planned(module, optimizer="AdamW", **short).fits_host
+
+
 def test_windows_fit_up_to_a_largest():
     found = planned(device_memory="12MiB")
     sizes = {choice.window: choice.nbytes for choice in found.sweep}
