@@ -325,7 +325,7 @@ def test_a_host_that_has_no_memory_for_the_buffers_is_an_error_after_which_the_r
 @pytest.mark.few(1)
 def test_larger_buffers_without_memory_leave_the_gradients_that_were_on_their_way(at, device, monkeypatch):
     net, calls, make = stack(), itertools.count(), slab_on_disk.aligned_buffer
-    with streamed(net, device, optimizer_overlap=False):
+    with streamed(net, device, optimizer_overlap=False) as handle:
         backward(net, device)
         expected = [p.grad.clone() for p in net[1:].parameters()]
         net.zero_grad()
@@ -333,12 +333,14 @@ def test_larger_buffers_without_memory_leave_the_gradients_that_were_on_their_wa
         nn.init.zeros_(first[1].weight)
         nn.init.zeros_(first[1].bias)
         net[0] = nn.Sequential(Around(net[0], first))
+        smaller = handle.storage._gradients._buffer_nbytes
+
+        def larger_fails(device, nbytes):
+            is_larger = handle.storage._gradients._buffer_nbytes > smaller
+            return make(device, 1 << 60 if is_larger and next(calls) == at else nbytes)
+
         with monkeypatch.context() as patch:
-            patch.setattr(
-                slab_on_disk,
-                "aligned_buffer",
-                lambda device, nbytes: make(device, 1 << 60 if next(calls) == at else nbytes),
-            )
+            patch.setattr(slab_on_disk, "aligned_buffer", larger_fails)
             with pytest.raises(OSError, match="Cannot allocate memory"):
                 backward(net, device)
         assert all(map(torch.equal, [p.grad for p in net[1:].parameters()], expected))
