@@ -296,11 +296,12 @@ class GradientReturn:
         if slab is None or slab.wide is not None or not slab.fits(store):
             slab = self._slabs[store] = self._next_slab(store)
         indices = list(taken)
-        ids = [id(store.params[index]) for index in indices]
-        if not self.taken.keys().isdisjoint(ids):
-            _check_once(store, ids, task, self.taken)
         if slab.narrow:
             indices.sort(key=lambda index: index not in slab.narrow)  # slab.py, Rule 2
+        parameters: list[Tensor] = [store.params[index] for index in indices]
+        ids = list(map(id, parameters))
+        if not self.taken.keys().isdisjoint(ids):
+            _check_once(store, ids, task, self.taken)
         grads = [taken[index] for index in indices]
         try:
             places, packing = slab.slots_for(indices, grads)
@@ -308,15 +309,15 @@ class GradientReturn:
             self.drop()
             raise
         transfer = self._send(store, grads, packing, slab.make_transfer or GradientTransfer)
-        transfer.parameters = [store.params[index] for index in indices]
+        transfer.parameters = parameters
         transfer.slots = places
         transfer.in_use = [(place.tensor, place.wide_view, place.lands_in) for place in places]
-        self.marks.note_packed(transfer.parameters)
+        self.marks.note_packed(parameters)
         self.taken.update(dict.fromkeys(ids, task))
-        is_first = {*map(type, map(true_grad, transfer.parameters))} == {type(None)}
+        is_first = {*map(type, map(true_grad, parameters))} == {type(None)}
         is_kept = not is_first and self._is_kept(store, indices)
         if self.exchange is not None:
-            self.exchange.reached(transfer.parameters)
+            self.exchange.reached(parameters)
         if exchange is not None:
             named = zip(indices, places, strict=True)
             exchange.submit(store, transfer, [(i, place.flat, place.tensor) for i, place in named], step)

@@ -315,18 +315,21 @@ class HostParameter(nn.Parameter):
         owner = watcher.owner
         if watcher.bound and owner.in_visit(self):  # Rule 10
             return watcher.gradient(self)
-        if owner.access.gradients:
+        access = owner.access
+        if access.gradients:
             owner.check_gradient(self)
-            if owner.access.changes_gradients or (_has_grad(self) and not grad_is_taken_away()):
+            if access.changes_gradients or (_has_grad(self) and not grad_is_taken_away()):
                 owner.land()
-        if owner.access.step_has_begun:
+        if access.step_has_begun:
             owner.gradient_given(self)
         with without_dispatch():
             grad = true_grad(self)
-        if owner.access.gradients:
+        if access.gradients:
             owner.check_gradient(self)  # again: it may have come meanwhile
+        if type(grad) is not NarrowGradient or looks_at_no_value():
+            return grad
         with without_dispatch():
-            return wide_grad(self) if type(grad) is NarrowGradient and not looks_at_no_value() else grad
+            return wide_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

@@ -432,9 +432,10 @@ class Engine:
 
     def _came_last(self, unit: StreamedUnit) -> bool:
         """Whether the unit is the one that backward needed last, and still there, with bytes that code cannot reach."""
-        on_device, backward = unit.store.on_device, self.backward_pass
-        is_last = unit is backward.last and backward.at_end() is not None
-        return is_last and on_device.is_there and on_device.stamp.epoch == unit.store.epoch
+        if unit is not self.backward_pass.last or self.backward_pass.at_end() is None:
+            return False
+        on_device = unit.store.on_device
+        return on_device.is_there and on_device.stamp.epoch == unit.store.epoch
 
     def _require(self, unit: StreamedUnit, backward: bool) -> None:
         if backward:
