@@ -173,7 +173,7 @@ class ListedModel(PlannedModel):
         wires = {index: whole[index].parameters * HALF_BYTES for index in placed.travelling if index in placed.masters}
         travelling = {names[index] for index in placed.travelling}
         costs = [replace(cost, disk_nbytes=cost.up_nbytes * (cost.name in travelling)) for cost in costs]
-        state = [whole_states(self._states) * nbytes for nbytes in trained]
+        state = [whole_states(self._movable_states()) * nbytes for nbytes in trained]
         costs = with_moved(costs, names, placed, trained, stepped, wires, placed.gradients, state)
         return Requirements(costs, _sweep(costs), peak, sizes, weights_on_disk=sum(stepped.values()))
 
@@ -191,7 +191,7 @@ class ListedModel(PlannedModel):
         units, placed = self._units(options), self._placed(options)
         units = [replace(unit, wire=unit.wire * (i not in placed.travelling)) for i, unit in enumerate(units)]
         host = host_bytes(units, states=self._states, ring=placed.host.ring // self._sharing.ranks)
-        return without_disk(host, placed, units, self._states)
+        return without_disk(host, placed, units, self._movable_states())
 
     def _units(self, options: Options) -> list[UnitHostBytes]:
         """List the host memory of the parts."""
@@ -229,6 +229,9 @@ class ListedModel(PlannedModel):
 
     def states(self) -> float:
         return self._states
+
+    def _movable_states(self) -> float:
+        return self.movable_states(self._sharing, self._optimizer)
 
     def in_half(self) -> PlannedModel | None:
         if half_of(self._precision) and not self._precision.endswith("mixed"):

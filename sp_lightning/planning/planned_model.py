@@ -30,15 +30,17 @@ from ..compat.tensors import without_dispatch_modes, without_function_modes
 from ..core.machine import Machine
 from ..core.remedies import STATE_NBYTES
 from ..core.simulation import SimulatedVisit
-from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, state_nbytes
+from ..core.unit_numbers import STATES, HostBytes, HostSharing, UnitHostBytes, UnitNumbers, state_nbytes
 from ..disk import state_ring
 from ..disk.placement import Budgeted
 from ..errors import OptionError
+from ..optim.pieces import ELEMENTWISE
 from ..options import Options
 from ..tracing.answers import Answers
 from ..tracing.step_trace import StepTrace
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
+CUT = frozenset(kind.__name__.lower() for kind in ELEMENTWISE)  # optimizers of which each rank steps a part
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,11 @@ class PlannedModel(ABC):
     def states(self) -> float:
         """Return how many tensors of a parameter's size the optimizer stores for it."""
         return STATES["AdamW"]
+
+    def movable_states(self, sharing: HostSharing, optimizer: Any) -> float:
+        """Return how many of them a disk may take: none of an optimizer that each of several ranks steps as a whole."""
+        is_whole = sharing.several and not is_cut(name_of_optimizer(optimizer) or self.optimizer)
+        return 0.0 if is_whole else self.states()
 
     def in_half(self) -> PlannedModel | None:
         """Return the same model computed in half precision; None unless it is a module that computes in FP32."""
@@ -188,13 +195,28 @@ def with_activations_on_disk(works: Sequence[SimulatedVisit], nbytes: int) -> li
     return [replace(work, written_nbytes=w, read_nbytes=r) for work, w, r in zip(works, written, read, strict=True)]
 
 
+def name_of_optimizer(optimizer: Any) -> str:
+    """Name what is given as the optimizer of a plan, such as "AdamW"; empty where only the module knows it."""
+    if isinstance(optimizer, str):
+        return next((name for name in STATE_NBYTES if name.lower() == optimizer.lower()), optimizer)
+    return getattr(optimizer, "__name__", "")
+
+
+def is_cut(optimizer: str) -> bool:
+    """Whether each rank steps its parts with an optimizer of this name, or one that is not known."""
+    return not optimizer or optimizer.lower() in CUT
+
+
 def whole_states(states: float) -> int:
     """Count the state tensors of a parameter's shape, which can be on disk; an optimizer's others stay in memory."""
     return int(states + 1e-3)
 
 
 def without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostBytes], states: float) -> HostBytes:
-    """Return the host memory of a run less what is on the disk, or what it would be refused with (Rule 3)."""
+    """Return the host memory of a run less what is on the disk, or what it would be refused with (Rule 3).
+
+    ``states``: how many of the optimizer's tensors per parameter may be there.
+    """
     if not placed.fits:
         return replace(placed.host, activations=max(host.activations, placed.host.activations))
     stepped = sum(units[index].trained - units[index].unstepped for index in placed.spilled)

@@ -40,7 +40,6 @@ from ..core.unit_numbers import HostBytes, UnitNumbers, stepped_on_device
 from ..core.window_choice import first_window
 from ..errors import OptionError, SuperpipelineError
 from ..optim.device_step import device_nbytes, whole_nbytes
-from ..optim.pieces import ELEMENTWISE
 from ..options import Options
 from ..runtime.preflight import finer_classes
 from ..tracing.answers import Answers
@@ -48,7 +47,7 @@ from ..tracing.step_trace import GRADIENTS, KEPT, OUTSIDE, WINDOW, WORKING, Step
 from .forecast import MANY, SLOW, Change, LockstepPlan, Plan, RunTimes, SweepPoint, mean_s
 from .listed_model import ListedModel
 from .planned_calls import plan_calls
-from .planned_model import PlannedModel, Requirements, states_of
+from .planned_model import PlannedModel, Requirements, is_cut, states_of
 from .settings import ON_DEVICE, PlannedMachine, PlannedRun
 from .traced_model import TracedModel, mesh_of
 from .workloads import WORKLOADS, Workload, listed
@@ -67,7 +66,6 @@ EQUAL = 1.02  # ratio of step times below which they count as equal (Rule 4)
 # compiled step (python benchmarks/small_state.py, on two cores).
 PACE = {"Adafactor": 40, "AdamW8bit": 70}
 ADAMW_WORDS = 7  # that AdamW reads and writes per parameter: a machine's optimizer bytes refer to them
-CUT = frozenset(kind.__name__.lower() for kind in ELEMENTWISE)  # optimizers of which each rank steps a part
 
 
 def make_plan(module: Any, batch: Any, run: PlannedRun, machine: PlannedMachine, name: str | None) -> Plan:
@@ -160,7 +158,7 @@ class _Planner:
         machine.check_mesh(self.shards)
         self.ranks = max(run.devices, self.shards)
         self.trains_shards = trace is not None and trace.trains_shards
-        if run.sharing.divides_state and not _is_elementwise(self.optimizer):
+        if run.sharing.divides_state and not is_cut(self.optimizer):
             allowed = f"False with {self.optimizer}, which each machine steps as a whole"
             raise OptionError(argument="divide_state", found=True, allowed=allowed)
         self.machine = self._stepping(source.states(), self.optimizer)
@@ -185,7 +183,7 @@ class _Planner:
         """Return the host memory of all ranks, from that of one (Rule 5)."""
         under_way = self.run.sharing.ahead * max((cost.down_nbytes for cost in needs.costs), default=0)
         messages = self.run.sharing.messages(max((cost.gradient_nbytes for cost in needs.costs), default=0))
-        cut = _is_elementwise(optimizer) and not self.trains_shards
+        cut = is_cut(optimizer) and not self.trains_shards
         chosen = options or self.options
         if self._stays_narrow(optimizer, chosen) and chosen.host_budget is None:  # which has room for what code reads
             came = sum(cost.down_nbytes for cost in needs.costs)
@@ -199,7 +197,7 @@ class _Planner:
         run = self.run
         steps_here = options.optimizer_device == "host" and not options.fused_optimizer and options.disk is None
         alone = self.ranks == run.nodes == 1 and not run.own_gradients
-        return steps_here and alone and run.precision.startswith("bf16") and _is_elementwise(optimizer)
+        return steps_here and alone and run.precision.startswith("bf16") and is_cut(optimizer)
 
     def _stepping(self, states: float, optimizer: str, options: Options | None = None) -> Machine:
         """Return the machine with the bytes that an optimizer with this state reads and writes per parameter."""
@@ -806,11 +804,6 @@ def _own_dtype(trace: StepTrace | None, precision: str) -> str:
             sizes[parameter.dtype] += parameter.is_floating_point() * parameter.nbytes
     ((most, _),) = sizes.most_common(1) or [(torch.float32, 0)]
     return "" if most == torch.float32 else str(most).removeprefix("torch.")
-
-
-def _is_elementwise(optimizer: str) -> bool:
-    """Whether an optimizer of this name, or one that is not known, is stepped in pieces."""
-    return not optimizer or optimizer.lower() in CUT
 
 
 def _frozen(needs: Requirements, share: float, bits: int) -> Requirements:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 
 from ..core.machine import PROFILES, Machine, headroom, with_cores, with_disk, with_link, with_mesh, with_network
-from ..core.remedies import STATE_NBYTES
 from ..core.unit_numbers import HostSharing
 from ..errors import OptionError
 from ..memory.device import find
@@ -18,6 +17,7 @@ from ..ranks.exchange import host_sharing
 from ..runtime.measure import measure
 from ..tracing.answers import Answers
 from ..tracing.dry_run import Runner
+from .planned_model import name_of_optimizer
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
@@ -144,10 +144,7 @@ class PlannedRun:
     @property
     def optimizer_name(self) -> str:
         """Name of the optimizer, such as "AdamW"; empty where only the module knows it."""
-        if isinstance(self.optimizer, str):
-            found = (name for name in STATE_NBYTES if name.lower() == self.optimizer.lower())
-            return next(found, self.optimizer)
-        return getattr(self.optimizer, "__name__", "")
+        return name_of_optimizer(self.optimizer)
 
     def within_host(self, available_nbytes: int) -> PlannedRun:
         """Return the run with a host budget of all available bytes, if it has a disk and no other budget."""

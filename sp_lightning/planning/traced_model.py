@@ -162,7 +162,7 @@ class TracedModel(PlannedModel):
         steps = self._stepped(trace)
         train = [[p for _, p in unit.params if p.requires_grad and p.dim()] for unit in trace.units]
         trained = [sum(p.nbytes for p in of_unit) for of_unit in train]
-        count = whole_states(self.states())
+        count = whole_states(self.movable_states(self._sharing, self._optimizer))
         state = [count * sum(p.nbytes for p in of_unit if id(p) in steps) for of_unit in train]
         there = {i: {*moved.get(i, ()), *travelling.get(i, ())} for i in (*moved, *travelling)}
         stepped = {index: sum(p.nbytes for p in of_unit if id(p) in steps) for index, of_unit in there.items()}
@@ -272,7 +272,7 @@ class TracedModel(PlannedModel):
         if placed.room:
             stowed = in_memory_nbytes(stowed, placed.block, placed.room)
         host = host_bytes(units, states=self.states(), activations=stowed, ring=ring)
-        return without_disk(host, placed, units, self.states())
+        return without_disk(host, placed, units, self.movable_states(self._sharing, self._optimizer))
 
     def states(self) -> float:
         assert self._states is not None

@@ -190,6 +190,21 @@ def test_a_plan_and_ranks_refuse_the_same_budgets(size, nodes, kind):
         assert ("of weights that each rank copies" in refused) == (kind == "Adafactor" and nodes == 1)
 
 
+def test_the_state_of_an_optimizer_that_ranks_step_whole_is_planned_to_be_in_memory():
+    """Each rank has all of it, as of Muon and Adafactor: the disk takes what ranks cut."""
+    found = processes.run(2, ranked_disk.of_own_optimizer)
+
+    def planned(kind):
+        given = ranked_disk.OPTIONS | {"wire_dtype": "as-is", "machine": "rtx4090", "device": "cpu", "devices": 2}
+        loss = lambda net, x: net(x).square().mean()  # noqa: E731
+        return sp_lightning.plan(ranked_disk.even(), torch.ones(6, 128), loss=loss, optimizer=kind, **given)
+
+    own, cut = planned(ranked_disk.OwnAdamW), planned("AdamW")
+    assert [on_disk for _, on_disk in found] == [0, 0]
+    assert (own.host.optimizer, own.on_disk) == (sum(nbytes for nbytes, _ in found), 0)
+    assert (cut.host.optimizer, cut.on_disk) == (0, own.host.optimizer // 2)
+
+
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 2)])
 def test_ranks_that_find_unlike_memory_have_one_budget(size, nodes):
     first, *others = processes.run(size, pretended_nodes.trainer, nodes, ranked_disk.unlike_memory, os.getcwd())

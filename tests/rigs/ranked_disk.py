@@ -212,6 +212,24 @@ def even() -> torch.nn.Module:
     return torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(6)))
 
 
+class OwnAdamW(torch.optim.AdamW):
+    """An optimizer of the user's own: it may not be cut."""
+
+
+def of_own_optimizer() -> tuple[int, int]:
+    """Step a net with an optimizer of the user's own; return the bytes of its state in memory, and on the disk."""
+    dist.init_process_group("gloo", rank=pretended_nodes.rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    net = even()
+    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, window=1, wire_dtype="as-is", **OPTIONS) as handle:
+        optimizer = OwnAdamW(net.parameters())
+        net(torch.ones(6, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        handle.finish_step()
+        moments = (value for state in optimizer.state.values() for value in state.values() if value.dim())
+        return sum(value.nbytes for value in moments), handle.stats()["disk_written"]
+
+
 def within_budgets(kind: str, budgets: list[int], options: dict[str, Any]) -> list[str]:
     """Step a net within each budget; return what was said where that was refused, or that it was stepped."""
     dist.init_process_group("gloo", rank=pretended_nodes.rank(), world_size=int(os.environ["WORLD_SIZE"]))
