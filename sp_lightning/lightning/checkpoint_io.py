@@ -288,7 +288,7 @@ def checkpoints_to_come(folder: str, trainer: Any, module: LightningModule, whol
     tensors = [*module.parameters(), *module.buffers()]
     weights = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad or whole)
     state, total = sum(state_nbytes(optimizer) or 0 for optimizer in trainer.optimizers), 0
-    for callback in trainer.checkpoint_callbacks:
+    for callback in () if trainer.fast_dev_run else trainer.checkpoint_callbacks:  # such a run saves none
         if not isinstance(callback, ModelCheckpoint) or not (callback.save_top_k or callback.save_last):
             continue
         path = local_path(callback.dirpath or trainer.default_root_dir)

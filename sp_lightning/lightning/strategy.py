@@ -38,7 +38,7 @@ from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..options import Options, check_choice, format_bytes
 from ..ranks.new_weights import check_readable
-from ..runtime.handle import Handle, check_at_once, own_state
+from ..runtime.handle import Handle, check_at_once, materialize, own_state
 from . import master_weights as masters
 from . import step_timing
 from .callback import SuperpipelineCallback
@@ -488,6 +488,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         if self._files.in_shards:
             return
         assert self.lightning_module is not None
+        materialize(self.lightning_module)  # torch would load nothing into a weight on the meta device
         if self.options.uses_files:
             from ..disk.weight_files import unchanged
 

@@ -101,6 +101,7 @@ ON_DISK = STATE + 2 * sum(map(aligned, NBYTES))  # with weights and gradients
         ({"callbacks": [SAVES, lambda path: SAVES(path, every_n_train_steps=2)]}, 4 * (WEIGHTS + STATE)),
         ({"callbacks": [lambda path: SAVES(path, save_top_k=0)]}, 0),
         ({"enable_checkpointing": False}, 0),
+        ({"fast_dev_run": True}, 0),
     ],
 )
 @pytest.mark.few(1)

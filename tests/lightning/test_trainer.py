@@ -853,6 +853,38 @@ def test_weights_are_the_plain_ones_wherever_they_were_made():
         assert_same(run(parity.plain_strategy, build), run(parity.streaming_strategy, build))
 
 
+class OnMeta(models.ZooModule):
+    """Makes its net on the meta device when it is configured."""
+
+    def __init__(self, case):
+        super().__init__(case)
+        del self.net
+
+    def configure_model(self):
+        if not hasattr(self, "net"):
+            with torch.device("meta"):
+                self.net = self.case.make()
+
+
+@pytest.mark.parametrize("device", parity.DEVICES)
+@pytest.mark.few(1)
+def test_a_checkpoint_goes_into_weights_that_were_made_on_the_meta_device(device, tmp_path):
+    """It is loaded before the module is set up, and torch loads nothing into weights on the meta device."""
+    case, path = models.case("mlp"), tmp_path / "of.ckpt"
+    first = trainer_with(parity.plain_strategy(device), device, max_steps=2)
+    first.fit(models.ZooModule(case), models.loader(case, 4))
+    first.save_checkpoint(path)
+    resumed = []
+    for kind, strategy in ((models.ZooModule, parity.plain_strategy), (OnMeta, parity.streaming_strategy)):
+        L.seed_everything(5, verbose=False)
+        module, looks = kind(case), kind(case)
+        trainer_with(strategy(device), device, max_steps=4).fit(module, models.loader(case, 4), ckpt_path=path)
+        trainer = trainer_with(strategy(device), device)
+        trainer.validate(looks, models.loader(case, 2), ckpt_path=path, verbose=False)
+        resumed.append({**module.state_dict(), **{f"validated.{name}": p for name, p in looks.state_dict().items()}})
+    assert_same(*resumed)
+
+
 def test_meta_weights_that_nothing_can_make_are_refused_by_name():
     class Bare(torch.nn.Module):
         def __init__(self):
