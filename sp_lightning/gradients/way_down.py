@@ -37,7 +37,7 @@ from ..autograd.gradient_nodes import LEAF_PRIORITY, Gradients
 from ..compat.tensors import forward_level, is_batched_gradient, set_sequence_number, will_execute
 from ..core.telemetry import Counters
 from ..core.unit_numbers import ALIGNMENT
-from ..errors import DiskError, ExactnessError
+from ..errors import ExactnessError
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout
@@ -305,7 +305,7 @@ class GradientReturn:
         grads = [taken[index] for index in indices]
         try:
             places, packing = slab.slots_for(indices, grads)
-        except DiskError:
+        except BaseException:  # of the disk, or an interrupt of the wait for it
             self.drop()
             raise
         transfer = self._send(store, grads, packing, slab.make_transfer or GradientTransfer)

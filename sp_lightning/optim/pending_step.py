@@ -374,10 +374,12 @@ class PendingStep:
         optimizer, params, may_be_torn = self.optimizer, self.params, self._parts.may_be_torn
         with self._lock:
             self._takes_units = self._parts.is_open = False
-        with contextlib.suppress(Exception):  # the caller raises the first error
-            self.finish()
-        if (self._writes or may_be_torn) and not self.has_ended and optimizer is not None:
-            torn_step.tear(optimizer, "some" if may_be_torn else len(params), error)
+        try:
+            with contextlib.suppress(Exception):  # the caller raises the first error
+                self.finish()
+        finally:  # also where the thread raised what is no Exception: an interrupt of the wait for a disk, say
+            if (self._writes or may_be_torn) and not self.has_ended and optimizer is not None:
+                torn_step.tear(optimizer, "some" if may_be_torn else len(params), error)
 
     @property
     def _count(self) -> int:

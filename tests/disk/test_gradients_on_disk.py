@@ -296,6 +296,35 @@ def test_a_disk_that_fails_under_a_gradient_is_a_typed_error_and_the_next_batch_
     assert all(map(torch.equal, *results))
 
 
+@parity.product(at=[0, 2, 5], device=parity.DEVICES)
+@pytest.mark.few(2)
+def test_an_interrupt_of_a_wait_for_the_disk_is_raised_once_and_the_next_batch_is_right(at, device, monkeypatch):
+    results = []
+    for presses in (False, True):
+        net = stack()
+        with streamed(net, device, optimizer_overlap=False):
+            backward(net, device, 0)  # allocates
+            net.zero_grad()
+            share, calls = slab_on_disk.GradientRing._share, itertools.count()
+
+            def interrupted(ring, work, of, share=share, calls=calls):
+                if next(calls) == at:
+                    raise KeyboardInterrupt
+                share(ring, work, of)
+
+            if presses:
+                with monkeypatch.context() as pressed, pytest.raises(KeyboardInterrupt):
+                    pressed.setattr(slab_on_disk.GradientRing, "_share", interrupted)
+                    backward(net, device, 1)
+                net.zero_grad()
+                assert all(p.grad is None for p in net.parameters())
+                gc.collect()  # the error refers to what it came from
+            for number in (3, 4):
+                backward(net, device, number)
+            results.append([p.grad.clone() for p in net.parameters()])
+    assert all(map(torch.equal, *results))
+
+
 @parity.product(at=[0, 1, 4], device=parity.DEVICES)
 @pytest.mark.few(1)
 def test_a_host_that_has_no_memory_for_the_buffers_is_an_error_after_which_the_run_goes_on(at, device, monkeypatch):

@@ -21,6 +21,7 @@ from sp_lightning.errors import TornStepError
 from sp_lightning.gradients.way_down import GradientReturn
 from sp_lightning.memory import watched_parameters
 from sp_lightning.memory.host_copy import HostCopy
+from sp_lightning.optim.pending_step import PendingStep
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
@@ -341,6 +342,26 @@ def test_nothing_saves_a_step_that_failed_half_done_and_the_last_checkpoint_stay
     with pytest.raises(TornStepError, match=r"a Boom ended its step, .* no checkpoint has them; load a checkpoint"):
         module.trainer.save_checkpoint(here / "later.ckpt")
     assert all(value.isfinite().all() for value in module.state_dict().values())
+
+
+@BOTH
+@pytest.mark.few(1)
+def test_nor_does_it_where_the_step_itself_ended_with_an_interrupt(accelerator, tmp_path, monkeypatch, interrupts):
+    """One that came while a thread had gradients land is raised again by whoever waits for these."""
+    L.seed_everything(0, verbose=False)
+    module = Overlapping(fails_at=3, once_stepped=True)
+    step_params = PendingStep._step_params
+
+    def interrupted(step, params, unit):
+        if step.stepped and module.trainer.global_step == module.fails_at:
+            raise KeyboardInterrupt
+        step_params(step, params, unit)
+
+    monkeypatch.setattr(PendingStep, "_step_params", interrupted)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit("streaming", accelerator, module)
+    with pytest.raises(TornStepError, match="no checkpoint has them; load a checkpoint"):
+        module.trainer.save_checkpoint(tmp_path / "later.ckpt")
 
 
 @BOTH
