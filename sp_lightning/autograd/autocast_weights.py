@@ -502,14 +502,14 @@ class AutocastWeights:
             self._dirty = unit.stand_ins.full_precision.refresh() or self._dirty
             if of_unit == unit.store.autocast:
                 continue
-            if unit.movable and not unit.store.remembered() and not unit.stand_ins.awaited:
-                try:
-                    self._change(unit, of_unit)
-                except BaseException:
-                    self._dirty = True  # there may be room for it when the next pass begins
-                    raise
-            else:
+            if unit.awaited:
                 self._dirty = True
+                continue
+            try:
+                self._change(unit, of_unit)
+            except BaseException:
+                self._dirty = True  # there may be room for it when the next pass begins
+                raise
 
     def backward_done(self) -> None:
         """End a backward: drop what its gradients left behind."""

@@ -624,3 +624,8 @@ class StreamedUnit:
     def movable(self) -> bool:
         """Whether the unit's bytes may leave the device now."""
         return not self.visits and not self.stand_ins.in_use()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the unit is visited, or code or a graph that waits for its backward may need what it has now."""
+        return not self.movable or self.store.remembered() or bool(self.stand_ins.awaited)

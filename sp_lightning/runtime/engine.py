@@ -129,6 +129,12 @@ class Engine:
         with quietly():
             return any(store.was_reshaped for store in self._with_data())
 
+    @property
+    def any_awaited(self) -> bool:
+        """Whether some graph waits for its backward, as far as autograd saved weights for it."""
+        with quietly():
+            return any(unit.awaited for unit in self.units)
+
     def _with_data(self) -> Iterator[HostCopy]:
         """Yield the units' stores, but for those being stepped: their parameters may be vacant (pending_step.py)."""
         return (unit.store for unit in self.units if unit.store not in self.access.steps)

@@ -261,7 +261,7 @@ class Handle:
         replaced = self.engine.any_replaced
         changed = (
             known is None
-            or (self.storage.frozen and self.storage.is_outgrown())
+            or (self.storage.frozen and self.storage.is_outgrown(lambda: self.engine.any_awaited))
             or known.has_changed(replaced)
             or (replaced and self.engine.any_reshaped)
         )

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
@@ -90,8 +90,11 @@ class InMemory:
         Those of earlier calls count, too. State that is unknown does not.
         """
 
-    def is_outgrown(self) -> bool:
-        """Return whether parameters came to train for which the memory does not suffice."""
+    def is_outgrown(self, is_awaited: Callable[[], bool]) -> bool:
+        """Return whether parameters came to train for which the memory does not suffice.
+
+        While some graph waits for its backward, as ``is_awaited`` says, that can wait: only memory is at stake.
+        """
         return False
 
     def close_weights(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -145,9 +145,10 @@ class WithinBudget(InMemory):
     def homes(self, unit: Unit) -> Sequence[FileHome]:
         return self.files.homes(unit)
 
-    def is_outgrown(self) -> bool:
+    def is_outgrown(self, is_awaited: Callable[[], bool]) -> bool:
         thawed = [parameter for parameter in self.frozen if parameter.requires_grad]
-        if not thawed:
+        # Ranks make their units anew together, and know nothing of each other's graphs.
+        if not thawed or (not self._sharing.several and is_awaited()):
             return False
         self.frozen = [parameter for parameter in self.frozen if not parameter.requires_grad]
         if self.state.is_on_disk:  # once for each parameter: parts may be frozen in turns

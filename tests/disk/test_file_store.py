@@ -33,6 +33,7 @@ from sp_lightning.disk.homes import SourceFiles
 from sp_lightning.errors import DiskError, HostMemoryError, OptionError, SourceFileError
 from sp_lightning.observe import timeline
 from sp_lightning.options import format_bytes
+from sp_lightning.runtime.handle import Handle
 
 
 def stack(width=33, dtype=None, count=4):
@@ -321,6 +322,69 @@ def test_unfrozen_weights_train_as_in_memory(dtype, device, tmp_path):
 
     (losses, weights), (ours, our_weights) = trained(False), trained(True)
     assert all(map(torch.equal, losses, ours)) and all(map(torch.equal, weights, our_weights))
+
+
+def layers(*widths):
+    pairs = itertools.pairwise(widths)
+    return nn.Sequential(*itertools.chain(*[(nn.Linear(one, other), nn.Tanh()) for one, other in pairs]))
+
+
+class Adversarial(nn.Module):
+    """A frozen encoder of 3.8 MB, and two parts that train against each other, the second one a small one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = layers(*[200] * 25).requires_grad_(False)
+        self.maker, self.critic = layers(200, 200, 200, 200), layers(200, 50, 50)
+
+    def forward(self, x, part):
+        return self.critic(x) if part == "critic" else self.maker(self.encoder(x))
+
+
+def trains_against(net, device, folder, monkeypatch, loop, **options):
+    """Run a loop of a net whose encoder is in files; return how often units were made anew."""
+    attached, attach = [], Handle._attach
+    if options:
+        in_files.put(net.encoder, str(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(Handle, "_attach", lambda *given, **more: (attached.append(1), attach(*given, **more)))
+        with sp_lightning.stream(net, device, window=2, units="Linear", wire_dtype="as-is", **options) as handle:
+            assert not options or handle.storage.in_files
+            loop(net)
+    return len(attached) - 1
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("for_good", [False, True])
+@pytest.mark.few(2)
+def test_weights_that_are_unfrozen_while_a_graph_waits_leave_it_as_it_is(
+    for_good, on_disk, device, tmp_path, monkeypatch
+):
+    """Units are made anew once none waits, for the sake of the budget."""
+
+    def loop(net):
+        kind = torch.optim.AdamW if on_disk else torch.optim.SGD
+        optimizers = [kind(part.parameters(), lr=1e-2) for part in (net.maker, net.critic)]
+        for step in range(4):
+            made = net(batch(device, 200), "maker")
+            if step:
+                net.critic.requires_grad_(True)
+                net(made.detach(), "critic").square().mean().backward()
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+                net.critic.requires_grad_(for_good)
+            (1 - net(made, "critic")).square().mean().backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+
+    nets = [Adversarial(), Adversarial()]
+    for net in nets:
+        net.critic.requires_grad_(False)
+    options = {"host_budget": "0B", "disk": os.getcwd()} if on_disk else {"host_budget": 5_500_000}
+    trains_against(nets[0], device, tmp_path, monkeypatch, loop)
+    assert trains_against(nets[1], device, tmp_path, monkeypatch, loop, **options) == for_good
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
 
 
 @pytest.mark.simgpu
