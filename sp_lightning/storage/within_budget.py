@@ -137,8 +137,9 @@ class WithinBudget(InMemory):
             malloc.by_themselves()
         self.files.open(self.in_files, self._moved | self._wired, self._wired)
         # Not with "0B": as little as can be had. Ranks step in memory that they share.
-        is_bounded = self.spills or self._budget or self._sharing.several
-        frozen = [p for p in self._module.parameters() if is_bounded and not p.requires_grad]
+        is_bounded = self.spills or self._budget
+        may_need = self.in_files if self._sharing.several else ()
+        frozen = [p for p in self._module.parameters() if (is_bounded or id(p) in may_need) and not p.requires_grad]
         self.frozen = [p for p in frozen if id(p) not in self._thawed]
         self._thawed_nbytes = 0
 
@@ -151,15 +152,18 @@ class WithinBudget(InMemory):
         if not thawed or (not self._sharing.several and is_awaited()):
             return False
         self.frozen = [parameter for parameter in self.frozen if not parameter.requires_grad]
+        filed = [parameter for parameter in thawed if id(parameter) in self.in_files]
         if self.state.is_on_disk:  # once for each parameter: parts may be frozen in turns
             self._thawed.update(map(id, thawed))
-            filed = [parameter for parameter in thawed if id(parameter) in self.in_files]
             self._thawed_nbytes += sum(p.nbytes for p in [*thawed, *filed])
             outgrown = self.placed.host.total + self._thawed_nbytes > self._budget
             # Each rank steps its part of a weight, which has to be in memory that all share.
             return self._trains and (outgrown or (bool(filed) and self._sharing.several))
-        whole = choose(self._units, {}, self._budget, *self._types, self._trains, sharing=self._sharing).host
-        return bool(self.in_files) or whole.total > self._budget
+        if filed:  # they are given memory of their own, and do not come here again
+            return True
+        left = {key: at.nbytes for key, at in self.in_files.items()}
+        least = choose(self._units, left, 0, *self._types, self._trains, sharing=self._sharing).host  # all stay there
+        return least.total > self._budget
 
     def _not_met(self, placed: Budgeted, parameters: Sequence[nn.Parameter]) -> str:
         """Say what these parameters, which have to be in memory, and the rest of the run take of it."""

@@ -330,13 +330,13 @@ def layers(*widths):
 
 
 class Adversarial(nn.Module):
-    """A frozen encoder of 3.8 MB, and two parts that train against each other, the second one a small one."""
+    """A frozen encoder of 3.8 MB, and two parts that train against each other, one small and frozen at first."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.encoder = layers(*[200] * 25).requires_grad_(False)
-        self.maker, self.critic = layers(200, 200, 200, 200), layers(200, 50, 50)
+        self.maker, self.critic = layers(200, 200, 200, 200), layers(200, 50, 50).requires_grad_(False)
 
     def forward(self, x, part):
         return self.critic(x) if part == "critic" else self.maker(self.encoder(x))
@@ -379,12 +379,42 @@ def test_weights_that_are_unfrozen_while_a_graph_waits_leave_it_as_it_is(
             optimizers[0].zero_grad()
 
     nets = [Adversarial(), Adversarial()]
-    for net in nets:
-        net.critic.requires_grad_(False)
     options = {"host_budget": "0B", "disk": os.getcwd()} if on_disk else {"host_budget": 5_500_000}
     trains_against(nets[0], device, tmp_path, monkeypatch, loop)
-    assert trains_against(nets[1], device, tmp_path, monkeypatch, loop, **options) == for_good
+    assert trains_against(nets[1], device, tmp_path, monkeypatch, loop, **options) == (for_good and on_disk)
     assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+
+
+def test_parts_that_are_frozen_in_turns_leave_units_as_they_are(device, tmp_path, monkeypatch):
+    """All weights would be copied in every turn."""
+
+    def loop(net):
+        optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (net.maker, net.critic)]
+        for turn in range(6):
+            net.maker.requires_grad_(turn % 2 == 0)
+            net.critic.requires_grad_(turn % 2 == 1)
+            made = net(batch(device, 200), "maker")
+            net(made if turn % 2 == 0 else made.detach(), "critic").square().mean().backward()
+            optimizers[turn % 2].step()
+            optimizers[turn % 2].zero_grad()
+
+    nets = [Adversarial(), Adversarial()]
+    trains_against(nets[0], device, tmp_path, monkeypatch, loop)
+    assert trains_against(nets[1], device, tmp_path, monkeypatch, loop, host_budget=5_500_000) == 0
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+
+
+def test_weights_that_are_unfrozen_and_outgrow_the_budget_beside_files(device, tmp_path, monkeypatch):
+    def loop(net):
+        net(batch(device, 200), "critic").sum().backward()
+        net.maker.requires_grad_(True)
+        net(batch(device, 200), "critic")
+
+    net = Adversarial()
+    net.maker.requires_grad_(False)
+    net.critic.requires_grad_(True)
+    with pytest.raises(HostMemoryError, match="cannot be met"):
+        trains_against(net, device, tmp_path, monkeypatch, loop, host_budget=4_200_000)
 
 
 @pytest.mark.simgpu
