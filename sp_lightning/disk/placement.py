@@ -3,8 +3,9 @@
 1. Weights that nothing trains may stay: those that require no gradient and, in a run that only evaluates, all.
 2. A unit's weights stay together, all that can. First those of the resident rest, which are read once; then those of
    streamed units, spread evenly over the model, so that the disk works all the time instead of in bursts.
-3. Only as much stays in files as the budget requires. A budget that cannot be met is an error, with the terms. "0B"
-   asks for as little as can be had: all that can stay does, and whatever that leaves is right.
+3. Only as much stays in files as the budget requires, and where units are made anew what is in files then: no weight
+   goes back there, and parts that train in turns need other room each. A budget that cannot be met is an error, with
+   the terms. "0B" asks for as little as can be had: all that can stay does, and whatever that leaves is right.
 4. With a disk the optimizer's state goes there, unit by unit and spread evenly, as far as the budget still requires it.
    If any does, so does that of weights that are frozen now and come to train later, which no term counts.
 5. Then FP32 weights go there whose wire copies travel, for each fill, from host memory, unit by unit, also frozen ones:
@@ -60,6 +61,7 @@ class UnitPlacement:
     slab: int = 0  # bytes of its gradients' slab in a file
     as_is: int = 0  # bytes of weights that can be on disk and travel as they are
     resident: bool = False
+    stays: bool = False  # weights of it are in files, from before units were made anew (Rule 3)
 
     @property
     def saved(self) -> int:
@@ -72,10 +74,12 @@ class UnitPlacement:
 
 
 def stay_in_files(units: Sequence[UnitPlacement], needed: int) -> list[int]:
-    """Choose units whose weights stay in files, until `needed` bytes are saved or no unit is left (Rule 2)."""
-    chosen = []
+    """Choose units whose weights stay in files, until `needed` bytes are saved or no unit is left (Rules 2 and 3)."""
+    chosen = [index for index, unit in enumerate(units) if unit.stays]
+    needed -= sum(units[index].saved for index in chosen)
+    others = [(index, unit) for index, unit in enumerate(units) if not unit.stays]
     for resident in (True, False):
-        spread = evenly({i: unit.saved for i, unit in enumerate(units) if unit.resident == resident}, needed)
+        spread = evenly({index: unit.saved for index, unit in others if unit.resident == resident}, needed)
         needed -= sum(units[index].saved for index in spread)
         chosen += spread
     return sorted(chosen)
@@ -143,7 +147,8 @@ def within(
     if whole.total > budget:
         budget -= min(budget // SPARE_PART, MOST_SPARE)
     over = whole.total - budget
-    chosen = stay_in_files(units, over + ring) if over > 0 else []
+    there = sum(unit.saved for unit in units if unit.stays)
+    chosen = stay_in_files(units, over + ring) if over > 0 or there > ring else []
     weights = sum(units[index].whole.weights - units[index].kept.weights for index in chosen)
     wire = sum(units[index].whole.wire - units[index].kept.wire for index in chosen)
     host = replace(
@@ -259,6 +264,7 @@ def choose(
     shared: Collection[int] = (),
     sharing: HostSharing = ONE_PROCESS,
     offloads: bool = False,
+    stay: Collection[int] = (),
 ) -> Budgeted:
     """Choose the units of a model whose weights stay in files: in a run, and in a plan of it.
 
@@ -274,6 +280,7 @@ def choose(
         shared: The ids of weights that stay in memory: other code may refer to them.
         sharing: The ranks whose budget it is (Rule 8).
         offloads: Activations wait on the host, or on the disk.
+        stay: The ids of weights that are in files, where units are made anew.
     """
     travels = functools.partial(_travels_as, compute_dtype, may_cast)
 
@@ -303,6 +310,7 @@ def choose(
                 as_is=UnitHostBytes.of(as_is).weights,
                 slab=in_slab(p.nbytes for p in parameters if p.requires_grad),
                 resident=unit.resident,
+                stays=any(id(parameter) in filed and id(parameter) in stay for parameter in parameters),
             )
         )
     units_whole = [UnitHostBytes.of((parameter for _, parameter in unit.params), travels) for unit in units]

@@ -77,6 +77,7 @@ class WithinBudget(InMemory):
         self._counters = counters
         self._budget = options.host_budget or 0
         self._units: Sequence[Unit] = ()
+        self.in_files = {}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._thawed: set[int] = set()  # ids of parameters that came to train while state was on a disk
         self._thawed_nbytes = 0  # of those since units were chosen: gradients, and weights that leave their files
@@ -102,7 +103,7 @@ class WithinBudget(InMemory):
         shared = self._bound_to_memory(parameters, keep)
         kinds = *self._types, self._trains, self.spills
         offloads = self._options.offloads
-        placed = choose(units, filed, self._budget, *kinds, casts, shared, self._sharing, offloads)
+        placed = choose(units, filed, self._budget, *kinds, casts, shared, self._sharing, offloads, self.in_files)
         if not placed.fits:
             raise HostMemoryError(self._not_met(placed, [p for p in parameters if id(p) not in found]))
         stay = set(map(id, self._params(placed.units)))

@@ -385,8 +385,9 @@ def test_weights_that_are_unfrozen_while_a_graph_waits_leave_it_as_it_is(
     assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
 
 
-def test_parts_that_are_frozen_in_turns_leave_units_as_they_are(device, tmp_path, monkeypatch):
-    """All weights would be copied in every turn."""
+@pytest.mark.parametrize("filed", [False, True])
+def test_parts_that_are_frozen_in_turns_leave_units_as_they_are(filed, device, tmp_path, monkeypatch):
+    """All weights would be copied in every turn. Those that come to train from their files are given memory, once."""
 
     def loop(net):
         optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (net.maker, net.critic)]
@@ -399,8 +400,11 @@ def test_parts_that_are_frozen_in_turns_leave_units_as_they_are(device, tmp_path
             optimizers[turn % 2].zero_grad()
 
     nets = [Adversarial(), Adversarial()]
+    if filed:
+        in_files.put(nets[1].critic)
+    options = {"host_budget": 3_300_000 if filed else 5_500_000}
     trains_against(nets[0], device, tmp_path, monkeypatch, loop)
-    assert trains_against(nets[1], device, tmp_path, monkeypatch, loop, host_budget=5_500_000) == 0
+    assert trains_against(nets[1], device, tmp_path, monkeypatch, loop, **options) == filed
     assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
 
 
