@@ -270,6 +270,8 @@ class Ranks(OneRank):
             if not awaited:
                 return
             if news := ended(states, awaited):
+                if not missing():  # again: who failed meanwhile may have posted before that
+                    return
                 raise PeerError(news)
             if time.monotonic() > deadline:
                 for rank in awaited:

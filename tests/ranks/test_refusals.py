@@ -191,6 +191,22 @@ def two_ranks(timeout=60, before=lambda: None):
             ranks.close()
 
 
+def test_a_wait_for_what_a_rank_posted_before_it_failed_is_over():
+    """Between the look at what is missing and the one at who failed there is time for both."""
+    with two_ranks() as found:
+        posted = []
+
+        def missing():
+            if len(posted) == 1:  # in the wait
+                found[1].fail()
+            posted.append(1)
+            return [] if len(posted) > 2 else [1]
+
+        found[0].wait(missing, "a number")
+        with pytest.raises(PeerError, match="rank 1 failed"):
+            found[0].wait(lambda: [1], "a number")
+
+
 def stranger(says=b""):
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     until = time.monotonic() + 10
