@@ -179,9 +179,7 @@ def _parser() -> Any:
             devices, self.notes = _devices_of(whole.trainer, of_strategy)
             self.config_init = self.parser.instantiate_classes(whole)
             self.datamodule = self.config_init.get("data")
-            self.trainer = self.instantiate_trainer(
-                accelerator="cpu", devices=devices, logger=False, enable_progress_bar=False
-            )
+            self.trainer = self.instantiate_trainer(accelerator="cpu", devices=devices, logger=False)
 
     return Parser
 

@@ -438,6 +438,14 @@ def test_of_a_mesh_all_devices_of_a_machine_are_the_fewest_that_it_has(sizes, ma
     assert f"is planned as {count}, the fewest" in run.notes[0]
 
 
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+def test_a_config_may_name_a_progress_bar(bar):
+    pytest.importorskip("rich")
+    given = ["--model", "test_fit_config.Small", "--data", "test_fit_config.Rows", "--trainer.logger", "false"]
+    given += ["--trainer.callbacks", f"lightning.pytorch.callbacks.{bar}", "--trainer.callbacks.refresh_rate", "20"]
+    assert fit_config.find([*given, "--trainer.max_epochs", "1"]).steps == 8
+
+
 def test_a_device_that_a_config_names_need_not_be_here():
     given = ["--model", "test_fit_config.Small", "--data", "test_fit_config.Rows", *QUIET]
     given += ["--trainer.strategy", "sp_lightning.SuperpipelineStrategy", "--trainer.strategy.device", "cuda:1"]
