@@ -23,7 +23,7 @@ from torch.utils._contextlib import context_decorator as context_decorator
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-from .tensors import is_dtensor, is_fully_sharded
+from .tensors import consists_of_tensors, is_fully_sharded
 
 __all__ = ["HOOKS_AFTER_EVERY_STEP", "HOOKS_BEFORE_EVERY_STEP", "context_decorator", "tree_leaves", "tree_map_only"]
 
@@ -130,16 +130,28 @@ def run_first(optimizer: Optimizer, hook: torch.utils.hooks.RemovableHandle) -> 
 def convert_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Convert a module's parameters, buffers and other tensors by a function, in the way of ``module.to``.
 
-    A DTensor parameter stays as it is: torch would give it another local tensor, even one with the same bytes.
+    A parameter that consists of tensors stays as it is: torch would make it anew, a DTensor even with the same bytes.
     """
     modules = [] if any(map(is_fully_sharded, module.modules())) else module.modules()  # which looks for its own
-    apart = [(child, name) for child in modules for name, one in child._parameters.items() if is_dtensor(one)]
-    left = [(child._parameters, name, child._parameters.pop(name)) for child, name in apart]
+    left = []
+    for own in [child._parameters for child in modules]:
+        apart = {name: one for name, one in own.items() if one is not None and consists_of_tensors(one)}
+        if apart:
+            left.append((own, [*own], apart))
+            for name in apart:
+                del own[name]
     try:
         getattr(module, CONVERT)(function)
     finally:
-        for parameters, name, parameter in left:
-            parameters[name] = parameter
+        for own, names, apart in left:
+            own.update(apart)
+            for name in names:
+                own[name] = own.pop(name)  # in their order, which optimizers number them by
+
+
+def converts_more(module: nn.Module) -> bool:
+    """Whether a module's class converts more than parameters and buffers, as metrics do."""
+    return not getattr(type(module), CONVERT).__module__.startswith("torch.")
 
 
 # Without it no module could cut its layers in `configure_model`.

@@ -48,7 +48,7 @@ from ..optim import torn_step
 from ..options import Options
 from ..ranks.board import ONE_RANK
 from ..ranks.connection import leave_at_exit
-from ..runtime.handle import Handle, close_all, close_dropped, move_buffers, own_state
+from ..runtime.handle import Handle, close_all, close_dropped, move_buffers, move_others, own_state
 from .checkpoint_io import MappedCheckpointIO
 from .master_weights import MasterWeights
 from .names import (
@@ -218,9 +218,12 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
             self._stream(module, together=False)
 
     def _stream(self, module: nn.Module, together: bool) -> None:
-        """Begin to stream a module, if it has parameters and is not a part of one that is streamed."""
+        """Begin to stream a module, unless it is streamed, or a part of one that is, and move what else it has."""
         close_dropped(self.handles)
         streamed = {name: is_watched(parameter) for name, parameter in module.named_parameters()}
+        if not streamed:
+            module.to(self.root_device)
+            return
         if not all(streamed.values()):
             if any(streamed.values()):
                 raise UnsupportedError(
@@ -248,14 +251,8 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
             )
             if together:
                 self.broadcast_buffers(module)
-        self._move_the_rest(module)
-
-    def _move_the_rest(self, module: nn.Module) -> None:
-        """Move what a module has beside its weights: buffers, and parts without weights, such as metrics."""
         move_buffers(module, self.root_device)  # around modules that stream, too
-        for part in module.modules():
-            if next(part.parameters(), None) is None:
-                part.to(self.root_device)
+        move_others(module, self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Return what Fabric calls: the module itself or, with several devices, one around it (Rule 6)."""

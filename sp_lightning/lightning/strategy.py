@@ -16,7 +16,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from ..compat.lightning import (
     EmptyInit,
@@ -38,7 +37,7 @@ from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..options import Options, check_choice, format_bytes
 from ..ranks.new_weights import check_readable
-from ..runtime.handle import Handle, check_at_once, materialize, own_state
+from ..runtime.handle import Handle, check_at_once, materialize, move_others, own_state
 from . import master_weights as masters
 from . import step_timing
 from .callback import SuperpipelineCallback
@@ -327,13 +326,11 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         return masters.convert(module, masters.half_dtype(self.precision_plugin))
 
     def model_to_device(self) -> None:
-        """Begin to stream the parameters; move buffers and metric states to the device."""
+        """Begin to stream the parameters; move buffers, and what parts take along, such as metrics, to the device."""
         assert self.lightning_module is not None
         self.handle = None  # before the next one is made: the previous one occupies as much host memory
         self._axes.check_module(self.lightning_module)
-        for module in self.lightning_module.modules():
-            if isinstance(module, Metric):
-                convert_tensors(module, self._unless_streamed)
+        move_others(self.lightning_module, self.root_device)
         compute_dtype = masters.half_dtype(self.precision_plugin) if self.options.master_weights else None
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if fits and self.optimizers:  # of an earlier run: this one makes others, and state of its own
@@ -371,9 +368,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         schedules = (one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler))
         later = any(one.going_to_accumulate_grad_batches() for one in schedules)
         return clips or scales or later or bool(trainer.accumulate_grad_batches > 1)
-
-    def _unless_streamed(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.root_device)
 
     def teardown(self) -> None:
         """Make the module plain again. Lightning calls this after an exception too, wherever it was raised."""

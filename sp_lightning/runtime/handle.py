@@ -25,7 +25,7 @@ from ..autograd.saved_tensors import tensors_in
 from ..calls.call_threads import CallThreads
 from ..calls.lockstep import Call, Lockstep
 from ..compat.dynamo import Unsupported, never_compiled
-from ..compat.modules import is_compiled, tree_leaves, tree_map_only
+from ..compat.modules import convert_tensors, converts_more, is_compiled, tree_leaves, tree_map_only
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, were_replaced, without_dispatch
 from ..core.telemetry import Counters, StepListener
 from ..core.unit_numbers import UnitNumbers
@@ -897,6 +897,18 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
             if buffer is not None and buffer.device != device:
                 with torch.inference_mode(False):
                     child._buffers[name] = buffer.to(device)
+
+
+def move_others(module: nn.Module, device: torch.device) -> None:
+    """Move what a module's parts take along beside weights, gradients and buffers, such as the states of metrics."""
+    for part in filter(converts_more, module.modules()):
+        plain = [parameter for parameter in part.parameters() if not is_watched(parameter)]
+        kept = [*plain, *(parameter.grad for parameter in plain)]
+
+        def moved(tensor: torch.Tensor, kept: list[Any] = kept) -> torch.Tensor:
+            return tensor if any(tensor is one for one in kept) else tensor.to(device)
+
+        convert_tensors(part, moved)
 
 
 def _identities(module: nn.Module) -> list[Any]:

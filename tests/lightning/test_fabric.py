@@ -330,6 +330,23 @@ def with_a_loss_around(fabric):
     yield trained(net), [module.mean.compute() for module in (net, moved, also)]
 
 
+def with_parts_that_take_tensors_along(fabric):
+    """Tensors that are neither weights nor buffers, of a layer and of a metric with weights, inside and by itself."""
+    net = nn.Sequential(blocks(), models.Scaled(models.CLASSES))
+    inside = net[1].distance = models.Distance()
+    net, optimizer = fabric.setup(net, adamw(net))
+    alone = fabric.to_device(models.Distance())
+    for x, y in batches(fabric):
+        scores = net(x)
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.cross_entropy(scores, y))
+        optimizer.step()
+        with torch.no_grad():
+            inside.update(scores)
+            alone.update(scores)
+    yield trained(net), inside.compute(), alone.compute(), str(alone.device)
+
+
 def with_copies(fabric):
     """Averages weights in copies of what Fabric wrapped, keeps the best ones, and goes on with one of those."""
     net = blocks()
@@ -366,6 +383,7 @@ LOOPS = [
     a_lightning_module,
     sharing_an_encoder,
     with_a_loss_around,
+    with_parts_that_take_tensors_along,
     with_copies,
 ]
 

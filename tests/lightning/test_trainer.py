@@ -623,17 +623,9 @@ def test_a_metric_outside_of_the_module(accelerator):
 class Perceptual(models.ZooModule):
     """A metric that has weights of its own, as those over features of a trained net do."""
 
-    class Distance(torchmetrics.MeanMetric):
-        def __init__(self):
-            super().__init__()
-            self.features = torch.nn.Linear(models.CLASSES, 50)
-
-        def update(self, scores):
-            super().update(self.features(scores).norm())
-
     def __init__(self):
         super().__init__(models.case("mlp"))
-        self.distance = self.Distance()
+        self.distance = models.Distance()
 
     def validation_step(self, batch, index):
         self.distance(self.net(batch[0]))
@@ -644,6 +636,17 @@ class Perceptual(models.ZooModule):
 @pytest.mark.few(1)
 def test_a_metric_with_weights(accelerator):
     run_both(Perceptual, accelerator, make_loader=functools.partial(models.loader, models.case("mlp")))
+
+
+@BOTH
+@pytest.mark.few(1)
+def test_a_layer_that_takes_a_tensor_along(accelerator):
+    def make():
+        module = zoo("mlp")()
+        module.net = torch.nn.Sequential(module.net, models.Scaled(models.CLASSES))
+        return module
+
+    run_both(make, accelerator, make_loader=functools.partial(models.loader, models.case("mlp")))
 
 
 @BOTH
