@@ -58,6 +58,7 @@ from .names import (
     FabricModelParallelStrategy,
     FabricPrecision,
     FabricSingleDeviceStrategy,
+    update_properties,
 )
 from .several_devices import SeveralDevices, axes
 
@@ -253,6 +254,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
                 self.broadcast_buffers(module)
         move_buffers(module, self.root_device)  # around modules that stream, too
         move_others(module, self.root_device)
+        update_properties(module, device=self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Return what Fabric calls: the module itself or, with several devices, one around it (Rule 6)."""

@@ -734,6 +734,18 @@ def test_a_module_without_parameters_only_moves_and_a_part_that_streams_stays(de
     assert len(fabric.strategy.handles) == 1
 
 
+@pytest.mark.few(1)
+def test_a_lightning_module_that_is_only_moved_says_where_it_is(device):
+    class Teacher(models.ZooModule):
+        def forward(self, x):
+            return self.net(x + torch.arange(models.FEATURES, device=self.device))
+
+    fabric = fabric_on(device, streaming(device))
+    teacher = fabric.to_device(Teacher(models.case("mlp")))
+    x, _ = next(iter(batches(fabric)))
+    assert teacher(x).device == teacher.device == device
+
+
 def test_a_module_that_is_not_moved_is_plain_until_it_is(device):
     fabric = fabric_on(device, streaming(device))
     net = blocks()
