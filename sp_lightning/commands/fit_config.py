@@ -3,10 +3,11 @@
 1. LightningCLI parses the arguments and makes the data, the callbacks and the Trainer, as for ``fit``, but on the CPU
    and without a logger; of devices that are chosen by their numbers it takes as many. The first batch is that of the
    Trainer's own loader, of several ones what it combines of them.
-2. The model is made without weights, under ``torch.device("meta")``, by the same arguments: ``__init__``, then
-   ``configure_model``, with a device mesh if the strategy has ``tensor_parallel_size``. Code that reads weights there
-   can see it by ``torch.get_default_device()``, and read none. A model that depends on data (traced_model.py, Rule 1)
-   is made with weights.
+2. The model is made without weights, under ``torch.device("meta")``, by the same arguments: ``__init__``, ``setup`` if
+   that makes weights, and ``configure_model``, with a device mesh if the strategy has ``tensor_parallel_size``. Code
+   that reads weights there can see it by ``torch.get_default_device()``, and read none. A model that depends on data
+   (traced_model.py, Rule 1) is made with weights. What ``setup`` freezes is frozen; what callbacks freeze until they
+   train it is planned as trained, and a note says so.
 3. ``training_step`` has the Trainer with optimizers and schedulers, but nothing is logged, and the optimizers that it
    is given (with manual optimization) change nothing.
 4. Lightning's callbacks that average weights have a copy of all. Another callback that has copies of the trained ones
@@ -67,7 +68,13 @@ def find(arguments: Sequence[str]) -> Run:
     if importlib.util.find_spec("jsonargparse") is None:
         raise MissingExtraError(feature="a plan of a config", package="jsonargparse", extra="cli")
     from ..compat.lightning import attach_data, combined_loader, set_epochs
-    from ..lightning.names import LightningModule, StochasticWeightAveraging, TrainerFn, WeightAveraging
+    from ..lightning.names import (
+        BaseFinetuning,
+        LightningModule,
+        StochasticWeightAveraging,
+        TrainerFn,
+        WeightAveraging,
+    )
     from ..lightning.strategy import SuperpipelineStrategy
     from ..planning.settings import OF_TRAINING
 
@@ -94,8 +101,11 @@ def find(arguments: Sequence[str]) -> Run:
     attach_data(trainer, module, cli.datamodule)
     for owner in filter(None, (cli.datamodule, module)):
         owner.prepare_data()
+    before = _weights(module)
     for owner in filter(None, (cli.datamodule, module)):
-        owner.setup("predict" if asked else "fit")
+        owner.setup(trainer.state.fn.value)
+    after = _weights(module)
+    set_up = after if after != before else None
     if asked:
         trainer.predict_loop.setup_data()
         accumulate, steps, loop = 1, sum(trainer.predict_loop.max_batches), trainer.predict_loop
@@ -110,9 +120,10 @@ def find(arguments: Sequence[str]) -> Run:
     option = trainer.strategy.predict_at_once if asked else None
     at_once = option if isinstance(option, int) else 1
     averages = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
+    frozen = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning) and not asked]
     length = batch["input_ids"].shape[1] if hasattr(batch, "keys") and "input_ids" in batch else None
     return Run(
-        spec=Spec(type(module).__name__, _maker(cli, shards), batch, tokens=length),
+        spec=Spec(type(module).__name__, _maker(cli, shards, set_up), batch, tokens=length),
         precision=str(cli.config.trainer.precision or "32-true"),
         options={name: value for name, value in asdict(options).items() if not (asked and name in OF_TRAINING)},
         accumulate=accumulate,
@@ -127,8 +138,13 @@ def find(arguments: Sequence[str]) -> Run:
         predict_at_once=at_once,
         tensor_parallel_size=shards,
         clip=bool(trainer.gradient_clip_val) and not asked,
-        notes=cli.notes,
+        notes=cli.notes + tuple(map(_of_freezing, frozen)),
     )
+
+
+def _of_freezing(callback: Any) -> str:
+    """Return the note about a callback that freezes weights until it trains them."""
+    return f"{type(callback).__name__} freezes weights until it trains them: planned as a step that trains all"
 
 
 def _accumulation(trainer: Any) -> tuple[int, float]:
@@ -217,8 +233,16 @@ def _connected(cli: Any) -> Any:
     return cli.model
 
 
-def _maker(cli: Any, shards: int | None) -> Callable[[], nn.Module]:
-    """Return the function that makes the module with its weights and optimizers, as a plan needs it (Rule 2)."""
+def _weights(module: nn.Module) -> dict[str, tuple[torch.Size, bool]]:
+    """Return of each weight its shape, and whether it trains."""
+    return {name: (parameter.size(), parameter.requires_grad) for name, parameter in module.named_parameters()}
+
+
+def _maker(cli: Any, shards: int | None, set_up: Any) -> Callable[[], nn.Module]:
+    """Return the function that makes the module with its weights and optimizers, as a plan needs it (Rule 2).
+
+    ``set_up``: the weights after the module's ``setup``, if that changes them.
+    """
     from ..compat.lightning import add_configured_optimizers
     from ..compat.modules import set_device_mesh
     from ..lightning.names import Strategy
@@ -231,6 +255,8 @@ def _maker(cli: Any, shards: int | None) -> Callable[[], nn.Module]:
             module = _connected(cli)
             if shards is not None:
                 set_device_mesh(module, mesh_in_context(shards))
+            if set_up is not None:
+                _set_up(module, set_up)
             module.configure_model()
         if hasattr(module, "generates"):
             return module  # type: ignore[no-any-return]
@@ -242,6 +268,16 @@ def _maker(cli: Any, shards: int | None) -> Callable[[], nn.Module]:
         return module  # type: ignore[no-any-return]
 
     return make
+
+
+def _set_up(module: Any, found: dict[str, tuple[torch.Size, bool]]) -> None:
+    """Have a module's weights be those after its ``setup``, which runs again only to make some: it may make data."""
+    now, then = ({name: size for name, (size, _) in weights.items()} for weights in (_weights(module), found))
+    if now != then:
+        module.setup(module.trainer.state.fn.value)
+        return
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(found[name][1])
 
 
 def _leave_nothing(module: Any, optimizers: list[torch.optim.Optimizer]) -> None:

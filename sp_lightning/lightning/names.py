@@ -15,6 +15,7 @@ from lightning.fabric.strategies.strategy import Strategy as FabricBaseStrategy
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     Checkpoint,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -38,6 +39,7 @@ from ..compat.lightning import ScriptLauncher, TunerExit, WrappingCheckpointIO, 
 
 __all__ = [
     "Accelerator",
+    "BaseFinetuning",
     "Callback",
     "Checkpoint",
     "CheckpointIO",

@@ -12,6 +12,7 @@ from lightning_fabric.strategies.strategy import Strategy as FabricBaseStrategy
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import (
+    BaseFinetuning,
     Checkpoint,
     GradientAccumulationScheduler,
     ModelCheckpoint,

@@ -438,6 +438,17 @@ def test_of_a_mesh_all_devices_of_a_machine_are_the_fewest_that_it_has(sizes, ma
     assert f"is planned as {count}, the fewest" in run.notes[0]
 
 
+@pytest.mark.parametrize(("makes", "count", "trained"), [("true", 2 * 72 + 6 * 9, 2 * 72 + 6 * 9), ("false", 216, 144)])
+def test_the_weights_that_setup_leaves_are_planned(makes, count, trained):
+    given = ["--model", "test_fit_config.SetUp", "--data", "test_fit_config.Rows", *QUIET, "--model.makes", makes]
+    run = fit_config.find([*given, "--trainer.devices", "1"])
+    found = plan(run.spec.model, run.spec.batch, machine="rtx4060", **run.options)
+    assert (found.parameters, found.trained, run.notes) == (count, trained, ())
+    freezes = ["--trainer.callbacks", "lightning.pytorch.callbacks.BackboneFinetuning", "--trainer.devices", "1"]
+    (note,) = fit_config.find([*given, *freezes]).notes
+    assert note.startswith("BackboneFinetuning freezes weights until it trains them")
+
+
 @pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
 def test_a_config_may_name_a_progress_bar(bar):
     pytest.importorskip("rich")
@@ -482,7 +493,27 @@ class Small(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+class SetUp(Small):
+    """Makes a layer by the data in ``setup``, or freezes one there; and data, which a plan makes once."""
+
+    def __init__(self, makes: bool = False):
+        super().__init__()
+        self.makes = makes
+
+    def setup(self, stage):
+        if self.makes:
+            self.layers[2] = torch.nn.Linear(8, self.trainer.datamodule.classes)
+        else:
+            self.layers[0].requires_grad_(False)
+            self.order = torch.randperm(4, generator=torch.Generator()).tolist()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
 class Rows(L.LightningDataModule):
+    classes = 6
+
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.zeros(32, 8), batch_size=4)
 
