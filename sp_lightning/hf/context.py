@@ -215,7 +215,8 @@ class streaming:
         self._check(module)
         close_dropped(self.handles)  # Rule 7
         compute_dtype = torch.bfloat16 if self.options.master_weights else None
-        handle = Handle(module, device, self.options, compute_dtype, ranks=ranks, exchanges=ranks.world > 1)
+        exchanges = ranks.world > 1
+        handle = Handle(module, device, self.options, compute_dtype, ranks=ranks, exchanges=exchanges, draws=False)
         handle.steps.by_hand = True
         self.handles.append(handle)
         self._marks[handle] = self._names.mark(module, device)

@@ -103,6 +103,7 @@ class Handle:
         exchanges: bool = False,
         autocasts: bool = True,
         shards: bool = False,
+        draws: bool = True,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
         options.check_devices(ranks.size, ranks.world // ranks.size)
@@ -111,6 +112,7 @@ class Handle:
         self.options = options
         self._trains = trains  # training certainly follows
         self._shards = shards  # whether DTensors may be streamed
+        self._draws = draws  # whether what is on the meta device gets initial values
         self._timeout = timeout  # for ranks that have shards of the same layers
         self.path = SamePath((), self.device.torch_device, timeout)  # of a module without shards
         self._methods = methods  # of the module, besides forward: each is a step if it is called by itself
@@ -510,7 +512,10 @@ class Handle:
         self.team.check_alike(units)
         self.storage.choose(units, self.team)
         self._check_memory(units)
-        materialize(self.module, self.team.gives_weights)
+        if self._draws:
+            materialize(self.module, self.team.gives_weights)
+        else:
+            check_values(self.module)
         for name, parameter in self.module.named_parameters():
             if is_watched(parameter):
                 raise UnsupportedError(
@@ -965,6 +970,17 @@ def own_state(optimizer: Optimizer, handles: Iterable[Handle]) -> None:
         handle.state_loaded(optimizer, own if handle.team.size == 1 else None)
     for parameter in list(optimizer.state):
         own(parameter)
+
+
+def check_values(module: nn.Module) -> None:
+    """Raise an error for a parameter or buffer on the meta device, which a plain run cannot move either."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise UnsupportedError(
+                f"{name} is on the meta device, so it has no values, and none are made up for it: load it with "
+                "load_state_dict(..., assign=True), since without assign=True nothing is loaded into it, or make the "
+                "model outside of init_empty_weights(), without low_cpu_mem_usage=True"
+            )
 
 
 def materialize(module: nn.Module, keeps: bool = True) -> None:

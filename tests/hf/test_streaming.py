@@ -16,6 +16,7 @@ import weakref
 
 import pytest
 import torch
+from refusals import refusal
 from side_by_side import assert_plain, blocks, inputs
 from torch import nn
 
@@ -423,6 +424,47 @@ def test_a_model_that_is_on_the_device_already_is_refused(device):
             pytest.raises(UnsupportedError, match=r"0\.weight is on .* leave out device_map"),
         ):
             accelerate.Accelerator().prepare_model(net)
+
+
+@refusal(
+    "in `sp_lightning.hf`, a weight or buffer on the meta device, which a plain run cannot move either",
+    UnsupportedError,
+    "`load_state_dict(..., assign=True)` before it is moved; make the model outside of `init_empty_weights()`",
+)
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_values_that_a_model_does_not_have_are_not_made_up(kind, device):
+    """torch loads nothing into a weight on the meta device unless it is assigned."""
+    with sp_lightning.hf.streaming(window=1) as stream:
+        net = blocks()
+        net.register_buffer("scales", torch.ones(12))
+        state = net.state_dict()
+        name = "stem.weight" if kind == "parameter" else "scales"
+        net.to("meta") if kind == "parameter" else setattr(net, name, net.scales.to("meta"))
+        with pytest.warns(UserWarning, match="is a no-op"):
+            net.load_state_dict(state)
+        with pytest.raises(UnsupportedError, match=rf"{name} is on the meta device.* assign=True"):
+            accelerate.Accelerator().prepare_model(net)
+        assert stream.handles == [] and getattr(net, name, net.stem.weight).is_meta
+        net.load_state_dict(state, assign=True)
+        accelerate.Accelerator().prepare_model(net)
+        assert streams(net)
+    assert_plain(net)
+    assert all(map(torch.equal, net.state_dict().values(), state.values()))
+
+
+def test_values_that_a_part_does_not_have_are_not_made_up(device):
+    x = next(inputs(device))
+    with sp_lightning.hf.streaming(window=1), torch.no_grad():
+        net = accelerate.Accelerator().prepare_model(blocks())
+        head, state = net.head, net.head.state_dict()
+        expected = net(x)
+        net.head = copy.deepcopy(head).to("meta")
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match=r"head\.weight is on the meta device"):
+                net(x)
+        net.head.load_state_dict(state, assign=True)
+        assert torch.equal(net(x), expected)
+    assert_plain(net)
 
 
 def test_a_model_that_accelerate_has_dispatched_is_refused(device):
