@@ -56,8 +56,11 @@ ACCELERATOR = Patch(Accelerator, "__init__")
 # hf/context.py and hf/rehearsal.py. The whole model would be moved to the device.
 MODULE_CUDA = Patch(nn.Module, "cuda")
 
+# hf/context.py, while its context is open. A streamed model's buffers would go to the host, away from weights.
+MODULE_CPU = Patch(nn.Module, "cpu")
+
 PATCHES = [PREPARE_MODEL, PREPARE_OPTIMIZER, MODULE_TO, MODULE_CUDA, DATA_PARALLEL, DISTRIBUTED_DATA_PARALLEL]
-PATCHES += [LOAD_STATE, LOAD]
+PATCHES += [LOAD_STATE, LOAD, MODULE_CPU]
 PARAMETERS = {  # that the replacements rely on
     PREPARE_MODEL: ["model", "device_placement", "evaluation_mode"],
     PREPARE_OPTIMIZER: ["optimizer", "device_placement"],

@@ -4,9 +4,9 @@
    accelerator, by ``module.to`` or ``module.cuda``. Public methods are patched meanwhile (compat/accelerate.py).
 2. Every model streams: student, reference, reward model, text encoder. Each has a handle of its own. A module of which
    one submodule has all parameters is moved as ever, a layer, a metric, and comes back to the host if it is prepared.
-3. A model that is streamed ignores ``.to(device)``: its place is ours until the context ends, and only buffers, and
-   parts without weights, that came later go there. A conversion of type happens. ``model.device`` is where it runs,
-   which other code moves to.
+3. A model that is streamed ignores ``.to(device)`` and ``.cpu()``: its place is ours until the context ends, and only
+   buffers, and parts without weights, that came later go there. A conversion of type happens. ``model.device`` is
+   where it runs, which other code moves to.
 4. accelerate keeps its part, autocast, compilation and its list of models, but moves and wraps nothing. Its mark of a
    model that it has prepared says nothing of where that is: copies have it, and so has the model in a later context.
 5. A call of the model is a step whatever its ``forward`` is by then, and moves its arguments (runtime/entries.py,
@@ -108,6 +108,7 @@ class streaming:
             names.LOAD_STATE: self._load_state,
             names.MODULE_TO: self._to,
             names.MODULE_CUDA: self._cuda,
+            names.MODULE_CPU: self._cpu,
             names.DATA_PARALLEL: self._wrap_in_data_parallel,
             names.DISTRIBUTED_DATA_PARALLEL: self._wrap_for_ranks,
         }
@@ -338,6 +339,11 @@ class streaming:
     def _cuda(self, module: nn.Module, device: Any = None) -> nn.Module:
         where = "cuda" if device is None else device
         return self._to(module, torch.device("cuda", where) if isinstance(where, int) else torch.device(where))
+
+    def _cpu(self, module: nn.Module) -> nn.Module:
+        if _streamed(module) is not None:
+            return module  # Rule 3
+        return self._names.MODULE_CPU.original(module)  # type: ignore[no-any-return]
 
     def _wrap_in_data_parallel(self, wrapper: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if any(is_watched(parameter) for parameter in module.parameters()):

@@ -83,7 +83,7 @@ def test_nothing_is_left_after_the_context(fails, device):
         finally:
             net = stream.handles[0].module
     prepared = {"prepare_model", "prepare_optimizer", "load_state_dict"}
-    assert {name for _, name in replaced} == {*prepared, "to", "cuda", "__init__"}
+    assert {name for _, name in replaced} == {*prepared, "to", "cuda", "cpu", "__init__"}
     after = attributes()
     assert [at for at in before if after.get(at) is not before[at]] == [] and len(before) > 1000
     assert_plain(net)
@@ -134,6 +134,7 @@ def test_a_model_that_is_moved_streams_and_its_place_is_ours(device):
         net = blocks()
         assert net.to(device) is net and streams(net) and len(stream.handles) == 1
         assert net.to("cpu") is net.to(device) is net and streams(net) and len(stream.handles) == 1
+        assert net.cpu() is net.cuda() is net and streams(net) and len(stream.handles) == 1
         assert net.blocks[1].to(device) is net.blocks[1]
         assert net(next(inputs(device))).device == device
     assert_plain(net)
@@ -164,7 +165,8 @@ def test_what_a_streamed_model_gets_later_is_moved_with_it(device, move):
         assert net.scales.device == net.blocks[1].up.others.device == net.metric.seen.device == device
         assert streams(net) and net.stem.weight.device.type == "cpu" and len(stream.handles) == 1
         kept = net.scales
-        assert net.to(device).scales is kept and net.to("cpu").scales is kept
+        assert net.to(device).scales is net.to("cpu").scales is net.cpu().scales is kept
+        assert net.metric.seen.device == device
         net(next(inputs(device)) * net.scales).sum().backward()
     assert_plain(net)
     assert net.scales.device.type == net.metric.seen.device.type == "cpu"
@@ -213,6 +215,7 @@ def test_a_layer_is_moved_as_ever(device):
     with sp_lightning.hf.streaming(window=1) as stream:
         layers = nn.Linear(2, 2).to(device), nn.Sequential(nn.ReLU(), nn.LayerNorm(2)).to(device), nn.ReLU().to(device)
         assert stream.handles == [] and layers[0].weight.device == layers[1][1].weight.device == device
+        assert layers[0].cpu() is layers[0] and layers[0].weight.device.type == "cpu"
 
 
 @ON_DEVICE
