@@ -221,6 +221,12 @@ class ModuleEntry(ForwardEntry, HiddenInVisits):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if all(unit.stand_ins.bound for unit in self.units) or tracing_state() is not None:
             return (self.guard or self.forward)(*args, **kwargs)
+        return self._visit(*args, **kwargs)
+
+    @not_compiled_itself  # Rule 4
+    def _visit(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.engine.phases.in_step and not weight_reads.holds_parameters(args, kwargs):
+            args, kwargs = to_device(args, kwargs, self.engine.device.torch_device)
         return self.engine.visit(self, self.forward, *args, **kwargs)
 
 

@@ -8,7 +8,7 @@ import itertools
 import hf_runs
 import pytest
 import transformers
-from hf_runs import allow_fp16, compare, llama, record, t5, train, with_adapters, with_adapters_on_4_bits
+from hf_runs import allow_fp16, compare, llama, record, t5, train, with_a_prompt, with_adapters, with_adapters_on_4_bits
 
 import parity
 
@@ -28,6 +28,7 @@ SETTINGS = {
     "sgd": {"optim": "sgd"},
     "adapters": {"make": with_adapters},
     "adapters on a base of 4 bits": {"make": with_adapters_on_4_bits, "bf16": True},
+    "a prompt": {"make": with_a_prompt, "label_names": ["labels"]},
     "noise": {"neftune_noise_alpha": 5.0},
     "tied": {"make": functools.partial(llama, tie_word_embeddings=True)},
     "smoothing": {"label_smoothing_factor": 0.1},

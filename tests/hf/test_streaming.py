@@ -183,6 +183,33 @@ def test_a_streamed_model_that_is_moved_leaves_its_weights_on_the_device(device)
 
 
 @ON_DEVICE
+@pytest.mark.parametrize("recording", [False, True])
+def test_a_layer_that_is_called_by_itself_gets_its_arguments_on_the_device(device, recording):
+    """Its caller sends them to where the weight is: peft's prompt encoder, at each save of a Trainer."""
+
+    def run(net):
+        x = next(inputs(device))
+        for layer in (net.stem, net.blocks[1].up, net.head):
+            here = x[:, :1].expand(-1, layer.in_features).to(layer.weight.device)
+            with torch.set_grad_enabled(recording):
+                found = [layer(here), layer(input=here), layer(here.to(device))]
+            yield from found
+            if recording:
+                sum(one.square().sum() for one in found).backward()
+        net(x).sum().backward()
+        yield from (p.grad for p in net.parameters())
+
+    net = blocks()
+    expected = list(run(copy.deepcopy(net).to(device)))
+    with sp_lightning.hf.streaming(window=1) as stream:
+        accelerate.Accelerator().prepare_model(net)
+        resident = [name for name, _ in stream.handles[0].units[-1].params]
+        assert {"stem.weight", "head.weight"} <= {*resident} and "blocks.1.up.weight" not in resident
+        found = list(run(net))
+    assert len(found) > 9 and all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(expected, found, strict=True))
+
+
+@ON_DEVICE
 def test_a_call_of_cuda_streams_a_model_and_leaves_a_streamed_one(device, monkeypatch):
     with sp_lightning.hf.streaming(window=1) as stream:
         net = blocks().to(device)

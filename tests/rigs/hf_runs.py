@@ -63,6 +63,12 @@ def with_adapters() -> Any:
     return peft.get_peft_model(llama(), peft.LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
 
 
+def with_a_prompt() -> Any:
+    """A prompt that trains; it is in the rest that stays on the device, and each save computes it by itself."""
+    peft = pytest.importorskip("peft", reason="such prompts are peft's")
+    return peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
 def with_adapters_on_4_bits() -> Any:
     """Adapters over linear layers that bitsandbytes packs as ``from_pretrained`` reads them."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="it packs the weights")
