@@ -15,8 +15,9 @@
    Rule 4), and a ``zero_grad`` after it waits for nothing (watched_parameters.py,
    Rule 5).
 7. A model that other code dropped is closed before the next one begins to stream. A part that streams by itself is
-   closed when a module around it begins to, and what is on the device beside it streams, too. Of two modules that have
-   a part in common the first one streams it, and the other parts of the second one are moved one by one.
+   closed when a module around it begins to, or gets it, and what is on the device beside it streams, too. Of two
+   modules that have a part in common the first one streams it, and the other parts of the second one are moved one by
+   one.
 8. With several processes, a model that stock code would wrap in DDP has one host copy for all of them, from that moment
    on (ranked_model.py). One that is only moved, or that does not train, has one in each. A module around a shared one,
    or around a part of it, that is moved leaves it shared, and its other parts are moved one by one, also if it was
@@ -42,6 +43,7 @@ import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
+from ..autograd.recompute import host_of
 from ..compat.dynamo import never_compiled
 from ..errors import OptionError, PeerError, UnsupportedError
 from ..memory.device import Device
@@ -219,6 +221,7 @@ class streaming:
         exchanges = ranks.world > 1
         handle = Handle(module, device, self.options, compute_dtype, ranks=ranks, exchanges=exchanges, draws=False)
         handle.steps.by_hand = True
+        handle.before_change = self._end_parts
         self.handles.append(handle)
         self._marks[handle] = self._names.mark(module, device)
         self._show_devices(module, handle.device)
@@ -239,6 +242,13 @@ class streaming:
         self._unmark(handle)
         self.handles.remove(handle)
         handle.close()
+
+    def _end_parts(self, module: nn.Module) -> None:
+        """Close the handles of parts that a module which streams has got since, and streams itself now (Rule 7)."""
+        parts = {part for part in module.modules() if part is not module}
+        for handle in [one for one in self.handles if one.module in parts and one not in self._shared]:
+            self._end(handle)
+            self._move_parts(handle.module, handle.device.torch_device)
 
     def _show_devices(self, module: nn.Module, device: Device) -> None:
         """Have the classes of a model's parts say where it runs (Rule 3)."""
@@ -322,7 +332,8 @@ class streaming:
     def _to(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         to = self._names.MODULE_TO.original
         device, dtype, _, memory_format = self._names.parse_to(*args, **kwargs)
-        if device is None or device.type == "meta":
+        in_visit = any(host_of(parameter) is not parameter for parameter in module.parameters())
+        if device is None or device.type == "meta" or in_visit:
             return to(module, *args, **kwargs)  # type: ignore[no-any-return]
         is_streamed = any(is_watched(parameter) for parameter in module.parameters())
         if not is_streamed and (device.type == "cpu" or not _is_model(module)):

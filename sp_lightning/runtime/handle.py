@@ -147,6 +147,7 @@ class Handle:
         self.closed = False
         self.report: Any = None  # on this run, if one was asked for: kept here, it goes with the handle
         self.garbage: Any = None  # finds out whether this handle is (`close_dropped`)
+        self.before_change: Callable[[nn.Module], object] | None = None  # of which parameters the module has
         self.last_checkpoint: str | None = None  # that was written or read, as far as is known
         self._entries: list[ForwardEntry] = []
         self._fingerprint: ModuleFingerprint | None = None  # None: units are to be made
@@ -269,6 +270,8 @@ class Handle:
         )
         if changed or (known is not None and between_steps and known.runs_other_code()):
             log.info("superpipeline: the module's parameters or classes changed; its units are made anew")
+            if self.before_change is not None:
+                self.before_change(self.module)
             if known is not None:
                 self.team.settle()  # else what another rank than the first wrote would be lost
             self._fingerprint = None

@@ -364,6 +364,70 @@ def test_a_part_that_streams_by_itself_becomes_a_part_of_the_whole(device):
         whole(next(inputs(device)))
 
 
+class Moving(nn.Module):
+    """Moves a part of its own in each forward, perhaps."""
+
+    def __init__(self, moves):
+        super().__init__()
+        self.net, self.moves = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 12)), moves
+
+    def forward(self, x):
+        return x + (self.net.to(x.device) if self.moves else self.net)(x)
+
+
+class Multiplied(Seen):
+    def forward(self, x):
+        return x * self.seen
+
+
+class Growing(nn.Module):
+    """Gets a head from outside, or makes one in its first forward."""
+
+    def __init__(self, makes_head, moves):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Moving(moves) for _ in range(3)))
+        self.head, self.makes_head = None, makes_head
+
+    def forward(self, x):
+        if self.head is None and self.makes_head:
+            self.head = head().to(x.device)
+        return self.blocks(x) if self.head is None else self.head(self.blocks(x))
+
+
+def head():
+    made = nn.Sequential(nn.Linear(12, 12), Multiplied(), nn.Linear(12, 3))
+    for number, parameter in enumerate(made.parameters()):
+        nn.init.constant_(parameter, 0.1 * (number + 1))
+    return made
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
+@pytest.mark.parametrize("way", ["from outside", "in a forward", "moves parts of units"])
+def test_parts_that_a_streamed_model_gets_after_they_moved_are_streamed_with_it(device, way):
+    def train():
+        torch.manual_seed(1)
+        accelerator = accelerate.Accelerator()
+        net = Growing(makes_head=way == "in a forward", moves=way == "moves parts of units")
+        optimizer = torch.optim.AdamW(net.parameters(), 0.05)
+        net, optimizer = accelerator.prepare(net, optimizer)
+        for step, x in enumerate(inputs(device, 6)):
+            if step == 3 and way == "from outside":
+                net.head = head().to(accelerator.device)
+            if step == 3 and net.head is not None:
+                optimizer.optimizer.add_param_group({"params": list(net.head.parameters())})
+            accelerator.backward(net(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return net, [p.detach().to("cpu") for p in net.parameters()]
+
+    _, expected = train()
+    with sp_lightning.hf.streaming(window=1) as stream:
+        net, found = train()
+        assert [handle.module for handle in stream.handles] == [net] and streams(net)
+        assert len(found) >= 12 and all(map(torch.equal, expected, found))
+    assert_plain(net)
+
+
 @ON_DEVICE
 def test_modules_around_one_model_are_moved_one_after_the_other(device):
     class Around(nn.Module):
