@@ -141,9 +141,11 @@ def data_set_kinds() -> Any:
 
 
 # Attributes of models. Without the first a model that accelerate has dispatched would be streamed over its hooks, and
-# without the second a wrapper that was made of a streamed model would be streamed in its place.
+# without the second a wrapper that was made of a streamed model would be streamed in its place. Without the third the
+# forwards of such a copy would be outside of any step.
 HOOK = "_hf_hook"
 PREPARED = "_is_accelerate_prepared"
+ORIGINAL = "_orig_mod"  # of a copy whose blocks are compiled
 
 # Arguments of DDP's wrapper that say among whom gradients are averaged, and how; None is the whole run, in full.
 OTHER_AVERAGES = ["process_group", "device_mesh", "mixed_precision", "param_to_hook_all_reduce"]
@@ -208,6 +210,12 @@ class RunsOn(ModelHook):  # type: ignore[misc]
 def inside(model: nn.Module) -> nn.Module:
     """Return the model inside of what accelerate made of it, if it has prepared this one."""
     return extract_model_from_parallel(model, keep_torch_compile=False) if getattr(model, PREPARED, False) else model
+
+
+def copied_from(made: nn.Module) -> nn.Module | None:
+    """Return the model of which accelerate made this copy, whose blocks are compiled one by one."""
+    found: nn.Module | None = vars(made).get(ORIGINAL)
+    return found
 
 
 def mark(module: nn.Module, device: torch.device) -> RunsOn:

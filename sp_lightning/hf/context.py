@@ -10,7 +10,7 @@
 4. accelerate keeps its part, autocast, compilation and its list of models, but moves and wraps nothing. Its mark of a
    model that it has prepared says nothing of where that is: copies have it, and so has the model in a later context.
 5. A call of the model is a step whatever its ``forward`` is by then, and moves its arguments (runtime/entries.py,
-   Rules 8 and 9).
+   Rules 8 and 9). So is one of the copy of the model that accelerate makes where it compiles blocks by themselves.
 6. Optimizer state is on the host. A step is deferred where that is exact, as in a loop by hand (optimizer_steps.py,
    Rule 4), and a ``zero_grad`` after it waits for nothing (watched_parameters.py,
    Rule 5).
@@ -301,7 +301,11 @@ class streaming:
         for part in model.modules():
             if isinstance(part, RankedModel):
                 part.stream = self  # which an earlier context made, perhaps
-        return prepare(accelerator, model, device_placement=False, evaluation_mode=evaluation_mode)  # Rule 4
+        made = prepare(accelerator, model, device_placement=False, evaluation_mode=evaluation_mode)  # Rule 4
+        handle = self.handle_of(self._names.inside(model))
+        if handle is not None and made is not model and self._names.copied_from(made) is handle.module:
+            handle.runs_as(made)  # Rule 5
+        return made
 
     def _prepare_optimizer(self, accelerator: Any, optimizer: Any, device_placement: Any = None) -> Any:
         if any(handle.steps.manages(optimizer) for handle in self.handles if not handle.closed):

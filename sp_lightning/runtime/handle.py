@@ -149,6 +149,7 @@ class Handle:
         self.garbage: Any = None  # finds out whether this handle is (`close_dropped`)
         self.before_change: Callable[[nn.Module], object] | None = None  # of which parameters the module has
         self.last_checkpoint: str | None = None  # that was written or read, as far as is known
+        self._copies: list[nn.Module] = []  # that run this module's parts
         self._entries: list[ForwardEntry] = []
         self._fingerprint: ModuleFingerprint | None = None  # None: units are to be made
         self._attach()
@@ -234,6 +235,11 @@ class Handle:
         """
         self.engine.step_owner.finish()
 
+    def runs_as(self, made: nn.Module) -> None:
+        """Have calls of a shallow copy of the module, which runs the same parts, be steps as well."""
+        self._copies.append(made)
+        self._entries.append(RootEntry(made, self))
+
     # ---- passes
 
     @property
@@ -279,8 +285,8 @@ class Handle:
             try:
                 self._attach(None if changed else self._units, again=True)
             except BaseException:
-                root = RootEntry(self.module, self)
-                self._entries = [root, CallEntry(root)]  # the next forward tries again, and is never plain
+                root = RootEntry(self.module, self)  # the next forward tries again, and is never plain
+                self._entries = [root, CallEntry(root), *(RootEntry(made, self) for made in self._copies)]
                 raise
             self.steps.follow(self.engine)
 
@@ -549,6 +555,7 @@ class Handle:
             root = RootEntry(self.module, self)
             self._entries.append(root)
             self._entries.append(CallEntry(root))
+            self._entries.extend(RootEntry(made, self) for made in self._copies)
             self._entries.extend(
                 Generation(part, self) for part in self.module.modules() if has_method(part, Generation.method)
             )

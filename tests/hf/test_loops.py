@@ -8,6 +8,7 @@ import functools
 import pickle
 import types
 
+import accelerate
 import hf_runs
 import pytest
 import torch
@@ -292,6 +293,51 @@ class Wrapper(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none=True):
         self.inner.zero_grad(set_to_none)
+
+
+class TiedHead(nn.Module):
+    """Reads a weight, and where that is, beside its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4))
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        scale = torch.ones(16, device=self.embed.weight.device)
+        return nn.functional.linear(x * scale, self.embed.weight)
+
+
+def compiled_by_blocks(folder, mixed, opened):
+    plugin = accelerate.utils.TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    accelerator = Accelerator(dynamo_plugin=plugin, mixed_precision=mixed)
+    net = TiedHead()
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    made, optimizer = accelerator.prepare(net, optimizer)
+    for index, row in enumerate(rows()):
+        if index == 2:
+            layer = net.blocks[1][0]  # units are made anew
+            layer.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
+        loss = made(row["input_ids"][None].to(accelerator.device)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield f"loss {index}", loss
+    assert made is not net
+    for stream in opened:
+        window = stream.handles[0].engine.window
+        assert window.kind is not None and len(window.order) < 3 * len(stream.handles[0].units)
+    yield "weights", accelerator.unwrap_model(made, keep_torch_compile=False).state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+def test_a_model_of_which_accelerate_compiles_each_block_leaves_the_bits_of_the_stock_run(mixed, device, tmp_path):
+    compare(functools.partial(compiled_by_blocks, mixed=mixed, opened=hf_runs.OPEN), tmp_path, window=1)
 
 
 def test_an_optimizer_inside_of_another_is_loaded(tmp_path):
