@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -196,10 +197,17 @@ def with_activations_on_disk(works: Sequence[SimulatedVisit], nbytes: int) -> li
 
 
 def name_of_optimizer(optimizer: Any) -> str:
-    """Name what is given as the optimizer of a plan, such as "AdamW"; empty where only the module knows it."""
+    """Name the class of what is given as the optimizer of a plan; empty where only the module knows it."""
     if isinstance(optimizer, str):
         return next((name for name in STATE_NBYTES if name.lower() == optimizer.lower()), optimizer)
-    return getattr(optimizer, "__name__", "")
+    if optimizer is None:
+        return ""
+    kind = getattr(optimizer, "func", optimizer)
+    if not isinstance(kind, type):  # a function, which makes one of some class
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), _as_in_a_step():
+            return type(optimizer([_parameter()])).__name__
+        return ""
+    return kind.__name__
 
 
 def is_cut(optimizer: str) -> bool:
@@ -302,9 +310,19 @@ def optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
             yield from optimizers_in(item)
 
 
-def _count_stored(make: Callable[[Any], torch.optim.Optimizer]) -> float:
+def _parameter() -> nn.Parameter:
+    return nn.Parameter(torch.ones(64, 64))
+
+
+@contextlib.contextmanager
+def _as_in_a_step() -> Iterator[None]:
     with without_function_modes(), without_dispatch_modes(), torch.enable_grad():
-        parameter = nn.Parameter(torch.ones(64, 64))
+        yield
+
+
+def _count_stored(make: Callable[[Any], torch.optim.Optimizer]) -> float:
+    with _as_in_a_step():
+        parameter = _parameter()
         parameter.grad = torch.ones(64, 64)
         optimizer = make([parameter])
         optimizer.step()

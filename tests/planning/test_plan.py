@@ -215,6 +215,31 @@ def test_the_optimizers_state_is_counted_by_stepping_it():
     assert states_of(torch.optim.Adafactor, stack) == pytest.approx(2 / 64)
 
 
+def made_with_weight_decay(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def own_adamw(parameters):
+    return type("OwnAdamW", (torch.optim.AdamW,), {})(parameters)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"divide_state": True, "nodes": 2, "network": "100Gb"}, {"disk": True, "host_budget": "0B"}],
+)
+def test_a_function_that_makes_an_optimizer_is_planned_as_its_class(options, tmp_path):
+    """Ranks step classes that torch has in parts, and others whole, with state of their own each."""
+    options = options | ({"disk": str(tmp_path)} if "disk" in options else {})
+    plans = [
+        planned(optimizer=optimizer, devices=2, **options)
+        for optimizer in (torch.optim.AdamW, made_with_weight_decay, functools.partial(torch.optim.AdamW, lr=1e-3))
+    ]
+    found = {(plan.host, plan.on_disk, plan.step_s) for plan in plans}
+    assert len(found) == 1
+    if not options.get("divide_state"):  # which needs one of torch's
+        assert (planned(optimizer=own_adamw, devices=2, **options).host,) != tuple(host for host, _, _ in found)
+
+
 @pytest.mark.parametrize("make", ["Adafactor", functools.partial(torch.optim.Adafactor, lr=1), None])
 def test_adafactors_state_is_that_of_the_modules_shapes(make):
     """Two means of 512 elements each of a matrix, two of 1024 of a convolution's weight, and all of a bias."""
