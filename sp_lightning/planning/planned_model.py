@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -202,12 +201,13 @@ def name_of_optimizer(optimizer: Any) -> str:
         return next((name for name in STATE_NBYTES if name.lower() == optimizer.lower()), optimizer)
     if optimizer is None:
         return ""
-    kind = getattr(optimizer, "func", optimizer)
+    kind: Any = getattr(optimizer, "func", optimizer)
     if not isinstance(kind, type):  # a function, which makes one of some class
-        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), _as_in_a_step():
-            return type(optimizer([_parameter()])).__name__
-        return ""
-    return kind.__name__
+        try:
+            kind = type(_made(optimizer))
+        except Exception:  # what is wrong with it `states_of` says
+            return ""
+    return str(kind.__name__)
 
 
 def is_cut(optimizer: str) -> bool:
@@ -310,21 +310,17 @@ def optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
             yield from optimizers_in(item)
 
 
-def _parameter() -> nn.Parameter:
-    return nn.Parameter(torch.ones(64, 64))
-
-
-@contextlib.contextmanager
-def _as_in_a_step() -> Iterator[None]:
-    with without_function_modes(), without_dispatch_modes(), torch.enable_grad():
-        yield
+def _made(make: Callable[[Any], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Make an optimizer of one parameter, whatever modes are in force."""
+    with without_function_modes(), without_dispatch_modes(), torch.random.fork_rng(devices=[]):
+        return make([nn.Parameter(torch.ones(64, 64))])
 
 
 def _count_stored(make: Callable[[Any], torch.optim.Optimizer]) -> float:
-    with _as_in_a_step():
-        parameter = _parameter()
+    optimizer = _made(make)
+    parameter: Tensor = optimizer.param_groups[0]["params"][0]
+    with without_function_modes(), without_dispatch_modes(), torch.enable_grad():
         parameter.grad = torch.ones(64, 64)
-        optimizer = make([parameter])
         optimizer.step()
         stored = sum(value.nbytes for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
     return stored // 64 * 64 / parameter.nbytes  # without the step counter

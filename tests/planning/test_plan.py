@@ -215,7 +215,7 @@ def test_the_optimizers_state_is_counted_by_stepping_it():
     assert states_of(torch.optim.Adafactor, stack) == pytest.approx(2 / 64)
 
 
-def made_with_weight_decay(parameters):
+def my_optimizer(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
@@ -232,12 +232,11 @@ def test_a_function_that_makes_an_optimizer_is_planned_as_its_class(options, tmp
     options = options | ({"disk": str(tmp_path)} if "disk" in options else {})
     plans = [
         planned(optimizer=optimizer, devices=2, **options)
-        for optimizer in (torch.optim.AdamW, made_with_weight_decay, functools.partial(torch.optim.AdamW, lr=1e-3))
+        for optimizer in (torch.optim.AdamW, my_optimizer, functools.partial(torch.optim.AdamW, lr=1e-3))
     ]
-    found = {(plan.host, plan.on_disk, plan.step_s) for plan in plans}
-    assert len(found) == 1
-    if not options.get("divide_state"):  # which needs one of torch's
-        assert (planned(optimizer=own_adamw, devices=2, **options).host,) != tuple(host for host, _, _ in found)
+    assert len({(plan.host, plan.on_disk, plan.step_s) for plan in plans}) == 1
+    if "divide_state" not in options:  # which needs one of torch's
+        assert planned(optimizer=own_adamw, devices=2, **options).host != plans[0].host
 
 
 @pytest.mark.parametrize("make", ["Adafactor", functools.partial(torch.optim.Adafactor, lr=1), None])
