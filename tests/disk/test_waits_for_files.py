@@ -165,9 +165,9 @@ def assert_same(one, other):
         assert all(torch.equal(one.state[mine][key], value) for key, value in other.state[theirs].items())
 
 
-def beside_a_step(disk, optimizer, call, then, monkeypatch):
-    """Call something while a thread steps an optimizer, whose transfers wait for a slow disk; raise what both raise."""
-    slow, errors = Disk(monkeypatch, call), []
+def both(monkeypatch, *works):
+    """Begin one after the other while a slow disk holds what the first one reads and writes; raise what they raise."""
+    slow, errors = [Disk(monkeypatch, call) for call in ("preadv", "pwritev")], []
 
     def guarded(work):
         try:
@@ -175,55 +175,69 @@ def beside_a_step(disk, optimizer, call, then, monkeypatch):
         except BaseException as error:
             errors.append(error)
 
-    side_by_side(slow, *(lambda work=work: guarded(work) for work in (lambda: stepped(optimizer), then)))
+    side_by_side(slow, *(lambda work=work: guarded(work) for work in works))
     if errors:
         raise errors[0]
 
 
-def side_by_side(slow, *works):
-    """Begin each of these on a thread of its own, some time after the one before, and then let the slow disk go."""
+def side_by_side(disks, *works):
+    """Begin each of these on a thread of its own, some time after the one before, and then let the slow disks go."""
     threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
         thread.start()
         time.sleep(LONG_S)
-    slow.lets_go()
+    for slow in disks:
+        slow.lets_go()
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("what", ["step", "adopt", "moved", "converted", "close"])
-@pytest.mark.few(1)
-def test_the_buffers_are_used_by_one_thread_at_a_time(what, call, scratch, monkeypatch):
+IN_THE_RING = ("step", "adopt", "moved", "converted")
+
+
+@pytest.mark.parametrize(
+    "first, then",
+    [*(("a step", what) for what in (*IN_THE_RING, "close")), *((what, "a step") for what in IN_THE_RING[1:])],
+)
+def test_the_buffers_are_used_by_one_thread_at_a_time(first, then, scratch, monkeypatch):
     disk, (optimizer, other) = spilled(scratch, 2)
     values = torch.randn(30, 4001)
     there, wire = disk.moved(values)[0], torch.empty(30, 4001, dtype=torch.bfloat16)
     moved = []
 
     def load():
-        for state in other.state.values():
-            state["exp_avg"] = state["exp_avg"].clone()
+        state = next(iter(other.state.values()))  # of one parameter: a step may come between those of two
+        state["exp_avg"] = state["exp_avg"].clone()
         del state  # what other code refers to does not move
         disk.adopt(other)
 
     calls = {
+        "a step": lambda: stepped(optimizer),
         "step": lambda: stepped(other),
         "adopt": load,
         "moved": lambda: moved.append(disk.moved(values)[0]),
         "converted": lambda: moved.append(disk.converted(there, wire)),
         "close": disk.close,
     }
-    ring = disk._ring
-    beside_a_step(disk, optimizer, call, calls[what], monkeypatch)
+    ring, used_by = disk._ring, []
+
+    def noted(of):
+        return lambda *args: (used_by.append(threading.get_ident()), of(*args))[1]
+
+    for name in ("take", "read", "write"):
+        monkeypatch.setattr(ring, name, noted(getattr(ring, name)))
+    both(monkeypatch, calls[first], calls[then])
     assert are_free(ring)
-    for one, plain in zip((optimizer, other), plainly(2, 2, 2 if what == "step" else 1), strict=True):
+    in_turn = [thread for thread, _ in itertools.groupby(used_by)]
+    assert len(in_turn) == len(set(used_by)) == (1 if then == "close" else 2)
+    for one, plain in zip((optimizer, other), plainly(2, 2, 2 if then == "step" else 1), strict=True):
         assert_same(one, plain)
-    if what == "moved":
+    if "moved" in (first, then):
         assert torch.equal(moved[0], values)
-    elif what == "converted":
+    elif "converted" in (first, then):
         assert moved == [True] and torch.equal(wire, values.bfloat16())
-    elif what == "adopt":
+    elif "adopt" in (first, then):
         assert all(scratch.place_of(state["exp_avg"]) is not None for state in other.state.values())
     disk.close()
 
@@ -253,7 +267,7 @@ def test_tensors_move_into_the_file_one_after_the_other(scratch, monkeypatch):
     disk, values = StateOnDisk(scratch, SMALLEST, Counters(), False), [torch.randn(30, 4001) for _ in range(2)]
     ring, moved = disk._ring, {}
     slow = Disk(monkeypatch, "pwritev")
-    side_by_side(slow, *(lambda at=at: moved.update({at: disk.moved(values[at])[0]}) for at in range(2)))
+    side_by_side([slow], *(lambda at=at: moved.update({at: disk.moved(values[at])[0]}) for at in range(2)))
     assert are_free(ring) and all(torch.equal(moved[at], values[at]) for at in range(2))
     disk.close()
 
@@ -264,7 +278,7 @@ def test_tensors_of_two_threads_get_places_of_their_own(first, then, scratch, mo
     disk, made = StateOnDisk(scratch, SMALLEST, Counters(), False), []
     makes = {"state": lambda like: disk.placed(like)[0], "gradients": lambda like: scratch.tensors([like])[0]}
     slow = Disk(monkeypatch, "posix_fallocate")
-    side_by_side(slow, *(lambda what=what: made.append(makes[what](torch.empty(4001))) for what in (first, then)))
+    side_by_side([slow], *(lambda what=what: made.append(makes[what](torch.empty(4001))) for what in (first, then)))
     one, other = sorted(map(scratch.place_of, made))
     assert one.offset + one.nbytes <= other.offset
     disk.close()
