@@ -2,7 +2,7 @@
 
 A *pass* is a predicted order of visits. At each visit the schedule says which units to evict and which to load.
 
-Rule 1  After a visit's decision the visited unit is resident, and at most `window` units are, pinned ones aside.
+Rule 1  After a visit's decision the visited unit is resident, and at most `window` units are, those in use aside.
 Rule 2  The unit to evict is the one whose next predicted visit is farthest away, or that has none (Belady); among
         several without one, the least recently visited.
 Rule 3  *Due*: the next visit to another unit is predicted and that unit is missing. The next `transfer` missing units
@@ -13,8 +13,8 @@ Rule 4  *Free*: a missing unit may be loaded before it is due if that costs no e
 Rule 5  A visit that was not predicted moves the prediction to the next occurrence of that unit; if there is none, the
         unit is loaded on demand and the prediction stays where it was.
 Rule 6  Consecutive visits of one unit are one visit, as at the turn of a forward-backward sweep.
-Rule 7  A pinned unit (one that is in use) is not evicted and, unless it is the visited one, not counted. Excess units
-        are evicted at the first visit at which they are no longer pinned.
+Rule 7  A unit in use is not evicted and, unless it is the visited one, not counted. Excess units are evicted at the
+        first visit at which they are in use no longer.
 Rule 8  Evictions only make room: a unit that may be used again stays.
 
 From an empty window, a forward-backward sweep over n units loads 2n - window of them, whatever `transfer` is: the last
@@ -99,14 +99,14 @@ class Schedule:
         """Mark this unit as resident again, after it was invalidated."""
         self._move((), (unit,))
 
-    def visit(self, unit: int, pinned: Container[int] = ()) -> Decision:
-        """Decide what to evict and load so that `unit` is resident now; units in `pinned` may not be evicted.
+    def visit(self, unit: int, in_use: Container[int] = ()) -> Decision:
+        """Decide what to evict and load so that `unit` is resident now; those `in_use` are not evicted.
 
-        `pinned` is looked into only when something has to be evicted or could be prefetched.
+        `in_use` is looked into only when something has to be evicted or could be prefetched.
         """
         surprise = self._arrive(unit)
-        evict, load = self._demand(unit, pinned)
-        ahead_evict, ahead_load = self._prefetch(unit, pinned)
+        evict, load = self._demand(unit, in_use)
+        ahead_evict, ahead_load = self._prefetch(unit, in_use)
         self._resident[unit] = next(self._clock)
         return Decision((*evict, *ahead_evict), (*load, *ahead_load), surprise)
 
@@ -175,18 +175,18 @@ class Schedule:
 
     # What to move
 
-    def _demand(self, unit: int, pinned: Container[int]) -> tuple[list[int], list[int]]:
+    def _demand(self, unit: int, in_use: Container[int]) -> tuple[list[int], list[int]]:
         """Make the visited unit resident, and evict excess units (Rules 1 and 7)."""
         load = [] if unit in self._resident else [unit]
         evict: list[int] = []
         if len(self._resident) + len(load) > self.window:
-            evictable = self._evictable(unit, pinned)
+            evictable = self._evictable(unit, in_use)
             excess = len(evictable) + 1 - self.window
             evict = evictable[: max(excess, 0)]
         self._move(evict, load)
         return evict, load
 
-    def _prefetch(self, unit: int, pinned: Container[int]) -> tuple[list[int], list[int]]:
+    def _prefetch(self, unit: int, in_use: Container[int]) -> tuple[list[int], list[int]]:
         """Load the units that are due or free (Rules 3 and 4)."""
         if self._resident.keys() >= self._ahead_units:
             return [], []
@@ -196,7 +196,7 @@ class Schedule:
         if not missing:
             return [], []
         due = self.transfer if missing[0] == wanted[0] else 0
-        evictable = self._evictable(unit, pinned)
+        evictable = self._evictable(unit, in_use)
         room = self.window - 1 - len(evictable)
         evict: list[int] = []
         load: list[int] = []
@@ -229,9 +229,9 @@ class Schedule:
         busy.discard(self._unit_at(position - 1))
         return all(self._next_use(other, position) < victim_use for other in busy)
 
-    def _evictable(self, unit: int, pinned: Container[int]) -> list[int]:
+    def _evictable(self, unit: int, in_use: Container[int]) -> list[int]:
         """Return the units that may be evicted while `unit` is visited, in the order of Rule 2."""
-        idle = [other for other in self._resident if other != unit and other not in pinned]
+        idle = [other for other in self._resident if other != unit and other not in in_use]
         idle.sort(key=self._resident.__getitem__)
         idle.sort(key=self._use, reverse=True)  # which leaves those of one use in their order
         return idle

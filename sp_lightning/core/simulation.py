@@ -78,7 +78,7 @@ class SimulatedVisit:
 
     unit: int  # the visited one
     flops: float
-    pinned: tuple[int, ...] = ()  # units whose visits go on meanwhile
+    in_use: tuple[int, ...] = ()  # units whose visits go on meanwhile
     sends: tuple[int, ...] = ()  # units whose gradients are complete after this visit
     stowed_nbytes: int = 0  # of activations that go to the host after this visit
     fetched_nbytes: int = 0  # of activations that come back before this visit
@@ -499,7 +499,7 @@ class _Host:
     def _do(self, work: SimulatedVisit) -> Task:
         for index in self._residents:
             self._visit(index)
-        self._visit(work.unit, work.pinned)
+        self._visit(work.unit, work.in_use)
         back = None
         if work.fetched_nbytes:
             seconds, read = work.fetched_nbytes / self._machine.up_bytes_per_s, None
@@ -575,13 +575,13 @@ class _Host:
             self._observe(2 * unit.down_nbytes)  # as autograd made them, and packed
             self._send(index)
 
-    def _visit(self, index: int, pinned: tuple[int, ...] = ()) -> None:
+    def _visit(self, index: int, in_use: tuple[int, ...] = ()) -> None:
         if self._units[index].resident:
             if self._is_stale(index):
                 self._reader = self._computing
                 self._load(index)
         elif index != self._last:
-            decision = self._schedule.visit(index, pinned)
+            decision = self._schedule.visit(index, in_use)
             if decision.evict:
                 self._reader = self._computing
             for unit in decision.load:

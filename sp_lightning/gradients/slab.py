@@ -154,7 +154,7 @@ class GradientSlab:
                 then += self._rounded(field.nbytes)
 
     def widen(self) -> None:
-        """Widen what arrived here and stayed as it came down (Rule 3): nothing."""
+        """Widen gradients that stayed as they came down: none do, but in a `NarrowSlab` (Rule 3)."""
 
     def _rounded(self, nbytes: int) -> int:
         return aligned(nbytes, self.alignment)

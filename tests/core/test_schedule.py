@@ -217,39 +217,39 @@ def test_nothing_surprises_without_a_prediction():
 def test_a_held_unit_stays_beside_the_window():
     schedule = started(4, 1)
     schedule.visit(0)
-    assert schedule.visit(1, pinned=(0, 1)) == Decision((), (1,), False)
-    assert schedule.visit(2, pinned=(0,)) == Decision((1,), (2,), False)
+    assert schedule.visit(1, in_use=(0, 1)) == Decision((), (1,), False)
+    assert schedule.visit(2, in_use=(0,)) == Decision((1,), (2,), False)
     assert schedule.resident == (0, 2)
 
 
 def test_what_was_held_goes_at_the_first_visit_that_does_not_hold_it():
     schedule = started(4, 1)
     schedule.visit(0)
-    schedule.visit(1, pinned=(0,))
+    schedule.visit(1, in_use=(0,))
     assert schedule.visit(1) == Decision((0,), (), False)
 
 
 def test_a_held_unit_within_the_window_is_not_evicted_to_prefetch():
     schedule = started(3, 2, 1, [0, 1, 2])
     schedule.visit(0)
-    assert schedule.visit(1, pinned=(0,)) == Decision((), (2,), False)
+    assert schedule.visit(1, in_use=(0,)) == Decision((), (2,), False)
     assert schedule.visit(2) == Decision((0,), (), False)
 
 
 def test_holding_the_visited_unit_changes_nothing():
     order = sweep(5)
     plain, holding = started(5, 2, 1, order), started(5, 2, 1, order)
-    assert [plain.visit(unit) for unit in order] == [holding.visit(unit, pinned=[unit]) for unit in order]
+    assert [plain.visit(unit) for unit in order] == [holding.visit(unit, in_use=[unit]) for unit in order]
 
 
 def test_a_held_unit_that_is_not_resident_makes_no_difference():
-    assert started(4, 2, 1, [0, 1, 2]).visit(0, pinned=(3,)) == Decision((), (0, 1), False)
+    assert started(4, 2, 1, [0, 1, 2]).visit(0, in_use=(3,)) == Decision((), (0, 1), False)
 
 
 def test_a_unit_that_is_needed_is_not_pushed_out_when_everything_else_is_held():
     schedule = started(4, 3, 1, [0, 1, 2, 3])
     schedule.visit(0)
-    decision = schedule.visit(1, pinned=(0, 2))
+    decision = schedule.visit(1, in_use=(0, 2))
     assert decision == Decision((), (3,), False)
 
 
