@@ -45,12 +45,12 @@ from ..memory.staging import Arrival
 from ..memory.watched_parameters import (
     HostParameter,
     NarrowGradient,
-    has_hooks,
     keep_from_hooks,
     quietly,
     set_true_grad,
     true_grad,
     wide_grad,
+    with_hooks,
 )
 from ..memory.weights import same_bytes
 from ..optim.pending_step import Arriving, PendingStep
@@ -218,9 +218,10 @@ class GradientReturn:
 
         If they are final, ``step`` may step the unit once they are accumulated. ``task`` is autograd's number for this.
         """
-        for grad, parameter in zip(grads, store.params, strict=True):
-            if grad is None and has_hooks(parameter):
-                keep_from_hooks(parameter)
+        hooked = with_hooks(store.params)
+        for index in hooked:
+            if grads[index] is None:
+                keep_from_hooks(store.params[index])
         if torch.is_grad_enabled() or forward_level() >= 0:
             return self._differentiable(store, grads, task)
         self._came.update(dict.fromkeys(map(id, store.params), next(self._arrivals)))
@@ -233,7 +234,7 @@ class GradientReturn:
                 continue
             if is_batched_gradient(grad):
                 return self._differentiable(store, grads, task)
-            disposition = _disposition(parameter, leaf, grad)
+            disposition = _disposition(parameter, leaf, grad, index in hooked)
             if disposition is Disposition.TAKE:
                 taken[index] = grad
             elif disposition is Disposition.RETURN:
@@ -282,9 +283,10 @@ class GradientReturn:
         under_way, self._under_way = self._under_way, []
         _cancel(under_way)
 
-    def is_own(self, store: HostCopy, index: int) -> bool:
-        """Return whether only the parameter, and the gradient slab it may lie in, refer to a gradient."""
-        return is_own(store.params[index], self._slabs.get(store), index)
+    def kept(self, store: HostCopy, indices: Collection[int]) -> list[int]:
+        """Return those gradients to which others refer than their parameters, and the slab that they may lie in."""
+        slab = self._slabs.get(store)
+        return [index for index in indices if not is_own(store.params[index], slab, index)]
 
     # ---- taken
 
@@ -332,7 +334,7 @@ class GradientReturn:
     def _is_kept(self, store: HostCopy, indices: Iterable[int]) -> bool:
         """Whether code may have kept an earlier gradient of any of these parameters (Rule 5)."""
         earlier = [index for index in indices if true_grad(store.params[index]) is not None]
-        return not all(self.is_own(store, index) for index in earlier)
+        return bool(self.kept(store, earlier))
 
     def _next_slab(self, store: HostCopy) -> GradientSlab:
         before = self._slabs.get(store)
@@ -451,14 +453,14 @@ class Disposition(enum.Enum):
     DROP = "drop"
 
 
-def _disposition(parameter: Tensor, leaf: Any, grad: Tensor) -> Disposition:
+def _disposition(parameter: Tensor, leaf: Any, grad: Tensor, has_hooks: bool) -> Disposition:
     """Decide between taking, returning and dropping a gradient (Rules 1 and 2)."""
     try:
         if not will_execute(leaf):
             return Disposition.DROP
     except RuntimeError:  # autograd.grad captures the gradient itself at this leaf
         return Disposition.RETURN
-    if has_hooks(parameter):
+    if has_hooks:
         return Disposition.RETURN
     if not parameter.requires_grad:  # frozen after its forward
         return Disposition.DROP

@@ -795,7 +795,16 @@ class _WithGradient:
 
 def has_hooks(parameter: Tensor) -> bool:
     """Whether autograd calls code of the user's with this parameter's gradient, or after its accumulation."""
-    return bool(tensor_hooks(parameter) or getattr(parameter, HOOKS_AFTER_ACCUMULATION, None))
+    return bool(with_hooks((parameter,)))
+
+
+def with_hooks(parameters: Iterable[Tensor]) -> set[int]:
+    """Return the indices of the parameters with whose gradients autograd calls code of the user's (`has_hooks`)."""
+    return {
+        index
+        for index, parameter in enumerate(parameters)
+        if tensor_hooks(parameter) or getattr(parameter, HOOKS_AFTER_ACCUMULATION, None)
+    }
 
 
 def keep_from_hooks(parameter: Tensor) -> None:

@@ -92,7 +92,7 @@ from .pieces import Group, ShadowStep, State, keeps_no_state, shadow_of
 from .state_guard import GuardedState
 
 log = logging.getLogger(__name__)
-IsOwn = Callable[[HostCopy, int], bool]
+Kept = Callable[[HostCopy, Collection[int]], list[int]]  # which of a unit's gradients others have, too
 Say = Callable[[str, str], None]
 THREAD = "superpipeline-optimizer"
 AFTER_BACKWARD = "the optimizer steps after backward"
@@ -580,10 +580,10 @@ class PendingStep:
 
     # ---- beside the next forward
 
-    def step_rest(self, order: Sequence[HostCopy], is_own: IsOwn, parts: Parts) -> tuple[list[Group], Any]:
+    def step_rest(self, order: Sequence[HostCopy], kept: Kept, parts: Parts) -> tuple[list[Group], Any]:
         """Return the groups and the state for ``optimizer.step()``, having deferred the rest in this order if possible.
 
-        ``is_own`` tells whether only the parameter refers to its gradient.
+        ``kept`` tells which gradients of a unit others refer to than their parameters.
         """
         self.give_back()
         before, self._parts, self._settings = self._settings, parts, thread_settings()
@@ -609,7 +609,7 @@ class PendingStep:
             ]
             if to_hide and self._may_defer():
                 try:
-                    units = self._prepare(order, to_hide, is_own)
+                    units = self._prepare(order, to_hide, kept)
                 except CannotDefer as reason:
                     self._say(WHOLE_STEP, str(reason))
                 else:
@@ -622,7 +622,7 @@ class PendingStep:
         return [{**group, "params": [param for param in group["params"] if id(param) not in ids]} for group in groups]
 
     def _prepare(
-        self, order: Sequence[HostCopy], to_hide: list[tuple[HostCopy, int, Any]], is_own: IsOwn
+        self, order: Sequence[HostCopy], to_hide: list[tuple[HostCopy, int, Any]], kept: Kept
     ) -> dict[HostCopy, _Unit]:
         """Prepare the units to be deferred, changing no parameter and no state; raise CannotDefer (Rules 4 and 5)."""
         groups = self.optimizer.param_groups
@@ -632,29 +632,38 @@ class PendingStep:
             raise CannotDefer("the optimizer is differentiable")
         self._parts.check()
         timed = self._counters.listener.work
+        asked: dict[HostCopy, dict[int, None]] = {}
+        for store, _, param in to_hide:
+            index = store.index_of[id(param)]
+            if index in asked.setdefault(store, {}):
+                raise CannotDefer(f"the optimizer has {store.names[index]} twice")
+            _check_bytes(param, store, index)
+            _check_gradient(param, store.names[index])
+            asked[store][index] = None
+        for store, indices in asked.items():  # before `data_of` has the gradients, too
+            for index in kept(store, indices):
+                raise CannotDefer(f"somebody else refers to the gradient of {store.names[index]}")
+            for index in set(self._parts.beside(store)).difference(indices):
+                _check_bytes(store.params[index], store, index)
         units = {
             store: _Unit(store, -place, timed("optimizer", store.unit.name, "step"))
             for place, store in enumerate(order)
+            if store in asked
         }
+        stateless = [keeps_no_state(self.optimizer, group) for group in groups]
+        narrow = [self._shadow_step.steps_narrow(group) for group in groups]
         for store, number, param in to_hide:
             index = store.index_of[id(param)]
-            _check_bytes(param, store, index)
-            _check_gradient(param, store.names[index])
-            if not is_own(store, index):
-                raise CannotDefer(f"somebody else refers to the gradient of {store.names[index]}")
-            _check_state(self.optimizer, groups[number], param, store.names[index])
-            if not self._shadow_step.steps_narrow(groups[number]):
+            if not stateless[number]:
+                _check_state(self.optimizer, param, store.names[index])
+            if not narrow[number]:
                 wide_grad(param)  # not on the thread (Rule 7)
             self._numbers[id(param)] = [number]
             if id(param) not in self.stepped:
                 units[store].left.append(param)
             units[store].data[index] = data_of(param)
             units[store].placeholders[index] = _placeholder(param, store.names[index])
-        found = {store: unit for store, unit in units.items() if unit.data}
-        for store, unit in found.items():
-            for index in set(self._parts.beside(store)).difference(unit.data):
-                _check_bytes(store.params[index], store, index)
-        return found
+        return units
 
     def _defer(self, units: dict[HostCopy, _Unit]) -> None:
         """Hide these units and have them stepped; whatever is hidden when a signal's handler raises, a wait finds."""
@@ -730,9 +739,7 @@ def _check_gradient(param: nn.Parameter, name: str) -> None:
         raise CannotDefer(f"the gradient of {name} is not as the weight is")
 
 
-def _check_state(optimizer: Optimizer, group: Group, param: nn.Parameter, name: str) -> None:
-    if keeps_no_state(optimizer, group):
-        return
+def _check_state(optimizer: Optimizer, param: nn.Parameter, name: str) -> None:
     state = optimizer.state.get(param)
     if not state or (isinstance(optimizer, SGD) and state.get("momentum_buffer") is None):
         raise CannotDefer  # the first step creates it, after which it is there

@@ -29,7 +29,7 @@ from ..core.telemetry import Counters
 from ..errors import ExactnessError
 from ..memory.access import Access
 from ..memory.host_copy import HostCopy
-from .pending_step import HostThread, IsOwn, Parts, PendingStep, Say
+from .pending_step import HostThread, Kept, Parts, PendingStep, Say
 from .pieces import Group, ShadowStep
 
 
@@ -116,19 +116,17 @@ class StepOwner:
                 self.takes_units = None if self._reads_state is None else step
                 self._reads_state = False
 
-    def rest(
-        self, optimizer: Optimizer, order: Sequence[HostCopy], is_own: IsOwn, parts: Parts
-    ) -> tuple[list[Group], Any]:
+    def rest(self, order: Sequence[HostCopy], kept: Kept, parts: Parts) -> tuple[list[Group], Any]:
         """Return the groups and the state of what the optimizer's own code steps; the rest may be deferred.
 
-        Units are deferred in this order. ``is_own`` tells whether only a parameter refers to its gradient.
+        Units are deferred in this order. ``kept`` tells which gradients others refer to than their parameters.
         """
         step, self._announced, self.takes_units = self._announced, None, None
         self._access.step_has_begun = False
         assert step is not None
         self.finish()
         self._current = step
-        return step.step_rest(order, is_own, parts)
+        return step.step_rest(order, kept, parts)
 
     def code_returned(self, optimizer: Optimizer) -> None:
         """Note that an optimizer's own code is done: an error from here on tears no step."""

@@ -22,12 +22,12 @@ from ..memory.access import Access
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy, OwnSlab, Slab
 from ..memory.partition import Unit
-from ..optim.pending_step import ALL_PARTS, IsOwn, Parts
+from ..optim.pending_step import ALL_PARTS, Kept, Parts
 from ..optim.pieces import Group
 from ..optim.state_in_memory import StateInMemory
 from .board import ONE_RANK, OneRank
 
-Rest = Callable[[Optimizer, IsOwn, Parts], tuple[list[Group], Any]]
+Rest = Callable[[Optimizer, Kept, Parts], tuple[list[Group], Any]]
 
 
 class Alone:
@@ -79,7 +79,7 @@ class Alone:
         state: StateInMemory,
     ) -> None:
         """Begin with these units; ``overlaps``: whether gradients may be summed beside backward."""
-        self._is_own = gradients.is_own
+        self._kept = gradients.kept
 
     def close(self) -> None:
         """Leave weights, gradients and state to the user's objects. The team may begin again, with units made anew."""
@@ -129,7 +129,7 @@ class Alone:
 
         ``alone`` finds them, having deferred what this process may step later.
         """
-        return alone(optimizer, self._is_own, ALL_PARTS)
+        return alone(optimizer, self._kept, ALL_PARTS)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """End a step that was cut, before hooks of the user's read what other ranks have stepped."""

@@ -62,7 +62,7 @@ import operator
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -85,7 +85,7 @@ from ..memory.weights import same_bytes
 from ..nodes import transport
 from ..nodes.shares import flat, owned, share
 from ..nodes.transport import PARTS, SUMS, Key, Message, Unpacked, packed, same_for_all
-from ..optim.pending_step import Arriving, PendingStep, thread_settings, with_settings
+from ..optim.pending_step import Arriving, Kept, PendingStep, thread_settings, with_settings
 from .board import AFTER_GRADIENTS, Board, Ranks
 from .shared_memory import PAGE, Box, SharedSlab, paged
 from .user_edits import Alike, fingerprint, listed
@@ -225,7 +225,7 @@ class Exchange:
         self._backward: _Backward | None = None  # that runs, or whose exchange does
         self._lock = threading.RLock()  # around what both of a backward's threads change (Rule 10)
         self._thread = ThreadPoolExecutor(1, "superpipeline-sums")
-        self.is_own: Callable[[HostCopy, int], bool] = lambda store, index: True  # whether no user code has a gradient
+        self.kept: Kept = lambda store, indices: []  # which gradients user code has, too
         self._leaves: list[Any] = []  # a hook on the parameter itself would be one that reads its gradient
         self._hooks = [
             self._leaf(parameter).register_prehook(functools.partial(self._at_leaf, store, index))
@@ -707,14 +707,11 @@ class Exchange:
         traces = _traces([sums.views[index] for index in indices])
         return {index for index, seen in zip(indices, traces, strict=True) if seen == _own_traces(True, references)}
 
-    def unreferenced(self) -> Callable[[HostCopy, int], bool]:
-        """Return a function that says whether only a parameter refers to its mean gradient, as of now."""
-
-        @functools.cache
-        def unseen(store: HostCopy) -> set[int]:
-            return self.unseen(store, [at for at in range(len(store.params)) if self.is_mean(store, at)], 0)
-
-        return lambda store, index: index in unseen(store)
+    def shared_means(self, store: HostCopy, indices: Collection[int]) -> list[int]:
+        """Return those of a unit's gradients that are no means, or to which others refer than their parameters."""
+        means = [index for index in range(len(store.params)) if self.is_mean(store, index)]
+        unseen = self.unseen(store, means, 0)
+        return [index for index in indices if index not in unseen]
 
     # ---- details
 
@@ -905,7 +902,7 @@ class Exchange:
     def _set_grad(self, store: HostCopy, index: int, view: Tensor) -> None:
         parameter = store.params[index]
         # A local name for the gradient would count as a reference to it.
-        if true_grad(parameter) is not None and true_grad(parameter) is not view and not self.is_own(store, index):
+        if true_grad(parameter) is not None and true_grad(parameter) is not view and self.kept(store, (index,)):
             _known(true_grad(parameter)).copy_(view)
         else:
             set_true_grad(parameter, view)

@@ -115,7 +115,7 @@ class Team(Alone):
         self.exchange = gradients.exchange = Exchange(self.ranks, self._device, stores)
         used, self._used = self._used, []
         self.exchange.reached(used)
-        self.exchange.overlaps, self.exchange.is_own = overlaps, gradients.is_own
+        self.exchange.overlaps, self.exchange.kept = overlaps, gradients.kept
         self.faces = Faces(self.ranks, self.exchange.board, homes)
         self.clipping = Clipping(self.ranks, self.exchange, stores, access)
         self.owners = Owners(self.ranks, self.exchange, self.faces, self.clipping, stores, state, self._divides)
@@ -222,7 +222,7 @@ class Team(Alone):
     def rest(self, optimizer: Optimizer, alone: Rest) -> tuple[list[Group], Any]:
         with self.tearing(), quietly():  # others may have stepped their parts: no read may compare that with views
             parts = self.owners.begin(optimizer, self.exchange.gradients_of(optimizer, self.clipping.clipped))
-            return self.owners.pieces(*alone(optimizer, self.exchange.unreferenced(), parts))
+            return self.owners.pieces(*alone(optimizer, self.exchange.shared_means, parts))
 
     def step_ended(self, optimizer: Optimizer) -> None:
         with self.tearing(), quietly():

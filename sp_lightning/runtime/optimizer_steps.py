@@ -34,7 +34,7 @@ from ..compat.tensors import consists_of_tensors
 from ..core import malloc
 from ..errors import UnsupportedError
 from ..optim import host_gradients, torn_step
-from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP, IsOwn, Parts
+from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP, Kept, Parts
 from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, has_options_on_device
 from ..optim.state_in_memory import StateInMemory
 from ..storage.in_memory import InMemory
@@ -239,7 +239,7 @@ class OptimizerSteps:
         self._wait_for_copies()
         return self.engine.team.rest(optimizer, self._own_rest)
 
-    def _own_rest(self, optimizer: Optimizer, is_own: IsOwn, parts: Parts) -> tuple[list[Group], Any]:
+    def _own_rest(self, optimizer: Optimizer, kept: Kept, parts: Parts) -> tuple[list[Group], Any]:
         owner = self.engine.step_owner
         if self.by_hand and self._options.optimizer_overlap and not owner.is_announced():  # Rule 4
             shadow = self._beside(optimizer)
@@ -249,7 +249,7 @@ class OptimizerSteps:
             return all_of(optimizer)
         if owner.begins_in_backward:
             self.engine.check_changed()  # a hook may have changed gradients after the engine's end of backward
-        return owner.rest(optimizer, self.engine.next_needed(), is_own, parts)
+        return owner.rest(self.engine.next_needed(), kept, parts)
 
     def say(self, what: str, reason: str | None) -> None:
         """Log what does not run beside other work, once for each reason."""

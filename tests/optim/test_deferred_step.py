@@ -577,6 +577,24 @@ def test_a_weight_of_a_class_of_its_own_is_stepped_at_once(device, caplog):
     assert handle.stats()["held_steps"] == 0 and "head.weight is of a class of its own, Scale" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_weight_that_the_optimizer_has_twice_is_stepped_twice_at_once(device, caplog):
+    def twice(net):
+        return torch.optim.AdamW([*net.parameters(), net.head.weight], 0.01)
+
+    torch.manual_seed(0)
+    net = blocks()
+    with caplog.at_level(logging.INFO, "sp_lightning"), sp_lightning.stream(net, device) as handle:
+        optimizer, x = twice(net), next(inputs(device))
+        for _ in range(3):
+            with handle.steps.overlapping(optimizer, lambda: True, in_backward=False):
+                step(net, optimizer, x)
+        assert handle.stats()["held_steps"] == 0 and "the optimizer has head.weight twice" in caplog.text
+    other, its_optimizer = plain(twice, 3)
+    assert_equal(net.state_dict(), other.state_dict())
+    assert_equal(list(optimizer.state.values()), list(its_optimizer.state.values()))
+
+
 @pytest.mark.parametrize("make_optimizer", [adamw, lambda net: torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)])
 def test_a_step_that_makes_state_is_not_held(make_optimizer, hold):
     with pytest.raises(AssertionError):
