@@ -60,7 +60,27 @@ class Options:
     @property
     def uses_files(self) -> bool:
         """Whether weights or state may be in files."""
-        return self.host_budget is not None or self.disk is not None
+        return self.host_budget is not None or self.spills
+
+    @property
+    def spills(self) -> bool:
+        """Whether a disk takes what exceeds the budget."""
+        return self.disk is not None
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of that disk."""
+        return (self.disk,) if isinstance(self.disk, str) else self.disk or ()
+
+    @property
+    def takes_what_is_free(self) -> bool:
+        """Whether the budget is the memory that is free: with a disk, and no budget of the user's."""
+        return self.spills and self.host_budget is None
+
+    @property
+    def host_limit(self) -> float:
+        """Host bytes that the user's budget allows: without one, and with "0B" (as little as can be had), any."""
+        return self.host_budget or math.inf
 
     @property
     def offloads(self) -> bool:

@@ -459,20 +459,23 @@ def store_within(name: str, store: Any) -> Any:
     return PrefixStore(name, store)
 
 
+def known_group(group: Any) -> Any:
+    """Return a process group; for None, that of all processes."""
+    import torch.distributed as dist
+
+    return group or dist.group.WORLD
+
+
 def members_of(group: Any) -> tuple[list[int], str]:
     """Return the global ranks of a process group's members, and a name that no other group of these has."""
     import torch.distributed as dist
 
-    group = group or dist.group.WORLD
     members = dist.get_process_group_ranks(group)
     return members, f"{group.group_name}/{'-'.join(map(str, members))}"
 
 
 def gloo_of(group: Any) -> Any:
     """Return the connections of a process group's members for tensors of the host, if they are gloo's; else None."""
-    import torch.distributed as dist
-
-    group = group or dist.group.WORLD
     try:
         found = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # it has a backend for another device alone

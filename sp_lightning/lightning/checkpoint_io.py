@@ -30,6 +30,9 @@ from .names import (
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ..options import Options
     from ..storage.checkpoint_beside import CheckpointBeside
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,15 @@ log = logging.getLogger(__name__)
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes
 _UNDER_WAY: dict[str, IO[bytes]] = {}  # files that are being written, by the paths that they will have
 CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # raised by file systems without fsync
+
+
+def state_to_load(module: nn.Module, state: dict[str, Any], options: Options) -> dict[str, Any]:
+    """Return a module's state for a load that writes no weight which files have already as it is."""
+    if not options.uses_files:
+        return state
+    from ..disk.weight_files import unchanged  # a run in memory loads nothing of the disk
+
+    return unchanged(module, state, options.host_budget)
 
 
 class MappedCheckpointIO(TorchCheckpointIO):

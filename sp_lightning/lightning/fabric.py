@@ -49,7 +49,7 @@ from ..options import Options
 from ..ranks.board import ONE_RANK
 from ..ranks.connection import leave_at_exit
 from ..runtime.handle import Handle, close_all, close_dropped, move_buffers, move_others, own_state
-from .checkpoint_io import MappedCheckpointIO
+from .checkpoint_io import MappedCheckpointIO, state_to_load
 from .master_weights import MasterWeights
 from .names import (
     Accelerator,
@@ -391,11 +391,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load the state of the user's module, under its own names."""
         module = _users(module)
-        if self.options.uses_files:
-            from ..disk.weight_files import unchanged
-
-            state_dict = unchanged(module, state_dict, self.options.host_budget)
-        super().load_module_state_dict(module, state_dict, strict)
+        super().load_module_state_dict(module, state_to_load(module, state_dict, self.options), strict)
 
 
 class RankedModule(nn.Module):

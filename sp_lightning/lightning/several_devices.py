@@ -421,16 +421,20 @@ class SeveralDevices:
         """Reduce a tensor over all ranks."""
         if not (self.is_distributed and dist.is_initialized() and isinstance(tensor, torch.Tensor)):
             return tensor
-        with self.ranks.together("a reduction" if group is None else None):
+        with self._together("a reduction", group):
             return sync_if_distributed(tensor.to(self._home), group, reduce_op=reduce_op).to(tensor.device)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Gather a tensor from all ranks."""
         if not self.is_distributed:
             return tensor
-        with self.ranks.together("a gathering" if group is None else None):
+        with self._together("a gathering", group):
             found: torch.Tensor = all_gather_if_distributed(tensor.to(self._home), group=group, sync_grads=sync_grads)
         return found.to(tensor.device)
+
+    def _together(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
+        """Run a collective of torch; one of all ranks once all have come to it."""
+        return self.ranks.together(what if group is None else None)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks decided so, or any did."""

@@ -49,6 +49,7 @@ from .checkpoint_io import (
     WrittenBeside,
     checkpoints_to_come,
     size_so_far,
+    state_to_load,
 )
 from .names import (
     Accelerator,
@@ -483,11 +484,8 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             return
         assert self.lightning_module is not None
         materialize(self.lightning_module)  # torch would load nothing into a weight on the meta device
-        if self.options.uses_files:
-            from ..disk.weight_files import unchanged
-
-            state = unchanged(self.lightning_module, checkpoint["state_dict"], self.options.host_budget)
-            checkpoint = {**checkpoint, "state_dict": state}
+        state = state_to_load(self.lightning_module, checkpoint["state_dict"], self.options)
+        checkpoint = {**checkpoint, "state_dict": state}
         before = {id(parameter): parameter._version for parameter in self.lightning_module.parameters()}
         with self._waiting_for_parameters("superpipeline: loading weights", lambda p: p._version != before[id(p)]):
             super().load_model_state_dict(checkpoint, strict=strict)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.tensors import default_store, gloo_of, members_of, store_within
+from ..compat.tensors import default_store, gloo_of, known_group, members_of, store_within
 from ..errors import OptionError, PeerError
 from .transport import FOREVER, PAUSE_S, PULSE_S
 
@@ -153,6 +153,7 @@ class Arrivals:
     """The ranks of a process group until they are connected, who all name the same one that fails (Rule 1)."""
 
     def __init__(self, group: Any, rank: int, host: str, timeout: timedelta) -> None:
+        group = known_group(group)
         members, name = members_of(group)
         self._rank, self._size, self._hosts = rank, len(members), {rank: host}
         self._holder = members.index(0) if 0 in members and not has_agent() else None  # its process has the store

@@ -238,8 +238,7 @@ class Plan:
     @property
     def host_available(self) -> int:
         """Bytes of host memory for the run: all but the system's share, and no more than ``host_budget``."""
-        nbytes = self.machine.host_nbytes - self.headroom
-        return min(nbytes, self.options.host_budget or nbytes)  # "0B" is as little as can be had, no limit
+        return int(min(self.machine.host_nbytes - self.headroom, self.options.host_limit))
 
     @property
     def fits_host(self) -> bool:

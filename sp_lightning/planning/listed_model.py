@@ -221,11 +221,10 @@ class ListedModel(PlannedModel):
             for unit in units
         ]
         read = 0 if options.master_weights else max(placement.masters for placement in placements)
-        budget, spills = options.host_budget, options.disk is not None
-        budget = whole.total if budget is None else budget
+        budget = whole.total if options.host_budget is None else options.host_budget
         largest = read, max(unit.weights for unit in units)
         of_copies, travelling = (ranks * BUFFERS * min(PIECE, nbytes) for nbytes in largest)
-        return within(placements, budget, whole, 0, spills, of_copies, travelling, self._sharing)
+        return within(placements, budget, whole, 0, options.spills, of_copies, travelling, self._sharing)
 
     def states(self) -> float:
         return self._states

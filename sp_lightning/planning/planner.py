@@ -165,7 +165,7 @@ class _Planner:
         self.available = self.profile.device_nbytes
         self.headroom = machine.headroom_nbytes
         host_nbytes = self.profile.host_nbytes
-        self.host_available = min(host_nbytes - self.headroom, self.options.host_budget or host_nbytes)
+        self.host_available = int(min(host_nbytes - self.headroom, self.options.host_limit))
         self.tried = _Sizes(self, self.options, self.needs, self.machine)
 
     def _host(self, source: PlannedModel, options: Options, needs: Requirements) -> HostBytes:
@@ -195,7 +195,7 @@ class _Planner:
     def _stays_narrow(self, optimizer: str, options: Options) -> bool:
         """Whether gradients stay on the host in the type in which they come down (gradients/slab.py, Rule 3)."""
         run = self.run
-        steps_here = options.optimizer_device == "host" and not options.fused_optimizer and options.disk is None
+        steps_here = options.optimizer_device == "host" and not options.fused_optimizer and not options.spills
         alone = self.ranks == run.nodes == 1 and not run.own_gradients
         return steps_here and alone and run.precision.startswith("bf16") and is_cut(optimizer)
 

@@ -148,7 +148,7 @@ class PlannedRun:
 
     def within_host(self, available_nbytes: int) -> PlannedRun:
         """Return the run with a host budget of all available bytes, if it has a disk and no other budget."""
-        if self.options.disk is None or self.options.host_budget is not None:
+        if not self.options.takes_what_is_free:
             return self
         return replace(self, options=replace(self.options, host_budget=max(1, available_nbytes)))
 

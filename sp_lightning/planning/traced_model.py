@@ -207,7 +207,7 @@ class TracedModel(PlannedModel):
         dtype = self._half() if options.master_weights else None
         may_cast = self._precision.endswith("mixed") and options.may_cast and dtype is None
         trains = self.answers is None
-        spills = trains and options.disk is not None
+        spills = trains and options.spills
         budget, known = options.host_budget, trace.castable
         kinds = dtype, may_cast, trains, spills
         offloads = options.offloads

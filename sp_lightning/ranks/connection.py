@@ -189,7 +189,7 @@ def broadcast_buffers(module: nn.Module, ranks: OneRank, group: Any, device: tor
     """Give all ranks the first one's buffers, once all have come here."""
     if ranks.world == 1:
         return
-    first = _first(group)
+    first = dist.get_process_group_ranks(group)[0]
     with ranks.together("the buffers of the first one"):
         for buffer in module.buffers():
             with _for_backend(local_of(buffer) if is_dtensor(buffer) else buffer, home(group, device)) as tensor:
@@ -199,11 +199,6 @@ def broadcast_buffers(module: nn.Module, ranks: OneRank, group: Any, device: tor
 def home(group: Any, device: torch.device) -> torch.device:
     """Return the device of the tensors that a group's backend takes."""
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-
-
-def _first(group: Any) -> int:
-    """Return the global rank of a group's first rank; without a group, of all."""
-    return 0 if group is None else dist.get_global_rank(group, 0)
 
 
 @contextlib.contextmanager

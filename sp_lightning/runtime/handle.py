@@ -128,7 +128,7 @@ class Handle:
         if options.uses_files:
             from ..storage.within_budget import WithDisk, WithinBudget  # a run in memory needs nothing of it
 
-            kind = WithinBudget if options.disk is None else WithDisk
+            kind = WithDisk if options.spills else WithinBudget
             may_cast = autocasts and options.may_cast and compute_dtype is None
             trained = not only_inference
             self.storage = kind(module, self.device, options, compute_dtype, may_cast, trained, self._counters, state)

@@ -137,12 +137,16 @@ class WithinBudget(InMemory):
         if self.maps_blocks:
             malloc.by_themselves()
         self.files.open(self.in_files, self._moved | self._wired, self._wired)
-        # Not with "0B": as little as can be had. Ranks step in memory that they share.
-        is_bounded = self.spills or self._budget
-        may_need = self.in_files if self._sharing.several else ()
+        may_need = self.in_files if self._sharing.several else ()  # ranks step in memory that they share
+        is_bounded = self._is_bounded
         frozen = [p for p in self._module.parameters() if (is_bounded or id(p) in may_need) and not p.requires_grad]
         self.frozen = [p for p in frozen if id(p) not in self._thawed]
         self._thawed_nbytes = 0
+
+    @property
+    def _is_bounded(self) -> bool:
+        """Whether there may be no memory for what comes to train; with "0B" there is as much as it takes."""
+        return self._budget > 0
 
     def homes(self, unit: Unit) -> Sequence[FileHome]:
         return self.files.homes(unit)
@@ -172,20 +176,22 @@ class WithinBudget(InMemory):
         others = sum(parameter.nbytes for parameter in parameters) - trains
         terms = ", ".join(f"{name} {format_bytes(n)}" for name, n in asdict(placed.host).items() if n)
         total = format_bytes(placed.host.total, up=True)  # to be copied
-        spilled, spill = "", ""
-        if self.spills:
-            what = "optimizer state and weights" if placed.masters or placed.travelling else "optimizer state"
-            what = what if self._trains else "weights"
-            spilled = f" and {format_bytes(placed.on_disk)} of {what} on the disk"
-        elif placed.host.optimizer:
-            spill = "Give disk= a folder on a local SSD for the optimizer's state. "
+        spill = "Give disk= a folder on a local SSD for the optimizer's state. " * self._lacks_disk(placed)
         return (
             f"host_budget={format_bytes(self._budget)} cannot be met: with {format_bytes(placed.in_files)} of weights "
-            f"left in their files{spilled} the run takes {total} of host memory ({terms}). {spill}"
+            f"left in their files{self._spilled(placed)} the run takes {total} of host memory ({terms}). {spill}"
             f"Of the weights in memory {format_bytes(trains)} require gradients (freeze what does not train: "
             f"requires_grad_(False)), and {format_bytes(others)} are in no file as they are (load them in the files' "
             "own type, from_pretrained(dtype='auto')). Raise the budget, or give '0B' for as little as can be had"
         )
+
+    def _lacks_disk(self, placed: Budgeted) -> bool:
+        """Whether a disk would take a part of this, and none was given."""
+        return placed.host.optimizer > 0
+
+    def _spilled(self, placed: Budgeted) -> str:
+        """Say what of this is on the disk."""
+        return ""
 
     def check_state(self, optimizers: Iterable[Optimizer]) -> None:
         self._optimizers.update(optimizers)
@@ -253,21 +259,16 @@ class WithDisk(WithinBudget):
         super().__init__(*given)
         self._made: set[int] = set()  # units whose gradients are there
 
-    @property
-    def _folders(self) -> Sequence[str]:
-        disk = self._options.disk or ()
-        return (disk,) if isinstance(disk, str) else disk
-
     def choose(self, units: Sequence[Unit], ranks: Sharers) -> None:
-        for folder in self._folders:
+        for folder in self._options.folders:
             check_folder(folder)
         self._ranks = ranks.ranks
-        if self._options.host_budget is None and not self._units:  # once: what the run takes then is within it
+        if self._options.takes_what_is_free and not self._units:  # once: what the run takes then is within it
             memory, parameters = host_memory(), [parameter for unit in units for _, parameter in unit.params]
             self._budget = max(1, ranks.least(memory.free + _here_nbytes(parameters) - headroom(memory.total)))
         super().choose(units, ranks)
         if not self.state.is_on_disk:
-            for folder, nbytes in shares(self._folders, self.on_disk).items():
+            for folder, nbytes in shares(self._options.folders, self.on_disk).items():
                 if not make_room(folder, nbytes):
                     spilled = self._params({*self.placed.spilled, *self.placed.masters, *self.placed.travelling})
                     check_room(folder, nbytes - left_nbytes(folder, spilled))
@@ -278,10 +279,21 @@ class WithDisk(WithinBudget):
             bound |= {id(p) for p in parameters if p.is_meta or in_memory_nbytes([true_data(p)])}
         return bound
 
+    @property
+    def _is_bounded(self) -> bool:
+        return True
+
+    def _lacks_disk(self, placed: Budgeted) -> bool:
+        return False
+
+    def _spilled(self, placed: Budgeted) -> str:
+        what = "optimizer state and weights" if placed.masters or placed.travelling else "optimizer state"
+        return f" and {format_bytes(placed.on_disk)} of {what if self._trains else 'weights'} on the disk"
+
     def open(self) -> None:
         placed = self.placed
         if placed.on_disk and not self.state.is_on_disk:
-            file = ScratchFile(self._folders, self._ranks)
+            file = ScratchFile(self._options.folders, self._ranks)
             self.state = self.files.scratch = self._on_disk(file, placed.buffer)
             self._gradients = GradientRing(file, self._device, self._counters, placed.gradient_buffer)
             self.state.gradients_to_come = self._gradients_to_come
@@ -310,7 +322,7 @@ class WithDisk(WithinBudget):
         return self._activations
 
     def _make_file(self) -> ScratchFile:
-        return ScratchFile(self._folders, OneProcess(), holds_activations=True)
+        return ScratchFile(self._options.folders, OneProcess(), holds_activations=True)
 
     def close_weights(self) -> None:
         super().close_weights()
