@@ -98,6 +98,7 @@ BETWEEN_RANKS = {
 BETWEEN_RANKS |= {"nodes/transport.py", "lightning/several_devices.py", "lightning/strategy.py"}
 BETWEEN_RANKS |= {
     "optim/pending_step.py: _error_of_others",
+    "hf/context.py: _load_state",
     "lightning/fabric.py: load_checkpoint",
     "runtime/engine.py: exchanging",
     "runtime/handle.py: _follow_changes",

@@ -447,6 +447,22 @@ def test_gradients_are_there_when_backward_returns(seen):
     check(blocks, run, DEVICE)
 
 
+def test_a_gradient_that_code_has_kept_is_added_to_before_the_next_hook():
+    def run(net, device):
+        x, *_ = inputs(device)
+        squares(net, x).backward()
+        slow(d2h=SLOW_US)
+        kept, seen = net.blocks[-1].up.weight.grad, []
+        hidden = net.blocks[0].register_forward_hook(
+            lambda *args: args[2].register_hook(lambda _: seen.append(kept.clone())) and None
+        )
+        squares(net, x).backward()
+        hidden.remove()
+        yield seen
+
+    check(blocks, run, DEVICE)
+
+
 def test_gradients_are_there_for_code_that_asks_torch_itself():
     torch.manual_seed(0)
     net = blocks()

@@ -174,3 +174,8 @@ def test_what_is_loaded_is_shared_at_once(tmp_path):
 def test_what_fabric_loaded_is_shared_at_once(also_optimizer, tmp_path):
     found = processes.run(2, waiting.loaded_with_fabric, str(tmp_path / "half.ckpt"), also_optimizer)
     assert found == [(0, True), (0, True)]
+
+
+def test_what_accelerate_loaded_is_shared_at_once(tmp_path):
+    pytest.importorskip("transformers", reason="sp_lightning.hf is for accelerate, which comes with it")
+    assert processes.run(2, waiting.loaded_with_accelerate, str(tmp_path)) == [(0, True), (0, True)]

@@ -23,6 +23,7 @@ from unittest import mock
 import lightning as L
 import loops
 import pytest
+import ranked_hf
 import ranked_runs
 import torch
 import torch.distributed as dist
@@ -921,6 +922,27 @@ def loaded_with_fabric(checkpoint: str, also_optimizer: bool) -> tuple[int, bool
     found = own, all(torch.equal(one, other) for one, other in pairs)
     fabric.strategy.teardown()
     return found
+
+
+def loaded_with_accelerate(folder: str) -> tuple[int, bool]:
+    """Load with accelerate; return how many bytes this rank has of its own then, and whether the state is right."""
+    with ranked_hf.place("cpu"), importlib.import_module("sp_lightning.hf").streaming(window=1) as stream:
+        run = ranked_hf.accelerator()
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        net, optimizer = run.prepare(net, torch.optim.Adam(net.parameters()))
+        for step in range(2):
+            run.backward(net(torch.ones(2, 64) + step).sum())
+            optimizer.step()
+            if step == 0:
+                moments = _moments(optimizer)
+                run.save_state(folder)
+        (handle,) = stream.handles
+        run.wait_for_everyone()
+        move_slowly(handle)
+        run.load_state(folder)
+        own = sum(end - start for unit in handle.engine.units for start, end in unit.store.slab.slab.private())
+        return own, all(torch.equal(*pair) for pair in zip(_moments(optimizer), moments, strict=True))
 
 
 def save(checkpoint: str) -> None:
