@@ -216,15 +216,15 @@ class Library:
 
     def why_not(self, optimizer: Optimizer, group: Group) -> str:
         """Say why no such code may step this group; empty if it may. If that is not known, begin to find out."""
-        recipe = RECIPES[type(optimizer)]
-        options = {name: group[name] for name in recipe.options}
-        key = (type(optimizer), *map(repr, options.values()))
+        cls = type(optimizer)  # what waits to be compared keeps no tensor of a step
+        options = {name: group[name] for name in RECIPES[cls].options}
+        key = (cls, *map(repr, options.values()))
         reason = self._reasons.get(key)
         if reason is None and not self.failure:
             with self._lock:
                 if key not in self._reasons:
                     self._reasons[key] = "it is not compared yet"
-                    self._asked.append((key, lambda: self._equals_the_loop(type(optimizer), options)))
+                    self._asked.append((key, lambda: self._equals_the_loop(cls, options)))
                     if self._thread is None:
                         self._thread = threading.Thread(target=self._find_out, name="native optimizer")
                         self._thread.start()
@@ -290,6 +290,8 @@ class Library:
         while True:
             with self._lock:
                 if not self._asked or self.failure:
+                    self._reasons.update((key, self.failure) for key, _ in self._asked)
+                    self._asked.clear()
                     self._thread = None
                     return
                 key, equals = self._asked.pop(0)

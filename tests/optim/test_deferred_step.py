@@ -30,7 +30,7 @@ from sp_lightning.autograd import weight_reads
 from sp_lightning.errors import TornStepError
 from sp_lightning.memory import host_copy
 from sp_lightning.memory.device import Device
-from sp_lightning.optim import pending_step
+from sp_lightning.optim import native, pending_step
 from sp_lightning.optim.pending_step import HostThread, PendingStep
 from sp_lightning.optim.pieces import Optimizer
 from sp_lightning.runtime.window import Window
@@ -575,6 +575,29 @@ def test_a_weight_of_a_class_of_its_own_is_stepped_at_once(device, caplog):
             with handle.steps.overlapping(optimizer, lambda: True, in_backward=False):
                 step(net, optimizer, x)
     assert handle.stats()["held_steps"] == 0 and "head.weight is of a class of its own, Scale" in caplog.text
+
+
+def test_steps_are_held_while_compiled_code_for_their_options_is_yet_to_be_compared(device, monkeypatch):
+    """A schedule that changes betas, as OneCycleLR does, asks for other options in each step."""
+    goes_on = threading.Event()
+
+    def compiled():
+        assert goes_on.wait(60)
+        raise native.Unavailable("there is no compiler")
+
+    monkeypatch.setattr(native, "LIBRARY", native.Library())
+    monkeypatch.setattr(native, "FEWEST", 0)
+    monkeypatch.setattr(native, "compiled", compiled)
+    net = blocks()
+    with sp_lightning.stream(net, device) as handle:
+        optimizer, x = adamw(net), next(inputs(device))
+        for number in range(5):
+            optimizer.param_groups[0]["betas"] = (0.9 - number / 100, 0.99)
+            step(net, optimizer, x)
+        assert handle.stats()["held_steps"] == 4
+        assert len(native.LIBRARY._asked) > 0
+        goes_on.set()
+    native.LIBRARY.wait()
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")

@@ -2,11 +2,14 @@
 
 import contextlib
 import functools
+import gc
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 
 import forks
 import lightning as L
@@ -373,6 +376,28 @@ def test_options_may_be_lists():
     optimizer.param_groups[0]["betas"] = [0.9, 0.95]
     assert native.LIBRARY.steps(optimizer, optimizer.param_groups[0]) in (True, False)
     native.LIBRARY.wait()
+
+
+def test_what_waits_to_be_compared_keeps_no_tensor_of_a_step_and_fails_with_the_first(library, monkeypatch):
+    goes_on = threading.Event()
+
+    def compiled():
+        assert goes_on.wait(60)
+        raise native.Unavailable("there is no compiler")
+
+    def ask():
+        optimizer = AdamW([torch.nn.Parameter(torch.ones(3))])
+        (group,) = optimizer.param_groups
+        reasons = [library.why_not(optimizer, {**group, "eps": eps}) for eps in (1e-8, 1e-3)]
+        return reasons, weakref.ref(group["params"][0])
+
+    monkeypatch.setattr(native, "compiled", compiled)
+    reasons, parameter = ask()
+    gc.collect()
+    assert parameter() is None and reasons == ["it is not compared yet"] * 2
+    goes_on.set()
+    library.wait()
+    assert ask()[0] == ["there is no compiler"] * 2
 
 
 def test_a_thread_that_flushes_denormals_is_left_to_torch(library):
