@@ -43,7 +43,7 @@ CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # r
 
 
 def state_to_load(module: nn.Module, state: dict[str, Any], options: Options) -> dict[str, Any]:
-    """Return a module's state for a load that writes no weight which files have already as it is."""
+    """Return a module's state to load, which leaves alone the weights that stay in files with these values."""
     if not options.uses_files:
         return state
     from ..disk.weight_files import unchanged  # a run in memory loads nothing of the disk

@@ -799,7 +799,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def with_hooks(parameters: Iterable[Tensor]) -> set[int]:
-    """Return the indices of the parameters with whose gradients autograd calls code of the user's (`has_hooks`)."""
+    """Return the indices of parameters that have such hooks (`has_hooks`)."""
     return {
         index
         for index, parameter in enumerate(parameters)

@@ -193,7 +193,7 @@ def side_by_side(disks, *works):
         assert not thread.is_alive()
 
 
-IN_THE_RING = ("step", "adopt", "moved", "converted")
+IN_THE_RING = ("another step", "adopt", "moved", "converted")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_the_buffers_are_used_by_one_thread_at_a_time(first, then, scratch, monk
 
     calls = {
         "a step": lambda: stepped(optimizer),
-        "step": lambda: stepped(other),
+        "another step": lambda: stepped(other),
         "adopt": load,
         "moved": lambda: moved.append(disk.moved(values)[0]),
         "converted": lambda: moved.append(disk.converted(there, wire)),
@@ -231,7 +231,7 @@ def test_the_buffers_are_used_by_one_thread_at_a_time(first, then, scratch, monk
     assert are_free(ring)
     in_turn = [thread for thread, _ in itertools.groupby(used_by)]
     assert len(in_turn) == len(set(used_by)) == (1 if then == "close" else 2)
-    for one, plain in zip((optimizer, other), plainly(2, 2, 2 if then == "step" else 1), strict=True):
+    for one, plain in zip((optimizer, other), plainly(2, 2, 2 if then == "another step" else 1), strict=True):
         assert_same(one, plain)
     if "moved" in (first, then):
         assert torch.equal(moved[0], values)
