@@ -92,8 +92,10 @@ class UnitWork:
     name: str
     trained: int = 0  # parameters that a step changes
     cast: int = 0  # of those, the ones that are FP32 on the host and travel in half precision
-    forward_flops: float = 0.0
-    backward_flops: float = 0.0  # with the forward that recomputation repeats
+    forward_flops: float = 0.0  # of products in half precision
+    backward_flops: float = 0.0  # with the forward that recomputation repeats, as all of backward's work
+    forward_fp32_flops: float = 0.0  # of products in FP32
+    backward_fp32_flops: float = 0.0
     forward_moved: float = 0.0  # bytes of device memory that all but matrix products read and write
     backward_moved: float = 0.0
     up_nbytes: int = 0  # of each load
@@ -125,7 +127,6 @@ class Run:
     accumulate: int = 1  # batches in a step; the time is that of all of them
     optimizer_device: Literal["host", "device"] = "host"
     overlap: Literal["none", "backward", "forward"] = "forward"  # how far steps run beside compute
-    fp32: bool = False  # products are those of FP32
     ranks: int = 1  # devices on this host, which share its memory and cores
 
 
@@ -264,12 +265,14 @@ class _Step:
 
     def _seconds(self, unit: UnitWork, is_backward: bool) -> float:
         """Return the seconds of a visit's compute: of its products, and of what lies between them."""
-        machine, run = self._machine, self._run
-        flops = unit.backward_flops if is_backward else unit.forward_flops
-        moved = unit.backward_moved if is_backward else unit.forward_moved
-        rate = machine.fp32_flops_per_s if run.fp32 and machine.fp32_flops_per_s else machine.flops_per_s
-        seconds = flops / (MATRIX * rate) + moved / machine.device_bytes_per_s
-        return seconds + unit.mesh_nbytes / machine.mesh_bytes_per_s
+        machine = self._machine
+        work = unit.forward_flops, unit.forward_fp32_flops, unit.forward_moved
+        if is_backward:
+            work = unit.backward_flops, unit.backward_fp32_flops, unit.backward_moved
+        flops, fp32_flops, moved = work
+        products = flops / machine.flops_per_s + fp32_flops / (machine.fp32_flops_per_s or machine.flops_per_s)
+        mesh = unit.mesh_nbytes / machine.mesh_bytes_per_s
+        return products / MATRIX + moved / machine.device_bytes_per_s + mesh
 
     def _put_aside(self, unit: UnitWork, computed: _Task) -> _Task:
         sent = self._lanes.add(DOWN, unit.kept_nbytes, computed)
