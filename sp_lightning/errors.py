@@ -114,6 +114,10 @@ class PeerError(SuperpipelineError, RuntimeError):
     """Another rank ended, failed, or did not come in time; the message names it."""
 
 
+class MeasurementError(SuperpipelineError, RuntimeError):
+    """Two measurements of one rate differ: the machine is busy, and a plan from them would be wrong."""
+
+
 class TraceError(SuperpipelineError, ValueError):
     """A file is not a timeline that this package wrote."""
 

@@ -37,6 +37,7 @@ def test_an_option_error_survives_pickling_whatever_was_found(protocol):
         (errors.ExactnessError, RuntimeError),
         (errors.SourceFileError, RuntimeError),
         (errors.TornStepError, RuntimeError),
+        (errors.MeasurementError, RuntimeError),
         (errors.TraceError, ValueError),
     ],
 )

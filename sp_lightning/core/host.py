@@ -77,6 +77,16 @@ def allow_all_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def cache_nbytes(root: Path = ROOT) -> int:
+    """Return the bytes of the processors' last caches together; 64 MiB where the system does not tell."""
+    found = {}
+    for index in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
+        with contextlib.suppress(OSError, ValueError):
+            size = (index / "size").read_text().strip()
+            found[(index / "shared_cpu_list").read_text()] = int(size.removesuffix("K")) << 10
+    return sum(found.values()) or 64 << 20
+
+
 def usable_cores() -> int:
     """Count the physical cores that this process may run on, within its CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,15 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from .machines import Machine
+from .machines import REACHED, Machine, Reached
 
 COMPUTE, UP, DOWN, CORES = "compute", "host to device", "device to host", "host memory"
 READ, WRITE, NETWORK = "disk read", "disk write", "network"
-
-# Fitted to the measured rows by benchmarks/fit_lanes.py, which prints each row's error with and without the row.
-MATRIX = 0.81  # share of the measured matrix rate that a model's products reach: theirs are smaller than the measured
-DOWN_COST = 1.3  # bytes of host memory for each byte that comes down: its cache lines are claimed before
-ONE_CORE = 12e9  # bytes/s that one core reads, of a norm that torch computes on one core
 
 STEPS = 5  # simulated steps: the first ones fill the lanes, the time between the last two counts
 INSTANT = 1e-12  # seconds that count as none
@@ -117,7 +112,7 @@ class UnitWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What decides the order of work in a step."""
+    """The choices that decide the order of work in a step."""
 
     cost: StepCost
     window: int  # units on the device
@@ -139,10 +134,10 @@ class StepTime:
     lanes: dict[str, float]
 
 
-def step_time(units: Sequence[UnitWork], machine: Machine, run: Run) -> StepTime:
+def step_time(units: Sequence[UnitWork], machine: Machine, run: Run, reached: Reached = REACHED) -> StepTime:
     """Compute the time of a step over these uses of units, in the order of forward."""
-    lanes = _Lanes(machine, run.ranks)
-    step = _Step(units, machine, run, lanes)
+    lanes = _Lanes(machine, run.ranks, reached)
+    step = _Step(units, machine, run, reached, lanes)
     begins = [step.issue() for _ in range(STEPS)]
     lanes.work_off()
     begin, end = begins[-2].end, begins[-1].end
@@ -163,8 +158,8 @@ class _Step:
     3. The cores turn to the unit that the next forward needs first.
     """
 
-    def __init__(self, units: Sequence[UnitWork], machine: Machine, run: Run, lanes: _Lanes) -> None:
-        self._machine, self._run, self._lanes = machine, run, lanes
+    def __init__(self, units: Sequence[UnitWork], machine: Machine, run: Run, reached: Reached, lanes: _Lanes) -> None:
+        self._machine, self._run, self._reached, self._lanes = machine, run, reached, lanes
         self._visits = [(unit, False) for unit in units]
         if not run.inference:
             self._visits += [(unit, True) for unit in reversed(units)]
@@ -224,10 +219,10 @@ class _Step:
         nbytes = sum(unit.parameter_bytes(self._landing) for unit in on_host)
         ready = self._lanes.add(CORES, nbytes, *(task for _, task in sent))
         if is_last and self._run.clip:
-            by_one = sum(unit.parameter_bytes(cost.norm_by_one) for unit in on_host) / ONE_CORE
+            by_one = sum(unit.parameter_bytes(cost.norm_by_one) for unit in on_host) / self._reached.one_core
             nbytes = sum(unit.parameter_bytes(each) for unit in on_host for each in (cost.norm, cost.scaled))
             ready = self._lanes.add(UP, cost.norm_up * sum(unit.trained for unit in on_host), ready)
-            ready = self._lanes.add(CORES, nbytes + by_one * self._machine.cores_bytes_per_s, ready)
+            ready = self._lanes.add(CORES, nbytes + by_one * self._lanes.cores_bytes_per_s, ready)
         self._compute(0.0, [ready])
         if is_last:
             for unit, _ in reversed(sent):
@@ -272,7 +267,7 @@ class _Step:
         flops, fp32_flops, moved = work
         products = flops / machine.flops_per_s + fp32_flops / (machine.fp32_flops_per_s or machine.flops_per_s)
         mesh = unit.mesh_nbytes / machine.mesh_bytes_per_s
-        return products / MATRIX + moved / machine.device_bytes_per_s + mesh
+        return products / self._reached.matrix + moved / machine.device_bytes_per_s + mesh
 
     def _put_aside(self, unit: UnitWork, computed: _Task) -> _Task:
         sent = self._lanes.add(DOWN, unit.kept_nbytes, computed)
@@ -334,8 +329,9 @@ class _Task:
 class _Lanes:
     """The lanes of a machine. Each works at the most urgent piece of those that wait for nothing."""
 
-    def __init__(self, machine: Machine, ranks: int) -> None:
-        self._machine, self._ranks = machine, ranks
+    def __init__(self, machine: Machine, ranks: int, reached: Reached) -> None:
+        self._machine, self._ranks, self._down_cost = machine, ranks, reached.down_cost
+        self.cores_bytes_per_s = reached.step * machine.cores_bytes_per_s
         self._ready: dict[str, list[_Task]] = {lane: [] for lane in (COMPUTE, UP, DOWN, CORES, READ, WRITE, NETWORK)}
         self._number = itertools.count()
         self._spans: list[tuple[float, float, tuple[str, ...]]] = []  # from, to, busy lanes
@@ -394,13 +390,13 @@ class _Lanes:
             COMPUTE: 1.0,
             UP: machine.up_bytes_per_s * duplex,
             DOWN: machine.down_bytes_per_s * duplex,
-            CORES: machine.cores_bytes_per_s,
+            CORES: self.cores_bytes_per_s,
             READ: machine.disk_bytes_per_s * disk_duplex,
             WRITE: machine.disk_out_bytes_per_s * disk_duplex,
             NETWORK: machine.network_bytes_per_s,
         }
         sums = 2 if self._ranks > 1 else 1  # gradients of several devices are read once more, to be summed
-        taken = self._ranks * ((UP in busy) * rates[UP] + (DOWN in busy) * rates[DOWN] * DOWN_COST * sums)
+        taken = self._ranks * ((UP in busy) * rates[UP] + (DOWN in busy) * rates[DOWN] * self._down_cost * sums)
         host = machine.host_bytes_per_s
         left = LEAST * host if CORES in busy else 0.0
         slower = min(1.0, (host - left) / taken) if taken else 1.0

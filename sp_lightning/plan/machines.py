@@ -51,6 +51,19 @@ class Machine:
     mesh_bytes_per_s: float = math.inf  # to devices with other shards, while as many come; inf: not known
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """The rates that a step reaches on a machine, fitted to measured steps by benchmarks/fit_lanes.py."""
+
+    matrix: float = 0.81  # share of the rate of large products: a model's are smaller, and attention is slower
+    step: float = 0.78  # share of a plain pass's rate that cores reach in a step: it divides, and has seven arrays
+    down_cost: float = 1.3  # bytes of host memory that a byte to the host moves: its line is claimed, then written
+    one_core: float = 12e9  # bytes/s of a norm, which torch computes on one core
+
+
+REACHED = Reached()
+
+
 def machine_named(name: str) -> Machine:
     """Return a listed machine."""
     if name not in MACHINES:
@@ -166,10 +179,7 @@ def _listed(
     host_nbytes: float,
     cores: int | None = None,
 ) -> Machine:
-    """Make a machine from peaks: TFLOP/s in half precision and in FP32, GB/s of device and host memory.
-
-    With `cores` it is a virtual machine that has so many of a server's.
-    """
+    """Make a listed machine from its peaks in TFLOP/s and GB/s; a virtual one has so many of a server's cores."""
     host = host_giga * 1e9 * SUSTAINED_HOST
     return Machine(
         name=name,
