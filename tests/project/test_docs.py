@@ -31,9 +31,6 @@ LAUNCHERS = ("torchrun ", "accelerate launch ")  # which tests/hf/test_hf_ranks.
 LONG = {  # for users with time; what else runs each of them
     "python benchmarks/race_deletions.py": "test_package.py, on a small package",
     "python benchmarks/models.py": "test_families.py",
-    "python -m sp_lightning bench": "test_bench.py, at the tiniest size",
-    "python -m sp_lightning bench --inference --model llama-3b --precision bf16-true --batch 4 --seq 512 --answer 64"
-    " --at-once 1,4,16": "test_bench.py, at the tiniest size",
     "python benchmarks/telemetry.py --width 256 --rounds 30": "test_recorder.py, without timing it",
 }
 
