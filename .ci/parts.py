@@ -92,7 +92,7 @@ PARTS = {
     ),
     "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),
     "docs": Part(("tests/project/test_docs.py",), ("docs/", "sp_lightning/planning/", "sp_lightning/commands/")),
-    "kits": Part(("tests/project", "tests/bench"), ("benchmarks/", "sp_lightning/bench/")),
+    "kits": Part(("tests/project",), ("benchmarks/",)),
     "rigs": Part(("tests/rigs",), ("tests/rigs/", "tests/conftest.py")),
     "rest": Part(("tests",), ("pyproject.toml", "sp_lightning/memory/")),
 }

@@ -15,46 +15,43 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rigs"), str(ROOT / "benchmarks" / "gpu")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("tests/rigs", "benchmarks/gpu", "benchmarks/bench"))]
 
-SETTINGS: list[
-    tuple[str, int, int, str, int, dict[str, str]]
-] = [  # model, batch, tokens of each, activations, window, others
-    ("llama-8b:1", 4, 2048, "recompute", 2, {"device_memory": "24GiB", "optimizer": "sgd"}),
-    ("llama-8b:1", 2, 2048, "recompute", 2, {"device_memory": "16GiB", "optimizer": "sgd"}),
-    ("llama-1b:4", 2, 8192, "recompute", 3, {}),
-    ("llama-3b:4", 2, 2048, "recompute+offload", 1, {}),
-    ("llama-3b:4", 2, 2048, "recompute+offload", 2, {}),
-    ("llama-1b:4", 2, 2048, "offload", 2, {}),
-    ("llama-1b:4", 2, 2048, "keep", 2, {}),
-    ("vit-h:8", 64, 257, "recompute", 2, {}),
+SETTINGS: list[tuple[str, int, int, str, int, str | None]] = [
+    # model, batch, tokens of each, activations, window, limit of the device's memory
+    ("llama-1b:4", 4, 2048, "recompute", 2, "24GiB"),
+    ("llama-1b:4", 2, 8192, "recompute", 3, None),
+    ("llama-3b:4", 2, 2048, "recompute+offload", 1, None),
+    ("llama-3b:4", 2, 2048, "recompute+offload", 2, None),
+    ("llama-1b:4", 2, 2048, "offload", 2, None),
+    ("llama-1b:4", 2, 2048, "keep", 2, None),
 ]
 
 
 def measure(only: str) -> None:
     """Measure the settings whose model has this in its name, on the null CUDA runtime."""
     import predicted
+    from compare import compare, ours, setting_of
 
-    from sp_lightning import bench
-    from sp_lightning.options import format_bytes
+    from sp_lightning.core.machine import MACHINES
+    from sp_lightning.options import format_bytes, parse_bytes
 
-    for model, batch, seq, activations, window, others in SETTINGS:
+    for model, batch, seq, activations, window, limit in SETTINGS:
         if only not in model:
             continue
-        work = {"model": model, "batch": batch, "seq": seq, "activations": activations, **others}
+        work = {"model": model, "batch": batch, "seq": seq, "activations": activations}
         once = {"precision": "bf16-mixed", "steps": 1, "repetitions": 1, "device": "cuda"}
-        setting = bench.Setting.parse(**work, **once)
-        result = bench.compare(setting, [bench.Entry("superpipeline", {"window": window})], lambda line: None)
-        (row,) = result.rows
+        setting = setting_of(**work, **once, device_memory=limit and parse_bytes(limit, "device_memory"))
+        (row,) = rows = ours(window)
+        compare(setting, rows, lambda line: None)
         label = f"{model}, {batch} x {seq}, {activations}, window {window}"
         if row.error is not None:
             sys.stdout.write(f"{label}: {row.error}\n")
             continue
-        (plan,) = predicted.beside(result, [row])
-        repetition = row.repetitions[0]
+        (plan,) = predicted.beside(setting, MACHINES["h200"], rows)
         sys.stdout.write(
-            f"{label}: allocated {format_bytes(row.device_peak)}, plan {format_bytes(plan['device_nbytes'])} "
-            f"({plan['device_off']:+.2%}), reserved by the allocator {format_bytes(repetition['reserved_peak'])}\n"
+            f"{label}: allocated {format_bytes(row.most('device_peak'))}, plan {format_bytes(plan['device_nbytes'])} "
+            f"({plan['device_off']:+.2%}), reserved by the allocator {format_bytes(row.most('reserved_peak'))}\n"
         )
         sys.stdout.flush()
 

@@ -21,6 +21,7 @@ import json
 import os
 import pathlib
 import statistics
+import sys
 import time
 
 import torch
@@ -30,7 +31,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import sp_lightning
-from sp_lightning.bench.contenders import process_group
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "bench"))
+
+from contenders import process_group
 
 WIDTH, BATCH = 16, 4
 TURN = 64  # least number of units in a contender's turn

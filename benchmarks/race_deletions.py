@@ -1,16 +1,16 @@
 """Delete every wait, one at a time, and run the race tests: is each needed, and would its absence be noticed?
 
     python benchmarks/race_deletions.py [--only engine.py] [--jobs 2] [--cover FILE]
-                                        [--ranks | --nodes | --shards | --files | --calls]
+                                        [--ranks | --nodes | --shards | --files]
 
 A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or a call that does so
 inside: see `WAITS`; with ``--ranks`` one of a rank for others: see `OF_RANKS`; with ``--nodes`` one for those of other
 machines: see `OF_NODES`; with ``--shards`` one that only models of DTensors need: see `OF_SHARDS`; with ``--files`` one
-for reads and writes of files, and what else orders them there, such as a lock: see `OF_FILES`; with ``--calls`` one of
-a call in lockstep for its turn: see `OF_CALLS`. Each is replaced by its arguments in a copy of the package, and `TESTS`
-run against the copy, or `TESTS_OF_RANKS`, `TESTS_OF_NODES`, `TESTS_OF_SHARDS`, `TESTS_OF_CALLS`, or those of the file
-in `FOR_FILES`: those that come to the wait, as one run of all without a deletion has shown, first those of the file
-that is named first there, and the quickest first; tests that failed in that run are left out, and named at the end.
+for reads and writes of files, and what else orders them there, such as a lock: see `OF_FILES`. Each is replaced by its
+arguments in a copy of the package, and `TESTS` run against the copy, or `TESTS_OF_RANKS`, `TESTS_OF_NODES`,
+`TESTS_OF_SHARDS`, or those of the file in `FOR_FILES`: those that come to the wait, as one run of all without a
+deletion has shown, first those of the file that is named first there, and the quickest first; tests that failed in that
+run are left out, and named at the end.
 ``--cover`` keeps what that run showed in a file, and takes it from there for as long as the package and the tests are
 the same. A test that comes to its limit of time does not count, and those of other files run after it. The output has a
 line for each wait; the exit status is 1 if a deletion goes unnoticed, or if a test was left out.
@@ -83,7 +83,7 @@ WAITS |= {"wait_step", "before_host_access", "_complete", "before_user_code", "q
 OF_SAVINGS = {"finish_savings", "wait_for"}  # checkpoints that are written beside training
 WAITS |= OF_SAVINGS
 # Files, by their paths in the package, in which no step waits: they observe, plan or compare.
-BESIDE = {"runtime/measure.py", "observe/progress.py", "runtime/recorder.py", "bench/referee.py", "bench/turns.py"}
+BESIDE = {"runtime/measure.py", "observe/progress.py", "runtime/recorder.py"}
 BESIDE |= {"observe/disk_speed.py", "observe/network_speed.py", "hf/report.py"}
 # Waits of one rank for others: these calls, and all waits of these files, and of these functions of other files.
 OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_any"}
@@ -107,10 +107,6 @@ BETWEEN_RANKS |= {
 BETWEEN_NODES = {"nodes/arrivals.py", "nodes/transport.py"}  # where all waits are for other machines
 # Waits that no model without DTensors comes to: all of these files, and of these functions of other files.
 OF_SHARDS = {"runtime/same_path.py", "compat/tensors.py: arrived", "lightning/strategy.py: load_checkpoint"}
-# Waits of calls in lockstep for their turns.
-OF_CALLS = {"acquire", "arrive", "join"}
-OF_RUNNING_CALLS = "calls/", "runtime/engine.py"
-TESTS_OF_CALLS = ("tests/runtime/test_lockstep.py", "tests/runtime/test_lockstep_memory.py")
 # Waits for reads and writes of files: all waits in these files, each with the tests that run without one of them.
 _IN_FILES = ("tests/disk/test_waits_for_files.py", "tests/disk/test_file_store.py")
 _ON_DISK = ("tests/disk/test_waits_for_files.py", "tests/optim/test_portions.py", "tests/disk/test_state_in_runs.py")
@@ -189,7 +185,7 @@ class Verdict(NamedTuple):
 
 
 def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of: str = "steps") -> list[Wait]:
-    """List the waits of a package in the order of its files: "of" ranks, nodes, shards, files, calls, or all else.
+    """List the waits of a package in the order of its files: "of" ranks, nodes, shards, files, or all else.
 
     In the files ``beside`` no step waits.
     """
@@ -203,9 +199,7 @@ def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of: str = "st
 
 
 def kind(wait: Wait) -> str:
-    """Return what the wait is for: other "ranks", other "nodes", "shards", "files", the turn of "calls", or "steps"."""
-    if called(wait) in OF_CALLS and wait.file.startswith(OF_RUNNING_CALLS):
-        return "calls"
+    """Return what the wait is for: other "ranks", other "nodes", "shards", "files", or "steps"."""
     if wait.text.startswith(OF_WRITER) or called(wait) in OF_SAVINGS:
         return "files"
     if not OF_SHARDS.isdisjoint(places(wait)):
@@ -255,7 +249,6 @@ def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
         node = node.func
         others = OF_RANKS if isinstance(node, ast.Attribute) else set()  # functions of the same names wait for nobody
         names = WAITS | (OF_FILES if file in FOR_FILES else others)
-        names |= OF_CALLS if file.startswith(OF_RUNNING_CALLS) else set()
     else:
         names = LOCKS if file in FOR_FILES and isinstance(getattr(node, "ctx", None), ast.Load) else set()
     return (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")) in names
@@ -263,8 +256,7 @@ def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
 
 def tests_of(wait: Wait) -> Collection[str]:
     """Return the tests that may see that a wait is missing."""
-    tests = {"steps": TESTS, "ranks": TESTS_OF_RANKS, "shards": TESTS_OF_SHARDS, "calls": TESTS_OF_CALLS}
-    tests["nodes"] = TESTS_OF_NODES
+    tests = {"steps": TESTS, "ranks": TESTS_OF_RANKS, "shards": TESTS_OF_SHARDS, "nodes": TESTS_OF_NODES}
     return tests.get(kind(wait)) or FOR_FILES.get(wait.file, FOR_FILES["storage/checkpoint_beside.py"])
 
 
@@ -490,7 +482,6 @@ def main() -> int:
     of.add_argument("--nodes", dest="of", action="store_const", const="nodes", help="delete waits for other machines")
     of.add_argument("--shards", dest="of", action="store_const", const="shards", help="delete waits of DTensors alone")
     of.add_argument("--files", dest="of", action="store_const", const="files", help="delete waits for files")
-    of.add_argument("--calls", dest="of", action="store_const", const="calls", help="delete waits of calls for turns")
     parser.set_defaults(of="steps")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

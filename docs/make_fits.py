@@ -1,9 +1,8 @@
-"""Write the tables of what fits where, from the planner alone: a long one, the README's, and one of answers.
+"""Write the tables of what fits where, from the planner alone: a long one, and the README's.
 
     python docs/make_fits.py
 
-In the first two a cell is the largest of `MODELS` whose plan fits, with its speed and the hours for 10 M tokens; in the
-last how many calls in lockstep, of how many rows, a card takes, and how fast they are. Nothing is measured.
+A cell is the largest of `MODELS` whose plan fits, with its speed and the hours for 10 M tokens. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from sp_lightning.planning.workloads import WORKLOADS
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 PAGE = pathlib.Path(__file__).parent / "what-fits.md"
-OF_ANSWERS = pathlib.Path(__file__).parent / "inference.md"
 BEGIN, END = "<!-- what fits -->", "<!-- end of what fits -->"
 CARDS = ("rtx4060", "rtx4070", "rtx4060ti-16gb", "rtx4090")
 MEMORIES = (32, 64, 128)  # GiB
@@ -50,8 +48,6 @@ MODELS = {  # the smallest first
 WAYS = ("FP32 AdamW", "bf16-true AdamW", "adapters, bf16")
 SHORT = ("FP32 AdamW", "adapters, bf16", "answers, bf16")
 PROMPTS, PROMPT, ANSWER = 32, 512, 256  # of the answers: how many at once, and their tokens
-ROWS = 4, 16, 64  # of a call in lockstep, of which the best is listed
-ASKING = ("rtx4060", "rtx4070", "rtx4090")
 
 
 def _qwen3(layers: int, heads: int, intermediate: int) -> nn.Module:
@@ -100,23 +96,6 @@ def answers(card: str, model: str) -> Needs:
     return Needs(found.device_nbytes, found.host.total, found.with_memory.answer_s(ANSWER))
 
 
-def in_lockstep() -> str:
-    """Make the table of answers, with a row for each model."""
-    heads = [f"{PROFILES[card].device_nbytes // GIB} GB (`{card}`)" for card in ASKING]
-    lines = [f"| model, bf16 | weights | {' | '.join(heads)} |", f"| --- | --- |{' --- |' * len(heads)}"]
-    for name, make in ASKED.items():
-        cells, host = [], 0
-        for card in ASKING:
-            found = {rows: plan(make, _prompts(rows), **_asking(card), at_once="auto") for rows in ROWS}
-            fits = [(calls.tokens_per_s, calls, rows) for rows in ROWS for calls in found[rows].lockstep if calls.fits]
-            rate, calls, rows = max(fits, key=lambda one: one[0])
-            away = ", cache on the host" * (calls.cache == "host")
-            cells.append(f"{calls.at_once} x {rows} rows{away}: {float(f'{rate:.2g}'):.0f} tokens/s")
-            host = found[rows].host.weights
-        lines.append(f"| {name} | {host / GIB:.0f} GiB | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def _prompts(rows: int) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.zeros(rows, PROMPT, dtype=torch.long)}
 
@@ -161,7 +140,7 @@ def written(text: str, new: str) -> str:
 
 def main() -> None:
     """Write the tables into their pages."""
-    for page, table in zip((PAGE, README, OF_ANSWERS), (*tables(), in_lockstep()), strict=True):
+    for page, table in zip((PAGE, README), tables(), strict=True):
         page.write_text(written(page.read_text(), table))
 
 

@@ -191,7 +191,6 @@ def planned(recipe: str, arguments: str) -> Plan:
         batch,
         answer=run.answer,
         cache=run.cache,
-        predict_at_once=run.predict_at_once,
         precision=run.precision,
         copies=run.copies,
         trained_copies=run.trained_copies,

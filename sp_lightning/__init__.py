@@ -13,7 +13,7 @@ from .lightning.registration import register
 from .lightning.strategy import SuperpipelineStrategy
 from .planning import Plan, plan
 from .ranks.exchange import tree_hook
-from .runtime.handle import Handle, lockstep, stream
+from .runtime.handle import Handle, stream
 
 __all__ = [
     "Handle",
@@ -21,7 +21,6 @@ __all__ = [
     "SuperpipelineCallback",
     "SuperpipelineFabricStrategy",
     "SuperpipelineStrategy",
-    "lockstep",
     "plan",
     "stream",
     "tree_hook",

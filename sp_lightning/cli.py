@@ -20,7 +20,6 @@ OWN: dict[str, str] = {  # module in commands/, and its help
     "doctor": "what this machine offers for streaming, and what to fix",
     "plan": "predict what training a model needs, and what to change first",
     "timeline": "draw a recorded or simulated timeline",
-    "bench": "compare this strategy and its peers on this machine",
     "launch": "run a Hugging Face script with streamed models",
 }
 LIGHTNINGS = {

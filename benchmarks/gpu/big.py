@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 
 from measured import Comparison, begin, merit, ours, parser
+from shapes import CONFIGS
 
 from sp_lightning.core.host import host_memory
 from sp_lightning.options import parse_bytes
-from sp_lightning.planning.shapes import SHAPES
 
 HOST_BYTES = 18
 SEQUENCE = 6 << 30  # device bytes a sequence
@@ -24,13 +24,13 @@ BLOCK, TABLES = 218_112_000, 2 * 128256 * 4096
 def layers() -> int:
     """Count the blocks that fit."""
     parameters = 0.9 * host_memory().free / HOST_BYTES
-    return max(1, min(SHAPES["llama-8b"].layers, int((parameters - TABLES) // BLOCK)))  # type: ignore[attr-defined]
+    return max(1, min(CONFIGS["llama-8b"]["num_hidden_layers"], int((parameters - TABLES) // BLOCK)))
 
 
 def limited(nbytes: str, count: int) -> Comparison:
     batch = max(1, parse_bytes(nbytes, "device_memory") // SEQUENCE)
     work = {"model": f"llama-8b:{count}", "batch": batch, "seq": 2048}
-    setting = {**work, "precision": "bf16-mixed", "optimizer": "adamw"}
+    setting = {**work, "precision": "bf16-mixed"}
     setting |= {"activations": "recompute", "device_memory": nbytes, "steps": 2, "repetitions": 1}
     return Comparison(f"llama-8b of {count} blocks in {nbytes}", setting, ours(2), [merit(0.85)])
 

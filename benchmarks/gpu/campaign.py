@@ -15,9 +15,11 @@ import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT))  # measure this checkout, even if another version is installed
+# Measure this checkout, even if another version is installed.
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks" / "bench")]
 
-from sp_lightning.bench.referee import GRACE_S as GRACE_S  # noqa: E402, beyond the budget, to finish what has begun
+from compare import GRACE_S as GRACE_S  # noqa: E402, beyond the budget, to finish what has begun
+from compare import facts  # noqa: E402
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -44,8 +46,6 @@ class Campaign:
     """Collects results until the time is over."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
-        from sp_lightning.bench.facts import facts
-
         self.device = device_of(options)
         self.small: bool = options.small
         self._path = options.json or RESULTS / f"{name}-{_named(self.device)}.json"

@@ -1,29 +1,27 @@
-"""Measure memory against time for k = 1 .. all and k' = 1 .. 4: the paper's trade-off, which publish.py draws.
+"""Measure memory against time for k = 1 .. 12, "auto", and k' = 1 .. 4: the paper's trade-off; publish.py draws it.
 
-python benchmarks/gpu/curve.py [--model llama-1b|llava-1b|vit-h] [--minutes 9]
+python benchmarks/gpu/curve.py [--model llama-1b|llama-3b] [--minutes 9]
 """
 
 from __future__ import annotations
 
 import sys
 
-from measured import Comparison, begin, others, ours, parser
+from measured import Comparison, Row, begin, others, ours, parser
 
-from sp_lightning.bench import Entry
-
-MODELS = {"llama-1b": {"batch": 4, "seq": 2048}, "llava-1b": {"batch": 4, "seq": 2048}, "vit-h": {"batch": 64}}
+MODELS = {"llama-1b": {"batch": 4, "seq": 2048}, "llama-3b": {"batch": 4, "seq": 2048}}
 WINDOWS = (1, 2, 3, 4, 8, 12)
 TRANSFERS = (1, 2, 4)
 
 
-def rows() -> list[Entry]:
+def rows() -> list[Row]:
     """Make the rows of plain Lightning and of all pairs of k and k'."""
     made = [row for k in TRANSFERS for row in ours(*(window for window in WINDOWS if window >= k), transfer=k)]
-    return [*others("plain"), *made, *ours("all")]
+    return [*others("plain"), *made, *ours("auto")]
 
 
 def curve(model: str, work: dict[str, int]) -> Comparison:
-    setting = {**work, "model": model, "precision": "bf16-mixed", "optimizer": "adamw", "steps": 3, "repetitions": 1}
+    setting = {**work, "model": model, "precision": "bf16-mixed", "steps": 3, "repetitions": 1}
     return Comparison(f"{model}, all windows", setting, rows())
 
 

@@ -44,6 +44,7 @@ import campaign
 import families
 import lightning as L
 import programs
+import shapes
 import torch
 from torch import nn
 
@@ -268,23 +269,21 @@ def rounds(run: campaign.Campaign, waiting: Iterator[Cell | OfProgram], jobs: in
 
 
 class Language(L.LightningModule):
-    """A shape of `bench`, trained on random tokens."""
+    """A Llama of `bench/shapes.py`, trained on random tokens."""
 
     def __init__(self, small: bool) -> None:
-        from sp_lightning.planning.shapes import SHAPES, build
-
         super().__init__()
-        self.shape = SHAPES["llama-tiny" if small else "llama-1b"]
-        self.net = build(self.shape)
+        self.size = ("llama-tiny", 1, 64) if small else ("llama-1b", 1, 512)
+        self.net = shapes.build(self.size[0])
         self.losses: list[float] = []
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(0)
-        batches = [self.shape.inputs(1, 64 if self.shape.batch < 4 else 512, generator) for _ in range(STEPS)]
+        batches = [shapes.inputs(*self.size, generator) for _ in range(STEPS)]
         return torch.utils.data.DataLoader(batches, batch_size=None)
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        loss = self.net(**batch) if isinstance(batch, dict) else self.net(batch)
+        loss = self.net(**batch).loss
         self.losses.append(loss.detach())
         return loss
 

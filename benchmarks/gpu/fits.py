@@ -16,7 +16,7 @@ import sys
 from measured import Comparison, begin, memory, merit, others, ours, parser, speed
 
 SEQ = 2048
-SETTING = {"precision": "bf16-mixed", "optimizer": "adamw", "clip": 1.0, "steps": 3, "repetitions": 2}
+SETTING = {"precision": "bf16-mixed", "steps": 3, "repetitions": 2}
 SPEED = {32768: 0.95, 16384: 0.85}
 
 
@@ -24,13 +24,7 @@ def language(model: str, tokens: int, activations: str = "recompute", *, saves: 
     setting = {**SETTING, "model": model, "seq": SEQ, "batch": max(1, tokens // SEQ), "activations": activations}
     bars = [merit(0.85)] + ([speed(SPEED[tokens], 0.25)] if tokens in SPEED else [])
     bars += [memory(0.60, 1.2)] if saves else []
-    return Comparison(f"{model}, {tokens} tokens, {activations}", setting, [*others("plain"), *ours(3, "all")], bars)
-
-
-def picture(model: str, batch: int, seq: int | None = None) -> Comparison:
-    setting = {**SETTING, "model": model, "seq": seq, "batch": batch, "activations": "recompute"}
-    rows = [*others("plain"), *ours(2, 3, "all")]
-    return Comparison(f"{model}, batch {batch}, recompute", setting, rows, [memory(0.60, 1.2), merit(0.85)])
+    return Comparison(f"{model}, {tokens} tokens, {activations}", setting, [*others("plain"), *ours(3, "auto")], bars)
 
 
 def lean(model: str, tokens: int) -> Comparison:
@@ -53,8 +47,6 @@ COMPARISONS = [
     language("llama-3b", 14336, saves=True),
     lean("llama-3b", 4096),
     stepped("llama-3b", 4096),
-    picture("vit-h", 64),
-    picture("llava-3b", 6, SEQ),
     language("llama-1b", 16384, "keep"),
     *(language("llama-1b", tokens) for tokens in (32768, 16384, 8192, 4096, 2048)),
     *(language("llama-3b", tokens) for tokens in (65536, 8192, 4096, 2048)),

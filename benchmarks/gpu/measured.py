@@ -1,29 +1,60 @@
-"""Run comparisons of `sp_lightning.bench` one after another, each with the bars that it should reach."""
+"""Run comparisons of `benchmarks/bench` one after another, each with the bars that it should reach."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import campaign
 import predicted
+import shapes
+import torch
+from compare import Row, compare, differences, ours, setting_of
+from contenders import OURS, Setting
 
-from sp_lightning.bench import Entry, Setting, compare, entries
-from sp_lightning.bench.figures import Result, Row
 from sp_lightning.core.machine import MACHINES, Machine
 from sp_lightning.errors import SuperpipelineError
-from sp_lightning.options import format_bytes
+from sp_lightning.options import format_bytes, parse_bytes
+from sp_lightning.runtime.measure import measure
 
-OURS = "superpipeline"
-TINY = {"llama-1b": "llama-tiny", "llama-3b": "llama-tiny", "llama-8b": "llama-tiny", "vit-h": "vit-tiny"}
-TINY |= {"llava-1b": "llava-tiny", "llava-3b": "llava-tiny"}
+__all__ = ["Comparison", "Row", "ahead", "begin", "memory", "merit", "others", "ours", "parser", "speed"]
+
 DEVICE_OFF, STEP_OFF = 0.05, 0.15  # shares by which a plan may differ from the measurement
 
-Bar = Callable[[Result], "Verdict | None"]
+Bar = Callable[["Result"], "Verdict | None"]
+
+
+@dataclass
+class Result:
+    """What a comparison has measured so far."""
+
+    setting: Setting
+    machine: Machine
+    rows: Sequence[Row]
+    plans: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> int:
+        """Count the model's parameters."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in shapes.build(self.setting.model).parameters())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the values for JSON."""
+        return {
+            "plans": self.plans,
+            "machine": asdict(self.machine),
+            "setting": asdict(self.setting),
+            "model": {"parameters": self.parameters},
+            "differences": differences(self.setting, self.rows),
+            "rows": [row.as_dict() for row in self.rows],
+        }
 
 
 @dataclass(frozen=True)
@@ -44,7 +75,7 @@ class Comparison:
 
     label: str
     setting: dict[str, Any]
-    entries: Sequence[Entry]
+    rows: Sequence[Row]
     bars: Sequence[Bar] = ()
 
 
@@ -79,7 +110,7 @@ def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparis
     """Run the campaign, or print the plan's predictions."""
     comparisons = [comparison for comparison in comparisons if (options.only or "") in comparison.label]
     if options.row is not None:
-        comparisons = [replace(c, entries=_named(c.entries, options.row)) for c in comparisons]
+        comparisons = [replace(c, rows=_named(c.rows, options.row)) for c in comparisons]
     if options.repetitions is not None:
         often = {"repetitions": options.repetitions}
         comparisons = [replace(c, setting={**c.setting, **often}) for c in comparisons]
@@ -90,17 +121,20 @@ def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparis
     return 0
 
 
-def _named(rows: Sequence[Entry], parts: Sequence[str]) -> list[Entry]:
+def _named(rows: Sequence[Row], parts: Sequence[str]) -> list[Row]:
     return [row for row in rows if any(part in row.label for part in parts)]
 
 
 def _predictions(comparison: Comparison, machine: Machine) -> list[predicted.Prediction]:
-    given = {name: value for name, value in comparison.setting.items() if name != "device_memory"}
-    setting = Setting.parse(**given, device="cpu")
-    if setting.inference:
-        return []
-    rows = [entry for entry in comparison.entries if entry.contender == OURS]
-    return [predicted.Prediction.of(entry, setting, machine, "cuda") for entry in rows]
+    setting = _setting(comparison, device="cpu", device_memory=None)
+    rows = [row for row in comparison.rows if row.contender == OURS]
+    return [predicted.Prediction.of(row, setting, machine, "cuda") for row in rows]
+
+
+def _setting(comparison: Comparison, **more: Any) -> Setting:
+    given = {**comparison.setting, **more}
+    limit = given.pop("device_memory", None)
+    return setting_of(**given, device_memory=limit and parse_bytes(limit, "device_memory"))
 
 
 def _planned_line(planned: predicted.Prediction) -> str:
@@ -129,69 +163,66 @@ def run_all(run: campaign.Campaign, comparisons: Sequence[Comparison]) -> int:
             lines.append(f"{comparison.label}: {error}")
             missed = True
             continue
-        plans = [] if result.setting.inference else predicted.beside(result, _done(result, OURS))
-        found = [bar(result) for bar in comparison.bars] + [plan_accuracy(plans)]
+        result.plans = predicted.beside(result.setting, result.machine, _done(result, OURS))
+        found = [bar(result) for bar in comparison.bars] + [plan_accuracy(result.plans)]
         verdicts = [verdict for verdict in found if verdict is not None]
-        bars = [vars(verdict) for verdict in verdicts]
-        entry |= {"bars": bars, "plans": plans}
+        entry |= {**result.as_dict(), "bars": [vars(verdict) for verdict in verdicts]}
         run.save()
-        lines += [comparison.label, *map(_line, result.rows), *(f"    {verdict}" for verdict in verdicts)]
-        lines += [f"    DIFFERS {words}" for words in result.differences]
-        missed |= bool(result.differences) or not all(verdict.reached for verdict in verdicts)
+        lines += [comparison.label, *(_line(result, row) for row in result.rows)]
+        lines += [f"    {verdict}" for verdict in verdicts]
+        lines += [f"    DIFFERS {words}" for words in entry["differences"]]
+        missed |= bool(entry["differences"]) or not all(verdict.reached for verdict in verdicts)
     run.say(*lines)
     return int(missed)
 
 
 def _compared(run: campaign.Campaign, comparison: Comparison, entry: dict[str, Any]) -> Result:
     """Run a comparison; the entry, and the file, have its result so far after each turn."""
-    given = dict(comparison.setting)
+    more: dict[str, Any] = {"device": run.device, "time_limit": max(30.0, run.left_s + campaign.GRACE_S)}
     if run.small:
-        given["model"] = TINY[given["model"].partition(":")[0]]
-        given |= dict.fromkeys(("batch", "seq", "device_memory")) | {"steps": 2, "repetitions": 2}
-        given |= {"answer": 2} if "answer" in given else {}
+        more |= {"model": "llama-tiny", **dict.fromkeys(("batch", "seq", "device_memory"))}
+        more |= {"steps": 2, "repetitions": 2}
+    result = Result(_setting(comparison, **more), _measured(run), comparison.rows)
 
-    def keep(result: Result) -> None:
+    def keep() -> None:
         entry.pop("error", None)
-        entry.update({"bars": [], "plans": [], **result.as_dict()})
+        entry.update({"bars": [], **result.as_dict()})
         run.save()
 
-    def say(line: str) -> None:
-        run.say(f"   {line}")
-
-    setting = Setting.parse(**{**given, "device": run.device, "time_limit": max(30.0, run.left_s + campaign.GRACE_S)})
-    result = compare(setting, comparison.entries, say, left_s=lambda: run.left_s, keep=keep)
-    keep(result)
+    compare(result.setting, result.rows, lambda line: run.say(f"   {line}"), lambda: run.left_s, keep)
+    keep()
     return result
 
 
-def _line(row: Row) -> str:
-    if row.step_s is None or row.tokens_per_s is None:
-        return f"    {row.entry.label:52} {row.error}"
-    device = "-" if row.device_peak is None else format_bytes(row.device_peak)
-    merit = "-" if row.merit is None else f"{row.merit:.2f}"
-    flops = "-" if row.flops_per_s is None else f"{row.flops_per_s / 1e12:.3g}"
-    host = "-" if row.host_peak is None else format_bytes(row.host_peak)
-    return (
-        f"    {row.entry.label:52} {row.step_s.median * 1e3:10,.0f} ms  {row.tokens_per_s:10,.0f} tokens/s  "
-        f"{flops:>6} TFLOP/s  {device:>11}  host {host:>11}  floor/step {merit}"
-    )
+def _measured(run: campaign.Campaign) -> Machine:
+    """Measure the machine, in a process that leaves nothing on the device."""
+    try:
+        found = run.in_a_process(__file__, "--measure", {"device": run.device})
+    except subprocess.TimeoutExpired as error:
+        raise SuperpipelineError("the machine was not measured in time") from error
+    if "error" in found:
+        raise SuperpipelineError(f"the machine could not be measured: {found['error']}")
+    return Machine(**found)
+
+
+def _line(result: Result, row: Row) -> str:
+    if row.step_s is None:
+        return f"    {row.label:52} {row.error}"
+    device, host = (format_bytes(n) if (n := row.most(f"{at}_peak")) else "-" for at in ("device", "host"))
+    speed = result.setting.batch * result.setting.seq / row.step_s
+    return f"    {row.label:52} {row.step_s * 1e3:10,.0f} ms  {speed:10,.0f} tokens/s  {device:>11}  host {host:>11}"
 
 
 # ---- rows, and bars
 
 
-def ours(*windows: int | str, at_once: int = 1, **options: Any) -> list[Entry]:
-    """Make rows of this strategy with these windows, and ``at_once`` batches on each trip of the weights."""
-    return entries([OURS], windows, options, [at_once])
-
-
-def others(*names: str) -> list[Entry]:
+def others(*names: str) -> list[Row]:
     """Make rows of contenders by name."""
-    return entries(names)
+    return [Row(name) for name in names]
 
 
 def _done(result: Result, contender: str) -> list[Row]:
-    return [row for row in result.rows if row.entry.contender == contender and row.step_s is not None]
+    return [row for row in result.rows if row.contender == contender and row.step_s is not None]
 
 
 def speed(share: float, of_state: float) -> Bar:
@@ -203,10 +234,10 @@ def speed(share: float, of_state: float) -> Bar:
 
     def bar(result: Result) -> Verdict | None:
         plain = next(iter(_done(result, "plain")), None)
-        if plain is None or plain.device_peak is None:
+        if plain is None or not _peak(plain):
             return None
-        state = 16 * result.costs.parameters
-        lean = [row for row in _done(result, OURS) if state - (plain.device_peak - _peak(row)) <= of_state * state]
+        state = 16 * result.parameters
+        lean = [row for row in _done(result, OURS) if state - (_peak(plain) - _peak(row)) <= of_state * state]
         best = max((_speed(row) / _speed(plain) for row in lean), default=0.0)
         text = f"{best:.2f} of plain's speed with at most {of_state:.0%} of its weights, gradients and state"
         return Verdict(f"at least {share:.2f}", text, best >= share)
@@ -219,10 +250,10 @@ def memory(saved: float, slowdown: float) -> Bar:
 
     def bar(result: Result) -> Verdict | None:
         plain = next(iter(_done(result, "plain")), None)
-        if plain is None or plain.device_peak is None:
+        if plain is None or not _peak(plain):
             return None
         quick = [row for row in _done(result, OURS) if _speed(plain) / _speed(row) < slowdown]
-        best = max((1 - _peak(row) / plain.device_peak for row in quick), default=0.0)
+        best = max((1 - _peak(row) / _peak(plain) for row in quick), default=0.0)
         text = f"{best:.0%} less device memory at less than {slowdown} x plain's time"
         return Verdict(f"at least {saved:.0%} less", text, best >= saved)
 
@@ -236,7 +267,7 @@ def ahead(peers: Sequence[str], times: float) -> Bar:
         found = [row for name in peers for row in _done(result, name)]
         if not found:
             return None
-        ratios = {row.entry.label: _best_within(result, _peak(row)) / _speed(row) for row in found}
+        ratios = {row.label: _best_within(result, _peak(row)) / _speed(row) for row in found}
         text = ", ".join(f"{ratio:.1f} x {label}" for label, ratio in ratios.items())
         return Verdict(f"at least {times} x, at the same device memory", text, min(ratios.values()) >= times)
 
@@ -244,10 +275,10 @@ def ahead(peers: Sequence[str], times: float) -> Bar:
 
 
 def merit(least: float) -> Bar:
-    """Require of every row of this strategy at least this ratio of lower bound (floor) to step time."""
+    """Require of every row of this strategy at least this ratio of the plan's lower bound (floor) to the step."""
 
     def bar(result: Result) -> Verdict | None:
-        merits = [row.merit for row in _done(result, OURS) if row.merit is not None]
+        merits = [plan["floor_s"] / plan["step_s"] * (1 + plan["step_off"]) for plan in result.plans]
         if not merits:
             return None
         return Verdict(f"floor / step at least {least}", f"{min(merits):.2f} at least", min(merits) >= least)
@@ -267,12 +298,17 @@ def plan_accuracy(plans: Sequence[dict[str, Any]]) -> Verdict | None:
 
 
 def _peak(row: Row) -> int:
-    return row.device_peak or 0
+    return row.most("device_peak") or 0
 
 
 def _speed(row: Row) -> float:
-    return row.tokens_per_s or 0.0
+    return 1 / row.step_s if row.step_s else 0.0
 
 
 def _best_within(result: Result, nbytes: int) -> float:
     return max((_speed(row) for row in _done(result, OURS) if _peak(row) <= nbytes), default=0.0)
+
+
+if __name__ == "__main__":  # the process of `_measured`
+    here = torch.device(json.loads(sys.argv[2])["device"])
+    print(json.dumps(asdict(measure(here, dtype=torch.bfloat16))))

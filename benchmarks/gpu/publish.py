@@ -24,7 +24,7 @@ CLAIMS = {
     "exact": "no bit differs from plain Lightning on the same device",
     "pinned": "host memory is page-locked, exact to the page, fast, and given back",
     "fits": "0.95 of plain's speed at 32K tokens with a quarter of its state; 60 % less memory at 1.2 x its time",
-    "peers": "3 x FSDP2's offload and DeepSpeed ZeRO-3's, 1.5 x accelerate's in inference, at the same device memory",
+    "peers": "3 x FSDP2's offload and DeepSpeed ZeRO-3's, at the same device memory",
     "big": "the largest model that the host holds, in 24 and in 16 GiB of device memory, at 0.85 of its floor",
     "curve": "memory against time for every k and k'",
     "trainer": "transformers' Trainer has stock's bits where the optimizer steps on the device",

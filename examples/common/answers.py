@@ -22,7 +22,7 @@ from .summary import say
 class Predicts(L.LightningModule):
     """A module that says at the end how much it predicted: what each of its steps notes as the ``count`` of its batch.
 
-    `Answers` counts, and not on the module while steps run: those under way at once would find it changed.
+    `Answers` counts.
     """
 
     counts = "tokens"

@@ -201,16 +201,6 @@ class Phases:
             del self._stack[depth:]
             self._watch_reads()
 
-    def copied(self) -> list[Phase | Optimizer]:
-        """Return the phases that code is in which begins here."""
-        return list(self._stack)
-
-    def change(self, stack: list[Phase | Optimizer]) -> list[Phase | Optimizer]:
-        """Change to code in these phases; return the phases of the code that ran until now."""
-        ran, self._stack = self._stack, stack
-        self._watch_reads()
-        return ran
-
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Begin an optimizer's step."""
         self._end_raised(but=1)

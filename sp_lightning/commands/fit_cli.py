@@ -31,7 +31,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from ..errors import OptionError, SuperpipelineError, did_you_mean
 from ..options import Options, check_writable
-from ..runtime.handle import check_at_once
 
 OURS = "sp_lightning.SuperpipelineStrategy"
 RESUMED = ("last", "best", "hpc", "registry")  # names with which Lightning finds a checkpoint itself
@@ -85,8 +84,6 @@ class FitCLI(LightningCLI):
         if getattr(strategy, "class_path", "").endswith(".SuperpipelineStrategy"):
             given = vars(strategy.get("init_args") or argparse.Namespace())
             Options.parse(**{field.name: given[field.name] for field in fields(Options) if field.name in given})
-            if (at_once := given.get("predict_at_once")) is not None:
-                check_at_once("predict_at_once", at_once)
         if checkpoint and checkpoint not in RESUMED and "://" not in checkpoint and not os.path.exists(checkpoint):
             allowed = f"a checkpoint that a run wrote, or one of {', '.join(RESUMED)} (looked from {os.getcwd()})"
             raise OptionError(argument="ckpt_path", found=checkpoint, allowed=allowed)

@@ -14,7 +14,6 @@
    says how many, by an attribute ``trained_copies``.
 5. A module that generates answers in ``predict`` says so by an attribute ``generates``: the tokens of each, and where
    keys and values wait, "device" or "host". Its batch holds the prompts as ``input_ids``, and it is not trained.
-   With ``predict_at_once="auto"`` one batch is planned, and how many of it fit is found in the run.
 """
 
 from __future__ import annotations
@@ -50,13 +49,12 @@ class Run:
     accumulate: int  # batches before a step of the optimizer
     copies: int  # of the weights, that callbacks have
     trained_copies: int  # of the trained ones alone, that callbacks say they have (Rule 4)
-    steps: int | None  # of the optimizer, in the whole run, or batches of prompts, those at once as one; None: no end
+    steps: int | None  # of the optimizer, in the whole run, or batches of prompts; None: no end
     devices: int = 1  # of each machine, each with such a batch
     nodes: int = 1  # machines
     own_gradients: bool = False  # whether each of several devices has its own, one FP32 ones (unit_numbers.py, Rule 5)
     answer: int | None = None  # tokens of each answer, if the run generates them (Rule 5)
     cache: str | None = None
-    predict_at_once: int = 1
     optimizer: Any = None  # a name or a function of parameters; None for the module's own
     tensor_parallel_size: int | None = None  # devices among which layers are cut
     clip: bool = False  # whether gradients are clipped
@@ -117,8 +115,6 @@ def find(arguments: Sequence[str]) -> Run:
     for name in BATCH_HOOKS:
         for owner in filter(None, (cli.datamodule, module)):
             batch = getattr(owner, name)(batch, 0)
-    option = trainer.strategy.predict_at_once if asked else None
-    at_once = option if isinstance(option, int) else 1
     averages = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
     frozen = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning) and not asked]
     length = batch["input_ids"].shape[1] if hasattr(batch, "keys") and "input_ids" in batch else None
@@ -129,13 +125,12 @@ def find(arguments: Sequence[str]) -> Run:
         accumulate=accumulate,
         copies=0 if asked else len(averages),
         trained_copies=0 if asked else sum(getattr(one, "trained_copies", 0) for one in trainer.callbacks),
-        steps=math.ceil(steps / at_once) if 0 <= steps < float("inf") else None,
+        steps=int(steps) if 0 <= steps < float("inf") else None,
         devices=trainer.strategy.world_size // trainer.num_nodes,
         nodes=trainer.num_nodes,
         own_gradients=trainer.strategy.writes_gradients,
         answer=answer,
         cache=cache,
-        predict_at_once=at_once,
         tensor_parallel_size=shards,
         clip=bool(trainer.gradient_clip_val) and not asked,
         notes=cli.notes + tuple(map(_of_freezing, frozen)),

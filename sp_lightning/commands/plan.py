@@ -190,7 +190,6 @@ def _plan_of(args: argparse.Namespace, run: Run) -> Plan:
             loss=None if run.answer is not None and args.loss is None else loss,  # that of the model's kind
             answer=run.answer,
             cache=run.cache,
-            predict_at_once=run.predict_at_once,
             at_once=args.at_once,
             guessed=args.guessed,
             accepted=args.accepted,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -61,73 +61,28 @@ CHOICES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
 ]
 
 
-def _matmul_precision() -> str | None:
-    """Return the precision of FP32 products, or None: torch does not tell it after other functions have set it."""
-    try:
-        return torch._C._get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-def _set_matmul_precision(precision: str | None) -> None:
-    if precision is not None:
-        torch._C._set_float32_matmul_precision(precision)
-
-
-def _precision(backend: str, operator: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    get, choose = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    return functools.partial(get, backend, operator), functools.partial(choose, backend, operator)
-
-
-# All settings of the process on which results may depend; what sets several comes before what sets one of them.
-SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-    *CHOICES,
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
-    (_matmul_precision, _set_matmul_precision),
-    *(_precision(backend, "all") for backend in ("generic", "cuda", "mkldnn")),
-    *(_precision(backend, operator) for backend in ("cuda", "mkldnn") for operator in ("matmul", "conv", "rnn")),
-    (
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-        lambda allowed: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*allowed),
-    ),
-    (
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-        lambda allowed: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*allowed),
-    ),
-    (torch._C._get_cublas_allow_fp16_accumulation, torch._C._set_cublas_allow_fp16_accumulation),
-    (torch._C._get_math_sdp_allow_fp16_bf16_reduction, torch._C._set_math_sdp_allow_fp16_bf16_reduction),
-    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-]
-
-
 _ORDER = _OrderOfAttention()
 _PLACE = [setter for _, setter in CHOICES].index(torch._C._set_sdp_priority_order)
 
 
-def _read(kinds: Sequence[tuple[Callable[[], Any], Any]]) -> list[Any]:
-    found = [get() for get, _ in kinds]
+def kernel_choices() -> list[Any]:
+    """Read the settings for choosing kernels (`torch.nn.attention.sdpa_kernel`, `torch.backends.cudnn.flags`)."""
+    found = [get() for get, _ in CHOICES]
     if not _ORDER.is_by_torch and found[_PLACE][:-1] == _ORDER.BY_TORCH:
         _ORDER.note()
     return [*found, _ORDER.is_by_torch]
 
 
-def _set(kinds: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]], found: list[Any]) -> None:
+def choose_kernels(found: list[Any]) -> None:
+    """Set what `kernel_choices` read, except for what is in effect already."""
     *values, was_by_torch = found
     if not _ORDER.is_by_torch and torch._C._get_sdp_priority_order()[:-1] == _ORDER.BY_TORCH:
         _ORDER.note()
     if _ORDER.is_by_torch and not was_by_torch:
         values[_PLACE] = [*_ORDER.BY_TORCH, values[_PLACE][-1]]
-    for (get, choose), value in zip(kinds, values, strict=True):
+    for (get, choose), value in zip(CHOICES, values, strict=True):
         if get() != value:
             choose(value)
-
-
-# To read the settings for choosing kernels (`torch.nn.attention.sdpa_kernel`, `torch.backends.cudnn.flags`), or all on
-# which results may depend; and to set what was read, but for what is in effect already.
-kernel_choices, choose_kernels = functools.partial(_read, CHOICES), functools.partial(_set, CHOICES)
-settings, set_settings = functools.partial(_read, SETTINGS), functools.partial(_set, SETTINGS)
 
 
 # Whether torch has the loss of a linear layer's logits in chunks: operators in Python, whose own operators a dry run

@@ -9,7 +9,7 @@ import operator
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.fabric.utilities import imports as _imports
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local
@@ -152,81 +152,3 @@ def end_noting_sigterm(trainer: Any) -> None:
 def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
     """Attach what a run trains on, as the Trainer does when it begins."""
     trainer._data_connector.attach_data(module, datamodule=datamodule)
-
-
-# ---- the loop over batches to predict: what it does before and after the step of one
-
-
-class PredictBatch(NamedTuple):
-    """A batch of which a loop has done what comes before its step."""
-
-    arguments: tuple[Any, ...]  # of the step
-    of_hooks: tuple[Any, ...]
-    loader: int
-    is_last: bool
-    indices: list[int]  # for callbacks that write predictions
-    returned_later: bool  # whether such a callback wants what is predicted at the end
-
-
-def predict_loop_of_its_own(trainer: Any) -> str | None:
-    """Return the name of a predict loop that is not Lightning's own, or of one whose step draws batches itself."""
-    loop = trainer.predict_loop
-    if type(loop).__name__ != "_PredictionLoop":
-        return type(loop).__name__
-    fetcher = loop._data_fetcher
-    draws = fetcher is not None and type(fetcher).__name__ == "_DataLoaderIterDataFetcher"
-    return "predict_step(dataloader_iter)" if draws else None
-
-
-def set_predict_steps(loop: Any, begin: Callable[[], None], step: Callable[..., None], end: Callable[[], Any]) -> None:
-    """Have a predict loop call these in place of its methods for one batch, and for the begin and end of a run."""
-    loop.on_run_start, loop._predict_step, loop.on_run_end = begin, step, end
-
-
-def reset_predict_steps(loop: Any) -> None:
-    """Have a predict loop call its own methods again."""
-    for name in ("on_run_start", "_predict_step", "on_run_end"):
-        vars(loop).pop(name, None)
-
-
-def begin_of_predict_run(loop: Any) -> None:
-    """Begin a run as the loop itself does; callbacks that try batch sizes have runs of their own there."""
-    type(loop).on_run_start(loop)
-
-
-def end_of_predict_run(loop: Any) -> Any:
-    """End a run as the loop itself does."""
-    return type(loop).on_run_end(loop)
-
-
-def before_predict_step(loop: Any, batch: Any, number: int, loader: int) -> PredictBatch:
-    """Do what the loop does before the step of a batch."""
-    trainer, call = loop.trainer, sys.modules[type(loop).__module__].call
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=loader)
-    batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=loader)
-    loop.batch_progress.increment_ready()
-    later = loop._store_data_for_prediction_writer(number, loader)
-    hooks = loop._build_kwargs(batch, number, loader if loop.num_dataloaders > 1 else None)
-    for call_hook in (call._call_callback_hooks, call._call_lightning_module_hook):
-        call_hook(trainer, "on_predict_batch_start", *hooks.values())
-    loop.batch_progress.increment_started()
-    arguments = loop._build_step_args_from_hook_kwargs(hooks, "predict_step")
-    is_last, indices = loop.batch_progress.is_last_batch, loop.current_batch_indices
-    return PredictBatch(arguments, tuple(hooks.values()), loader, is_last, indices, later)
-
-
-def after_predict_step(loop: Any, batch: PredictBatch, predictions: Any) -> None:
-    """Do what the loop does after the step of a batch."""
-    names = sys.modules[type(loop).__module__]
-    trainer, call = loop.trainer, names.call
-    if predictions is None:
-        loop._warning_cache.warn("predict returned None if it was on purpose, ignore this warning...")
-    loop.batch_progress.is_last_batch, loop.current_batch_indices = batch.is_last, batch.indices
-    loop.batch_progress.increment_processed()
-    for call_hook in (call._call_callback_hooks, call._call_lightning_module_hook):
-        call_hook(trainer, "on_predict_batch_end", predictions, *batch.of_hooks)
-    loop.batch_progress.increment_completed()
-    if loop._return_predictions or batch.returned_later:
-        on_host = names.move_data_to_device(predictions, "cpu")
-        loop._predictions[batch.loader].append(on_host)

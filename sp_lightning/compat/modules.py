@@ -30,8 +30,6 @@ __all__ = ["HOOKS_AFTER_EVERY_STEP", "HOOKS_BEFORE_EVERY_STEP", "context_decorat
 # Attributes of modules and weights with hooks. Without them a hook that a forward registers would be there twice after
 # the second forward of a recomputation.
 HOOKS_OF_MODULE = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-HOOKS_OF_FORWARD = HOOKS_OF_MODULE[:2]
-HOOKS_OF_ALL = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
 HOOKS_OF_WEIGHT = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 # Attributes of optimizers with hooks. Without them units would be stepped in backward although a hook of the user's
@@ -84,11 +82,6 @@ _compiled_call: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module, or one in it, was compiled in place."""
     return any(_compiled_call(child) is not None for child in module.modules())
-
-
-def hooks_registered() -> int:
-    """Return how many hooks were registered in this process, or how they are counted."""
-    return torch.utils.hooks.RemovableHandle.next_id
 
 
 def grad_is_taken_away() -> bool:

@@ -166,14 +166,6 @@ TRANSFORM_WRAPPERS = [
 # saved-tensor hooks, would raise an error because ours are in force.
 DISABLE_SAVED_TENSORS_HOOKS = Patch(torch.autograd.graph, "disable_saved_tensors_hooks")
 
-# calls/module_state.py, while calls take turns. That a call set an attribute of a module in another unit than it is at
-# would be seen only where it ends: others may have found the attribute by then.
-MODULE_SETATTR, MODULE_DELATTR = Patch(nn.Module, "__setattr__"), Patch(nn.Module, "__delattr__")
-
-# calls/lockstep.py, likewise. An instance of autocast, which as a decorator serves all calls of a function, keeps on
-# itself what it restores: a call that leaves it would get the setting of another one, which entered it meanwhile.
-AUTOCAST_RESTORES = [Patch(torch.autocast, name) for name in ("prev", "prev_fastdtype", "prev_cache_enabled")]
-
 # optim/state_guard.py, while any optimizer's state is guarded. Reading ``optimizer.state`` while a step runs beside
 # other work would raise AttributeError instead of waiting.
 OPTIMIZER_GETATTR = Patch(Optimizer, "__getattr__")

@@ -6,18 +6,15 @@
    who ask for it. So the uses of a storage are those by tensors, in C++, and those of that object, in Python.
 3. Only this file depends on how CPython counts references (3.10 to 3.14, with the global interpreter lock) and on
    torch's private ``Tensor._use_count`` and ``torch._C._storage_Use_Count`` (tried with 2.11 and 2.15).
-   Without them nothing could be stepped beside other work, and no unit could leave the device. It also knows
-   where CPython keeps the numbers of its random generator, and compares them with those that the generator tells.
+   Without them nothing could be stepped beside other work, and no unit could leave the device.
 4. While a file with a tensor's bytes is written, one more tensor keeps these (`KeptBytes`). It reads them, and no code
    of the user's has it: it does not count.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
-import random
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -30,7 +27,6 @@ from .tensors import has_storage, storage_id
 
 _use_count: Any = vars(torch._C.TensorBase)["_use_count"]  # no annotation of torch's has it in 2.14
 _storage_uses: Any = torch._C._storage_Use_Count
-_default_numbers: Any = vars(random).get("_inst")  # what ``random.random`` and its like draw from
 _kept: set[int] = set()  # the storages of kept bytes
 OWN_PARAMETER_USES = 2  # in C++: by the Python object, and by the node that accumulates the gradient
 
@@ -185,16 +181,3 @@ def _own_listed(count: int) -> tuple[list[int], ...]:
     """Count the references to tensors that one dictionary and one list refer to."""
     entries = {number: torch.zeros(1, device="cpu") for number in range(count)}
     return _of_listed(list(entries.values()))
-
-
-@functools.cache
-def python_numbers() -> tuple[Any, int] | None:
-    """Return Python's default generator, and the address of its place and its 624 numbers; None if unknown.
-
-    Without it each turn of a call in lockstep would take apart and make tuples of 625 numbers.
-    """
-    if type(_default_numbers) is not random.Random or random.Random.__basicsize__ < object.__basicsize__ + 2500:
-        return None
-    address = id(_default_numbers) + object.__basicsize__
-    place, *numbers = (ctypes.c_uint32 * 625).from_address(address)
-    return (_default_numbers, address) if (*numbers, place) == random.getstate()[1] else None

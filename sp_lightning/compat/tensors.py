@@ -43,11 +43,6 @@ outside_transforms = temporarily_clear_interpreter_stack
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
-def dual_level_count() -> int:
-    """Return how many levels of forward-mode gradients the process is in."""
-    return forward_ad._current_level + 1
-
-
 # Without these a selective checkpoint of the user's would count our copies of weights among the operators of the code
 # that it runs: where the second run finds other weights on the device than the first, it would raise an error.
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)

@@ -37,7 +37,7 @@ from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..options import Options, check_choice, format_bytes
 from ..ranks.new_weights import check_readable
-from ..runtime.handle import Handle, check_at_once, materialize, move_others, own_state
+from ..runtime.handle import Handle, materialize, move_others, own_state
 from . import master_weights as masters
 from . import step_timing
 from .callback import SuperpipelineCallback
@@ -66,7 +66,6 @@ from .names import (
     WrappingCheckpointIO,
     update_properties,
 )
-from .predict_steps import PredictSteps
 from .several_devices import SeveralDevices, axes
 
 HOST = torch.device("cpu")
@@ -124,10 +123,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             and sends the others the new ones (docs/several-machines.md). The bits are the same. State cannot be read
             but by a checkpoint, which the first machine writes whole. For torch's optimizers that update each element
             by itself, with state in memory.
-        predict_at_once: Batches that ``Trainer.predict`` has under way at once. They share each trip of the weights
-            (docs/inference.md), with the same results in the same order; what steps draw at random depends neither on
-            each other nor on this number, but differs from a run without the option. "auto": as many as fit on the
-            device by what the first batch needs, which runs alone; eight on the CPU. None: one after the other.
         checkpoints: "wait": training goes on once a checkpoint is complete. "beside": it goes on while weights and
             optimizer state are still being written, and each weight's next step waits until its bytes are in the file
             (docs/lightning.md). The bytes are those of one step, and a file has its name only once it is complete;
@@ -168,7 +163,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         host_budget: str | int | None = None,
         disk: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
         divide_state: bool = False,
-        predict_at_once: int | Literal["auto"] | None = None,
         checkpoints: Literal["wait", "beside"] = "wait",
         timeout: timedelta = default_pg_timeout,
         keepalive: timedelta = KEEPALIVE,
@@ -203,13 +197,9 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             disk=disk,
             divide_state=divide_state,
         )
-        if predict_at_once is not None:
-            check_at_once("predict_at_once", predict_at_once)
-        self.predict_at_once = predict_at_once
         check_choice("checkpoints", checkpoints, ("wait", "beside"))
         self.checkpoints = checkpoints
         self._writer = WrittenBeside() if checkpoints == "beside" else WrittenAtOnce()
-        self._predict_steps: PredictSteps | None = None
         self.handle: Handle | None = None  # of the latest run; closed when that run ended
         self._last_checkpoint: str | None = None  # of this run
         self._device_given = device is not None
@@ -220,7 +210,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the handle out of a copy: it streams the original's module."""
-        return {**super().__getstate__(), "handle": None, "_predict_steps": None}
+        return {**super().__getstate__(), "handle": None}
 
     def _check_devices(self) -> None:
         super()._check_devices()
@@ -303,9 +293,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             self._writer.setup(trainer)
             self._check_room(trainer)
         self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.PREDICTING and self.predict_at_once is not None:
-            assert self.handle is not None
-            self._predict_steps = PredictSteps(trainer, self.handle, self.predict_step, self.predict_at_once)
 
     def _check_room(self, trainer: Trainer) -> None:
         """Raise an error if the optimizers' state would exceed the budget, or with checkpoints fill its disk."""
@@ -373,9 +360,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def teardown(self) -> None:
         """Make the module plain again. Lightning calls this after an exception too, wherever it was raised."""
         try:
-            if self._predict_steps is not None:
-                self._predict_steps.close()
-                self._predict_steps = None
             if self.handle is not None:
                 self.handle.close()
         finally:

@@ -487,10 +487,6 @@ class Device:
             return self._streamed_nbytes
         return self._allocated("current")
 
-    def beside_weights(self) -> int:
-        """Return the bytes in use now that streaming did not allocate."""
-        return self.memory_allocated() - self._streamed_nbytes
-
     def _allocated(self, when: str) -> int:
         figures = memory_figures(self.torch_device.index)
         return int(figures["allocated_bytes"]["all"][when])

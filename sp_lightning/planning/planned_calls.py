@@ -2,7 +2,7 @@
 
 1. Calls share each trip of the weights. Each has keys and values, and a batch, of its own; what the running one works
    with is there once. When a call ends the next begins, beside the longest caches of the others.
-2. As many are under way as with ``at_once="auto"`` in a run (calls/call_memory.py): the most that fit beside all units
+2. As many are under way as with ``at_once="auto"`` in a run: the most that fit beside all units
    if one does, else beside a window of two, or beside the window that was given; at most 64. An "auto" window is then
    the largest that fits beside them.
 3. With speculation a forward checks ``guessed`` tokens of each row beside the one that it makes, and ``accepted`` of
@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from ..calls.call_memory import MOST
 from ..core.schedule import Schedule
 from ..core.simulation import Simulation
 from ..core.window_choice import FIRST_WINDOW
@@ -26,6 +25,7 @@ from .forecast import LockstepPlan
 from .planned_model import Requirements
 from .settings import PlannedCalls
 
+MOST = 64  # calls
 PASSES = 12  # that are averaged: what stays in a window differs from one to the next
 OF_EACH = CACHE, BATCH  # terms of the device's memory that every call has
 

@@ -2,8 +2,7 @@
 
 1. A *visit* is the time in which code of a unit runs. Entering makes the unit resident (window.py), orders the caller's
    stream after its bytes and binds its stand-ins; leaving unbinds them. Visits nest; only the outermost visit of a unit
-   acts. Where calls take turns (calls/lockstep.py), the stand-ins in the slots are those of the running call's visits,
-   and a visit of any call keeps its unit on the device.
+   acts.
 2. A *scope* is a step, or a forward outside of any step. The outermost scope begins a pass (window.py, Rule 1), so each
    forward that the model's ``generate`` calls predicts the next one. A scope inside a backward (a checkpoint around the
    whole module) belongs to the pass of that backward.
@@ -38,7 +37,6 @@ from ..autograd.phases import Phases
 from ..autograd.recompute import Recompute
 from ..autograd.saved_tensors import SavedTensors, is_checkpointed, tensors_in
 from ..autograd.stand_ins import StreamedUnit
-from ..calls.lockstep import Lockstep, Turn
 from ..compat.dynamo import compiling_as_here, compiling_callback, never_compiled, not_compiled_itself
 from ..compat.references import shares_storage
 from ..compat.tensors import admits_hooks, in_transform, storage_id
@@ -111,8 +109,7 @@ class Engine:
         self.saved = SavedTensors(self._by_storage.get, self.unit_of, self.require, offload, casts)
         self.window = Window(self.units, device, options, counters)
         self.backward_pass = BackwardPass(self.access)
-        self.turns: Lockstep | None = None  # of calls that share the trips of the units
-        self._open: list[StreamedUnit] = []  # the units that the running call visits, in order of entering
+        self._open: list[StreamedUnit] = []  # the units that are visited, in order of entering
         self._thread = 0  # the thread that entered the first of them
         # Whether the root was called of each unit of which autograd recorded a forward; None once that was looked at.
         self._called: dict[int, bool] | None = {}
@@ -284,9 +281,7 @@ class Engine:
 
     def enter(self, unit: StreamedUnit, borrows: bool = False) -> None:
         """Begin a visit: code of this unit is about to run (Rule 1), or other code to read its weights."""
-        if self.turns is not None and unit not in self._open:
-            self.turns.arrive(unit, borrows)
-        if not self._open or self.turns is not None:
+        if not self._open:
             self._thread = threading.get_ident()
         elif self._thread != threading.get_ident() and not in_backward():
             raise UnsupportedError(
@@ -350,22 +345,6 @@ class Engine:
                         self.window.borrowed.add(unit)
                     self.counters.listener.left(self._open[-1].name if self._open else "", in_backward())
 
-    def new_turn(self) -> Turn:
-        """Return where a call is that begins here."""
-        return Turn([], self.phases.copied())
-
-    @never_compiled
-    def change_turn(self, turn: Turn) -> Turn:
-        """Let another call run, whose stand-ins are put into the slots; return where the one is that ran until now."""
-        ran = Turn(self._open, self.phases.change(turn.phases))
-        with quietly():
-            for unit in ran.visits:
-                unit.stand_ins.unbind()
-            for unit in turn.visits:
-                unit.stand_ins.bind()
-        self._open = turn.visits
-        return ran
-
     @not_compiled_itself
     def record(self, entry: VisitingEntry, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward of a unit's root that autograd records, as the ``activations`` option says."""
@@ -426,8 +405,6 @@ class Engine:
         for saving in self.access.savings:
             saving.wait_for((store.params[index],))
         self.recompute.written.report((store, index), before)
-        if self.turns is not None:
-            self.turns.wrote(store.names[index])
 
     def require(self, unit: StreamedUnit) -> None:
         """Make the unit resident and order the caller's stream after its bytes."""

@@ -9,10 +9,10 @@ import logging
 import operator
 import re
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,14 +22,12 @@ from torch.optim import Optimizer
 from ..autograd.phases import Phase
 from ..autograd.recompute import host_of
 from ..autograd.saved_tensors import tensors_in
-from ..calls.call_threads import CallThreads
-from ..calls.lockstep import Call, Lockstep
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import convert_tensors, converts_more, is_compiled, tree_leaves, tree_map_only
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, were_replaced, without_dispatch
 from ..core.telemetry import Counters, StepListener
 from ..core.unit_numbers import UnitNumbers
-from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
+from ..errors import DiskError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import is_watched, unwatch
@@ -37,7 +35,7 @@ from ..memory.weights import device_dtype
 from ..nodes.transport import KEEPALIVE
 from ..optim import torn_step
 from ..optim.state_in_memory import StateInMemory
-from ..options import Options, is_int
+from ..options import Options
 from ..ranks.alone import Alone
 from ..ranks.board import ONE_RANK, OneRank, Ranks
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
@@ -75,7 +73,6 @@ BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
 )
 
 _is_some = functools.partial(operator.is_not, None)
-_attached: weakref.WeakSet[Handle] = weakref.WeakSet()  # handles that may stream something
 SUBSTITUTE = "a tensor that is no parameter"  # the mark of a slot where something else stands for a parameter
 
 log = logging.getLogger(__name__)
@@ -141,8 +138,6 @@ class Handle:
         self._by_hand = group is not None
         self.exchanges = exchanges or self._by_hand  # not in `no_sync`
         self.has_buffers = next(module.buffers(), None) is not None  # at the beginning: else DDP broadcasts none later
-        self._calls_change_nothing = False  # that was seen of calls in lockstep (lockstep.py, Rule 8)
-        self._call_threads = CallThreads()  # in which they run
         self._syncs_buffers = True  # whether the next forward broadcasts them, in a loop by hand
         self.closed = False
         self.report: Any = None  # on this run, if one was asked for: kept here, it goes with the handle
@@ -155,7 +150,6 @@ class Handle:
         self._attach()
         self.steps = OptimizerSteps(self.engine, self.storage)
         torn_step.notice_loads(module)
-        _attached.add(self)
 
     # ---- units and figures
 
@@ -307,56 +301,6 @@ class Handle:
         with self.engine.phases.generating(), self.explaining():
             yield
 
-    def lockstep(
-        self, calls: Iterable[Callable[[], Any]], at_once: int | Literal["auto"] = 8, return_exceptions: bool = False
-    ) -> list[Any]:
-        """Run calls of the module that share each trip of its weights, ``at_once`` of them at a time.
-
-        A call is a function without arguments, such as ``lambda: model.generate(**inputs)``: a forward, or any number
-        of them, without gradients. Its bits are those of the call alone. The more at once, the fewer trips, and the
-        more memory for activations and caches. Results come back in the order of the calls. If calls raise, the others
-        go on; then the first error is raised, or with ``return_exceptions`` returned in its call's place.
-        """
-        ended = sorted(self.calls_ended(calls, at_once), key=lambda call: call.number)
-        for call in ended:
-            if call.error is not None and not return_exceptions:
-                raise call.error
-        return [call.result if call.error is None else call.error for call in ended]
-
-    def calls_ended(self, calls: Iterable[Callable[[], Any]], at_once: int | Literal["auto"]) -> Generator[Call]:
-        """Run calls as `lockstep` does, and yield each when it has ended; a call is made when it is to begin."""
-        check_at_once("at_once", at_once)
-        if self.closed or self.engine.turns is not None:
-            state = "after close()" if self.closed else "in a call of another lockstep"
-            raise UnsupportedError(f"lockstep was called {state}, where no weights can be shared: call it elsewhere")
-        with torch.no_grad():
-            self.open_scope("lockstep")
-            try:
-                tracks = not self.options.compile_units  # compiled code reads attributes where nobody is asked
-                known, threads = self._calls_change_nothing, self._call_threads
-                lockstep = Lockstep(self.engine, self.module, calls, at_once, tracks, known, threads)
-            finally:
-                self.close_scope()
-        self.engine.turns = lockstep
-        try:
-            while (call := self._next_ended(lockstep.next_ended)) is not None:
-                yield call
-        finally:
-            self._next_ended(lockstep.stop)
-            if at_once != 1:
-                self._calls_change_nothing = lockstep.together
-            self.engine.turns = None
-
-    def _next_ended(self, run: Callable[[], Call | None]) -> Call | None:
-        """Run calls until one has ended, and make sure that the code which follows finds the host's bytes."""
-        try:
-            with torch.no_grad():
-                return run()
-        finally:
-            self.engine.phases.begin_step()
-            with torch.no_grad():
-                self.close_scope()
-
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
         """Turn errors of the user's code in this context into errors that say what to do.
@@ -473,8 +417,6 @@ class Handle:
         """Make the module plain again, on the host, with its trained weights. Safe twice."""
         if self.closed:
             return
-        if self.engine.turns is not None:
-            self.engine.turns.stop()  # of an iteration that was left
         self.closed = True
         try:
             try:
@@ -486,7 +428,6 @@ class Handle:
         finally:
             for entry in self._entries:
                 entry.retire()
-            self._call_threads.close()
             self.steps.close()
             self.storage.close()
             if self._by_hand:
@@ -733,56 +674,6 @@ def stream(
     handle.steps.by_hand = True
     leave_at_exit(handle, ranks)
     return handle
-
-
-def check_at_once(argument: str, found: Any) -> None:
-    """Raise OptionError unless this is a number of calls at once, or "auto"."""
-    if found != "auto" and not (is_int(found) and found >= 1):
-        raise OptionError(argument=argument, found=found, allowed="'auto' or an int >= 1")
-
-
-def handle_of(module: nn.Module) -> Handle:
-    """Return the handle that streams a module, or one that it is a part of or leads to, such as Fabric's wrapper."""
-    parameters = [id(parameter) for parameter in module.parameters()]
-    handles = [
-        handle for handle in _attached if not handle.closed and any(map(handle.engine.managed.__contains__, parameters))
-    ]
-    if len(handles) != 1:
-        kind = type(module).__name__
-        found = f"{kind}, which is streamed in {len(handles)} parts" if handles else f"{kind}, which is not streamed"
-        raise UnsupportedError(
-            f"calls in lockstep share the weights of one module that is streamed, and were given {found}: pass the one "
-            "that the strategy or sp_lightning.stream() streams, while it does"
-        )
-    return handles[0]
-
-
-def lockstep(
-    module: nn.Module,
-    calls: Iterable[Callable[[], Any]],
-    at_once: int | Literal["auto"] = 8,
-    return_exceptions: bool = False,
-) -> list[Any]:
-    """Run calls of a streamed module that share each trip of its weights, ``at_once`` of them at a time.
-
-    A call is a function without arguments that calls the module, once or often, and makes no gradients. It runs in a
-    thread of its own, of which one runs at a time, and has the bits of the call alone: it has settings of torch's and
-    random states of its own, and may end early, take other paths than the others, or raise. Calls that change what
-    modules keep run one after the other; one that first does so while others are under way is an error.
-
-    Args:
-        module: The module that ``sp_lightning.stream``, a Trainer's or Fabric's strategy or ``sp_lightning.hf``
-            streams, or a part of it.
-        calls: Functions such as ``lambda: model.generate(**inputs)``. Each is taken when it is to begin.
-        at_once: How many run at a time. The more, the fewer trips, and the more memory for activations and caches.
-            "auto": as many as fit on the device by what the first call needs, which runs alone; eight on the CPU.
-        return_exceptions: If calls raise, the others go on, and then the first error is raised; or, with True,
-            returned in its call's place.
-
-    Returns:
-        What the calls returned, in their order.
-    """
-    return handle_of(module).lockstep(calls, at_once, return_exceptions)
 
 
 # ---- handles of modules that other code may drop

@@ -21,14 +21,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.telemetry import Counters, StepListener
 from ..core.unit_numbers import UnitNumbers
 from ..core.window_choice import (
-    FIRST_WINDOW,
     GROWTH,
     DeviceBudget,
     Times,
@@ -257,22 +255,6 @@ class Tuner:
         if most < self.window:
             self._own_nbytes = max(self._own_nbytes, expected)
             self._shrink(most, f"activations rise {ratio:.2f} times as fast as in the pass before; {memory} expected")
-
-    def rooms_beside_window(self) -> Iterator[int]:
-        """Yield the bytes that the resident root and a window leave to all else, for each window to count with."""
-        largest = sorted((unit.up_nbytes for unit in self._streamed), reverse=True)
-        root = sum(unit.up_nbytes for unit in self._units if unit.resident)
-        for window in (len(largest), FIRST_WINDOW) if self._fills_memory else (self.window,):
-            yield DeviceBudget(capacity=self._device.memory_capacity(), others=root + sum(largest[:window])).spare
-
-    def expect(self, nbytes: int, why: str) -> None:
-        """Shrink the window to what fits beside bytes that are about to be taken, beyond weights."""
-        others = nbytes + sum(unit.up_nbytes for unit in self._units if unit.resident)
-        if self._fills_memory and others > self._own_nbytes:
-            self._own_nbytes = others
-            memory = DeviceBudget(capacity=self._device.memory_capacity(), others=others)
-            if (most := memory.most(self._streamed)) < self.window:
-                self._shrink(most, f"{why}; {memory} expected")
 
     def visited(self, window_nbytes: int) -> None:
         """Take note of the window's bytes with the units that this visit loads."""

@@ -177,19 +177,8 @@ class Window:
             self._shrink(self._last)
         return self.schedule.resident_nbytes < before
 
-    def expect(self, nbytes: int, why: str) -> None:
-        """Shrink the window at once to what fits beside bytes that are about to be taken, beyond weights."""
-        window = self.tuner.window
-        self.tuner.expect(nbytes, why)
-        if self.tuner.window < window:
-            with quietly():
-                self._evict_others(None)
-
     def _shrink(self, visited: StreamedUnit | None) -> None:
         self.tuner.full()
-        self._evict_others(visited)
-
-    def _evict_others(self, visited: StreamedUnit | None) -> None:
         self._follow_tuner()
         for index in self.schedule.resident:
             unit = self.units[index]

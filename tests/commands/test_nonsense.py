@@ -62,7 +62,6 @@ SAID = {  # what is typed, and what the line says
     f"{FIT} --ckpt_path nowhere.ckpt": "ckpt_path must be a checkpoint that a run wrote, or one of last",
     f"{FIT} --trainer.accumulate_grad_batches 0": "trainer.accumulate_grad_batches must be an int >= 1, got 0",
     f"{FIT} --trainer.default_root_dir /proc/runs": "trainer.default_root_dir must be in a folder that can be written",
-    f"{PREDICT} --trainer.strategy.predict_at_once -3": "predict_at_once must be 'auto' or an int >= 1, got -3",
     f"{PREDICT} --data.batch_size 0": "data.batch_size must be int > 0, got 0",
     f"{PREDICT} --model.max_new_tokens none": "model.max_new_tokens must be int > 0, got none",
     f"predict --config {ROOT}/examples/finetune_vision/config.yaml": "`predict_dataloader` must be implemented",

@@ -268,11 +268,6 @@ def a_deferred_step() -> None:
         assert handle.stats()["pending_step"] == "deferred"
 
 
-def calls_in_lockstep() -> None:
-    with sp_lightning.stream(blocks(), HOST, window=1) as handle:
-        handle.lockstep([functools.partial(handle.module, next(inputs(HOST)))] * 3)
-
-
 RUNS: dict[str, Callable[[], None]] = {
     "a loop": a_loop,
     "a deferred step": a_deferred_step,
@@ -288,7 +283,6 @@ RUNS: dict[str, Callable[[], None]] = {
     "a fit under autocast": functools.partial(a_fit, "bf16-mixed"),
     "a failing fit": functools.partial(a_fit, fails_at=1),
     "a plan": a_plan,
-    "calls in lockstep": calls_in_lockstep,
 }
 
 

@@ -471,33 +471,37 @@ print(json.dumps([first, orders, order()]))
     assert len(orders) == 6 and set(map(tuple, orders)) == {tuple(last)} and last != first
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_calls_in_lockstep_keep_the_kernels_for_attention_that_torch_put_first(capability, run):
-    first, orders, last = run(
-        ATTENDS
-        + """
-calls = [lambda: net(torch.ones(4, 8, device="cuda"))] * 2
-with sp_lightning.stream(net, "cuda", window=1) as handle, torch.no_grad():
-    handle.lockstep(calls, at_once=2)
-print(json.dumps([first, orders, order()]))
+@SLOW
+def test_transformers_offloaded_cache_has_the_plain_tokens(run):
+    plain, streamed, devices = run(
+        """
+ids = torch.arange(40, device="cuda").reshape(2, 20)
+asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": "offloaded"}
+torch.manual_seed(0)
+model = llama().eval()
+with sp_lightning.stream(model, "cuda", window=2):
+    made = model.generate(ids, **asked, return_dict_in_generate=True)
+    streamed = made.sequences.tolist()
+plain = model.to("cuda").generate(ids, **asked).tolist()
+layers = made.past_key_values.layers
+print(json.dumps([plain, streamed, [layer.keys.device.type for layer in layers]]))
 """,
         numbers=True,
-        capability=capability,
     )
-    assert len(orders) == 6 and set(map(tuple, orders)) == {tuple(last)} and (last != first) == (capability == 90)
+    assert streamed == plain and devices.count("cpu") >= len(devices) - 2 > 0
 
 
 def test_an_order_of_kernels_for_attention_that_was_chosen_before_torchs_own_is_put_back_where_torch_has_none(run):
     """Whoever chooses torch's order on a device without one is not taken for torch."""
     chosen, back = run(
         """
-from sp_lightning.compat.kernels import set_settings, settings
+from sp_lightning.compat.kernels import choose_kernels, kernel_choices
 torch.ones(1, device="cuda")
-before, torchs = settings(), [3, 1, 2, 0, 4]
+before, torchs = kernel_choices(), [3, 1, 2, 0, 4]
 first = torch._C._get_sdp_priority_order()
 torch._C._set_sdp_priority_order(torchs)
-chosen = settings()
-set_settings(before)
+chosen = kernel_choices()
+choose_kernels(before)
 print(json.dumps([torchs != first and chosen != before, torch._C._get_sdp_priority_order() == first]))
 """,
         numbers=True,

@@ -31,33 +31,6 @@ def planned(**given):
     return sp_lightning.plan(lambda: transformers.LlamaForCausalLM(config()), batch, **given)
 
 
-@pytest.mark.simgpu
-@pytest.mark.parametrize(
-    ("count", "window"), [(6, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1), (2, 5), (6, 5)))]
-)
-@pytest.mark.seldom
-def test_a_device_counts_the_bytes_of_a_plan(count, window):
-    net = transformers.LlamaForCausalLM(config()).eval()
-    prompts = torch.randint(3, 128, (count, ROWS, PROMPT), device="simgpu")
-    how = {"min_new_tokens": ANSWER, "max_new_tokens": ANSWER, "do_sample": False}
-    with sp_lightning.stream(net, "simgpu", window=window, transfer=1) as handle:
-        handle.lockstep([functools.partial(net.generate, prompts[0], min_new_tokens=3, max_new_tokens=3)])
-        torch.accelerator.synchronize()
-        torch.accelerator.reset_peak_memory_stats()
-        before = handle.stats()["bytes_up"]
-        handle.lockstep([functools.partial(net.generate, prompt, **how) for prompt in prompts], count)
-        torch.accelerator.synchronize()
-        travelled = handle.stats()["bytes_up"] - before
-        peak = torch.accelerator.max_memory_allocated()
-    found = planned(at_once=count, window=window, transfer=1).lockstep[0]
-    assert found.cache == "device" and found.at_once == count
-    assert peak == pytest.approx(found.device_nbytes, rel=0.05)
-    run = planned(predict_at_once=count, at_once=None, window=window, transfer=1)  # as the option of the strategy
-    assert run.device_terms == found.device_terms and run.rows == count * ROWS
-    assert run.step_s == found.token_s and run.reading_s == found.first_s
-    assert travelled / (count * ROWS * ANSWER) == pytest.approx(found.weights_per_token, rel=0.05)
-
-
 @pytest.mark.seldom
 def test_the_largest_batches_at_once_fit_and_larger_ones_do_not():
     def of(rows, device_memory="40MiB"):

@@ -90,7 +90,7 @@ def test_a_whole_run_does_not_outlast_its_campaign(tmp_path, monkeypatch, capsys
         ("fits", ["--model", "llama-1b", "--tokens", "2048"]),
         ("peers", []),
         ("big", ["--device-memory", "24GiB"]),
-        ("curve", ["--model", "vit-h"]),
+        ("curve", ["--model", "llama-1b"]),
     ],
 )
 def test_a_campaign_measures_and_keeps_what_it_measured(name, few, tmp_path):

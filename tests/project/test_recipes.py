@@ -1711,14 +1711,6 @@ def test_answers_of_a_packed_base_are_those_of_the_plain_run(bits, tiny_llm):
     )
 
 
-@pytest.mark.parametrize("at_once", [1, 3, "auto"])
-@pytest.mark.seldom
-def test_sampled_answers_do_not_depend_on_the_batches_at_once(at_once, tiny_llm):
-    arguments = f"--model.name_or_path={tiny_llm}", "--model.temperature=0.7", "--data.batch_size=4"
-    option = f"--trainer.strategy.predict_at_once={at_once}"
-    assert predict(*arguments, option) == predict(*arguments, PLAIN, folder="plain")
-
-
 # ---- what is said of many images and texts
 
 
@@ -1728,7 +1720,7 @@ def test_predictions_are_those_of_the_plain_run(recipe):
     streamed = predict("--trainer.callbacks+=test_recipes.Moved", recipe=recipe, folder="streamed")
     assert Moved.stats["bytes_down"] == 0 and Moved.stats["fetches"] > 8
     assert streamed == predict(PLAIN, recipe=recipe, folder="plain")
-    assert predict("--data.batch_size=1", "--trainer.strategy.predict_at_once=1", recipe=recipe) != []
+    assert predict("--data.batch_size=1", recipe=recipe) != []
     if recipe != "embed":
         assert [record["image"] for record in streamed] == sorted(record["image"] for record in streamed)
 
@@ -1891,7 +1883,7 @@ class Ends(L.Callback):
 )
 @pytest.mark.seldom
 def test_a_run_within_a_limit_goes_on_to_its_end_and_another_begins_anew(more, goes_on, capsys):
-    given = "--trainer.limit_predict_batches=3", "--trainer.strategy.predict_at_once=1", "--data.batch_size=4"
+    given = "--trainer.limit_predict_batches=3", "--data.batch_size=4"
     undisturbed = predict(*given, *more, recipe="embed", folder="undisturbed")
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         predict(*given, "--trainer.callbacks+=test_recipes.Ends", recipe="embed", folder="killed")
@@ -1908,7 +1900,7 @@ def test_a_run_of_a_checkpoint_that_was_written_anew_begins_anew(capsys):
         torch.manual_seed(seed)
         tiny.language_model(pathlib.Path("llm"))
 
-    given = "--model.name_or_path=llm", "--trainer.strategy.predict_at_once=1", "--data.batch_size=4"
+    given = "--model.name_or_path=llm", "--data.batch_size=4"
     write_model(0)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         predict(*given, "--trainer.callbacks+=test_recipes.Ends", recipe="embed", folder="killed")
@@ -1945,7 +1937,7 @@ def test_a_classifier_sees_images_as_its_own_processor_prepares_them():
             "predict_step",
             lambda self, batch, index: (seen.append(batch["pixel_values"]), step(self, batch, index))[1],
         )
-        arguments = "--model.name_or_path=vit", "--data.path=photos", "--trainer.strategy.predict_at_once=1"
+        arguments = "--model.name_or_path=vit", "--data.path=photos"
         predict(*arguments, recipe="classify")
         processor = ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1] * 3, image_std=[0.7] * 3)
         processor.save_pretrained("vit")

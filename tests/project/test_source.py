@@ -122,14 +122,14 @@ def faults_of_the_packages(root: pathlib.Path) -> list[str]:
 
 
 def most(name: str) -> int:
-    """How many modules a folder may have beside its ``__init__.py``; contenders are counted by nobody."""
-    return {"the top": 5, "bench": 99}.get(name, 10)
+    """How many modules a folder may have beside its ``__init__.py``."""
+    return {"the top": 5}.get(name, 10)
 
 
 def test_packages_are_floors_of_at_most_ten_modules():
     order = packages(listed(ROOT))
     floors = "core compat memory autograd optim gradients runtime tracing planning observe"
-    floors += " lightning pytorch_lightning hf bench commands"
+    floors += " lightning pytorch_lightning hf commands"
     assert [name for name in order if name in floors.split()] == floors.split()
     assert faults_of_the_packages(ROOT) == []
 

@@ -1,1 +1,0 @@
-"""Calls of one streamed module that run by turns."""
