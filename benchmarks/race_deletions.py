@@ -84,7 +84,7 @@ OF_SAVINGS = {"finish_savings", "wait_for"}  # checkpoints that are written besi
 WAITS |= OF_SAVINGS
 # Files, by their paths in the package, in which no step waits: they observe, plan or compare.
 BESIDE = {"runtime/measure.py", "observe/progress.py", "runtime/recorder.py", "bench/referee.py", "bench/turns.py"}
-BESIDE |= {"observe/disk_speed.py", "observe/network_speed.py", "hf/report.py"}
+BESIDE |= {"hf/report.py"}
 # Waits of one rank for others: these calls, and all waits of these files, and of these functions of other files.
 OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_any"}
 OF_RANKS |= {"_meet_handling", "_wait_for_all", "_end_job", "wait_beside"}

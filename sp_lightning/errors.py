@@ -114,10 +114,6 @@ class PeerError(SuperpipelineError, RuntimeError):
     """Another rank ended, failed, or did not come in time; the message names it."""
 
 
-class TraceError(SuperpipelineError, ValueError):
-    """A file is not a timeline that this package wrote."""
-
-
 class MissingExtraError(SuperpipelineError, ImportError):
     """A package of an optional extra is not installed."""
 
