@@ -42,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ``arguments`` default to those of the process."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
-    parser.parse_args(given[:1])  # which ends for --help, --version and nothing
-    command, known = given[0], [*LIGHTNINGS, *OWN]
+    command, known = given[0] if given else "", [*LIGHTNINGS, *OWN]
+    if command in ("", "-h", "--help", "--version"):
+        parser.parse_args(given[:1])  # which ends
     if command not in known:
         what = "an option" if command.startswith("-") else "a command"
         meant = did_you_mean(command, [*known, "--help", "--version"]) or ": " + ", ".join(known)

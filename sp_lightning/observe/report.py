@@ -40,10 +40,17 @@ ADVICE = {  # by what the step waits for
 class Planned(Protocol):
     """The part of a plan that a report shows beside measured values."""
 
-    chosen: dict[str, int]  # sizes to start from, for `Handle.resume`
-    window: int
-    device_nbytes: int
-    step_s: float
+    @property
+    def chosen(self) -> dict[str, int]: ...  # sizes to start from, for `Handle.resume`
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def device_nbytes(self) -> int: ...
+
+    @property
+    def step_s(self) -> float: ...
 
 
 class RunReport:
