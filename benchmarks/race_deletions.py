@@ -83,8 +83,7 @@ WAITS |= {"wait_step", "before_host_access", "_complete", "before_user_code", "q
 OF_SAVINGS = {"finish_savings", "wait_for"}  # checkpoints that are written beside training
 WAITS |= OF_SAVINGS
 # Files, by their paths in the package, in which no step waits: they observe, plan or compare.
-BESIDE = {"runtime/measure.py", "observe/progress.py", "runtime/recorder.py"}
-BESIDE |= {"observe/disk_speed.py", "observe/network_speed.py", "hf/report.py"}
+BESIDE = {"observe/progress.py", "runtime/recorder.py", "hf/report.py"}
 # Waits of one rank for others: these calls, and all waits of these files, and of these functions of other files.
 OF_RANKS = {"meet", "exchange", "barrier", "exchange_gradients", "exchange_if_any"}
 OF_RANKS |= {"_meet_handling", "_wait_for_all", "_end_job", "wait_beside"}

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import sp_lightning
-from sp_lightning.observe.run_report import RunReport
+from sp_lightning.observe.report import RunReport
 from sp_lightning.runtime.recorder import KEPT, Recorder
 
 CALLS = ("begin_pass", "work", "waiting", "left", "idle", "host_waited", "step_may_begin", "stepped")  # of a listener
@@ -136,7 +136,7 @@ class Turns:
             begin = time.perf_counter()
             report.figures()
             logged = (time.perf_counter() - begin) / LOG_EVERY
-            self.units += [unit.forward_s + unit.backward_s for unit in report.times().values()]
+            self.units += [unit.forward_s + unit.backward_s for unit in recorder.times().values()]
         return (self.own.calls - calls) / STEPS, (self.own.seconds - seconds) / STEPS + logged
 
     def skipped(self):

@@ -1,19 +1,22 @@
 """Train models that do not fit on the device: ``Trainer(strategy="superpipeline")``.
 
-Importing this package registers the strategies with Lightning, and with ``pytorch_lightning`` if that was imported
-before and is of a version that they work with, and does nothing else.
+Importing this package imports neither torch nor Lightning. It has the strategies registered with Lightning, and with
+``pytorch_lightning``, as soon as one of these is imported; public names are imported when they are first used.
 """
 
-import logging
-import sys
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-from .lightning.callback import SuperpipelineCallback
-from .lightning.fabric import SuperpipelineFabricStrategy
-from .lightning.registration import register
-from .lightning.strategy import SuperpipelineStrategy
-from .planning import Plan, plan
-from .ranks.exchange import tree_hook
-from .runtime.handle import Handle, stream
+from .lightning.registration import register_when_imported
+
+if TYPE_CHECKING:
+    from .lightning.callback import SuperpipelineCallback
+    from .lightning.fabric import SuperpipelineFabricStrategy
+    from .lightning.strategy import SuperpipelineStrategy
+    from .plan import Plan, plan
+    from .ranks.exchange import tree_hook
+    from .runtime.handle import Handle, stream
 
 __all__ = [
     "Handle",
@@ -25,10 +28,27 @@ __all__ = [
     "stream",
     "tree_hook",
 ]
+_PLACES = {
+    "Handle": "runtime.handle",
+    "Plan": "plan",
+    "SuperpipelineCallback": "lightning.callback",
+    "SuperpipelineFabricStrategy": "lightning.fabric",
+    "SuperpipelineStrategy": "lightning.strategy",
+    "plan": "plan",
+    "stream": "runtime.handle",
+    "tree_hook": "ranks.exchange",
+}
 
-register()
-if "pytorch_lightning" in sys.modules:  # the same Lightning under another name
-    try:
-        from . import pytorch_lightning as pytorch_lightning
-    except ImportError as error:  # some other library imports it: no error for users of `lightning`
-        logging.getLogger(__name__).info("not registered with pytorch_lightning: %s", error)
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a module of this package, when it is first used."""
+    if name in _PLACES:
+        found = getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
+        globals()[name] = found
+        return found
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+register_when_imported()

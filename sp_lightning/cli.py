@@ -1,6 +1,7 @@
 """The command line: this package's commands, and LightningCLI's with superpipeline as the default strategy.
 
-An error of this package, wherever a command meets it, is one line that says what to do next, and exit status 2.
+An error of this package, wherever a command meets it, is one line that says what to do next, and exit status 2. The
+modules of commands are imported when they run: ``--help`` imports no torch.
 """
 
 import argparse
@@ -16,17 +17,16 @@ from typing import Any, NoReturn
 
 from .errors import SuperpipelineError, did_you_mean
 
-OWN: dict[str, str] = {  # module in commands/, and its help
-    "doctor": "what this machine offers for streaming, and what to fix",
-    "plan": "predict what training a model needs, and what to change first",
-    "timeline": "draw a recorded or simulated timeline",
-    "launch": "run a Hugging Face script with streamed models",
-}
 LIGHTNINGS = {
     "fit": "train a LightningModule, with validation",
     "validate": "run one evaluation epoch over the validation set",
     "test": "run one evaluation epoch over the test set",
     "predict": "run inference on a dataset",
+}
+OWN = {  # module in commands/, and its help
+    "plan": "predict what training a model needs, and what to change first",
+    "doctor": "find what of this machine slows streaming down, and what to do",
+    "launch": "run a Hugging Face script with streamed models",
 }
 
 
@@ -41,77 +41,39 @@ class OneLineParser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ``arguments`` default to those of the process."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parser, parsers = _parsers()
-    own, script = _without_script(given)
-    if own[:1] and own[0] not in parsers and own[0] not in ("-h", "--help", "--version"):
-        what = "an option" if own[0].startswith("-") else "a command"
-        known = [*parsers, "--help", "--version"]
-        parser.error(f"{own[0]!r} is not {what}{did_you_mean(own[0], known) or ': ' + ', '.join(parsers)}")
-    args, rest = parser.parse_known_args(own)
-    args.script = script
+    parser = _parser()
+    command, known = given[0] if given else "", [*LIGHTNINGS, *OWN]
+    if command in ("", "-h", "--help", "--version"):
+        parser.parse_args(given[:1])  # which ends
+    if command not in known:
+        what = "an option" if command.startswith("-") else "a command"
+        meant = did_you_mean(command, [*known, "--help", "--version"]) or ": " + ", ".join(known)
+        parser.error(f"{command!r} is not {what}{meant}")
     try:
-        if args.command in OWN:
-            args.rest = rest  # of a plan in place of fit, LightningCLI knows them
-            if rest and not (args.command == "plan" and _module("plan").in_place_of_fit(args)):
-                options = re.findall(r"--[\w-]+", parsers[args.command].format_help())
-                meant = did_you_mean(rest[0], options)
-                if "--nodes" not in options and re.fullmatch(r"--(n|num[-_])?nodes(=.*)?", rest[0]):
-                    meant = ": it is of one machine, and docs/several-machines.md has what others add"
-                if args.command == "launch" and not rest[0].startswith("-"):
-                    meant = f": put -- before the script ({args.command} [options] -- {rest[0]} ...)"
-                parsers[args.command].error(f"{args.command} does not know {' '.join(rest)}{meant}")
-            sys.exit(_run_own(parser, args))
-        # LightningCLI parses the arguments itself.
+        if command in OWN:
+            sys.exit(_run_own(command, given[1:]))
         if importlib.util.find_spec("jsonargparse") is None:
-            parser.error(f"{args.command} needs jsonargparse, which is not installed: pip install 'sp-lightning[cli]'")
+            parser.error(f"{command} needs jsonargparse, which is not installed: pip install 'sp-lightning[cli]'")
         _run_lightning(arguments)
     except SuperpipelineError as error:
-        parser.exit(2, f"{parser.prog} {args.command}: {_in_a_line(error)}\n")
+        parser.exit(2, f"{parser.prog} {command}: {_in_a_line(error)}\n")
 
 
-def _in_a_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def _without_script(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Split off the command line of the script that `launch` or `plan` runs, with its own arguments."""
-    if arguments[:1] not in (["launch"], ["plan"]) or "--" not in arguments:
-        return arguments, []
-    at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
-
-
-def _run_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    try:
-        status = int(_module(args.command).main(args))
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # of `plan ... | head`, which has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes nowhere
-        return 128 + signal.SIGPIPE
-    except OSError as error:  # such as a folder or a file that cannot be written
-        parser.exit(2, f"{parser.prog} {args.command}: {_in_a_line(error)}\n")
-
-
-def _parsers() -> tuple[OneLineParser, dict[str, argparse.ArgumentParser]]:
-    """Make the parser, and those of its commands."""
+def _parser() -> OneLineParser:
+    """Make the parser of the command's name alone."""
+    listed = "\n".join(f"  {name:10} {what}" for name, what in (LIGHTNINGS | OWN).items())
     parser = OneLineParser(
         prog="python -m sp_lightning",
+        usage="%(prog)s [--help] [--version] command ...",
         description="Train, validate and predict with LightningModules larger than the accelerator's memory.",
-        epilog=f"{', '.join(LIGHTNINGS)} are LightningCLI's, with strategy superpipeline unless another is named.",
+        epilog=f"commands (COMMAND --help for options):\n{listed}\n\n"
+        f"{', '.join(LIGHTNINGS)} are LightningCLI's, with strategy superpipeline unless another is named.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="command", title="commands", description="COMMAND --help for options."
-    )
-    made: dict[str, argparse.ArgumentParser] = {}
-    for name, what in LIGHTNINGS.items():
-        made[name] = commands.add_parser(name, help=what, add_help=False)
-    for name, what in OWN.items():
-        made[name] = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
-        _module(name).add_arguments(made[name])
-    return parser, made
+    parser.add_argument("command", help=argparse.SUPPRESS)
+    return parser
 
 
 def _version() -> str:
@@ -121,8 +83,28 @@ def _version() -> str:
         return "not installed"
 
 
-def _module(command: str) -> Any:
-    return importlib.import_module(f".commands.{command}", __package__)
+def _run_own(command: str, given: list[str]) -> int:
+    """Run one of this package's commands; return its exit status."""
+    module: Any = importlib.import_module(f".commands.{command}", __package__)
+    parser = OneLineParser(prog=f"python -m sp_lightning {command}", description=OWN[command], allow_abbrev=False)
+    module.add_arguments(parser)
+    at = given.index("--") if "--" in given and command in ("launch", "plan") else len(given)
+    args, rest = parser.parse_known_args(given[:at])
+    args.rest, args.script = rest, given[at + 1 :]  # the command line of a script that the command runs
+    if rest and not (command == "plan" and module.in_place_of_fit(args)):  # of fit's LightningCLI knows the rest
+        meant = did_you_mean(rest[0], re.findall(r"--[\w-]+", parser.format_help()))
+        if command == "launch" and not rest[0].startswith("-"):
+            meant = f": put -- before the script (launch [options] -- {rest[0]} ...)"
+        parser.error(f"{command} does not know {' '.join(rest)}{meant}")
+    try:
+        status = int(module.main(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `plan ... | head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes nowhere
+        return 128 + signal.SIGPIPE
+    except OSError as error:  # such as a folder or a file that cannot be written
+        parser.exit(2, f"{parser.prog}: {_in_a_line(error)}\n")
 
 
 def _run_lightning(arguments: Sequence[str] | None) -> None:
@@ -131,3 +113,7 @@ def _run_lightning(arguments: Sequence[str] | None) -> None:
     if not sys.stdout.isatty():  # of a file a bar does not know the width, and would wrap its figures at 80
         os.environ.setdefault("COLUMNS", "200")
     FitCLI(args=None if arguments is None else list(arguments), parser_kwargs={"prog": "python -m sp_lightning"})
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -118,10 +118,6 @@ class MeasurementError(SuperpipelineError, RuntimeError):
     """Two measurements of one rate differ: the machine is busy, and a plan from them would be wrong."""
 
 
-class TraceError(SuperpipelineError, ValueError):
-    """A file is not a timeline that this package wrote."""
-
-
 class MissingExtraError(SuperpipelineError, ImportError):
     """A package of an optional extra is not installed."""
 

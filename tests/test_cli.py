@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 
+import forks
 import pytest
 
 from sp_lightning.cli import OWN, main
@@ -84,11 +85,72 @@ def toy(monkeypatch):
     sys.modules.pop("toy", None)
 
 
-def test_help_lists_the_commands_and_nothing_else(capsys):
+def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    listed = capsys.readouterr().out.split("  command\n")[1].split("\n\n")[0].splitlines()
+    listed = capsys.readouterr().out.split("for options):\n")[1].split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in listed] == ["fit", "validate", "test", "predict", *OWN]
+
+
+def imported_by(*arguments):
+    """The modules that a process has imported after a command of ours."""
+    code = """
+import atexit, sys
+from sp_lightning.cli import main
+atexit.register(lambda: sys.stderr.write("imported: " + " ".join(sys.modules)))
+main(sys.argv[1:])
+"""
+    done = forks.run(code, *arguments)
+    assert done.returncode == 0, done.stderr
+    return {name.split(".")[0] for name in done.stderr.rpartition("imported: ")[2].split()}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in OWN)])
+def test_help_imports_neither_torch_nor_lightning(arguments):
+    assert not {"torch", "lightning", "torchmetrics", "transformers"} & imported_by(*arguments)
+
+
+def test_the_doctor_imports_no_lightning():
+    found = imported_by("doctor", "--device", "cpu")
+    assert "torch" in found and not {"lightning", "torchmetrics", "transformers"} & found
+
+
+ORDERS = [
+    "import sp_lightning; from lightning import Trainer",
+    "from lightning import Trainer; import sp_lightning",
+    "import sp_lightning; from lightning.pytorch import Trainer",
+    "import sp_lightning.options; from lightning.pytorch.trainer import Trainer",
+]
+
+
+@pytest.mark.parametrize("imports", ORDERS)
+@pytest.mark.few(1)
+def test_the_strategy_is_registered_in_any_order_of_imports(imports):
+    makes = "; print(type(Trainer(strategy='superpipeline', accelerator='cpu', logger=False).strategy).__name__)"
+    done = forks.run(imports + makes)
+    assert done.stdout == "SuperpipelineStrategy\n", done.stderr
+
+
+def test_fabric_takes_the_strategy_by_its_name():
+    code = "import sp_lightning; from lightning import Fabric; Fabric(strategy='superpipeline', accelerator='cpu')"
+    done = forks.run(code + "; assert 'sp_lightning.lightning.fabric' in __import__('sys').modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_looking_for_lightning_does_not_import_it():
+    code = "import sp_lightning, importlib.util, sys; importlib.util.find_spec('lightning'); import lightning as L"
+    code += "; assert 'superpipeline' in L.pytorch.strategies.StrategyRegistry"
+    done = forks.run(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_and_modules_come_when_they_are_used():
+    import sp_lightning
+
+    assert all(getattr(sp_lightning, name).__name__ in (name, "SuperpipelineStrategy") for name in sp_lightning.__all__)
+    assert sp_lightning.hf.streaming.__name__ == "streaming"
+    with pytest.raises(AttributeError, match="module 'sp_lightning' has no attribute 'nothing'"):
+        sp_lightning.nothing  # noqa: B018
 
 
 def test_version_is_the_installed_one(capsys):
@@ -97,7 +159,7 @@ def test_version_is_the_installed_one(capsys):
     assert capsys.readouterr().out.strip() == importlib.metadata.version("sp-lightning")
 
 
-def test_a_checkout_that_is_not_installed_has_commands_too(capsys, monkeypatch):
+def test_a_checkout_that_is_not_installed_has_a_version_too(capsys, monkeypatch):
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)
 

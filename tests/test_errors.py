@@ -38,7 +38,6 @@ def test_an_option_error_survives_pickling_whatever_was_found(protocol):
         (errors.SourceFileError, RuntimeError),
         (errors.TornStepError, RuntimeError),
         (errors.MeasurementError, RuntimeError),
-        (errors.TraceError, ValueError),
     ],
 )
 def test_every_error_is_ours_and_a_builtin_and_survives_pickling(kind, builtin):

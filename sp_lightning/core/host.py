@@ -120,6 +120,22 @@ def gpus_by_vendor(root: Path = ROOT) -> dict[str, int]:
     return {vendor: count for vendor, count in (("NVIDIA", nvidia), ("AMD", amd)) if count}
 
 
+def gpu_lanes(root: Path = ROOT) -> list[tuple[int, int]]:
+    """List of each GPU of NVIDIA's or AMD's the PCIe lanes in use and those that it has, where the system says so."""
+    found = []
+    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
+        vendor, kind = ("".join(_lines(folder / name)) for name in ("vendor", "class"))
+        used, there = (_number(folder / f"{name}_link_width") for name in ("current", "max"))
+        if vendor in ("0x10de", "0x1002") and kind.startswith(("0x03", "0x12")) and used and there:
+            found.append((used, there))
+    return found
+
+
+def swapped_bytes() -> int:
+    """Return how much memory is swapped out, of all processes."""
+    return int(_psutil().swap_memory().used)
+
+
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield (limit, use without file pages) of this process's memory cgroup and of each parent that has a limit."""
     for folder, limit_file, used_file in _memory_cgroups(root):

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 _NOTHING = contextlib.nullcontext()
 Lane = Literal["disk in", "up", "compute", "down", "network", "optimizer", "disk out", "host"]
@@ -105,6 +105,38 @@ class StepListener:
 
     def stepped(self) -> None:
         """Note that the optimizer's own step ended."""
+
+
+class Stats(TypedDict):
+    """The figures that `Handle.stats` returns: counts since streaming began, then what is so now. Bytes unless said."""
+
+    fetches: int  # units copied to the device
+    bytes_up: int  # copied to the device
+    bytes_down: int  # copied to the host
+    disk_read: int  # of weights, state and activations, from files
+    disk_written: int  # of optimizer state, weights, gradients and activations
+    bytes_offloaded: int  # of saved activations, to the host
+    bytes_brought_back: int  # of saved activations, to the device again
+    writebacks: int  # units that model code changed in place on the device
+    bytes_written_back: int
+    evictions: int  # units whose device memory was given back
+    extra_held: int  # visits with more units on the device than the window has places
+    stepped_ahead: int  # parameters stepped while backward ran
+    held_steps: int  # optimizer steps that ran beside the next forward
+    surprises: int  # visits that were not the predicted one
+    stall_ms: dict[str, float]  # milliseconds for which the host waited, by cause
+    pending_step: str | None  # "in backward" or "deferred" while an optimizer step runs beside other work
+    window: int  # units
+    transfer: int  # units
+    units: int  # that stream
+    resident_root_bytes: int  # weights that stay on the device
+    weight_bytes: int  # all weights, as they are on the device
+    resident_bytes: int  # those of them that are there
+    window_bytes: int  # on the device, for weights and gradients of a full window
+    device_peak: int  # the most on the device so far
+    host_bytes: int  # that streaming takes
+    host_weight_bytes: int  # of them for weights, with the copies that travel
+    host_gradient_bytes: int  # that gradients take in a step
 
 
 @dataclass

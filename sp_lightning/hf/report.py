@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection, Iterable
 
 from ..errors import PeerError
-from ..observe.run_report import RunReport, ranks_in_words
+from ..observe.report import RunReport, ranks_in_words
 from ..ranks.board import Board, OneRank, Ranks
 from ..runtime.handle import Handle
 
@@ -38,7 +38,7 @@ def end(ranks: OneRank, handles: Iterable[Handle], shared: Collection[Handle], s
         if handle.report is None or handle.closed:
             continue
         handle.report.close()
-        lines = handle.report.report() if says else []
+        lines = handle.report.lines() if says else []
         if says and isinstance(ranks, Ranks) and handle in shared:
             lines += _of_all(ranks, handle.report)
         if says and ranks.rank == 0:

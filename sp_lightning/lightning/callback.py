@@ -16,17 +16,15 @@ import torch
 
 from ..compat.lightning import should_log, steps_taken
 from ..errors import OptionError, UnsupportedError
-from ..observe import timeline, timeline_plot
-from ..observe.run_report import RunReport, ranks_in_words
+from ..observe.report import Planned, RunReport, floor_s, ranks_in_words, typical
+from ..observe.timeline import Timeline
 from ..options import format_bytes, is_int
-from ..planning.forecast import Plan
 from ..runtime.handle import Handle
 from ..runtime.recorder import KEPT, RecordedStep
 from .names import Callback, LightningModule, Logger, Trainer, rank_zero_info
 
 log = logging.getLogger(__name__)
 
-MOVED = ("fetches", "bytes_up", "bytes_down")
 TIMELINE_STEPS = (10, 11, 12)
 
 
@@ -57,8 +55,8 @@ class SuperpipelineCallback(Callback):
     ``bytes_up``         bytes copied to the device
     ``bytes_down``       bytes copied to the host
     ``step_ms``          time from one batch to the next
-    ``floor_ms``         lower bound of such a step at the measured rates
-    ``floor_share``      lower bound / step: 1 is the best possible
+    ``floor_ms``         time in which the busiest of copies, compute and optimizer worked
+    ``floor_share``      floor / step: 1 is the best possible
     ``compute_ms``       time in which units computed
     ``stall_weights_ms``, ``stall_gradients_ms``, ``stall_activations_ms``, ``stall_optimizer_ms``
                          time in which units waited, by what for
@@ -75,16 +73,16 @@ class SuperpipelineCallback(Callback):
     ==================== ===========================================================================================
 
     The **progress bar** (tqdm or rich) shows the device's peak memory and the share of a step that waits. When training
-    begins, a table predicts memory and the time of a step. When it ends, by an exception too, the report compares
-    predicted with measured values and names the bottleneck in one sentence. With several devices the first rank reports
-    for all: a line has what each measured. Timelines of other ranks are in folders of their own (``rank1``, ...).
+    begins, a table has units, window and memory. When it ends, by an exception too, three lines have what a step took,
+    the peaks of memory, and what bounded the run. With several devices the first rank reports for all: a line has what
+    each measured. Timelines of other ranks are in folders of their own (``rank1``, ...).
 
     Args:
         log_every_n_steps: How often loggers get values; None uses the Trainer's own interval.
         timeline: A directory for ``trace.json`` (for https://ui.perfetto.dev) and its picture ``timeline.png``.
         timeline_steps: The training batches of this fit in the timeline, from 0. A shorter run shows its last ones.
-        plan: The plan of this run (`sp_lightning.plan`): its predictions are shown and compared with measured values,
-            and an "auto" ``window`` starts from its choice.
+        plan: The plan of this run (`sp_lightning.plan`): its step and memory stand beside the measured ones, and an
+            "auto" ``window`` starts from its choice.
         progress: Whether to show anything on the terminal: values in the progress bar, the table and the report, and a
             bar while moving weights into host memory, loading or saving takes over a second.
         log_metrics: Whether loggers get the values above.
@@ -96,7 +94,7 @@ class SuperpipelineCallback(Callback):
         timeline: str | os.PathLike[str] | None = None,
         timeline_steps: Sequence[int] = TIMELINE_STEPS,
         progress: bool = True,
-        plan: Plan | None = None,
+        plan: Planned | None = None,
         log_metrics: bool = False,
     ) -> None:
         if log_every_n_steps is not None and not (is_int(log_every_n_steps) and log_every_n_steps >= 1):
@@ -107,13 +105,13 @@ class SuperpipelineCallback(Callback):
         self.log_every_n_steps = log_every_n_steps
         self.timeline = None if timeline is None else Path(timeline)
         self.timeline_steps = frozenset(steps)
-        if plan is not None and not isinstance(plan, Plan):
+        if plan is not None and not isinstance(plan, Planned):
             raise OptionError(argument="plan", found=plan, allowed="None or a plan from sp_lightning.plan()")
         self.progress = progress
         self.plan = plan
         self.log_metrics = log_metrics
         self._report: RunReport | None = None
-        self._before: Mapping[str, Any] = {}
+        self._before: dict[str, int] = {}
         self._drawn: list[RecordedStep] = []  # the steps of the timeline
         self._written = False
         self._chosen: dict[str, int] = {}  # by "auto", in the run being resumed
@@ -137,10 +135,9 @@ class SuperpipelineCallback(Callback):
             _check_directory(self.timeline)
         if self.timeline is not None and importlib.util.find_spec("matplotlib") is None:
             log.warning(
-                "superpipeline: %s gets a trace but no picture, because matplotlib is missing: pip install "
-                "'sp-lightning[plots]', then run python -m sp_lightning timeline %s --plot FILE.png",
+                "superpipeline: %s gets a trace for ui.perfetto.dev but no picture, because matplotlib is missing: "
+                "pip install 'sp-lightning[plots]'",
                 self.timeline,
-                self.timeline / "trace.json",
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -172,7 +169,7 @@ class SuperpipelineCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the counters before the step."""
-        self._before = _handle(trainer).stats() if self._loggers(trainer) else {}
+        self._before = _moved(trainer) if self._loggers(trainer) else {}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -182,8 +179,7 @@ class SuperpipelineCallback(Callback):
             self._keep(self._report.update(), pl_module)
         if not self._before or not self._is_due(trainer):
             return
-        now = _handle(trainer).stats()
-        values = {name: float(now[name] - self._before[name]) for name in MOVED}
+        values = {name: float(count - self._before[name]) for name, count in _moved(trainer).items()}
         if self._report is not None:
             values |= self._report.figures()
             values |= _per_second(batch, values["step_ms"] / 1e3) if "step_ms" in values else {}
@@ -246,12 +242,9 @@ class SuperpipelineCallback(Callback):
         self._written = True
         if rank := self._handle.rank:
             directory = directory / f"rank{rank}"
-        made = self._report.timeline(type(pl_module).__name__, steps)
+        made = Timeline.of(type(pl_module).__name__, steps, self._report.last, floor_s(typical(steps)))
         try:
-            trace = timeline.save(made, directory / "trace.json")
-            rank_zero_info(f"superpipeline: wrote {trace}")
-            if importlib.util.find_spec("matplotlib") is not None:
-                timeline_plot.save([made], directory / "timeline.png")
+            rank_zero_info(f"superpipeline: wrote {made.write(directory)}")
         except (OSError, ImportError) as error:  # a full disk, a broken matplotlib: training goes on
             log.warning("superpipeline: could not write all of the timeline to %s: %s", directory, error)
 
@@ -268,7 +261,7 @@ class SuperpipelineCallback(Callback):
         if self.timeline is not None and not self._written and steps:
             self._write(self.timeline, steps, pl_module)
         if self._bar(trainer) is not None:
-            for line in (*report.report(), *of_ranks):
+            for line in (*report.lines(), *of_ranks):
                 rank_zero_info(f"superpipeline: {line}")
         self._report = None
 
@@ -333,6 +326,11 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     elif isinstance(batch, (Mapping, tuple, list)):
         for value in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _tensors(value)
+
+
+def _moved(trainer: Trainer) -> dict[str, int]:
+    stats = _handle(trainer).stats()
+    return {"fetches": stats["fetches"], "bytes_up": stats["bytes_up"], "bytes_down": stats["bytes_down"]}
 
 
 def _handle(trainer: Trainer) -> Handle:

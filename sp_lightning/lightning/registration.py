@@ -1,17 +1,72 @@
-"""Register "superpipeline" as the name of the strategies, with Lightning's Trainer and with its Fabric."""
+"""Register "superpipeline" with Lightning, or with ``pytorch_lightning``, when that is imported.
 
-from .fabric import SuperpipelineFabricStrategy
-from .names import FabricStrategyRegistry, StrategyRegistry
-from .strategy import SuperpipelineStrategy
+Importing this module imports neither: a command that needs no Lightning does not wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 NAME = "superpipeline"
+REGISTRIES = {  # by the package that is imported: the modules with its registries, and the package of our strategies
+    "lightning": ("lightning.pytorch.strategies", "lightning.fabric.strategies", "sp_lightning.lightning"),
+    "pytorch_lightning": (
+        "pytorch_lightning.strategies",
+        "lightning_fabric.strategies",
+        "sp_lightning.pytorch_lightning",
+    ),
+}
 
 
-def register() -> None:
-    """Register the strategies under their name; doing so again changes nothing."""
-    if NAME not in StrategyRegistry:
-        StrategyRegistry.register(NAME, SuperpipelineStrategy, description="Streams a model through one device")
-    if NAME not in FabricStrategyRegistry:
-        FabricStrategyRegistry.register(
-            NAME, SuperpipelineFabricStrategy, description="Streams modules through one device"
-        )
+def register(package: str) -> None:
+    """Register the strategies of Trainer and Fabric with this package, which it imports; once is enough."""
+    trainer, fabric, ours = REGISTRIES[package]
+    for module, registry, made in (
+        (trainer, "StrategyRegistry", (f"{ours}.strategy", "SuperpipelineStrategy")),
+        (fabric, "STRATEGY_REGISTRY", (f"{ours}.fabric", "SuperpipelineFabricStrategy")),
+    ):
+        strategies = getattr(importlib.import_module(module), registry)
+        if NAME not in strategies:
+            strategies.register(NAME, functools.partial(_make, *made), description="Streams a model's weights")
+
+
+def _make(module: str, name: str, **options: Any) -> Any:
+    return getattr(importlib.import_module(module), name)(**options)
+
+
+def register_when_imported() -> None:
+    """Register with each package that is imported, now or as soon as it is."""
+    for package in REGISTRIES:
+        if package in sys.modules:
+            register(package)
+    if not any(isinstance(finder, AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, AfterImport())
+
+
+class AfterImport(MetaPathFinder):
+    """Find a package as the other finders do, and have it registered with once its code has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a package with registries, or None for all other modules."""
+        if name not in REGISTRIES:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            execute = functools.partial(_execute, spec.loader.exec_module)
+            spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec
+
+
+def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    execute(module)
+    register(module.__name__)

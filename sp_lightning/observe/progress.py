@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]  # Lightning's own progress bar, beside which ours may appear
 
@@ -20,24 +20,8 @@ REFRESH_S = 0.2
 MB = 1e6
 
 
-class Display(Protocol):
-    """The part of ``rich.progress.Progress`` that is used here."""
-
-    live: Any  # draws the display
-
-    def add_task(self, description: str, *, total: float) -> Any: ...
-
-    def update(self, task_id: Any, *, completed: float) -> None: ...
-
-    def remove_task(self, task_id: Any) -> None: ...
-
-    def refresh(self) -> None: ...
-
-
 @contextlib.contextmanager
-def waiting(
-    what: str, total: int, done: Callable[[], int], shown: bool = True, display: Display | None = None
-) -> Iterator[None]:
+def waiting(what: str, total: int, done: Callable[[], int], shown: bool = True, display: Any = None) -> Iterator[None]:
     """Show progress while the body of the ``with`` statement runs.
 
     Args:
@@ -45,7 +29,7 @@ def waiting(
         total: Bytes in all.
         done: Returns how many bytes are done; called by another thread.
         shown: Whether a bar may be shown; without a terminal there is none in any case.
-        display: The rich display on the screen, if any.
+        display: The ``rich.progress.Progress`` on the screen, if any.
     """
     if not shown or not (sys.stderr.isatty() if display is None else display.live.console.is_terminal):
         yield
@@ -69,7 +53,7 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def _show(what: str, total: int, done: Callable[[], int], ended: threading.Event, display: Display | None) -> None:
+def _show(what: str, total: int, done: Callable[[], int], ended: threading.Event, display: Any) -> None:
     if ended.wait(PATIENCE_S):
         return
     with _below(what, total) if display is None else _within(display, what, total) as advance:
@@ -93,7 +77,7 @@ def _below(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def _within(display: Display, what: str, total: int) -> Iterator[Callable[[int], None]]:
+def _within(display: Any, what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Add a line, in whole megabytes, to the display; yield the function that advances it."""
     line = display.add_task(f"{what} (MB)", total=round(total / MB))
 

@@ -25,8 +25,8 @@ from ..autograd.saved_tensors import tensors_in
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import convert_tensors, converts_more, is_compiled, tree_leaves, tree_map_only
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, were_replaced, without_dispatch
-from ..core.telemetry import Counters, StepListener
-from ..core.unit_numbers import UnitNumbers
+from ..core.telemetry import Counters, Stats, StepListener
+from ..core.unit_numbers import UnitNumbers, host_bytes
 from ..errors import DiskError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.partition import Unit, forward_of, partition, slots
@@ -173,28 +173,38 @@ class Handle:
         """Whether each of several machines has a share of the optimizers' state."""
         return self.team.sharing.divides_state
 
-    def stats(self) -> dict[str, Any]:
-        """Return the counters since streaming began: fetches, bytes, waits and memory.
+    def stats(self) -> Stats:
+        """Return figures of the run so far: counts since streaming began, sizes and memory; `Stats` has each key.
 
-        ``pending_step`` is "in backward" or "deferred" while an optimizer step runs beside other work: `finish_step`.
+        Nothing waits: call `finish_step` before reading the figures of a step.
         """
         engine, schedule = self.engine, self.engine.window.schedule
-        hosts = [unit.store.slab.truth.numel() + unit.store.wire_nbytes for unit in engine.units]
+        slabs = [unit.store.slab.truth.numel() + unit.store.wire_nbytes for unit in engine.units]
         resident = [unit.store.on_device.layout.nbytes for unit in engine.units if unit.unit.resident]
-        return {
+        streamed = [unit.sizes() for unit in engine.units if not unit.unit.resident]
+        largest = sorted((unit.up_nbytes for unit in streamed), reverse=True)[: schedule.window]
+        gradients = 2 * max((unit.down_nbytes for unit in streamed), default=0)
+        on_host = host_bytes(unit.host_bytes() for unit in engine.units)
+        figures = {
             **self._counters.snapshot(),
             "pending_step": engine.step_owner.pending,
             "window": schedule.window,
             "transfer": schedule.transfer,
-            "units": len(engine.units) - len(resident),
+            "units": len(streamed),
             "resident_root_bytes": sum(resident),
+            "weight_bytes": sum(unit.store.on_device.nbytes for unit in engine.units),
+            "resident_bytes": sum(resident) + schedule.resident_nbytes,
+            "window_bytes": sum(resident) + sum(largest) + gradients,
             "device_peak": self.device.memory_peak(),
-            "host_bytes": sum(hosts)
+            "host_bytes": sum(slabs)
             + engine.gradient_return.host_nbytes
             + engine.saved.offload.host_nbytes
             + self.device.ring_nbytes
             + self.storage.ring_nbytes,
+            "host_weight_bytes": on_host.weights + on_host.wire,
+            "host_gradient_bytes": on_host.gradients,
         }
+        return cast(Stats, figures)
 
     def chosen(self) -> dict[str, int]:
         """Return the sizes that "auto" arrived at, for `resume` in a later run; empty if none were chosen."""

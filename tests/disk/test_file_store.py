@@ -31,7 +31,8 @@ from sp_lightning.disk.direct_file import Mount
 from sp_lightning.disk.direct_ring import GAP
 from sp_lightning.disk.homes import SourceFiles
 from sp_lightning.errors import DiskError, HostMemoryError, OptionError, SourceFileError
-from sp_lightning.observe import timeline
+from sp_lightning.observe.report import in_words
+from sp_lightning.observe.timeline import Timeline
 from sp_lightning.options import format_bytes
 from sp_lightning.runtime.handle import Handle
 
@@ -112,10 +113,10 @@ def test_a_recorded_step_has_the_reads_and_the_waits_for_them(nets, device, monk
         assert all(one.end <= other.start for one, other in itertools.pairwise(reads))
         assert read <= step.nbytes("disk in") <= read + len(reads) * 2 * GAP and step.busy("disk in") >= 0.02
         assert {span.unit for span in reads} <= {unit.name for unit in handle.units}
-        made = timeline.measured(recorder.trained(), "a net")
-        lanes = [event["args"].get("name") for event in timeline.to_trace(made)["traceEvents"]]
-        assert lanes.index("disk to host") < lanes.index("up: host to device")
-        assert "waits for the disk" in timeline.summary(made)
+        made = Timeline.of("a net", recorder.trained(), [], 0.0)
+        lanes = [event["args"].get("name") for event in made.trace()["traceEvents"]]
+        assert lanes.index("disk to host") < lanes.index("host to device")
+        assert "waits for the disk" in in_words(made.steps[-1].causes())
         assert handle.stats()["stall_ms"]["disk"] > 10
 
 
@@ -138,8 +139,8 @@ def test_a_recorded_step_has_the_state_that_was_read_and_written(device, tmp_pat
         assert moved <= max(found) <= moved + 4 * 2 * 40 * 4096 and found[-2] == found[-3]
         spans = [span for step in recorder.trained() for span in step.of(lane)]
         assert {span.phase for span in spans} == phases and all(span.seconds > 0 for span in spans)
-    made = timeline.measured(recorder.trained(), "a net")
-    lanes = [event["args"].get("name") for event in timeline.to_trace(made)["traceEvents"]]
+    made = Timeline.of("a net", recorder.trained(), [], 0.0)
+    lanes = [event["args"].get("name") for event in made.trace()["traceEvents"]]
     assert "disk to host" in lanes and "host to disk" in lanes
 
 

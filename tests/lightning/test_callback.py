@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import re
 from dataclasses import replace
 
@@ -15,11 +16,8 @@ from lightning.pytorch.tuner import Tuner
 import models
 import parity
 import sp_lightning
-from sp_lightning.core.machine import Machine
 from sp_lightning.core.telemetry import Span
 from sp_lightning.lightning import callback
-from sp_lightning.observe import timeline
-from sp_lightning.options import format_bytes
 from sp_lightning.runtime.recorder import RecordedStep
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
@@ -76,7 +74,7 @@ class Kinds(Callback):
         self.seen.append([type(callback).__name__ for callback in trainer.callbacks])
 
 
-def test_the_strategy_adds_one_and_keeps_the_order_of_the_others(tmp_path):
+def test_the_strategy_adds_one_before_checkpoint_callbacks(tmp_path):
     kinds = Kinds()
     trainer = trainer_of([kinds, ModelCheckpoint(tmp_path), First()], enable_checkpointing=True)
     trainer.callbacks.append(Second())  # Lightning leaves it behind the checkpoint
@@ -133,7 +131,7 @@ class Sized(models.ZooModule):
     ],
     ids=["rate", "batch size"],
 )
-def test_lightnings_tuners_leave_the_trainers_callbacks_as_they_were(tune, tmp_path):
+def test_lightnings_tuners_leave_callbacks_as_they_were(tune, tmp_path):
     trainer = trainer_of([First()], default_root_dir=tmp_path)
     given = [*trainer.callbacks]
     tune(Tuner(trainer))
@@ -269,7 +267,7 @@ def test_nobody_looks_and_nothing_is_recorded(monkeypatch):
 
 @pytest.mark.parametrize("callbacks", [[], [sp_lightning.SuperpipelineCallback(log_every_n_steps=1)]])
 @pytest.mark.few(1)
-def test_loggers_get_what_the_user_logs_and_no_figures_are_made_unless_asked_for(callbacks, monkeypatch):
+def test_loggers_get_no_figures_unless_asked_for(callbacks, monkeypatch):
     """Also where a progress bar has steps recorded."""
     monkeypatch.setattr(callback.RunReport, "figures", lambda self: pytest.fail("made"))
     logger = Kept()
@@ -282,7 +280,7 @@ BARS = [TQDMProgressBar, RichProgressBar]
 
 @pytest.mark.parametrize("bar", BARS)
 @pytest.mark.few(1)
-def test_the_progress_bar_shows_memory_and_waiting_while_it_trains(bar):
+def test_the_progress_bar_shows_memory_and_waiting(bar):
     shown = []
 
     class Asking(Callback):
@@ -296,7 +294,7 @@ def test_the_progress_bar_shows_memory_and_waiting_while_it_trains(bar):
     assert not {"device", "waits"} & {*trainer.callback_metrics, *trainer.progress_bar_metrics}
 
 
-def test_the_progress_bars_share_of_waiting_is_that_of_the_last_recorded_step(monkeypatch):
+def test_the_bars_share_of_waiting_is_the_last_steps(monkeypatch):
     """Of ten seconds: four of work, one for weights, two for gradients, one for the optimizer."""
     work, weights = Span("compute", "a", 0, 4), Span("compute", "a", 4, 5, stall="weights")
     gradients, optimizer = Span("host", "", 5, 7, stall="gradients"), Span("optimizer", "a", 7, 8)
@@ -329,76 +327,6 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records if record.name.startswith("lightning")]
 
 
-def test_a_table_before_and_a_report_after(caplog):
-    with caplog.at_level("INFO"):
-        fit(enable_progress_bar=True, batches=5)
-    lines = said(caplog)
-    (table,) = [line for line in lines if "superpipeline" in line and "window" in line and "transfer" in line]
-    assert re.search(r"units +4, and [\d.]+ KiB that stay", table) and re.search(r"window +2 of them on", table)
-    assert re.search(r"device +[\d.]+ KiB for weights and gradients, plus activations", table)
-    assert re.search(r"host +[\d.]+ KiB: weights ([\d.]+ KiB), gradients \1, optimizer \1\b", table)  # momentum
-    assert re.search(r"step +at least [\d.]+ m?s for weights, gradients and SGD, plus compute", table)
-    took, memory, sentence = [line for line in lines if line.startswith("superpipeline: ")]
-    assert re.match(
-        r"superpipeline: a step took .* ms \(at least .* ms predicted, without compute\), "
-        r"floor .* ms \(.* of the step\): .*compute \d+ %",
-        took,
-    )
-    assert "device peak" in memory and "predicted for weights and gradients" in memory and "each step" in sentence
-
-
-@pytest.mark.parametrize(
-    ("options", "overlaps", "why"),
-    [
-        ({"accelerator": "simgpu"}, True, ""),
-        ({"accelerator": "simgpu", "gradient_clip_val": 1.0}, False, "gradients are clipped"),
-        ({"accelerator": "cpu", "gradient_clip_val": 1.0}, True, "gradients are clipped"),  # nothing would be gained
-    ],
-)
-@pytest.mark.few(1)
-def test_the_report_knows_why_units_are_not_stepped_while_backward_runs(options, overlaps, why, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    seen = []
-
-    class Asking(Callback):
-        def on_train_end(self, trainer, module):
-            (own,) = [one for one in trainer.callbacks if isinstance(one, sp_lightning.SuperpipelineCallback)]
-            seen.append(own._report.measured().setting)
-
-    fit([Asking()], enable_progress_bar=True, batches=6, **options)
-    assert [(setting.overlaps, setting.waits_as) for setting in seen] == [(overlaps, why)]
-
-
-def test_what_is_measured_for_the_table_is_not_counted_as_the_run_s():
-    trainer = fit(enable_progress_bar=True, batches=2, accelerator="simgpu")
-    assert trainer.strategy.handle.stats()["device_peak"] < 2**20
-
-
-def planned(**options):
-    module = functools.partial(models.ZooModule, CASE, "sgd")
-    machine = Machine("one", 1e12, 1e10, 1e10, 1, 1e11, device_nbytes=2**30, host_nbytes=2**36)
-    return sp_lightning.plan(module, CASE.batch(0), machine=machine, device="simgpu", units=CASE.units, **options)
-
-
-def test_with_a_plan_predicted_stands_against_measured(caplog):
-    plan = planned(window=2)
-    with caplog.at_level("INFO"):
-        fit(
-            [sp_lightning.SuperpipelineCallback(plan=plan)],
-            enable_progress_bar=True,
-            batches=5,
-            accelerator="simgpu",
-            limit_val_batches=0,
-        )
-    table, took, memory, _ = (line for line in said(caplog) if "superpipeline" in line)
-    assert re.search(rf"device +{format_bytes(plan.device_nbytes)} planned: window ", table)
-    assert re.search(rf"host +{format_bytes(plan.host.total)} planned", table)
-    assert re.search(r"step +[\d.]+ ms planned for one, floor [\d.]+ ms, set by the \w+", table)
-    assert re.match(r"superpipeline: a step took [\d.]+ ms \([\d.]+ ms planned\), floor", took)
-    measured, predicted = re.search(r"device peak ([\d.]+) KiB \(([\d.]+) KiB planned\) with window 2", memory).groups()
-    assert float(measured) == pytest.approx(float(predicted), rel=0.1)  # of so little, the loader's next batch counts
-
-
 def test_a_plan_is_what_plan_returned():
     with pytest.raises(
         sp_lightning.errors.OptionError, match=r"plan must be None or a plan from sp_lightning.plan\(\)"
@@ -414,41 +342,18 @@ def test_the_report_comes_on_an_exception_too(caplog):
     assert "get_metrics" not in vars(bar)  # a run after this one would show through it, and keep what streamed
 
 
-@pytest.mark.parametrize(
-    ("batches", "steps", "names"), [(9, (3, 4), ["step 3", "step 4"]), (3, (10, 11), ["step 1", "step 2"])]
-)
-@pytest.mark.few(1)
-def test_a_timeline_is_written_of_the_steps_that_were_asked_for(batches, steps, names, tmp_path):
-    pytest.importorskip("matplotlib")
-    fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path / "run", timeline_steps=steps)], batches=batches)
-    made = timeline.load(tmp_path / "run" / "trace.json")
-    assert (made.title, made.source, [step.name for step in made.steps]) == ("ZooModule", "measured", names)
-    assert made.steps[0].floor_s > 0 and {span.lane for span in made.spans} >= {"up", "compute", "down", "optimizer"}
-    assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_there_is_a_trace_and_a_word_about_the_picture(tmp_path, monkeypatch, caplog):
+def test_without_matplotlib_there_is_a_trace_and_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(callback.importlib.util, "find_spec", lambda name: None)
     fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path)], batches=3)
     assert "pip install 'sp-lightning[plots]'" in caplog.text
     assert (tmp_path / "trace.json").exists() and not (tmp_path / "timeline.png").exists()
 
 
-def test_a_timeline_that_can_not_be_written_is_refused_before_training(tmp_path):
+def test_a_timeline_that_cannot_be_written_is_refused_first(tmp_path):
     (tmp_path / "file").touch()
     said = r"timeline must be a writable directory \(File exists\), got '.*file'"
     with pytest.raises(sp_lightning.errors.OptionError, match=said):
         fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path / "file")])
-
-
-def test_a_timeline_that_finds_no_room_in_the_end_does_not_end_the_training(tmp_path, monkeypatch, caplog):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(timeline, "save", full)
-    trainer = fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path, timeline_steps=[0])], batches=5)
-    assert trainer.global_step == 5
-    assert f"could not write all of the timeline to {tmp_path}: [Errno 28] No space left on device" in caplog.text
 
 
 def test_it_leaves_metrics_and_progress_alone(tmp_path):
@@ -458,7 +363,7 @@ def test_it_leaves_metrics_and_progress_alone(tmp_path):
         assert "superpipeline/bytes_up" in file.read()
 
 
-def test_a_change_of_the_model_begins_new_counts_and_never_negative_ones():
+def test_counts_are_never_negative_after_a_change_of_model():
     class Growing(Callback):
         def on_train_batch_start(self, trainer, module, batch, index):
             if index == 2:
@@ -469,6 +374,55 @@ def test_a_change_of_the_model_begins_new_counts_and_never_negative_ones():
     names = ("fetches", "bytes_up", "bytes_down")
     values = [metrics[f"superpipeline/{name}"] for metrics in moved(logger).values() for name in names]
     assert len(values) == 12 and min(values) > 0
+
+
+def test_a_table_before_and_three_lines_after(caplog):
+    with caplog.at_level("INFO"):
+        fit(enable_progress_bar=True, batches=5)
+    lines = said(caplog)
+    (table,) = [line for line in lines if "superpipeline" in line and "window" in line and "transfer" in line]
+    assert re.search(r"units +4, and [\d.]+ KiB that stay", table) and re.search(r"window +2 of them on", table)
+    assert re.search(r"device +[\d.]+ KiB for weights and gradients, plus activations", table)
+    assert re.search(r"host +[\d.]+ KiB: weights ([\d.]+ KiB), gradients \1, optimizer \1\b", table)  # momentum
+    took, memory, sentence = [line for line in lines if line.startswith("superpipeline: ")]
+    assert re.match(r"superpipeline: a step took .* ms, floor .* ms \(.* of the step\): .*compute \d+ %", took)
+    assert "device peak" in memory and "for weights and gradients" in memory
+    assert "each step" in sentence or "bounds the step" in sentence
+
+
+def test_with_a_plan_planned_stands_beside_measured(caplog):
+    class Plan:
+        chosen, window, device_nbytes, step_s = {}, 2, 3 << 20, 0.25
+
+    with caplog.at_level("INFO"):
+        fit([sp_lightning.SuperpipelineCallback(plan=Plan())], enable_progress_bar=True, batches=5)
+    table, took, memory, _ = (line for line in said(caplog) if "superpipeline" in line)
+    assert re.search(r"device +3\.00 MiB planned", table) and re.search(r"step +250 ms planned", table)
+    assert "(250 ms planned)" in took and "(3.00 MiB planned) with window 2" in memory
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps", "names"), [(9, (3, 4), ["step 3", "step 4"]), (3, (10, 11), ["step 1", "step 2"])]
+)
+@pytest.mark.few(1)
+def test_a_timeline_has_the_steps_that_were_asked_for(batches, steps, names, tmp_path):
+    pytest.importorskip("matplotlib")
+    fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path / "run", timeline_steps=steps)], batches=batches)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 0] == names
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert lanes >= {"host to device", "compute", "device to host", "optimizer on the host"}
+    assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_full_disk_at_the_timeline_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(callback.Timeline, "write", full)
+    trainer = fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path, timeline_steps=[0])], batches=5)
+    assert trainer.global_step == 5
+    assert f"could not write all of the timeline to {tmp_path}: [Errno 28] No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])

@@ -2,10 +2,8 @@
 
 import collections
 import itertools
-import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -21,8 +19,6 @@ import parity
 import sp_lightning
 from sp_lightning.errors import OptionError
 from sp_lightning.nodes.transport import PRETENDED
-from sp_lightning.observe.doctor import Report
-from sp_lightning.planning import plan
 
 PACKAGE = pathlib.Path(sp_lightning.__file__).parent
 RIGS = pathlib.Path(__file__).parents[1] / "rigs"
@@ -118,25 +114,6 @@ def test_a_loop_with_accelerate_that_torchrun_launches_on_two_nodes_runs_as_unde
     stock, streamed = (safetensors.torch.load_file(tmp_path / name) for name in ("stock", "streamed"))
     assert stock.keys() == streamed.keys()
     assert not [name for name in stock if parity.difference(stock[name], streamed[name])]
-
-
-@pytest.mark.slow
-def test_the_doctor_examines_all_machines_and_the_network_between_them(tmp_path):
-    report = tmp_path / "report.json"
-    said = agents(["-m", "sp_lightning", "doctor"], "--quick", "--device", "cpu", "--json", report, local=2)
-    said = " ".join(said.split())  # lines are broken where the table ends
-    found = json.loads(report.read_text())
-    network, machines = found["facts"]["network"], found["machines"]
-    assert network["devices"] == 2 and len(network["hosts"]) == len(network["sent_bytes_per_s"]) == len(machines) == 2
-    assert min(network["sent_bytes_per_s"]) > 1e6
-    assert found["facts"]["mesh"]["devices"] == 2 and found["facts"]["mesh"]["bytes_per_s"] > 1e6
-    assert "plan --tensor-parallel-size 2 --mesh-link" in said
-    assert Report.from_dict(found).facts.network.bytes_per_s == min(network["sent_bytes_per_s"])
-    assert said.count("This machine trains up to") == 1  # one report, with a line for each other machine
-    assert said.count("of host memory free at") == 1 and "plan --nodes 2 --devices 2 --network" in said
-    speed = re.search(r"--network (\S+)", said)[1]
-    rate = plan("llama3-8b", 1024, machine="h100", devices=2, nodes=2, network=speed).machine.network_bytes_per_s
-    assert rate == pytest.approx(min(network["sent_bytes_per_s"]), rel=0.05)
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from speeds import measured_again
 
 import sp_lightning
 from sp_lightning.core.telemetry import CAUSES, Span
-from sp_lightning.observe.run_report import RunReport
+from sp_lightning.observe.report import RunReport
+from sp_lightning.observe.timeline import Timeline
 from sp_lightning.runtime.recorder import KEPT, RecordedStep, Recorder, unit_times
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
@@ -221,7 +222,7 @@ def test_a_timeline_shows_what_of_the_step_before_runs_on_into_it(device, monkey
                 loss.backward()
                 optimizer.step()
         seen = observer.close()
-        made = observer.timeline("A", seen[-1:])
+        made = Timeline.of("A", seen[-1:], observer.last, 0.0)
     early = [span for span in made.spans if span.start < 0 < span.end]
     assert early and {span.lane for span in early} == {"optimizer"}
 
