@@ -228,7 +228,7 @@ def test_an_alias_that_a_step_keeps_under_autocast_today(step, moment, overlap, 
 
 
 def never_stale(monkeypatch):
-    monkeypatch.setattr(Engine, "mark_stale", lambda *_: None)
+    monkeypatch.setattr(HostCopy, "stale", lambda *_: False)
 
 
 def no_wait_for_a_unit(monkeypatch):

@@ -289,7 +289,7 @@ class Run:
 
     def _collect(self) -> None:
         self._seen += [seen for seen in self.scene.seen if self.observes or seen[0] == "end"]
-        for hook, values in sorted(self.scene.in_backward.items()):
+        for hook, values in sorted(self.scene.in_backward.items()) if self.observes else ():
             self._seen += [(where, f"{hook}, call {n}", value) for n, (where, value) in enumerate(values)]
         self.scene.seen, self.scene.in_backward = [], {}
 
