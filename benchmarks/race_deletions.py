@@ -35,7 +35,7 @@ from typing import NamedTuple, TypeGuard
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _CLOSURE = "tests/contract/test_writes_outside_visits.py::test_a_view_that_is_written_in_the_closure_of_a_manual_step"
-_KEPT = "tests/contract/test_random_programs.py::test_a_view_of_what_a_step_read_under_autocast_is_one_of_the_weight"
+_KEPT = "tests/contract/test_random_programs.py::test_an_alias_that_a_step_keeps_under_autocast_today"
 _STREAMS = "forward_and_backward_on_a_stream_of_the_user units_that_are_read_on_several_streams_at_once".split()
 _STREAMS += ["what_is_recomputed_for_another_stream_is_in_order_with_it"]
 _WHOLE = "tests/planning/test_plan.py::test_weights_that_are_stepped_whole_are_planned"

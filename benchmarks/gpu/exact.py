@@ -64,7 +64,7 @@ OPTIMIZERS = {  # of the part "optimizer"
 STEPS = 200
 PROGRAMS = 5000  # numbers, from 0: more than a campaign has time for
 # Edits that compute where a weight or a gradient is, which is another device.
-ON_THE_HOST = {"see item", "see norm", "weight norm", "weight norm by a hook", "hook after accumulation that clips"}
+ON_THE_HOST = ("see: item", "see: norm", "module: parametrize", "hook after accumulation: clips", "gradient: norms")
 
 
 # ---- cells: one plain and one streamed run each
@@ -178,7 +178,7 @@ def cases(small: bool) -> dict[str, models.Case]:
 def is_comparable(number: int) -> bool:
     """Whether both runs of a program compute all on the device: the other kernels of the host have other bits."""
     program = programs.stepped_there(number)
-    return "optimizer_device" in program.option and ON_THE_HOST.isdisjoint(act.edit for act in program.acts)
+    return "optimizer_device" in program.option and not program.does(*ON_THE_HOST, "gradient: surgery")
 
 
 def cells(part: str, small: bool) -> list[Cell] | list[OfProgram]:

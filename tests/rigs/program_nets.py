@@ -1,58 +1,63 @@
 """Small nets for random programs: blocks of several kinds between a stem and a head, made from the names of kinds.
 
-Every block maps the same width to itself, so that programs may exchange blocks, weights and classes.
+Each block maps the same width to itself, so that programs may exchange blocks, weights and classes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+import wrapped
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
 
 
 class Block(nn.Module):
-    """A block whose forward scales what its kind computes by an attribute, which programs change."""
+    """A layer beside a residual, scaled by an attribute that programs change."""
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = 1.0
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.computed(x) * self.factor
 
     def computed(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        return torch.tanh(self.linear(x))
 
 
 class Dense(Block):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.linear, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def computed(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        return self.down(super().computed(x))
 
 
 class Normed(Block):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
 
     def computed(self, x: Tensor) -> Tensor:
-        return nn.functional.gelu(self.linear(self.norm(x)))
+        return F.gelu(self.linear(self.norm(x)))
 
 
 class Batched(Block):
-    """Has buffers that forward writes."""
+    """Writes its buffers in forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
 
     def computed(self, x: Tensor) -> Tensor:
         return torch.tanh(self.norm(self.linear(x)))
@@ -61,21 +66,17 @@ class Batched(Block):
 class Dropping(Block):
     """Draws random numbers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
-
     def computed(self, x: Tensor) -> Tensor:
-        return self.dropout(torch.tanh(self.linear(x)))
+        return F.dropout(super().computed(x), 0.2, self.training)
 
 
 class Attending(Block):
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.linear, self.outer = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def computed(self, x: Tensor) -> Tensor:
-        query, key, value = self.inner(x).chunk(3, dim=-1)
+        query, key, value = self.linear(x).chunk(3, dim=-1)
         return self.outer(((query @ key.transpose(0, 1)) / WIDTH**0.5).softmax(dim=-1) @ value)
 
 
@@ -84,6 +85,7 @@ class Scaled(Block):
 
     def __init__(self) -> None:
         super().__init__()
+        del self.linear
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
         self.bias = nn.Parameter(torch.zeros(WIDTH))
 
@@ -94,17 +96,14 @@ class Scaled(Block):
 class Repeating(Block):
     """Uses its weights twice."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def computed(self, x: Tensor) -> Tensor:
-        return self.linear(torch.tanh(self.linear(x)))
+        return self.linear(super().computed(x))
 
 
 class Recurrent(Block):
     def __init__(self) -> None:
         super().__init__()
+        del self.linear
         self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
 
     def computed(self, x: Tensor) -> Tensor:
@@ -118,12 +117,128 @@ class Checkpointed(Dense):
         return checkpoint(super().computed, x, use_reentrant=False)
 
 
-class Adapting(Block):
-    """Takes a step of gradient descent on its weights inside of its forward."""
+class Reentrant(Dense):
+    """Recomputes itself in a backward of its own."""
+
+    def computed(self, x: Tensor) -> Tensor:
+        return checkpoint(super().computed, x, use_reentrant=True)
+
+
+class Nested(Block):
+    """Has a block inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.inner = Normed()
+
+    def computed(self, x: Tensor) -> Tensor:
+        return self.inner(super().computed(x))
+
+
+class Skipped(Block):
+    """Leaves out its layer for some batches, whose gradient stays None."""
+
+    def computed(self, x: Tensor) -> Tensor:
+        return super().computed(x) if x.sum() > 0 else torch.zeros_like(x)
+
+
+class Experts(Block):
+    """Routes each row to one of three experts; some get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def computed(self, x: Tensor) -> Tensor:
+        chance, chosen = self.linear(x).softmax(dim=-1).max(dim=-1)
+        found = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = (chosen == number).nonzero(as_tuple=True)
+            if len(rows):
+                found = found.index_add(0, rows, (expert(x[rows]) * chance[rows, None]).to(x.dtype))
+        return found
+
+
+class InParts(Dense):
+    """Is never called itself: the net calls its layers."""
+
+    in_parts = True
+
+
+class Lent(Block):
+    """Reads a weight of another module, as a tied head does by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lender: list[nn.Linear] = []  # hidden from the registry of modules
+
+    def computed(self, x: Tensor) -> Tensor:
+        return F.linear(super().computed(x), self.lender[0].weight)
+
+
+class Tied(Block):
+    """Has the weight of the stem as its own."""
+
+
+class Normalised(Block):
+    """Has a weight that is computed from two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.linear)
+
+
+class Adapter(Block):
+    """Trains an adapter beside a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.requires_grad_(False)
+        self.low, self.high = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def computed(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + self.high(self.low(x)))
+
+
+class Quantised(Adapter):
+    """Trains an adapter beside a frozen weight that consists of several tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wrapped.coded(self.linear)
+
+
+class Lazy(Block):
+    """Makes its layer when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.LazyLinear(WIDTH)
+
+
+class Writing(Block):
+    """Writes its weight before each use, as an embedding with a largest norm does."""
+
+    def computed(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.linear.weight.mul_(0.99)
+        return super().computed(x)
+
+
+class Counting(Block):
+    """Counts its calls in an attribute, on which its output depends."""
+
+    calls = 0
+
+    def computed(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().computed(x) * (1 + self.calls % 3)
+
+
+class Adapting(Block):
+    """Takes a step of gradient descent on its weights inside its forward."""
 
     def computed(self, x: Tensor) -> Tensor:
         def loss(weights: dict[str, Tensor]) -> Tensor:
@@ -135,44 +250,39 @@ class Adapting(Block):
         return torch.tanh(torch.func.functional_call(self.linear, moved, (x,)))
 
 
-class Frozen(Block):
-    """Has a frozen weight beside a trained one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.adapter = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.base.requires_grad_(False)
-
-    def computed(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.base(x) + self.adapter(x))
-
-
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(Dense, Normed, Batched, Dropping, Attending, Scaled, Repeating, Recurrent, Checkpointed, Adapting, Frozen),
-    )
-}
-USES_TWICE = {"Repeating", "Recurrent", "Adapting", "tied"}  # weights, so that autocast's cache counts
+WITHIN: list[type[Block]] = [Dense, Normed, Batched, Dropping, Attending, Scaled, Repeating, Recurrent, Checkpointed]
+WITHIN += [Reentrant, Nested, Skipped, Experts, InParts, Lent, Tied, Normalised, Adapter, Quantised, Lazy, Writing]
+WITHIN += [Counting]
+BEYOND: list[type[Block]] = [Adapting]  # section 5: torch.func transforms over the weights of a streamed unit
+KINDS = {kind.__name__: kind for kind in WITHIN + BEYOND}
+USES_TWICE = {"Repeating", "Recurrent", "Adapting", "Lent", "Tied", "again"}  # weights, so that autocast's cache counts
 
 
 class Net(nn.Module):
-    """A stem, blocks, a norm that stays on the device, and a head."""
+    """A stem, blocks, a norm that stays on the device, and a head; the kind "again" is the first block once more."""
 
     def __init__(self, kinds: Sequence[str]) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(KINDS[kind]() for kind in kinds if kind != "tied")
-        if "tied" in kinds:
+        self.blocks = nn.ModuleList(KINDS[kind]() for kind in kinds if kind != "again")
+        if "again" in kinds:
             self.blocks.append(self.blocks[0])
+        for block in self.blocks:
+            if isinstance(block, Lent):
+                block.lender = [self.stem]
+            if isinstance(block, Tied):
+                block.linear.weight = self.stem.weight
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            x = block(x)
+            x = self._in_parts(block, x) if hasattr(block, "in_parts") else block(x)
         return self.head(self.norm(x))
+
+    def _in_parts(self, block: Any, x: Tensor) -> Tensor:
+        return x + block.down(torch.tanh(block.linear(x))) * block.factor
 
 
 def batch(number: int) -> Tensor:
@@ -185,6 +295,7 @@ def other(kind: type[nn.Module]) -> type[nn.Module]:
     """Make another class for a module: it computes something else with the same weights."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return kind.forward(self, x) * 0.5
+        call: Callable[..., Tensor] = kind.forward
+        return call(self, x) * 0.5
 
     return type(kind.__name__, (kind,), {"forward": forward})

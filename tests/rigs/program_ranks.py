@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 import deferring
@@ -12,17 +11,14 @@ import ranked_disk
 import torch
 import torch.distributed as dist
 from processes import RankFailed
-from program_entries import run
+from program_doors import ATTACH, record
 from programs import Program, Runs, with_kinds
 from ranked_runs import simulated
 
 import parity
 from sp_lightning.errors import SuperpipelineError
 
-LOOKS_AT_STATE = (
-    *("optimizer: state", "optimizer: load_state_dict", "optimizer: see state", "optimizer: copy state"),
-    *("optimizer: put copies", "optimizer: load a copy", "optimizer: momentum"),
-)
+LOOKS_AT_STATE = ("optimizer's state: ",)
 SLOW_S = 0.02  # that one rank's thread, or none's, takes more for each unit's step
 
 
@@ -51,12 +47,12 @@ def runs_on(device: torch.device, size: int = 2, nodes: int = 1) -> Runs:
 def divided(program: Program) -> Program:
     """Return what of a program can have its optimizers' state divided among nodes."""
     options = {name: value for name, value in program.options if name != "disk"} | {"divide_state": True}
-    whole = program.optimizer in ("adafactor", "by storage")
-    return dataclasses.replace(
-        program,
+    whole = program.optimizer in ("adafactor", "own", "lbfgs")
+    return program.replace(
         optimizer="adamw" if whole else program.optimizer,
+        closure=False,
         options=tuple(options.items()),
-        acts=tuple(act for act in program.acts if act.edit not in LOOKS_AT_STATE),
+        acts=tuple(act for act in program.acts if not act.feature.startswith(LOOKS_AT_STATE)),
     )
 
 
@@ -65,14 +61,15 @@ def on(device: torch.device, program: Program) -> Program:
     if device.type == "cpu":
         return program
     kinds = tuple("Dense" if kind in ("Dropping", "Recurrent", "Adapting") else kind for kind in program.kinds)
-    return dataclasses.replace(with_kinds(program, kinds), precision="32-true")
+    return with_kinds(program, kinds).replace(precision="32-true")
 
 
 def ranked(program: Program, streams: bool, accelerator: str) -> parity.Record:
     """Run a program on this rank."""
     rank, size = pretended_nodes.rank(), int(os.environ["WORLD_SIZE"])
-    if program.entry == "by hand":
+    if program.door == "by hand":
         dist.init_process_group("gloo", rank=rank, world_size=size)
     slow = deferring.slow((None, 0, 1)[program.number % 3] if streams else None, SLOW_S)
     with simulated(accelerator), slow:
-        return run(program, parity.device_of(accelerator), streams, rank=rank, size=size)
+        attach = ATTACH[program.door] if streams else None
+        return record(program, parity.device_of(accelerator), attach, rank=rank, size=size)

@@ -1,56 +1,44 @@
-"""Whole programs of users, each made from a number: `draw` makes one, `outcome` compares its runs, `shrink` cuts it.
+"""Whole programs of users, each made from a number, run plainly and then streamed, and compared bit for bit.
 
-    python tests/rigs/programs.py NUMBER [--device simgpu] [--ranks [COUNT] | --lone] [--nodes COUNT] [--alone]
-                                    [--shrink]
+    python tests/rigs/programs.py NUMBER [--device simgpu] [--door DOOR] [--beyond] [--shrink]
+                                    [--ranks [COUNT] | --lone] [--nodes COUNT]
+    python tests/rigs/programs.py --from FIRST --count COUNT [--jobs COUNT] ...
 
-prints a program as readable steps and runs it, with `--alone` both runs in processes of their own: what torch does the
-first time, and what it has counted until then, are as in a user's process. `--shrink` takes away what the program does
-and what it sets for as long as the runs still differ, and prints the smallest that is left.
+`draw` makes a program within sections 1 to 4 of the contract; ``--beyond`` adds what section 5 leaves out. `outcome`
+compares its two runs, one after the other, and `shrink` cuts a program for as long as they differ. The second form runs
+many, each in a process that is ended if it hangs, and prints those that are not equal. `run` is for code that attaches
+by something else: ``run(70, door="by hand", attach=handle.stream)``, on the command line ``--attach package:function``.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
+import faulthandler
+import importlib
 import logging
 import os
 import random
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import forks
 import torch
 from lightning import seed_everything
-from program_edits import (
-    AGAIN,
-    CALLS,
-    COPIES,
-    EDITS,
-    FAULTS,
-    FUNCTIONAL,
-    GRAPH,
-    HOOKED,
-    INSIDE,
-    MOMENTS,
-    NEW,
-    OF_WEIGHTS,
-    ON_LOSS,
-    OUTSIDE,
-    REPLACES,
-    STRUCTURE,
-    TERMS,
-    WRITE_A_WEIGHT,
-    WRITES_IN_FORWARD,
-    WRITES_KEPT,
-)
-from program_entries import HOOKS, run
-from program_nets import KINDS, USES_TWICE
-from program_runs import OPTIMIZERS, OTHER_KERNELS
+from program_doors import ATTACH, DOORS, HOOKS, MIXED, OPTIMIZERS, OTHER_KERNELS, RAW, record
+from program_features import FEATURES, MOMENTS, refuses_writes, writes_wrongly
+from program_nets import BEYOND, USES_TWICE, WITHIN
 
 import parity
 from sp_lightning.errors import SuperpipelineError
+
+HANGS_S = 120  # a program that takes longer hangs
+BUDGET = 1 << 20  # bytes of the device, where a budget is drawn
 
 
 class Act(NamedTuple):
@@ -59,14 +47,14 @@ class Act(NamedTuple):
     step: int  # the batch, from the first of the run
     moment: str
     by: str  # "module" (or the loop), or "callback"
-    edit: str
+    feature: str
     at: int  # chooses what it is done to
     rank: int | None = None  # that does it alone
 
     def __str__(self) -> str:
         by = f" of a callback's {HOOKS[self.moment]}" if self.by == "callback" else ""
         alone = "" if self.rank is None else f", by rank {self.rank} alone"
-        return f"batch {self.step}, {self.moment}{by}: {self.edit} ({self.at}){alone}"
+        return f"batch {self.step}, {self.moment}{by}: {self.feature} ({self.at}){alone}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +62,17 @@ class Program:
     """A program in plain values, of which the defaults are the simplest."""
 
     number: int
-    entry: str = "by hand"
+    door: str = "by hand"
     kinds: tuple[str, ...] = ("Dense", "Dense")  # of blocks
     batches: int = 3  # in an epoch
     epochs: int = 1
-    resumes: str | None = None  # with a new model and a checkpoint, after an epoch
+    resumes: str | None = None  # with a new model and a checkpoint
+    resumes_in_the_middle: bool = False  # of the first epoch, too
+    compiled: str | None = None  # "a block", or "the net"
     manual: bool = False
     alternates: bool = False  # between two optimizers, which a LightningModule toggles
     optimizer: str = "sgd"
+    closure: bool = False  # by which a loop by hand steps
     groups: str = "one"
     schedules: bool = False
     loss: str = "plain"
@@ -95,6 +86,9 @@ class Program:
     acts: tuple[Act, ...] = ()
     options: tuple[tuple[str, Any], ...] = (("window", 1), ("units", ("Dense",)))  # of streaming
 
+    def replace(self, **values: Any) -> Program:
+        return dataclasses.replace(self, **values)
+
     @property
     def option(self) -> dict[str, Any]:
         return dict(self.options)
@@ -105,21 +99,20 @@ class Program:
 
     @property
     def has_trainer(self) -> bool:
-        return self.entry.endswith("lightning")
+        return self.door in ("trainer", "pytorch_lightning")
 
     @property
-    def steps_early(self) -> bool:
-        """Whether a Trainer may step units beside backward."""
-        return self.has_trainer and not self.manual and bool(self.option.get("optimizer_overlap", True))
+    def is_mixed(self) -> bool:
+        return self.precision in MIXED
 
-    def does(self, *edits: str) -> bool:
-        """Whether user code does any of these."""
-        return any(act.edit in edits for act in self.acts)
+    def does(self, *names: str) -> bool:
+        """Whether user code does anything whose name begins so."""
+        return any(act.feature.startswith(names) for act in self.acts)
 
     def __str__(self) -> str:
         own = ("acts", "options")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in own}
-        changed = {name: value for name, value in values.items() if name in ALWAYS or value != getattr(SIMPLEST, name)}
+        changed = {name: value for name, value in values.items() if name in SHOWN or value != getattr(SIMPLEST, name)}
         lines = [
             ", ".join(f"{name}={value!r}" for name, value in changed.items()),
             "streamed with " + ", ".join(f"{name}={value!r}" for name, value in self.options),
@@ -127,85 +120,150 @@ class Program:
         return "\n".join([*lines, *(f"  {act}" for act in self.acts)])
 
 
-ALWAYS = ("number", "entry", "kinds", "batches")
+SHOWN = ("number", "door", "kinds", "batches")
 SIMPLEST = Program(0)
+
+
+# --- The contract: what a program may be
+
+
+def lies_beyond(program: Program) -> Iterator[str]:
+    """Yield what of a program section 5 of the contract leaves out."""
+    yield from (act.feature for act in program.acts if FEATURES[act.feature].section == 5)
+    yield from (kind.__name__ for kind in BEYOND if kind.__name__ in program.kinds)
+    if program.optimizer in RAW:
+        yield "writes that no version counter sees"
+    if "Counting" in program.kinds and "recompute" in program.activations:
+        yield "a recomputed forward that changes Python state"
+    several = program.loss == "of two calls" or not USES_TWICE.isdisjoint(program.kinds)
+    if program.is_mixed and program.door in ("fabric", "hf") and (several or program.does("loss: ", "weight: tie")):
+        yield "autocast's cache for weights that are used more than once"
+
+
+def may_be_refused(program: Program) -> bool:
+    """Whether section 4 names a typed error for something that a program does."""
+    quantised = "Quantised" in program.kinds  # where an option does not take it
+    writes = "Writing" in program.kinds and refuses_writes(program)
+    return quantised or writes or any(FEATURES[act.feature].error(program) for act in program.acts)
+
+
+def is_refused_today(program: Program) -> bool:
+    """Whether the core of before has a typed error that the contract does not name."""
+    narrow = program.is_mixed and program.option.get("wire_dtype") != "as-is"
+    later = any(act.step > 0 and act.feature.startswith(("loss: ", "inside: ", "evaluate: ")) for act in program.acts)
+    return "Lazy" in program.kinds or (narrow and later) or program.option.get("memory_budget") is not None
+
+
+def is_right(program: Program) -> bool:
+    """Whether a plain run of a program has one right result, and all of it is possible."""
+    if ("Writing" in program.kinds and writes_wrongly(program)) or (
+        "Reentrant" in program.kinds and program.loss == "of an input's gradient"
+    ):
+        return False
+    return not any(FEATURES[act.feature].unless(program) for act in program.acts)
+
+
+def happens(act: Act, program: Program) -> bool:
+    """Whether the program comes to this moment."""
+    if act.moment in ("before backward", "validation") and program.door == "hf":
+        return False
+    if act.moment == "loss" and program.alternates:
+        return False
+    if act.moment == "stepped":
+        return program.manual or not program.has_trainer
+    return act.moment != "validation" or program.validates
 
 
 # --- Drawing
 
 
-def draw(number: int, ranked: bool = False) -> Program:
+def draw(number: int, ranked: bool = False, beyond: bool = False, door: str | None = None) -> Program:
     """Make a program from its number; ``ranked``: one that DDP can run, on several ranks."""
-    dice = random.Random(f"{'ranked ' * ranked}program {number}")
+    dice = random.Random(f"{'ranked ' * ranked}{'beyond ' * beyond}program {number}")
+    while True:
+        program = draw_program(dice, number, ranked, beyond, door)
+        if is_right(program) and (beyond or not any(lies_beyond(program))):
+            return program
+
+
+def draw_program(dice: random.Random, number: int, ranked: bool, beyond: bool, door: str | None) -> Program:
     quiet = dice.random() < 0.5  # nothing keeps a Trainer from stepping units beside backward and the next forward
-    entries = ["lightning", "lightning", *["pytorch_lightning"] * (not ranked), "fabric", "by hand"]
-    entry = dice.choice(entries)
-    trainer = entry.endswith("lightning")
-    kinds = tuple(dice.choice([*KINDS]) for _ in range(dice.randint(2, 4))) + ("tied",) * (dice.random() < 0.1)
+    doors = ["trainer", "trainer", "fabric", "by hand", "by hand", *["pytorch_lightning", "hf"] * (not ranked)]
+    door = dice.choice(doors) if door is None else door
+    trainer, loop = door in ("trainer", "pytorch_lightning"), door in ("by hand", "fabric")
+    names = [kind.__name__ for kind in WITHIN + BEYOND * beyond]
+    if ranked:
+        names = [name for name in names if name not in ("Quantised", "Reentrant")]
+    if door != "by hand" or ranked:
+        names.remove("Lazy")  # the others look at sizes of weights before the first call
+    kinds = tuple(dice.choice(names) for _ in range(dice.randint(2, 4))) + ("again",) * (dice.random() < 0.1)
     manual = trainer and not quiet and dice.random() < 0.5
-    groups = dice.choice(["one", "two groups", *["two optimizers"] * (manual or not trainer)])
+    optimizers = [*OPTIMIZERS, *[*OTHER_KERNELS] * ranked, *[*RAW] * beyond]
+    optimizer = dice.choice(optimizers)
+    closure = optimizer == "lbfgs" or (loop and not ranked and dice.random() < 0.1)
+    several = (manual or loop) and not closure
+    groups = dice.choice(["one", *["two groups"] * (optimizer != "lbfgs"), *["two optimizers"] * several])
+    precisions = ["32-true", "32-true", "32-true", "bf16-mixed", *["16-mixed"] * (not closure and door != "hf")]
+    losses = ["plain"] * 3 + ["of weights too"] * trainer + ["of two calls"] * (trainer or not ranked)
     resumes = None if ranked else dice.choice([None, None, "streamed", "plain first", "plain last"])
-    precision, loss = draw_arithmetic(dice, entry, kinds, ranked)
-    optimizers = [*OPTIMIZERS] + [*OTHER_KERNELS] * ranked
-    if entry == "fabric":
-        optimizers.remove("adagrad")  # whose state is made before the plain run's weights move
-    if manual and precision != "32-true":
-        optimizers.remove("adafactor")  # whose step would be under the autocast of the plain run's device
     program = Program(
         number,
-        entry=entry,
+        door=door,
         kinds=kinds,
         batches=dice.choice([3, 4, 5]),
         epochs=2 if resumes else dice.choice([1, 1, 2]),
         resumes=resumes,
+        resumes_in_the_middle=bool(resumes) and door == "by hand" and dice.random() < 0.5,
+        compiled=dice.choice(["a block", "the net"]) if door == "by hand" and dice.random() < 0.1 else None,
         manual=manual,
         alternates=manual and groups == "two optimizers" and dice.random() < 0.5,
-        optimizer=dice.choice(optimizers),
+        optimizer=optimizer,
+        closure=closure,
         groups=groups,
         schedules=dice.random() < 0.3,
-        loss=loss,
-        accumulates=dice.choice([1, 1, 2]),
-        clips=None if quiet else dice.choice([None, None, "norm", "value"]),
-        zeroes=dice.choice(["first", "before backward", "after step"]),
+        loss=dice.choice(losses + ["of an input's gradient"] * (not ranked)),
+        accumulates=1 if closure else dice.choice([1, 1, 2]),
+        clips=None if quiet else dice.choice([None, None, "norm", *["value"] * (door != "hf")]),
+        zeroes=dice.choice(["first", "before backward", *["after step"] * (not closure)]),
         sets_to_none=dice.random() < 0.7,
-        precision=precision,
-        validates=dice.random() < 0.3,
+        precision=dice.choice(precisions),
+        validates=door != "hf" and dice.random() < 0.3,
         predicts=dice.random() < 0.3,
-        options=tuple(draw_options(dice, kinds, quiet, ranked).items()),
+        options=tuple(draw_options(dice, kinds, quiet).items()),
     )
-    acts: list[Act] = []
     for _ in range(dice.randint(1, 8)):
-        acts += draw_act(dice, program, acts, quiet, ranked)
-        for _ in range(dice.choice([0, 1, 1, 2]) if acts and EDITS[acts[-1].edit].then else 0):
-            acts += draw_act(dice, program, acts, quiet, ranked, after=acts[-1])
-    if ranked and any(act.edit.startswith("keep ") for act in acts):  # weights that share memory cannot begin a run
-        program = dataclasses.replace(program, epochs=1, predicts=False)
-    if program.optimizer == "adamw, fused":  # which a Trainer does not clip with autocast
-        program = dataclasses.replace(program, clips=None)
-    return dataclasses.replace(program, acts=tuple(sorted(acts, key=lambda act: (act.step, MOMENTS.index(act.moment)))))
+        program = draw_act(dice, program, quiet, ranked, beyond)
+        left = program.acts[-1:]
+        for _ in range(dice.choice([0, 1, 1, 2]) if left and FEATURES[left[0].feature].then else 0):
+            program = draw_act(dice, program, quiet, ranked, beyond, after=left[0])
+    acts = sorted(program.acts, key=lambda act: (act.step, MOMENTS.index(act.moment)))
+    return without_errors_of_torch(program.replace(acts=tuple(acts)), ranked)
 
 
-def draw_arithmetic(dice: random.Random, entry: str, kinds: tuple[str, ...], ranked: bool) -> tuple[str, str]:
-    """Draw precision and loss, of those that are exact in this entry (docs/exactness.md)."""
-    precision = dice.choice(["32-true", "32-true", "bf16-mixed"])
-    if entry == "fabric" and not USES_TWICE.isdisjoint(kinds):
-        precision = "32-true"  # else autocast's cache sums what a weight's uses bring
-    losses = ["plain"] * 3
-    if entry.endswith("lightning"):
-        losses += ["of weights too"]  # elsewhere it would be a read on the host
-    if not (entry == "fabric" and precision != "32-true") and (entry.endswith("lightning") or not ranked):
-        losses += ["of two calls"]
-    if not ranked:
-        losses += ["of an input's gradient"] * (precision == "32-true" or entry != "fabric")
-    return precision, dice.choice(losses)
+def without_errors_of_torch(program: Program, ranked: bool) -> Program:
+    """Take from a program what torch or Lightning refuse, or what two plain runs do not do alike."""
+    if program.door == "fabric" and program.optimizer == "adagrad":
+        program = program.replace(optimizer="adam")  # its state is made before the plain run's weights move
+    if program.manual and program.is_mixed and program.optimizer == "adafactor":
+        program = program.replace(optimizer="adamw")  # its step would be under the autocast of the plain run's device
+    if program.optimizer == "adamw, fused":
+        program = program.replace(clips=None)  # a Trainer does not clip it with autocast
+    if program.optimizer == "lbfgs" and (program.manual or program.is_mixed or program.door == "hf"):
+        program = program.replace(optimizer="own", closure=False)  # nothing passes a closure, or the scaler takes none
+    shares = not {"again", "Tied"}.isdisjoint(program.kinds) or program.does("weight: ", "keep: ")
+    if "Quantised" in program.kinds or (program.door == "hf" and shares):
+        program = program.replace(resumes=None, resumes_in_the_middle=False)  # it has no checkpoint
+    if ranked and program.does("keep: "):
+        program = program.replace(epochs=1, predicts=False)  # weights that share memory cannot begin a run
+    return program
 
 
-def draw_options(dice: random.Random, kinds: tuple[str, ...], quiet: bool, ranked: bool) -> dict[str, Any]:
+def draw_options(dice: random.Random, kinds: tuple[str, ...], quiet: bool) -> dict[str, Any]:
     """Draw options of streaming."""
-    units = [classes(kinds)] * 3 + ["auto"] + [("Linear",)] * (not {"Scaled", "Recurrent", "tied"}.issuperset(kinds))
+    whole = {"Scaled", "Recurrent", "again", "Quantised", "Lazy", "Normalised"}
     options: dict[str, Any] = {
         "window": dice.choice([1, 1, 2, 3, 8]),
-        "units": dice.choice(units),
+        "units": dice.choice([classes(kinds)] * 3 + ["auto"] + [("Linear",)] * (not whole.issuperset(kinds))),
         "activations": dice.choice(["keep", "keep", "recompute", "offload", "recompute+offload"]),
         "optimizer_overlap": quiet or dice.random() < 0.6,
     }
@@ -215,164 +273,80 @@ def draw_options(dice: random.Random, kinds: tuple[str, ...], quiet: bool, ranke
         options["host_memory"] = "pageable"
     if dice.random() < 0.3:
         options["wire_dtype"] = "as-is"
-    if dice.random() < 0.2:
+    if dice.random() < 0.1:
+        options |= {"window": "auto", "memory_budget": BUDGET, "transfer": "auto"}
+    if dice.random() < 0.1:
         options["disk"] = True
     return options
 
 
-def stepped_there(number: int, ranked: bool = False) -> Program:
-    """Make a program from its number, whose optimizer steps on the device, if it is torch's."""
-    program = draw(number, ranked)
-    if program.optimizer == "by storage":
-        return program
-    return dataclasses.replace(program, options=(*program.options, ("optimizer_device", "device")))
-
-
-def offloaded_to_disk(number: int, ranked: bool = False) -> Program:
-    """Make a program from its number, whose activations go to the host and, as they exceed it, to the disk.
-
-    It leaves out what a plain run allows, and a checkpoint does not.
-    """
-    program = draw(number, ranked)
-    kind = ("offload", "recompute+offload")[number % 3 == 2]
-    program = dataclasses.replace(program, options=(*program.options, ("activations", kind), ("disk", True)))
-    return dataclasses.replace(program, acts=tuple(act for act in program.acts if is_right(act, program, [])))
-
-
-def draw_lone(number: int, ranked: bool = True) -> Program:
-    """Make a program of two ranks from its number, of which one rank does something alone."""
-    program, dice = draw(number, ranked), random.Random(f"lone {number}")
-    at, acts = dice.randrange(len(program.acts) or 1), list(program.acts)
-    acts[at : at + 1] = [act._replace(rank=dice.randrange(2)) for act in acts[at : at + 1]]
-    return dataclasses.replace(program, acts=tuple(acts))
-
-
 def classes(kinds: tuple[str, ...]) -> tuple[str, ...]:
     """List the classes of these blocks."""
-    return tuple(dict.fromkeys(kind for kind in kinds if kind != "tied"))
+    return tuple(dict.fromkeys(kind for kind in kinds if kind != "again"))
 
 
 def draw_act(
-    dice: random.Random, program: Program, before: list[Act], quiet: bool, ranked: bool, after: Act | None = None
-) -> Iterator[Act]:
-    """Draw something to do, and a moment in which a plain run allows it; ``after``: with what that act left."""
-    edits, first = ([*EDITS], 0) if after is None else (EDITS[after.edit].then or [*EDITS], after.step)
+    dice: random.Random, program: Program, quiet: bool, ranked: bool, beyond: bool, after: Act | None = None
+) -> Program:
+    """Add something to do, and a moment in which a plain run allows it; ``after``: with what that act left."""
+    names, first = ([*FEATURES], 0) if after is None else (FEATURES[after.feature].then, after.step)
     for _ in range(100):
-        edit, step = dice.choice(edits), dice.randrange(first, program.batches * program.epochs)
-        moment = dice.choice(EDITS[edit].moments)
+        name, step = dice.choice(names), dice.randrange(first, program.batches * program.epochs)
+        feature, at = FEATURES[name], dice.randrange(100)
+        moment = dice.choice(feature.moments)
         by = dice.choice(["module", "callback"]) if program.has_trainer and moment in HOOKS else "module"
         step = {"start": 0, "epoch end": step - step % program.batches + program.batches - 1}.get(moment, step)
-        act = Act(step, moment, by, edit, dice.randrange(100))
+        act = Act(step, moment, by, name, at)
         is_seen = program.has_trainer and moment in HOOKS and moment not in ("start", "epoch end")
-        if (quiet and is_seen) or (ranked and not EDITS[edit].ranked):
+        if (quiet and is_seen) or (ranked and not feature.ranks) or (feature.section == 5 and not beyond):
             continue
-        if happens(act, program) and is_right(act, program, before):
-            yield act
-            return
+        more = program.replace(acts=(*program.acts, act))
+        if happens(act, program) and is_right(more):
+            return more
+    return program
 
 
-def happens(act: Act, program: Program) -> bool:
-    """Whether the program comes to this moment."""
-    if program.alternates and act.moment == "loss":
-        return False
-    if act.moment == "stepped":
-        return program.manual or not program.has_trainer
-    return act.moment != "validation" or program.validates
+def draw_lone(number: int) -> Program:
+    """Make a program of two ranks from its number, of which one rank does something alone."""
+    program, dice = draw(number, ranked=True), random.Random(f"lone {number}")
+    at, acts = dice.randrange(len(program.acts) or 1), list(program.acts)
+    acts[at : at + 1] = [act._replace(rank=dice.randrange(2)) for act in acts[at : at + 1]]
+    return program.replace(acts=tuple(acts))
 
 
-def is_kept_in_step(act: Act) -> bool:
-    """Whether an act keeps what may be on the device."""
-    return act.edit.startswith("inside: layer that keeps") or (
-        act.edit.startswith("keep ") and act.moment not in OUTSIDE
-    )
-
-
-NOT_OF_WEIGHTS = ("see", "evaluate", "gradient", "optimizer", "backward", "autograd.grad")  # which these do not write
-
-
-def is_right(act: Act, program: Program, before: list[Act]) -> bool:
-    """Whether a plain run allows the act after those before it, and exactness is promised (docs/exactness.md)."""
-    if act.edit in FAULTS:
-        if program.resumes or any(other.edit in FAULTS for other in before):
-            return False
-        if act.edit == "fault in backward" and program.loss == "of an input's gradient":
-            return False  # the graph of that backward is never freed, as torch's hooks of modules are in it
-        return not (act.edit == "fault in backward" and program.steps_early)  # which leaves units stepped
-    if act.edit in STRUCTURE and program.resumes:
-        return False  # the new model would not take the checkpoint
-    edits = {act.edit, *(other.edit for other in before)}
-    calls_once = (
-        program.loss in ("plain", "of weights too")
-        and "tied" not in program.kinds
-        and (TERMS | {"backward that fails at the loss"}).isdisjoint(edits)
-    )
-    if not WRITES_IN_FORWARD.isdisjoint(edits) and not calls_once:
-        return False  # a second call in the graph would write what the first one saved
-    if act.edit in WRITES_IN_FORWARD and act.edit in INSIDE and not USES_TWICE.isdisjoint(program.kinds):
-        return False  # and so would a second use
-    if act.edit in TERMS and program.precision != "32-true" and (program.entry == "fabric" or act.step > 0):
-        return False  # autocast's cache; may be an error: a layer begins to run several times, or without autocast
-    if act.edit == "loss: of a functional_call" and "Checkpointed" in program.kinds:
-        return False  # which is computed again with the weights themselves
-    differentiates_twice = program.loss == "of an input's gradient" or "loss: of slopes" in edits
-    arrives_once = (
-        calls_once
-        and "autograd.grad of the loss" not in edits
-        and not differentiates_twice
-        and "Adapting" not in program.kinds
-    )
-    if "hook that sees later gradients" in edits and not (arrives_once and program.option["units"] != ("Linear",)):
-        return False  # which may be of the unit that backward is inside
-    if "hook that sees later gradients" in edits and not OF_WEIGHTS.isdisjoint(edits):
-        return False  # whose hooks run beside those of modules
-    if "backward that fails in a block" in edits and not HOOKED.isdisjoint(edits):
-        return False  # which hooks ran before it failed is not promised
-    if act.edit in FUNCTIONAL and "tied" in program.kinds:
-        return False  # torch leaves what was put in place of the weights
-    if "tie" in edits and program.entry == "fabric" and program.precision != "32-true":
-        return False  # autocast's cache, as for weights that are used twice
-    if sum(not one.isdisjoint(edits) for one in WRITES_KEPT) > 1:
-        return False  # which came first may not be known
-    if any(is_kept_in_step(one) for one in (act, *before)):
-        writes_both = not WRITES_KEPT[0].isdisjoint(edits) and not WRITE_A_WEIGHT.isdisjoint(edits)
-        if writes_both or not REPLACES.isdisjoint(edits):
-            return False  # which came first is not known, nor whether what is kept has the old data or the new
-    if act.edit in ON_LOSS and program.entry == "fabric" and program.precision != "32-true":
-        return False  # which only Fabric may differentiate
-    if "weight norm by a hook" in edits and not COPIES.isdisjoint(edits):
-        return False  # a weight that is computed cannot be copied
-    if act.edit == "optimizer: take state away" and program.optimizer == "adagrad":
-        return False  # which makes its state when it is made
-    if act.edit in INSIDE and act.step > 0 and program.loss == "of two calls" and program.precision != "32-true":
-        return False  # may be an error: autocast's copies of a weight were all that earlier steps read
-    if act.edit in HOOKED and program.steps_early and act.step > 0:
-        return False  # may be an error if units were stepped before it came
-    if not NEW.isdisjoint(edits) and not CALLS.isdisjoint(edits):
-        return False  # new weights are on the host until the net is called
-    if differentiates_twice and (not AGAIN.isdisjoint(edits) or "write to data while a graph is there" in edits):
-        return False  # the graph of a backward that is itself differentiated keeps what the weight was
-    if act.edit in AGAIN or (act.moment in GRAPH and not act.edit.startswith(NOT_OF_WEIGHTS)):
-        # A checkpoint's second run reads what a weight is by then.
-        return "recompute" not in program.activations and "Checkpointed" not in program.kinds
-    return True
+def stepped_there(number: int) -> Program:
+    """Make a program from its number, whose optimizer steps on the device, if it is torch's."""
+    program = draw(number)
+    there = program.optimizer not in ("own", "lbfgs")
+    return program.replace(options=(*program.options, ("optimizer_device", "device"))) if there else program
 
 
 # --- Comparing
 
 
 class Outcome(NamedTuple):
-    """How a streamed run compares with the plain one: "equal", "differs", "refused", or not at all: "discarded"."""
+    """How a streamed run compares with the plain one.
+
+    "equal"; "allowed": a typed error that section 4 names; "refused": another one; "differs"; "races"; or not at all:
+    "discarded".
+    """
 
     kind: str
     what: str = ""
 
 
+WRONG = ("differs", "refused", "races")
 Runs = Callable[[Program, bool], parity.Record]  # of a program, plain or streamed
 
 
-def runs_on(device: torch.device) -> Runs:
-    """Return what runs a program in this process."""
-    return lambda program, streams: run(on(device, program), device, streams)
+def runs_on(device: torch.device, attach: Callable[..., Any] | None = None) -> Runs:
+    """Return what runs a program in this process, streamed by what the door uses, or by `attach`."""
+
+    def runs(program: Program, streams: bool) -> parity.Record:
+        it = on(device, program)
+        return record(it, device, (attach or ATTACH[it.door]) if streams else None)
+
+    return runs
 
 
 def alone_on(device: torch.device) -> Runs:
@@ -405,11 +379,23 @@ def answer(asked: str, told: str) -> None:
     torch.save(found, told)
 
 
+def run(
+    number: int,
+    door: str | None = None,
+    attach: Callable[..., Any] | None = None,
+    device: str = "cpu",
+    beyond: bool = False,
+) -> Outcome:
+    """Run a program plainly, and then streamed: at this door, by what `attach` makes, as the door's own in ATTACH."""
+    return outcome(draw(number, beyond=beyond, door=door), runs_on(parity.device_of(device), attach))
+
+
 def on(device: torch.device, program: Program) -> Program:
-    """Return what of a program can run on this device: the other Lightning knows no simulated one."""
-    if device.type != "cpu" and program.entry == "pytorch_lightning":
-        return dataclasses.replace(program, entry="lightning")
-    return program
+    """Return what of a program can run on this device: some things know no simulated one."""
+    if device.type == "cpu":
+        return program
+    door = "trainer" if program.door == "pytorch_lightning" else program.door
+    return program.replace(door=door, compiled=None)
 
 
 def outcome(program: Program, runs: Runs) -> Outcome:
@@ -434,7 +420,8 @@ def compared(expected: parity.Record, program: Program, runs: Runs) -> Outcome:
     try:
         found = runs(program, True)
     except SuperpipelineError as error:
-        return Outcome("refused", f"{type(error).__name__}: {error}")
+        allowed = may_be_refused(program) or is_refused_today(program)
+        return Outcome("allowed" if allowed else "refused", f"{type(error).__name__}: {error}")
     except Exception as error:
         return Outcome("differs", f"raised {type(error).__name__}: {error}")
     try:
@@ -442,6 +429,11 @@ def compared(expected: parity.Record, program: Program, runs: Runs) -> Outcome:
     except parity.Difference as difference:
         raised = [error for error in found.telemetry["raised"] if error not in expected.telemetry["raised"]]
         return Outcome("differs", "; ".join([str(difference), *raised]))
+    if races := found.telemetry.get("races"):
+        return Outcome("races", races[0])
+    peak, budget = found.telemetry.get("peak", 0), program.option.get("memory_budget")
+    if budget is not None and peak > budget:
+        return Outcome("differs", f"{peak} bytes are on the device, where {budget} are allowed")
     return Outcome("equal")
 
 
@@ -449,8 +441,8 @@ def compared(expected: parity.Record, program: Program, runs: Runs) -> Outcome:
 
 
 def shrink(program: Program, still: Callable[[Program], bool]) -> Program:
-    """Take away from a program for as long as what is left is still so."""
-    while (less := next(filter(still, smaller(program)), None)) is not None:
+    """Take away from a program for as long as what is left is one that is still so."""
+    while (less := next((one for one in smaller(program) if is_right(one) and still(one)), None)) is not None:
         program = less
     return program
 
@@ -459,37 +451,37 @@ def smaller(program: Program) -> Iterator[Program]:
     """Yield programs with one thing less, or with a simpler one."""
     acts, kinds, option = program.acts, program.kinds, program.option
     if len(acts) > 2:
-        yield dataclasses.replace(program, acts=acts[: len(acts) // 2])
-        yield dataclasses.replace(program, acts=acts[len(acts) // 2 :])
+        yield program.replace(acts=acts[: len(acts) // 2])
+        yield program.replace(acts=acts[len(acts) // 2 :])
     for index in range(len(acts)):
-        yield dataclasses.replace(program, acts=acts[:index] + acts[index + 1 :])
+        yield program.replace(acts=acts[:index] + acts[index + 1 :])
     if program.resumes:
-        yield dataclasses.replace(program, resumes=None, epochs=1)
-    kept = (*ALWAYS, "acts", "options", "resumes", *["epochs"] * bool(program.resumes))
+        yield program.replace(resumes=None, resumes_in_the_middle=False, epochs=1)
+    kept = (*SHOWN, "acts", "options", "resumes", *["epochs"] * bool(program.resumes))
+    kept += ("closure",) * (program.optimizer == "lbfgs")
     for name in (field.name for field in dataclasses.fields(program)):
         if name not in kept and getattr(program, name) != getattr(SIMPLEST, name):
-            yield dataclasses.replace(program, **{name: getattr(SIMPLEST, name)})
-    for entry in ("by hand", "lightning"):
-        if program.entry not in ("by hand", entry):
-            loop = {"manual": False, "alternates": False} if entry == "by hand" else {}
-            yield dataclasses.replace(program, entry=entry, **loop)
+            yield program.replace(**{name: getattr(SIMPLEST, name)})
+    for door in ("by hand", "trainer"):
+        if program.door not in ("by hand", door):
+            yield program.replace(door=door, **({"manual": False, "alternates": False} if door == "by hand" else {}))
     if program.batches > 1:
-        yield dataclasses.replace(program, batches=program.batches - 1)
+        yield program.replace(batches=program.batches - 1)
     for index in range(len(kinds)):
         if len(kinds) > 1:
             yield with_kinds(program, kinds[:index] + kinds[index + 1 :])
-        if kinds[index] not in ("Dense", "tied"):
+        if kinds[index] not in ("Dense", "again"):
             yield with_kinds(program, (*kinds[:index], "Dense", *kinds[index + 1 :]))
     for name in option:
         if name not in ("window", "units"):
-            yield dataclasses.replace(program, options=tuple(item for item in program.options if item[0] != name))
+            yield program.replace(options=tuple(item for item in program.options if item[0] != name))
     if option["window"] != 1:
         fewer = {name: value for name, value in option.items() if name != "transfer"} | {"window": 1}
-        yield dataclasses.replace(program, options=tuple(fewer.items()))
+        yield program.replace(options=tuple(fewer.items()))
     for index, act in enumerate(acts):
         for less in (act._replace(by="module"), act._replace(step=max(act.step - 1, 0))):
             if less != act:
-                yield dataclasses.replace(program, acts=(*acts[:index], less, *acts[index + 1 :]))
+                yield program.replace(acts=(*acts[:index], less, *acts[index + 1 :]))
 
 
 def with_kinds(program: Program, kinds: tuple[str, ...]) -> Program:
@@ -497,7 +489,7 @@ def with_kinds(program: Program, kinds: tuple[str, ...]) -> Program:
     units = program.option["units"]
     if units not in ("auto", ("Linear",)):
         units = classes(kinds)
-    return dataclasses.replace(program, kinds=kinds, options=tuple((program.option | {"units": units}).items()))
+    return program.replace(kinds=kinds, options=tuple((program.option | {"units": units}).items()))
 
 
 # --- By hand
@@ -505,36 +497,77 @@ def with_kinds(program: Program, kinds: tuple[str, ...]) -> Program:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("number", type=int)
+    parser.add_argument("number", type=int, nargs="?")
+    parser.add_argument("--from", dest="first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--device", choices=parity.DEVICES, default="cpu")
+    parser.add_argument("--door", choices=DOORS)
+    parser.add_argument("--attach", help="package:function, in place of what the door uses")
+    parser.add_argument("--beyond", action="store_true", help="with what the contract leaves out")
     parser.add_argument("--ranks", type=int, nargs="?", const=2, help="a program of ranks, two or more, beside DDP")
     parser.add_argument("--nodes", type=int, default=1, help="on so many pretended nodes")
-    parser.add_argument("--lone", action="store_true", help="the same, where one rank does something alone")
-    parser.add_argument("--alone", action="store_true", help="each run in a process of its own")
+    parser.add_argument("--lone", action="store_true", help="two ranks, of which one does something alone")
     parser.add_argument("--shrink", action="store_true")
     given = parser.parse_args()
-    device = prepare(given.device)
-    program = draw_lone(given.number) if given.lone else draw(given.number, bool(given.ranks))
-    runs = (alone_on if given.alone else runs_on)(device)
+    if given.number is None and given.jobs > 0:
+        return run_many(given)
+    device, attach = prepare(given.device), None
+    if given.attach:
+        package, _, function = given.attach.partition(":")
+        attach = getattr(importlib.import_module(package), function)
+    runs = runs_on(device, attach)
     if given.ranks or given.lone:
         import program_ranks  # which imports this file
 
         runs = program_ranks.runs_on(device, given.ranks or 2, given.nodes)
-    print(program)
+    numbers = range(given.first, given.first + given.count) if given.number is None else [given.number]
+    kinds = [run_one(number, given, runs) for number in numbers]
+    return 1 if any(kind in WRONG for kind in kinds) else 0
+
+
+def run_one(number: int, given: argparse.Namespace, runs: Runs) -> str:
+    """Run a program and print how it came out, with the program itself if it is not equal."""
+    faulthandler.dump_traceback_later(0.0 + HANGS_S, exit=True)
+    program = draw_lone(number) if given.lone else draw(number, bool(given.ranks), given.beyond, given.door)
     found = outcome(program, runs)
-    print(f"-> {found.kind} {found.what}")
-    if given.shrink and found.kind in ("differs", "refused"):
-        program = shrink(program, lambda less: attempt(less, runs).kind == found.kind)
-        print(f"\nthe smallest:\n{program}\n-> {attempt(program, runs).what}")
-    return 0 if found.kind == "equal" else 1
+    shows = given.number is not None or found.kind in WRONG
+    print(f"{number}: {found.kind} {found.what}", *[program] * shows, sep="\n", flush=True)
+    if given.shrink and found.kind in WRONG:
+        faulthandler.dump_traceback_later(10.0 * HANGS_S, exit=True)
+        small = shrink(program, lambda less: outcome(less, runs).kind == found.kind)
+        print(f"the smallest: {outcome(small, runs).what}", small, sep="\n", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    return found.kind
 
 
-def attempt(program: Program, runs: Runs) -> Outcome:
-    """Return the outcome of a program that may not be one: a plain run of it may fail in any way."""
-    try:
-        return outcome(program, runs)
-    except Exception as error:
-        return Outcome("discarded", repr(error))
+def run_many(given: argparse.Namespace) -> int:
+    """Run programs in processes, begin another one behind a program that ended its process, and count the outcomes."""
+    counts: collections.Counter[str] = collections.Counter()
+
+    def run_share(numbers: list[int]) -> None:
+        while numbers:
+            more = ["--jobs", "0", "--from", str(numbers[0]), "--count", str(len(numbers))]
+            command = [sys.executable, __file__, *sys.argv[1:], *more]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    number, _, rest = line.partition(": ")
+                    if numbers and number == str(numbers[0]):
+                        counts[rest.split()[0]] += 1
+                        numbers.pop(0)
+                    if not rest.startswith("equal"):
+                        print(line, end="", flush=True)
+            if numbers:
+                counts["ended"] += 1
+                print(f"{numbers.pop(0)}: ended its process, or hung", flush=True)
+
+    every = range(given.first, given.first + given.count)
+    with ThreadPoolExecutor(given.jobs) as pool:
+        share = -(-given.count // given.jobs)
+        list(pool.map(run_share, [list(every[first : first + share]) for first in range(0, given.count, share)]))
+    print(dict(counts))
+    return 1 if any(counts[kind] for kind in (*WRONG, "ended")) else 0
 
 
 def prepare(kind: str) -> torch.device:
