@@ -83,6 +83,7 @@ def test_host_overwrites_source_early():
         source.fill_(9)
         pageable.fill_(9)
     assert target.sum().item() == 90 and staged.sum().item() == 10
+    assert len(simgpu.races()) == 1
     source.fill_(1)
     target = source.to(D, non_blocking=True)
     acc.current_stream().synchronize()
@@ -95,6 +96,7 @@ def test_host_reads_result_early():
     with simgpu.hold():
         host.copy_(x, non_blocking=True)
         assert host.sum() == 0
+    assert len(simgpu.races()) == 1
     acc.current_stream().synchronize()
     assert host.sum() == 10
     assert x.cpu().sum() == 10

@@ -10,7 +10,7 @@ It has what code written for CUDA through ``torch.accelerator`` relies on, and f
   (up to rounding for LSTM and GRU). Queued work holds raw memory: a missing wait, memory freed or a pinned buffer
   overwritten too early, computes wrong numbers.
 * An ordering checker. Two unordered accesses to the same memory, one of them a write, are reported whatever the
-  timing happened to be: see ``races()``.
+  timing happened to be: see ``races()``. The host's own accesses of pinned memory are among them (csrc/pages.h).
 * Pinned memory, a caching allocator's counters, generators, autocast, autograd on the forward's streams.
 
 ``simgpu.config`` (a change holds for what is queued from then on):
@@ -18,6 +18,8 @@ It has what code written for CUDA through ``torch.accelerator`` relies on, and f
 ============== ======= ==========================================================================================
 ``capacity``   2**30   bytes of device memory; beyond it, ``torch.OutOfMemoryError``
 ``check``      1       unordered accesses: 0 go unchecked, 1 are listed by ``races()``, 2 raise RuntimeError
+``host``       True    check the host's accesses of pinned memory, too, be they torch's, NumPy's, compiled code's or
+                       those of reads and writes in ``os``: none between the call of a copy and a wait for it
 ``poison``     True    fill memory with 0xFF (NaN) when it is allocated and freed
 ``sync``       False   run all work at once, as ``CUDA_LAUNCH_BLOCKING=1``
 ``h2d_us``     0       modelled time of a copy to the device, and
@@ -29,14 +31,17 @@ It has what code written for CUDA through ``torch.accelerator`` relies on, and f
 ============== ======= ==========================================================================================
 
 Known limits: one device; the first call of an operator that makes new tensors blocks the host, for each layout of its
-arguments (warm up before asserting on overlap), and so does any whose output shape depends on data; the host's own
-accesses to pinned memory are not checked; no graphs, no sparse or quantised tensors, no ``torch.compile``.
+arguments (warm up before asserting on overlap), and so does any whose output shape depends on data; all threads of the
+host count as one, ordered by the wait of any; no graphs, no sparse or quantised tensors, no ``torch.compile``.
 """
 
 import atexit
 import collections
 import contextlib
+import faulthandler
+import functools
 import os
+import signal
 import sys
 import types
 
@@ -163,6 +168,33 @@ def _device_module():
     return m
 
 
+def _checked(call, write):
+    """A system call that reads or writes memory of its caller's: the kernel would refuse protected pages."""
+
+    @functools.wraps(call)
+    def checked(descriptor, memory, *arguments):
+        if not config.host:
+            return call(descriptor, memory, *arguments)
+        buffers = memory if isinstance(memory, (list, tuple)) else [memory]
+        opened = [_C.begin_system_call(buffer, write) for buffer in buffers]
+        try:
+            return call(descriptor, memory, *arguments)
+        finally:
+            for pages in opened:
+                _C.end_system_call(pages)
+            memory = buffers = arguments = None  # a traceback would hold buffers that their owner closes
+
+    return checked
+
+
+def _check_system_calls():
+    for name in ("write", "writev", "pwrite", "pwritev", "readv", "preadv"):
+        setattr(os, name, _checked(getattr(os, name), write="read" in name))
+    file = os.memfd_create("simgpu stacks")
+    faulthandler.register(_STACK_SIGNAL, file, all_threads=False)
+    _C.note_stacks(_STACK_SIGNAL, file)
+
+
 @atexit.register
 def _finish():  # queued work may be written in Python
     if os.getpid() == _pid:
@@ -170,6 +202,8 @@ def _finish():  # queued work may be written in Python
 
 
 _pid = os.getpid()
+_STACK_SIGNAL = signal.SIGRTMAX - 1  # at which a thread writes down where it is
+_check_system_calls()
 sys.modules["torch.simgpu"] = _device_module()
 torch._register_device_module("simgpu", sys.modules["torch.simgpu"])
 torch.utils.generate_methods_for_privateuse1_backend()

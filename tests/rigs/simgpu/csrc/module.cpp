@@ -100,6 +100,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   SIMGPU_FIELD(sync);
   SIMGPU_FIELD(poison);
   SIMGPU_FIELD(trace);
+  SIMGPU_FIELD(host);
   SIMGPU_FIELD(h2d_gbps);
   SIMGPU_FIELD(d2h_gbps);
   SIMGPU_FIELD(h2d_us);
@@ -122,8 +123,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return std::function<void()>([gate] { gate->finish(); });
   });
   m.def("races", [] {
+    std::vector<std::string> told = pages::races();
     Lock l(clocks_mutex);
-    return std::exchange(races, {});
+    for (auto& race : std::exchange(races, {})) told.push_back(std::move(race));
+    return told;
+  });
+  m.def("note_stacks", [](int signal, int file) {
+    pages::stack_file = file;
+    pages::stack_signal = signal;
+  });
+  m.def("begin_system_call", [](py::buffer memory, bool write) {
+    const auto b = memory.request();
+    const pages::Range touched = pages::begin_system_call(b.ptr, b.size * b.itemsize, write);
+    return std::make_pair(touched.begin, touched.end);
+  });
+  m.def("end_system_call", [](std::pair<uintptr_t, uintptr_t> touched) {
+    pages::end_system_call({touched.first, touched.second});
   });
   m.def("counts", [] { return std::make_pair(launched_async.exchange(0), launched_blocking.exchange(0)); });
   m.def("pin", [](uintptr_t p, size_t n) {
