@@ -35,7 +35,7 @@ from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import is_watched, unwatch
 from ..memory.weights import device_dtype
 from ..nodes.transport import KEEPALIVE
-from ..optim import torn_step
+from ..optim import native, torn_step
 from ..optim.state_in_memory import StateInMemory
 from ..options import Options, is_int
 from ..ranks.alone import Alone
@@ -183,6 +183,8 @@ class Handle:
         """Return the counters since streaming began: fetches, bytes, waits and memory.
 
         ``pending_step`` is "in backward" or "deferred" while an optimizer step runs beside other work: `finish_step`.
+        ``compiled_step`` is the variant of the compiled optimizer step ("avx512", "avx2" or "default"), or None while
+        torch's operators step on the host.
         """
         engine, schedule = self.engine, self.engine.window.schedule
         hosts = [unit.store.slab.truth.numel() + unit.store.wire_nbytes for unit in engine.units]
@@ -190,6 +192,7 @@ class Handle:
         return {
             **self._counters.snapshot(),
             "pending_step": engine.step_owner.pending,
+            "compiled_step": native.LIBRARY.variant,
             "window": schedule.window,
             "transfer": schedule.transfer,
             "units": len(engine.units) - len(resident),
