@@ -55,7 +55,10 @@ PARTS = {
     "families": Part(("tests/contract/test_families.py",), ("tests/rigs/families.py", "sp_lightning/runtime/")),
     "contract": Part(("tests/contract",), STEP),
     "autograd": Part(("tests/autograd",), ("sp_lightning/autograd/", "sp_lightning/runtime/")),
-    "optim": Part(("tests/optim",), ("sp_lightning/optim/", "sp_lightning/gradients/", "sp_lightning/runtime/")),
+    "optim": Part(
+        ("tests/optim",),
+        tuple(f"sp_lightning/{name}/" for name in ("kernels", "optim", "gradients", "runtime")),
+    ),
     "lightning": Part(("tests/lightning",), ("sp_lightning/lightning/",)),
     "runtime": Part(("tests/runtime",), ("sp_lightning/runtime/", "sp_lightning/memory/")),
     "quantised": Part(
@@ -92,7 +95,7 @@ PARTS = {
     ),
     "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),
     "docs": Part(("tests/project/test_docs.py",), ("docs/", "sp_lightning/planning/", "sp_lightning/commands/")),
-    "kits": Part(("tests/project",), ("benchmarks/",)),
+    "kits": Part(("tests/project",), ("benchmarks/", "hatch_build.py", "sp_lightning/kernels/")),
     "rigs": Part(("tests/rigs",), ("tests/rigs/", "tests/conftest.py")),
     "rest": Part(("tests",), ("pyproject.toml", "sp_lightning/memory/")),
 }

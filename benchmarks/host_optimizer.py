@@ -2,9 +2,9 @@
 
     python benchmarks/host_optimizer.py [--optimizer AdamW] [--elements 1 5 20 50] [--busy 0 2 4 8] [--repeat 9]
 
-`loop` is torch's default step, `pieces` is the same cut into cache-sized pieces, `compiled` is native.cpp, and `fused`
-is torch's fused kernel, whose bits are different. All but `fused` must have the loop's bits after every step, or
-nothing is printed. `+ wire` is the compiled step that also converts the weights to bfloat16 for their way up, and
+`loop` is torch's default step, `pieces` is the same cut into cache-sized pieces, `compiled` is optimizer.cpp, and
+`fused` is torch's fused kernel, whose bits are different. All but `fused` must have the loop's bits after every step,
+or nothing is printed. `+ wire` is the compiled step that also converts the weights to bfloat16 for their way up, and
 `copy` a copy of tensors of so many bytes that it reads and writes as many as that step does. `widen` and `widen, torch`
 make FP32 gradients of as many in bfloat16, in compiled code and by torch's operators. `wide` and `narrow` begin with
 gradients that came down in bfloat16: `wide` widens all and then steps as `+ wire` does, `narrow` widens each block as

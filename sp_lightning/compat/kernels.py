@@ -108,7 +108,19 @@ def mkl_root() -> int | None:
 
     Without it an optimizer's step in compiled code would have other roots for the rarest numbers, and not be used.
     """
-    function = getattr(ctypes.CDLL(torch._C.__file__), "VMSSQRT_", None)
+    return _address("VMSSQRT_")
+
+
+def openmp_parallel() -> int | None:
+    """Return the address of the function by which torch's OpenMP runs a function on its threads, or None.
+
+    Without it compiled steps would need a runtime of their own, whose threads would compete with torch's for the cores.
+    """
+    return _address("GOMP_parallel")
+
+
+def _address(name: str) -> int | None:
+    function = getattr(ctypes.CDLL(torch._C.__file__), name, None)
     return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
 

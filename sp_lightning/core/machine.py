@@ -45,7 +45,7 @@ STEPPED = 4 * 4 + 3 * 4
 # A gradient that is only added to that of earlier batches is read, as what it is added to is, and that is written.
 ADDED = 4 * 2 + 4
 # The same beside the step, for a weight that travels in half precision: its gradient is read, and written in FP32; its
-# wire copy is written. Both are written past the cache (native.cpp), so their lines are not read before.
+# wire copy is written. Both are written past the cache (optimizer.cpp), so their lines are not read before.
 WIDENED = 2 + 4
 WIRED = 2
 # Of a gradient that is widened as it is stepped (gradients/slab.py, Rule 3) the step reads 2 bytes in the place of 4.

@@ -126,6 +126,7 @@ class Stats(TypedDict):
     surprises: int  # visits that were not the predicted one
     stall_ms: dict[str, float]  # milliseconds for which the host waited, by cause
     pending_step: str | None  # "in backward" or "deferred" while an optimizer step runs beside other work
+    compiled_step: str | None  # variant of the compiled step: "avx512", "avx2" or "default"; None while torch steps
     window: int  # units
     transfer: int  # units
     units: int  # that stream

@@ -4,30 +4,24 @@
    rounding, widening over every number, norms over many lengths and sizes, and each optimizer's options, once, against
    torch's loop over random, extreme and special values. One different bit, and torch's operators step, convert, widen
    or compute norms instead.
-2. No step waits: sources are compiled, and options compared, in a thread of their own, while torch's operators step.
-   One process of a machine compiles; the others use what it made as soon as it is there.
+2. No step waits: a library is found or compiled (loader.py), and options compared, in a thread of their own, while
+   torch's operators step.
 3. Bits depend on the processor, on torch and on ``ATEN_CPU_CAPABILITY``: which products ATen's kernels fuse, and which
    root MKL takes. Both are found by comparing (Rule 1), not by asking.
 4. Small steps are left to torch: with few elements there is nothing to gain.
 5. A process may fork at any time, as data loaders do. The child compares anew, with a thread of its own. A fork waits
-   while the thread is inside of torch or of the loader, whose locks nobody would release in the child, and while it
-   starts a program, whose pipes the child would keep open; it does not wait for the compiler.
+   while the thread is inside of torch, whose locks nobody would release in the child, or where loader.py says; it does
+   not wait for the compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import itertools
 import logging
 import math
 import os
-import pathlib
-import shlex
-import shutil
 import struct
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +33,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from ..compat.kernels import mkl_root
 from ..compat.modules import step_without_hooks
 from ..compat.tensors import add_to_all, dispatch_mode_count
+from ..kernels.build import Unavailable
+from ..kernels.loader import compiled, load, unforked, variant
 from ..memory.weights import Conversion
 
 log = logging.getLogger(__name__)
@@ -46,8 +42,6 @@ log = logging.getLogger(__name__)
 Group = dict[str, Any]
 State = dict[str, Any]
 
-SOURCE = pathlib.Path(__file__).with_name("native.cpp")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 DIFFERENT = "its bits are different here"
 LARGEST = torch.finfo(torch.float32).max
 FEWEST = 1 << 18  # elements of a step below which torch's operators are as fast (Rule 4)
@@ -56,7 +50,7 @@ PAST_THE_CACHE = 1 << 22  # widened gradients that are written past it: the step
 MAXIMIZE, DECOUPLED, NESTEROV, CENTERED, MOMENTUM, DECAY = (1 << bit for bit in range(6))
 ADAM, SGD_, ADAGRAD, RMSPROP = range(4)
 WIRES = {torch.bfloat16: 1, torch.float16: 2}
-ROUNDED, NEWTON, NEWTON_FUSED, NEWTON_14, MKL = range(5)  # native.cpp, Rule 2
+ROUNDED, NEWTON, NEWTON_FUSED, NEWTON_14, MKL = range(5)  # optimizer.cpp, Rule 2
 
 
 SCALARS = 8  # that a parameter's step takes beside its tensors
@@ -66,7 +60,7 @@ PACKED = struct.Struct(f"=5Qq{SCALARS}fQ3if")
 
 
 class Tensors(ctypes.Structure):
-    """One parameter with its gradient, state and scalars, as native.cpp reads them."""
+    """One parameter with its gradient, state and scalars, as optimizer.cpp reads them."""
 
     _fields_ = [
         ("param", ctypes.c_void_p),
@@ -83,7 +77,7 @@ class Tensors(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    """One gradient in bfloat16, and its norm, as native.cpp has them."""
+    """One gradient in bfloat16, and its norm, as optimizer.cpp has them."""
 
     _fields_ = [
         ("grad", ctypes.c_void_p),
@@ -94,7 +88,7 @@ class Norm(ctypes.Structure):
 
 
 class Request(ctypes.Structure):
-    """One step of several parameters, as native.cpp reads it."""
+    """One step of several parameters, as optimizer.cpp reads it."""
 
     _fields_ = [
         ("tensors", ctypes.POINTER(Tensors)),
@@ -110,7 +104,7 @@ class Request(ctypes.Structure):
 
 
 class Recipe(NamedTuple):
-    """How native.cpp steps an optimizer: the loop, the names of its state, and its options as numbers."""
+    """How optimizer.cpp steps an optimizer: the loop, the names of its state, and its options as numbers."""
 
     kind: int
     flags: Callable[[Group], int]
@@ -187,15 +181,12 @@ RECIPES: dict[type[Optimizer], Recipe] = {
 }
 
 
-class Unavailable(Exception):
-    """The reason for which optimizers are stepped by torch's operators on this machine."""
-
-
 class Library:
-    """The compiled code of native.cpp, the options for which it has torch's bits, and a thread that compares them."""
+    """The compiled optimizer.cpp, the options for which it has torch's bits, and a thread that compares them."""
 
     def __init__(self) -> None:
         self._code: ctypes.CDLL | None = None
+        self._loaded_variant: str | None = None
         self._root = ROUNDED
         self._fused = False
         self._mkl: int | None = None
@@ -209,6 +200,11 @@ class Library:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.failure = ""
+
+    @property
+    def variant(self) -> str | None:
+        """Name the variant that steps, such as "avx512", or None while torch's operators step all options."""
+        return self._loaded_variant if "" in self._reasons.values() else None
 
     def steps(self, optimizer: Optimizer, group: Group) -> bool:
         """Whether code with torch's bits may step this group. If that is not known, begin to find out."""
@@ -297,15 +293,15 @@ class Library:
                 key, equals = self._asked.pop(0)
             try:
                 if self._code is None:
-                    path = compiled()
-                    with _unforked:
-                        code = ctypes.CDLL(str(path))
+                    name, path = variant(), compiled()
+                    with unforked:
+                        code = load(path)
                         self._pick_rounding(code)
                         self._wires = {dtype: number for dtype, number in WIRES.items() if _converts(code, dtype)}
                         widened = {dtype: number for dtype, number in WIRES.items() if _widens(code, dtype)}
                         self._summed = _summed(code)
-                    self._code, self._widened = code, widened
-                with _unforked:
+                    self._code, self._widened, self._loaded_variant = code, widened, name
+                with unforked:
                     reason = "" if equals() else f"{DIFFERENT} for {key[0].__name__}{key[1:]}"
             except Exception as error:
                 self.failure = reason = str(error)
@@ -495,59 +491,16 @@ def _special(n: int, generator: torch.Generator) -> Tensor:
     return both[torch.randint(len(both), (n,), generator=generator)]
 
 
-def compiled() -> pathlib.Path:
-    """Return the path of the compiled code in the user's cache, compiling it first if it is not there."""
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
-    if shutil.which(compiler[0]) is None:
-        raise Unavailable(f"no C++ compiler ({compiler[0]!r}, from $CXX, else c++) is on this machine")
-    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sp_lightning"
-    version = _output([*compiler, "--version"])
-    decisive = SOURCE.read_bytes(), FLAGS, compiler, version, _processor()
-    path = folder / f"optimizer-{hashlib.sha256(repr(decisive).encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)  # until the process that compiles ends; its children do not hold it
-        if not path.exists():
-            made = path.with_suffix(f".{os.getpid()}")  # a compiler outlives a process that is killed
-            _output([*compiler, *FLAGS, str(SOURCE), "-o", str(made)])
-            made.replace(path)
-    return path
-
-
-def _output(command: list[str]) -> str:
-    """Run a program to its end; return what it wrote."""
-    with _unforked:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    output, _ = process.communicate()
-    if process.returncode:
-        raise Unavailable(f"{shlex.join(command)} failed: {output.strip()[-500:]}")
-    return output
-
-
-def _processor() -> bytes:
-    """Return what decides the meaning of -march=native."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return b""
-    return b"".join(sorted({line for line in lines if line.startswith((b"flags", b"model name", b"Features"))}))
-
-
 LIBRARY = Library()
-_unforked = threading.Lock()  # held by whoever must not be where it is when the process forks (Rule 5)
 
 
 def _begin_anew() -> None:
     global LIBRARY
     LIBRARY = Library()
-    _unforked.release()
+    unforked.release()
 
 
-os.register_at_fork(before=_unforked.acquire, after_in_parent=_unforked.release, after_in_child=_begin_anew)
+os.register_at_fork(before=unforked.acquire, after_in_parent=unforked.release, after_in_child=_begin_anew)
 
 
 class Candidate(NamedTuple):

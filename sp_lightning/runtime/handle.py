@@ -33,7 +33,7 @@ from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import is_watched, unwatch
 from ..memory.weights import device_dtype
 from ..nodes.transport import KEEPALIVE
-from ..optim import torn_step
+from ..optim import native, torn_step
 from ..optim.state_in_memory import StateInMemory
 from ..options import Options
 from ..ranks.alone import Alone
@@ -188,6 +188,7 @@ class Handle:
         figures = {
             **self._counters.snapshot(),
             "pending_step": engine.step_owner.pending,
+            "compiled_step": native.LIBRARY.variant,
             "window": schedule.window,
             "transfer": schedule.transfer,
             "units": len(streamed),

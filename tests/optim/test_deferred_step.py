@@ -28,6 +28,7 @@ import parity
 import sp_lightning
 from sp_lightning.autograd import weight_reads
 from sp_lightning.errors import TornStepError
+from sp_lightning.kernels.build import Unavailable
 from sp_lightning.memory import host_copy
 from sp_lightning.memory.device import Device
 from sp_lightning.optim import native, pending_step
@@ -583,7 +584,7 @@ def test_steps_are_held_while_compiled_code_for_their_options_is_yet_to_be_compa
 
     def compiled():
         assert goes_on.wait(60)
-        raise native.Unavailable("there is no compiler")
+        raise Unavailable("there is no compiler")
 
     monkeypatch.setattr(native, "LIBRARY", native.Library())
     monkeypatch.setattr(native, "FEWEST", 0)

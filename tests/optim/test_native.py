@@ -22,6 +22,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 import models
 import parity
 import sp_lightning
+from sp_lightning.kernels import build, loader
 from sp_lightning.memory.watched_parameters import NarrowGradient
 from sp_lightning.memory.weights import Conversion
 from sp_lightning.optim import native
@@ -51,7 +52,7 @@ def optimizers(draw):
 def compiler():
     try:
         native.compiled()
-    except native.Unavailable as error:
+    except build.Unavailable as error:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(error))
@@ -228,10 +229,10 @@ def few_of(wrong):
 @pytest.mark.parametrize("what", few_of(WRONG))
 def test_code_with_other_bits_is_never_used(library, what, monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO", "sp_lightning")
-    source = native.SOURCE.read_text()
+    source = build.SOURCE.read_text()
     assert WRONG[what][0] in source
     (tmp_path / "wrong.cpp").write_text(source.replace(*WRONG[what]))
-    monkeypatch.setattr(native, "SOURCE", tmp_path / "wrong.cpp")
+    monkeypatch.setattr(loader, "SOURCE", tmp_path / "wrong.cpp")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     x = torch.arange(1, 100_000) / 100_000
     if what == "root" and torch.equal(x.sqrt(), x.double().sqrt().float()):
@@ -249,10 +250,10 @@ WRONG_CONVERSIONS = {
 @pytest.mark.parametrize("dtype", few_of(WRONG_CONVERSIONS))
 @pytest.mark.seldom
 def test_conversions_with_other_bits_are_never_used(library, dtype, monkeypatch, tmp_path):
-    source = native.SOURCE.read_text()
+    source = build.SOURCE.read_text()
     assert WRONG_CONVERSIONS[dtype][0] in source
     (tmp_path / "wrong.cpp").write_text(source.replace(*WRONG_CONVERSIONS[dtype]))
-    monkeypatch.setattr(native, "SOURCE", tmp_path / "wrong.cpp")
+    monkeypatch.setattr(loader, "SOURCE", tmp_path / "wrong.cpp")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert natively()
     assert [bool(library.wire_type(torch.empty(0, dtype=each))) for each in WRONG_CONVERSIONS] == [
@@ -383,7 +384,7 @@ def test_what_waits_to_be_compared_keeps_no_tensor_of_a_step_and_fails_with_the_
 
     def compiled():
         assert goes_on.wait(60)
-        raise native.Unavailable("there is no compiler")
+        raise build.Unavailable("there is no compiler")
 
     def ask():
         optimizer = AdamW([torch.nn.Parameter(torch.ones(3))])
@@ -425,6 +426,37 @@ def test_autograd_sees_what_compiled_code_changed():
         loss.backward()
 
 
+@pytest.mark.parametrize("name", build.variants())
+def test_every_variant_has_the_bits_of_the_loop(name, library, monkeypatch):
+    if not loader._instructions().issuperset(build.variants()[name]):
+        pytest.skip(f"this processor does not run {name}")
+    monkeypatch.setenv(loader.SWITCH, name)
+    for cls in OPTIONS:
+        assert natively(cls, lr=0.1, weight_decay=0.01, **({"momentum": 0.9} if cls is SGD else {}))
+    assert library.variant == name
+    assert all(library.wire_type(torch.empty(0, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16))
+    assert all(library.grad_type(torch.empty(0, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16))
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [("none", "SP_LIGHTNING_KERNELS is 'none'"), ("avx3", "SP_LIGHTNING_KERNELS is 'avx3': this processor runs '")],
+)
+def test_the_switch_leaves_the_step_to_torch_and_says_so(asked, said, library, monkeypatch, caplog):
+    caplog.set_level("INFO", "sp_lightning")
+    monkeypatch.setenv(loader.SWITCH, asked)
+    assert not natively() and library.variant is None
+    assert caplog.text.count("take 2 to 3 times as long") == 1 and said in caplog.text
+
+
+def test_a_variant_that_the_processor_lacks_is_not_loaded(library, monkeypatch):
+    monkeypatch.setenv(loader.SWITCH, "avx512")
+    monkeypatch.setattr(loader, "_instructions", lambda: frozenset({"avx2", "fma", "f16c"}))
+    monkeypatch.setattr(build, "VARIANTS", {build.platform.machine(): build.VARIANTS["x86_64"]})
+    assert not natively()
+    assert "SP_LIGHTNING_KERNELS is 'avx512': this processor runs 'avx2', 'default'" in library.failure
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_bits_are_the_loops_whichever_kernels_torch_takes(capability):
@@ -454,11 +486,11 @@ print(*(os.waitpid(child, 0)[1] for child in children))
 """
 
 FORK_AND_DIE = """
-import os, signal, threading, time
+import os, pathlib, signal, threading, time
 from sp_lightning.optim import native
 
 threading.Thread(target=native.compiled).start()
-while not list(native.pathlib.Path(os.environ["XDG_CACHE_HOME"]).glob("*/*.lock")):
+while not list(pathlib.Path(os.environ["XDG_CACHE_HOME"]).glob("*/*.lock")):
     time.sleep(0.01)
 if os.fork() == 0:
     time.sleep(60)  # a worker that lives on

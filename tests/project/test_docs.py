@@ -244,8 +244,56 @@ def test_the_tables_of_what_fits_have_a_row_for_each_card_and_memory(short):
     assert make_fits.written(page, table) == page
 
 
-def test_the_readme_is_read_in_five_minutes():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+def test_the_readme_is_read_in_two_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+    assert sum(map(len, map(str.split, readme_sentences()))) <= 600
+
+
+def readme_prose() -> str:
+    """What README says outside of code, tables, pictures, comments and headings; links by their text."""
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"^```.*?^```|<!--.*?-->|^\|.*?$|^#.*?$", "\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "\n", text)
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+
+
+def readme_sentences() -> list[str]:
+    paragraphs = re.split(r"\n\s*\n|\n- ", re.sub(r"`[^`]*`", "code", readme_prose()))
+    return [sentence for paragraph in paragraphs for sentence in re.split(r"(?<=[.?!])\s+", paragraph)]
+
+
+def test_no_sentence_of_the_readme_has_more_than_25_words():
+    assert len(readme_sentences()) > 30
+    assert [sentence for sentence in readme_sentences() if len(sentence.split()) > 25] == []
+
+
+def measured() -> set[str]:
+    """The figures of the result files, as README writes them."""
+    figures = set()
+    for file in (ROOT / "benchmarks" / "results").glob("*.json"):
+        for result in json.loads(file.read_text())["results"]:
+            tokens = re.search(r"(\d+) tokens", result.get("label", ""))
+            figures |= {f"{int(tokens[1]):,} tokens"} if tokens else set()
+            for row in result.get("rows", ()):
+                figures |= {f"{row['step_s']['median']:.2f} s"} if row.get("step_s") else set()
+                peaks = row.get("device_peak"), row.get("host_peak")
+                figures |= {f"{peak / 2**30:.1f} GiB" for peak in peaks if peak}
+    return figures
+
+
+def test_every_figure_of_the_readme_is_in_a_result_file():
+    """Those below "What fits" are of the planner, whose command stands beside them."""
+    before, rest = readme_prose().split("**Planned, not measured**")
+    after = rest.partition("Plan your own")[2]
+    found = set(re.findall(r"\d[\d,.]*\s(?:s|ms|GiB|GB|tokens|hours|h|%|x)\b", re.sub(r"\s+", " ", before + after)))
+    assert len(found) > 10 and found - measured() == set()
+
+
+def test_the_chart_of_the_readme_is_drawn_from_a_result_file():
+    make_chart = script("make_chart")
+    drawn = make_chart.bars(make_chart.result())
+    assert [f"{bar.seconds:.2f} s" for bar in drawn] == ["1.03 s", "2.27 s", "5.63 s"]
+    assert make_chart.CHART.read_text() == make_chart.chart(make_chart.result())  # else run: python docs/make_chart.py
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_a_command_that_makes_no_model_takes_a_fifth_of_the_import_more(command)
 def test_top_level_holds_what_a_stranger_expects():
     expected = {"sp_lightning", "examples", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "LICENSE"}
     expected |= {"CHANGELOG.md", "CONTRIBUTING.md", ".ci", ".git", ".github", ".gitignore", ".pre-commit-config.yaml"}
-    expected |= {"mkdocs.yml"}
+    expected |= {"mkdocs.yml", "hatch_build.py"}
     ignored = (ROOT / ".gitignore").read_text().split()
     found = {path.name for path in ROOT.iterdir()}
     assert {name for name in found - expected if not any(fnmatch.fnmatch(name, i) for i in ignored)} == set()

@@ -17,6 +17,9 @@
 //    multiplied by the factor of clipping, if there is one.
 // 8. The norm of a gradient is the root of sums that ATen has in as many lanes as a vector has numbers. How many those
 //    are, and whether their products and those of the last numbers are fused, native.py finds by comparing bits.
+//
+// build.py compiles this file once for each set of instructions. Threads are those of torch's OpenMP, whose entry the
+// loader passes in (`sp_lightning_use`), and no function of the C++ library is called: a library needs libc and libm alone.
 
 #include <sched.h>
 
@@ -24,8 +27,8 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -68,6 +71,32 @@ struct Request {
   MklRoot mkl;
   int32_t done;  // 1 once all is stepped
 };
+
+// ---- threads
+
+using Parallel = void (*)(void (*body)(void*), void* argument, unsigned threads, unsigned flags);  // GOMP_parallel
+
+Parallel run_on_threads = nullptr;
+
+// Runs the same body on so many threads at once. They share the work by a counter of the body's.
+template <class Body>
+void in_parallel(int64_t threads, Body body) {
+  if (threads <= 1) return body();
+  run_on_threads([](void* it) { (*static_cast<Body*>(it))(); }, &body, static_cast<unsigned>(threads), 0);
+}
+
+// Whether this thread rounds to another number than the nearest, or takes denormals for zero.
+bool rounds_oddly() {
+#if defined(__x86_64__)
+  return _mm_getcsr() & 0xe040;
+#elif defined(__aarch64__)
+  uint64_t control;
+  asm volatile("mrs %0, fpcr" : "=r"(control));
+  return control & 0x1c00000;
+#else
+  return false;
+#endif
+}
 
 // ---- ATen's operations (Rule 1)
 
@@ -192,8 +221,6 @@ void take_roots(const Request& request, const float* x, float* out, int64_t n) {
 // ---- wire copies, rounded to the nearest even number (Rule 4)
 
 #if defined(__AVX2__) && defined(__F16C__)
-constexpr bool kHasFloat16 = true;
-
 inline __m256i upper_halves(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x), half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
@@ -234,14 +261,26 @@ bool convert(const float* in, uint16_t* out, int64_t n, int32_t type) {
 }
 
 #else
-constexpr bool kHasFloat16 = false;
+inline uint16_t bfloat16_of(uint32_t bits) { return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); }
 
-bool convert(const float* in, uint16_t* out, int64_t n, int32_t) {
+inline uint16_t float16_of(uint32_t bits) {
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits >= 0x477ff000) return sign | 0x7c00;  // 65520, from which on the nearest is infinity
+  if (bits >= 0x38800000) return sign | ((bits + 0xfff + ((bits >> 13) & 1) - 0x38000000) >> 13);
+  float size;  // below 2^-14: in a sum with 0.5 the last bit has the size of a denormal's
+  std::memcpy(&size, &bits, sizeof size);
+  size += 0.5f;
+  std::memcpy(&bits, &size, sizeof bits);
+  return sign | (bits - 0x3f000000);
+}
+
+bool convert(const float* in, uint16_t* out, int64_t n, int32_t type) {
   bool has_nan = false;
   for (int64_t i = 0; i < n; i++) {
     uint32_t bits;
     std::memcpy(&bits, in + i, sizeof bits);
-    out[i] = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    out[i] = type == kFloat16 ? float16_of(bits) : bfloat16_of(bits);
     has_nan |= in[i] != in[i];
   }
   return has_nan;
@@ -254,7 +293,7 @@ void finish_stores() {
 #endif
 }
 
-bool can_convert(int32_t type) { return type == kNone || type == kBFloat16 || (type == kFloat16 && kHasFloat16); }
+bool can_convert(int32_t type) { return type >= kNone && type < kWires; }
 
 // ---- gradients that came down in half precision (Rule 6)
 
@@ -281,9 +320,19 @@ void widen(const uint16_t* in, float* out, int64_t n, int32_t type, bool past_th
   }
 }
 #else
-void widen(const uint16_t* in, float* out, int64_t n, int32_t, bool) {
+inline uint32_t wide_of(uint16_t half) {
+  const uint32_t sign = (half & 0x8000u) << 16, rest = half & 0x7fff;
+  if (rest >= 0x7c00) return sign | 0x7f800000 | (rest & 0x3ff) << 13;
+  if (rest >= 0x400) return sign | ((rest << 13) + 0x38000000);
+  const float size = static_cast<float>(rest) * 0x1p-24f;
+  uint32_t bits;
+  std::memcpy(&bits, &size, sizeof bits);
+  return sign | bits;
+}
+
+void widen(const uint16_t* in, float* out, int64_t n, int32_t type, bool) {
   for (int64_t i = 0; i < n; i++) {
-    const uint32_t bits = static_cast<uint32_t>(in[i]) << 16;
+    const uint32_t bits = type == kFloat16 ? wide_of(in[i]) : static_cast<uint32_t>(in[i]) << 16;
     std::memcpy(out + i, &bits, sizeof bits);
   }
 }
@@ -456,11 +505,12 @@ int64_t blocks_of(const Tensors& t) { return (t.count + kBlock - 1) / kBlock; }
 
 }  // namespace
 
+// Is called before all others.
+extern "C" void sp_lightning_use(Parallel parallel) { run_on_threads = parallel; }
+
 // Returns 0, or 1 if nothing was done because the processor's rounding is not the usual one, or the request is unknown.
 extern "C" int32_t sp_lightning_step(Request* request) {
-#if defined(__x86_64__)
-  if (_mm_getcsr() & 0xe040) return 1;  // rounding mode, flush to zero, denormals are zero
-#endif
+  if (rounds_oddly()) return 1;
   const Loop loop = request->fused ? loop_for<true>(request->kind, request->flags)
                                    : loop_for<false>(request->kind, request->flags);
   if (loop == nullptr || (request->root != kRounded && request->mkl == nullptr)) return 1;
@@ -469,36 +519,36 @@ extern "C" int32_t sp_lightning_step(Request* request) {
     if (!can_convert(request->tensors[i].wire_type) || !can_convert(request->tensors[i].grad_type)) return 1;
     total += blocks_of(request->tensors[i]);
   }
-#pragma omp parallel num_threads(request->threads)
-  {
+  std::atomic<int64_t> next{0};
+  in_parallel(request->threads, [&] {
     alignas(64) float wide[kBlock];
     int64_t index = 0, first = 0;  // a thread is given blocks in ascending order
-#pragma omp for schedule(dynamic, kTaken) nowait
-    for (int64_t block = 0; block < total; block++) {
-      while (block - first >= blocks_of(request->tensors[index])) first += blocks_of(request->tensors[index++]);
-      Tensors& tensors = request->tensors[index];
-      const int64_t at = (block - first) * kBlock, n = std::min(kBlock, tensors.count - at);
-      loop(*request, tensors, gradient_of(tensors, at, n, wide), at, n);
-      if (tensors.wire_type != kNone && convert(tensors.param + at, tensors.wire + at, n, tensors.wire_type)) {
-#pragma omp atomic write
-        tensors.wire_has_nan = 1;
+    for (int64_t taken; (taken = next.fetch_add(kTaken)) < total;) {
+      for (int64_t block = taken; block < std::min(taken + kTaken, total); block++) {
+        while (block - first >= blocks_of(request->tensors[index])) first += blocks_of(request->tensors[index++]);
+        Tensors& tensors = request->tensors[index];
+        const int64_t at = (block - first) * kBlock, n = std::min(kBlock, tensors.count - at);
+        loop(*request, tensors, gradient_of(tensors, at, n, wide), at, n);
+        if (tensors.wire_type != kNone && convert(tensors.param + at, tensors.wire + at, n, tensors.wire_type)) {
+          __atomic_store_n(&tensors.wire_has_nan, 1, __ATOMIC_RELAXED);
+        }
       }
     }
     finish_stores();
-  }
+  });
   request->done = 1;
   return 0;
 }
 
 // Computes the norms of gradients in bfloat16, each on one thread. Returns 0, or 1 as above.
 extern "C" int32_t sp_lightning_norms(Norm* norms, int64_t count, int32_t lanes, int32_t fused, int32_t threads) {
-#if defined(__x86_64__)
-  if (_mm_getcsr() & 0xe040) return 1;
-#endif
+  if (rounds_oddly()) return 1;
   if (lanes != 4 && lanes != 8 && lanes != 16) return 1;
   const NormOf norm = (lanes == 4 ? kNorms<4> : lanes == 8 ? kNorms<8> : kNorms<16>)[fused];
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (int64_t i = 0; i < count; i++) norms[i].norm = norm(norms[i].grad, norms[i].count);
+  std::atomic<int64_t> next{0};
+  in_parallel(threads, [&] {
+    for (int64_t i; (i = next.fetch_add(1)) < count;) norms[i].norm = norm(norms[i].grad, norms[i].count);
+  });
   return 0;
 }
 
@@ -521,16 +571,23 @@ extern "C" int32_t sp_lightning_widen(const uint16_t* in, float* out, int64_t co
   const int64_t blocks = (count + size - 1) / size;
   const int64_t ahead = (reinterpret_cast<intptr_t>(in) - reinterpret_cast<intptr_t>(out)) / 2;  // in numbers of `in`
   if (type == kNone || !can_convert(type) || ahead < count || count <= 0) return false;
-  int32_t nan = 0;
-  if (type == kFloat16) {
-#pragma omp parallel for num_threads(std::min<int64_t>(threads, blocks)) schedule(dynamic, size) reduction(| : nan)
-    for (int64_t i = 0; i < count; i++) nan |= (in[i] & 0x7fff) > 0x7c00;
-  }
-  if (nan) return false;
-  std::vector<std::atomic<bool>> read(blocks);
+  const int64_t sharers = std::min<int64_t>(threads, blocks);
   std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(std::min<int64_t>(threads, blocks))
-  {
+  if (type == kFloat16) {
+    std::atomic<bool> nan{false};
+    in_parallel(sharers, [&] {
+      for (int64_t block; (block = next.fetch_add(1)) < blocks;) {
+        bool found = false;
+        for (int64_t i = block * size; i < std::min(count, (block + 1) * size); i++) found |= (in[i] & 0x7fff) > 0x7c00;
+        if (found) nan.store(true, std::memory_order_relaxed);
+      }
+    });
+    if (nan.load()) return false;
+    next.store(0);
+  }
+  auto* read = static_cast<std::atomic<bool>*>(std::calloc(blocks, sizeof(std::atomic<bool>)));
+  if (read == nullptr) return false;
+  in_parallel(sharers, [&] {
     for (int64_t block; (block = next.fetch_add(1)) < blocks;) {
       alignas(64) uint16_t own[size];
       const int64_t at = block * size, n = std::min(size, count - at);
@@ -543,6 +600,7 @@ extern "C" int32_t sp_lightning_widen(const uint16_t* in, float* out, int64_t co
       widen(own, out + at, n, type, past_the_cache);
     }
     finish_stores();
-  }
+  });
+  std::free(read);
   return true;
 }
