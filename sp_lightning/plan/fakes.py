@@ -42,7 +42,7 @@ def outside() -> Iterator[None]:
         yield
 
 
-class FakeTensors(TorchDispatchMode):
+class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which model code runs without data; ``observe`` is called with each operator and its result.
 
     Args:
@@ -52,7 +52,7 @@ class FakeTensors(TorchDispatchMode):
     """
 
     def __init__(self, target: str, autocast: torch.dtype | None, real: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.observe: Observer | None = None
         self.building = False  # a module is being made: its initial weights do not matter
         self._fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -69,11 +69,11 @@ class FakeTensors(TorchDispatchMode):
             enter(self._fake)
             enter(self._kernels)
             enter(_in_backward_too(self._kernels))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._contexts.close()
 
     def adopt(self, tensor: Tensor) -> Tensor:

@@ -85,9 +85,8 @@ class PlannedModel:
         self._narrow: frozenset[int] = frozenset()
         self._traces: dict[Any, Trace] = {}
         self._begin(real=False)
-        self.name = name or (
-            type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
-        )
+        own = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
+        self.name: str = name or own
 
     @property
     def half(self) -> torch.dtype | None:
@@ -133,7 +132,8 @@ class PlannedModel:
             dtype = self.half or (torch.float64 if self._precision == "64-true" else None)
             if dtype is not None:
                 _convert(module, dtype, self._masters)
-        return module.eval().requires_grad_(False) if self.answers else module.train()
+        made: nn.Module = module.eval().requires_grad_(False) if self.answers else module.train()
+        return made
 
     def _cut(self, make: Callable[..., Any]) -> Any:
         """Make a module; give it, or the function that makes it, the mesh among whose devices it cuts its layers."""

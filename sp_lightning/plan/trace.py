@@ -91,8 +91,11 @@ class Trace:
 
         def visit(one: Visit, two: Visit) -> Visit:
             sizes = ("before", "peak", "gradients", "down", "after")
-            works = {name: getattr(one, name).towards(getattr(two, name), share) for name in ("forward", "gradient")}
-            return replace(one, **works, **{n: int(line(getattr(one, n), getattr(two, n))) for n in sizes})
+            works: dict[str, Any] = {
+                name: getattr(one, name).towards(getattr(two, name), share) for name in ("forward", "gradient")
+            }
+            numbers: dict[str, Any] = {n: int(line(getattr(one, n), getattr(two, n))) for n in sizes}
+            return replace(one, **works, **numbers)
 
         pairs = zip(self.visits, other.visits, strict=True)
         batch, cache = int(line(self.batch, other.batch)), int(line(self.cache, other.cache))
