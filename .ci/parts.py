@@ -68,7 +68,7 @@ PARTS = {
     "programs": Part(("tests/contract/test_random_programs.py",), (*STEP, "tests/rigs/program")),
     "soak": Part(("tests/runtime/test_soak.py",), ("tests/rigs/soak.py",)),
     "plans": Part(
-        ("tests/planning", "tests/core"), ("sp_lightning/planning/", "sp_lightning/tracing/", "sp_lightning/core/")
+        ("tests/plan", "tests/core"), ("sp_lightning/plan/", "sp_lightning/core/")
     ),
     "ranks-traits": Part((f"{PARITY}::test_two_ranks_are_ddp_for_every_trait",), RANKS),
     "ranks-families": Part((f"{PARITY}::test_two_ranks_train_families_as_ddp",), RANKS),
@@ -94,7 +94,7 @@ PARTS = {
         ("tests/hf",), ("sp_lightning/hf/", "sp_lightning/compat/accelerate.py", "sp_lightning/runtime/entries.py")
     ),
     "recipes": Part(("tests/project/test_recipes.py",), ("examples/", "sp_lightning/lightning/")),
-    "docs": Part(("tests/project/test_docs.py",), ("docs/", "sp_lightning/planning/", "sp_lightning/commands/")),
+    "docs": Part(("tests/project/test_docs.py",), ("docs/", "sp_lightning/plan/", "sp_lightning/commands/")),
     "kits": Part(("tests/project",), ("benchmarks/", "hatch_build.py", "sp_lightning/kernels/")),
     "rigs": Part(("tests/rigs",), ("tests/rigs/", "tests/conftest.py")),
     "rest": Part(("tests",), ("pyproject.toml", "sp_lightning/memory/")),

@@ -38,7 +38,6 @@ _CLOSURE = "tests/contract/test_writes_outside_visits.py::test_a_view_that_is_wr
 _KEPT = "tests/contract/test_random_programs.py::test_an_alias_that_a_step_keeps_under_autocast_today"
 _STREAMS = "forward_and_backward_on_a_stream_of_the_user units_that_are_read_on_several_streams_at_once".split()
 _STREAMS += ["what_is_recomputed_for_another_stream_is_in_order_with_it"]
-_WHOLE = "tests/planning/test_plan.py::test_weights_that_are_stepped_whole_are_planned"
 _AGAIN = "tests/lightning/test_checkpoints_beside.py::test_units_that_are_made_anew_wait_for_the_file"
 TESTS = (
     "tests/contract/test_races.py",
@@ -49,7 +48,6 @@ TESTS = (
     _CLOSURE,
     _KEPT,
     _AGAIN,
-    _WHOLE,
 )
 _OF_RANKS = (
     "waits steps_in_backward deferred_steps nodes schedules stream_by_hand features_with_ddp refusals failures "

@@ -7,19 +7,15 @@ A cell is the largest of `MODELS` whose plan fits, with its speed and the hours 
 
 from __future__ import annotations
 
-import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from sp_lightning.core.machine import GIB, PROFILES, headroom
-from sp_lightning.planning import plan
-from sp_lightning.planning.shapes import SHAPES
-from sp_lightning.planning.workloads import WORKLOADS
+from sp_lightning.core.host import headroom
+from sp_lightning.plan import listed, plan
+from sp_lightning.plan.machines import GIB, MACHINES
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 PAGE = pathlib.Path(__file__).parent / "what-fits.md"
@@ -33,42 +29,21 @@ IN_SHORT = (
 )
 TOKENS = 2048  # of a step
 RUN = 10_000_000  # tokens
-ROOMY, TIGHT = 4096 * GIB, GIB  # hosts: one that never binds, one that always does
-ADAPTERS = "adapters on a frozen bf16 base"
+ROOMY = 4096 * GIB  # of a host that never binds
 
 
 MODELS = {  # the smallest first
-    "Llama 1B": WORKLOADS["llama-1b"],
-    "Llama 3B": WORKLOADS["llama-3b"],
-    "Llama 8B": WORKLOADS["llama3-8b"],
-    "Qwen3 14B": WORKLOADS["qwen3-14b"],
-    "Qwen3 32B": WORKLOADS["qwen3-32b"],
-    "Llama 70B": WORKLOADS["llama3-70b"],
+    "Llama 1B": "llama-1b",
+    "Llama 3B": "llama-3b",
+    "Llama 8B": "llama-8b",
+    "Qwen3 14B": "qwen3-14b",
+    "Qwen3 32B": "qwen3-32b",
+    "Llama 70B": "llama-70b",
 }
-WAYS = ("FP32 AdamW", "bf16-true AdamW", "adapters, bf16")
-SHORT = ("FP32 AdamW", "adapters, bf16", "answers, bf16")
+ASKED = ("Llama 8B", "Qwen3 14B", "Qwen3 32B", "Llama 70B")
+WAYS = ("FP32 AdamW", "bf16-true AdamW")
+SHORT = ("FP32 AdamW", "bf16-true AdamW", "answers, bf16")
 PROMPTS, PROMPT, ANSWER = 32, 512, 256  # of the answers: how many at once, and their tokens
-
-
-def _qwen3(layers: int, heads: int, intermediate: int) -> nn.Module:
-    config = Qwen3Config(
-        hidden_size=5120,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=intermediate,
-        vocab_size=151936,
-    )
-    return Qwen3ForCausalLM(config)
-
-
-ASKED: dict[str, Callable[[], nn.Module]] = {  # by the models' published config.json files
-    "Llama 8B": SHAPES["llama-8b"].make,
-    "Qwen3 14B": functools.partial(_qwen3, 40, 40, 17408),
-    "Qwen3 32B": functools.partial(_qwen3, 64, 64, 25600),
-    "Llama 70B": SHAPES["llama-70b"].make,
-}
 
 
 @dataclass(frozen=True)
@@ -83,17 +58,16 @@ class Needs:
 def needs(card: str, model: str) -> Iterator[Needs]:
     """Yield what each of `WAYS` takes."""
     given = {"machine": card, "activations": "recompute"}
-    for precision, host in (("bf16-mixed", ROOMY), ("bf16-true", TIGHT)):
-        found = plan(MODELS[model], TOKENS, precision=precision, host_memory=host, **given)
+    for precision in ("bf16-mixed", "bf16-true"):
+        found = plan(MODELS[model], 1, precision=precision, host_memory=ROOMY, **given)
         yield Needs(found.device_nbytes, found.host.total, found.step_s)
-    (change,) = [change for change in found.host_changes if change.what == ADAPTERS]
-    yield Needs(change.nbytes, change.host_nbytes or 0, change.step_s)
 
 
 def answers(card: str, model: str) -> Needs:
     """Return what answers take on one card."""
-    found = plan(ASKED[model], _prompts(PROMPTS), **_asking(card))
-    return Needs(found.device_nbytes, found.host.total, found.with_memory.answer_s(ANSWER))
+    make = listed.maker(listed.LISTED[MODELS[model]])
+    found = plan(make, _prompts(PROMPTS), **_asking(card))
+    return Needs(found.device_nbytes, found.host.total, found.reading_s + ANSWER * found.step_s)
 
 
 def _prompts(rows: int) -> dict[str, torch.Tensor]:
@@ -106,17 +80,19 @@ def _asking(card: str) -> dict[str, object]:
 
 def tables() -> tuple[str, str]:
     """Make the long table, with a row for each card and host memory, and the short one."""
-    long, short = ([f"| card | RAM | {' | '.join(ways)} |", f"| --- | --- |{' --- |' * 3}"] for ways in (WAYS, SHORT))
+    long, short = (
+        [f"| card | RAM | {' | '.join(ways)} |", f"| --- | --- |{' --- |' * len(ways)}"] for ways in (WAYS, SHORT)
+    )
     for card in CARDS:
         found = {model: list(needs(card, model)) for model in MODELS}
         asked = {model: answers(card, model) for model in ASKED} if card in dict(IN_SHORT) else {}
-        gigabytes = PROFILES[card].device_nbytes // GIB
+        gigabytes = MACHINES[card].device_nbytes // GIB
         for memory in MEMORIES:
             free = memory * GIB - headroom(memory * GIB)
-            cells = [_cell({model: ways[number] for model, ways in found.items()}, card, free) for number in range(3)]
+            cells = [_cell({model: ways[number] for model, ways in found.items()}, card, free) for number in range(2)]
             long.append(f"| {gigabytes} GB (`{card}`) | {memory} GiB | {' | '.join(cells)} |")
             if (card, memory) in IN_SHORT:
-                of = [cells[0], cells[2], _cell(asked, card, free, PROMPTS * ANSWER, hours=False)]
+                of = [*cells, _cell(asked, card, free, PROMPTS * ANSWER, hours=False)]
                 short.append(f"| {gigabytes} GB (`{card}`) | {memory} GiB | {' | '.join(of)} |")
     return "\n".join(long), "\n".join(short)
 
@@ -124,7 +100,7 @@ def tables() -> tuple[str, str]:
 def _cell(of_models: dict[str, Needs], card: str, free: int, tokens: int = TOKENS, hours: bool = True) -> str:
     """Describe the largest model that fits, or a dash."""
     for model, one in reversed(of_models.items()):
-        if one.device_nbytes <= PROFILES[card].device_nbytes and one.host_nbytes <= free:
+        if one.device_nbytes <= MACHINES[card].device_nbytes and one.host_nbytes <= free:
             speed = tokens / one.step_s
             return f"{model}, {float(f'{speed:.2g}'):.0f} tokens/s" + f", {RUN / speed / 3600:.2g} h" * hours
     return "-"

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from sp_lightning.commands import fit_config  # noqa: E402
 from sp_lightning.options import format_bytes  # noqa: E402
-from sp_lightning.planning import Plan, plan  # noqa: E402
+from sp_lightning.plan import Plan, plan  # noqa: E402
 
 PAGE = ROOT / "docs" / "recipes.md"
 COMMAND = re.compile(

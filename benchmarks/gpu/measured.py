@@ -18,10 +18,10 @@ import torch
 from compare import Row, compare, differences, ours, setting_of
 from contenders import OURS, Setting
 
-from sp_lightning.core.machine import MACHINES, Machine
 from sp_lightning.errors import SuperpipelineError
 from sp_lightning.options import format_bytes, parse_bytes
-from sp_lightning.runtime.measure import measure
+from sp_lightning.plan.machines import MACHINES, Machine
+from sp_lightning.plan.measure import here as measure
 
 __all__ = ["Comparison", "Row", "ahead", "begin", "memory", "merit", "others", "ours", "parser", "speed"]
 
@@ -103,7 +103,7 @@ def machine(given: str) -> Machine:
     except (OSError, ValueError, LookupError) as error:
         allowed = f"one of {', '.join(MACHINES)}, or a result file with a machine"
         raise argparse.ArgumentTypeError(f"{given} is not {allowed} ({type(error).__name__})") from error
-    return Machine(**{"host_bytes_per_s": numbers["dram_bytes_per_s"], **numbers})  # older files lack the first
+    return Machine(**numbers)
 
 
 def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparison]) -> int:
@@ -140,7 +140,7 @@ def _setting(comparison: Comparison, **more: Any) -> Setting:
 def _planned_line(planned: predicted.Prediction) -> str:
     return (
         f"    {planned.label:52} {planned.step_s * 1e3:10,.0f} ms  {format_bytes(planned.device_nbytes):>11}  "
-        f"floor/step {planned.floor_s / planned.step_s:.2f}  {planned.binds} binds"
+        f"bound by {planned.bound_by}"
     )
 
 
@@ -275,13 +275,13 @@ def ahead(peers: Sequence[str], times: float) -> Bar:
 
 
 def merit(least: float) -> Bar:
-    """Require of every row of this strategy at least this ratio of the plan's lower bound (floor) to the step."""
+    """Require of every row of this strategy at least this ratio of the planned step to the measured one."""
 
     def bar(result: Result) -> Verdict | None:
-        merits = [plan["floor_s"] / plan["step_s"] * (1 + plan["step_off"]) for plan in result.plans]
+        merits = [1 + plan["step_off"] for plan in result.plans]
         if not merits:
             return None
-        return Verdict(f"floor / step at least {least}", f"{min(merits):.2f} at least", min(merits) >= least)
+        return Verdict(f"planned / measured step at least {least}", f"{min(merits):.2f} at least", min(merits) >= least)
 
     return bar
 
@@ -311,4 +311,4 @@ def _best_within(result: Result, nbytes: int) -> float:
 
 if __name__ == "__main__":  # the process of `_measured`
     here = torch.device(json.loads(sys.argv[2])["device"])
-    print(json.dumps(asdict(measure(here, dtype=torch.bfloat16))))
+    print(json.dumps(asdict(measure(here, torch.bfloat16))))

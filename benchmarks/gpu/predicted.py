@@ -12,8 +12,7 @@ from compare import Row
 from contenders import Setting
 
 from sp_lightning import plan
-from sp_lightning.core.machine import Machine
-from sp_lightning.planning.planner import RESERVED
+from sp_lightning.plan.machines import Machine
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class Prediction:
     label: str
     device_nbytes: int  # without the reserve
     step_s: float
-    floor_s: float
-    binds: str
+    bound_by: str
 
     @classmethod
     def of(cls, row: Row, setting: Setting, machine: Machine, target: str) -> Prediction:
@@ -40,8 +38,8 @@ class Prediction:
             clip=setting.clip is not None,
             **{"activations": setting.activations, **row.options},
         )
-        nbytes = sum(nbytes for name, nbytes in found.device_terms.items() if name != RESERVED)
-        return cls(row.label, nbytes, found.step_s, found.floor_s, found.binds)
+        nbytes = sum(nbytes for name, nbytes in found.device_terms.items() if name != "reserve")
+        return cls(row.label, nbytes, found.step_s, found.time.bound_by)
 
     def beside(self, row: Row) -> dict[str, Any]:
         """Return the prediction, and the shares by which it is above the measurement."""

@@ -611,7 +611,6 @@ class StreamedUnit:
             sum(numel for *_, numel in trained),
             resident=self.unit.resident,
             cast=sum(numel for field, host, numel in trained if field.dtype is not host.dtype),
-            largest=max((numel for *_, numel in trained), default=0),
         )
 
     def host_bytes(self) -> UnitHostBytes:

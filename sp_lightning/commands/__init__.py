@@ -41,15 +41,3 @@ def make_room(**paths: str | Path | None) -> None:
                 raise OptionError(argument=argument, found=str(path), allowed="a file, not a folder")
             check_writable(Path(path).parent, argument, path)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-
-
-def check_picture(path: str) -> None:
-    """Raise an error, before any work, if a picture cannot be drawn to this path."""
-    from .plan_plot import check_matplotlib
-
-    check_matplotlib()
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    endings = sorted(FigureCanvasBase.get_supported_filetypes())
-    if Path(path).suffix.removeprefix(".").lower() not in endings:
-        raise OptionError(argument="plot", found=path, allowed=f"a file that ends in one of .{', .'.join(endings)}")

@@ -1,18 +1,15 @@
 """A model and a batch for it, from a command line: a config, a name, or one of the user's functions.
 
 No weights are downloaded or read: a config is enough to describe a model.
-
-1. A model has one name and one plan. A known name is planned from its listed numbers, unless an argument needs its
-   code (``traced``): then its step is traced, if the name has a shape (shapes.py), and refused otherwise.
-2. An argument that a kind of model cannot obey is refused, by its name.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +18,14 @@ from torch import nn
 
 from ..errors import OptionError
 from ..hf.hub import why_not_there
-from ..planning.shapes import SHAPES
-from ..planning.workloads import SAME, WORKLOADS, Workload, listed
+from ..plan import listed
 
-NAMES = [name for name in dict.fromkeys([*SHAPES, *WORKLOADS]) if name not in SAME.values()]
 SPECS = (
     "a transformers config.json or a directory with one, a name on the hub, a torchvision name such as vit_h_14, "
-    f"package.module:function, or one of {', '.join(NAMES)}"
+    f"package.module:function, or one of {', '.join(listed.LISTED)}"
 )
 LENGTH = 2048  # default tokens in a row
 IMAGE = 224  # height and width of an image if the config has none
-LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "depths", "layers_block_type")
 
 
 @dataclass(frozen=True)
@@ -39,92 +33,31 @@ class Spec:
     """A model and a batch to plan for."""
 
     name: str
-    model: Callable[[], nn.Module] | Workload
+    model: Callable[[], nn.Module]
     batch: Any
     loss: Callable[[nn.Module, Any], Any] | None = None
     note: str = ""
     tokens: int | None = None  # in a row; None where a row is no text
 
 
-def find(
-    text: str,
-    rows: int,
-    length: int | None = None,
-    data: str | None = None,
-    loss: str | None = None,
-    traced: Mapping[str, Any] | None = None,
-) -> Spec:
-    """Find the model that a text names, and make a batch for it.
+def find(text: str, rows: int, length: int | None = None, data: str | None = None) -> Spec:
+    """Find the model that a text names, one of `SPECS`, and make a batch for it.
 
     Args:
-        text: One of `SPECS`.
+        text: The model.
         rows: Rows of the batch.
-        length: Tokens in a row; None: the model's own number, or 2048.
+        length: Tokens in a row; None: 2048.
         data: ``package.module:function``: a function of rows and length that returns the batch.
-        loss: ``package.module:function``: a function of module and batch that returns the loss.
-        traced: Other arguments, by name, that listed numbers cannot obey (Rule 1).
     """
-    given = {"data": data, "loss": loss, **(traced or {})}
-    needs_code = {name: value for name, value in given.items() if value is not None}
-    name = next((other for other, same in SAME.items() if same == text), text)
-    workload = listed(name)
-    if workload is not None and not needs_code:
-        return _of_numbers(name, workload, rows, length)
-    if workload is not None and name not in SHAPES:
-        argument, found = next(iter(needs_code.items()))
-        allowed = f"left out for {name}, whose numbers are listed (or give its config.json as the model)"
-        raise OptionError(argument=argument, found=found, allowed=allowed)
-    spec = _of_shape(name, rows, length, data) if name in SHAPES else _found(text, rows, length, data)
-    if data is not None:
-        spec = replace(spec, batch=own_function("data", data)(rows, length or spec.tokens or LENGTH), note="")
-    return spec if loss is None else replace(spec, loss=own_function("loss", loss))
-
-
-def _of_numbers(name: str, workload: Workload, rows: int, length: int | None) -> Spec:
-    shape = SHAPES.get(name)
-    if shape is not None:
-        length = length or shape.seq
-        shape.check(length)
-    length = length or LENGTH
-    return Spec(name, workload, rows * length, tokens=length)
-
-
-def _of_shape(name: str, rows: int, length: int | None, data: str | None) -> Spec:
-    shape = SHAPES[name]
-    for library in shape.needs:
-        _needed(library)
-    length = length or shape.seq
+    spec = _found(text, rows, length, data is None)
     if data is None:
-        shape.check(length)
-    batch = None if data is not None else shape.inputs(rows, length, torch.Generator())
-    return Spec(name, shape.make, batch, tokens=length)
-
-
-def _no_length(text: str, length: int | None) -> None:
-    """Refuse a length for a model that takes images (Rule 2)."""
-    if length is not None:
-        raise OptionError(argument="seq", found=length, allowed=f"left out for {text}, which takes images")
-
-
-def _found(text: str, rows: int, length: int | None, data: str | None) -> Spec:
-    path = Path(text)
-    if path.is_dir() or path.suffix == ".json":
-        return _of_config(path / "config.json" if path.is_dir() else path, rows, length, data)
-    if text.startswith("torchvision:") or (":" not in text and _is_torchvision(text)):
-        if data is None:
-            _no_length(text, length)
-        return _of_torchvision(text.removeprefix("torchvision:"), rows)
-    if "/" in text and ":" not in text:
-        return _of_config(_on_hub(text), rows, length, data, name=text)
-    if ":" in text:
-        if data is None:
-            allowed = "package.module:function that returns the batch, for a model that is given as a function"
-            raise OptionError(argument="data", found=None, allowed=allowed)
-        return Spec(text, own_function("model", text), None, tokens=length)
-    raise OptionError(argument="model", found=text, allowed=SPECS)
+        return spec
+    batch = own_function("data", data)(rows, length or spec.tokens or LENGTH)
+    return Spec(spec.name, spec.model, batch, spec.loss, tokens=length or spec.tokens)
 
 
 def own_function(argument: str, text: str) -> Any:
+    """Import a function of the user's, by package.module:function."""
     package, _, name = text.partition(":")
     try:
         found = getattr(importlib.import_module(package), name)
@@ -134,6 +67,28 @@ def own_function(argument: str, text: str) -> Any:
     if not callable(found):
         raise OptionError(argument=argument, found=text, allowed=f"a function, not a {type(found).__name__}")
     return found
+
+
+def _found(text: str, rows: int, length: int | None, makes_batch: bool) -> Spec:
+    path, known = Path(text), listed.find(text)
+    if known is not None:
+        batch = listed.batch_of(known, rows, length) if makes_batch else None
+        tokens = batch["input_ids"].shape[1] if batch and "input_ids" in batch else None
+        return Spec(listed.SAME.get(text, text), listed.maker(known), batch, tokens=tokens)
+    if path.is_dir() or path.suffix == ".json":
+        return _of_config(path / "config.json" if path.is_dir() else path, rows, length, makes_batch)
+    if "/" in text and ":" not in text:
+        return _of_config(_on_hub(text), rows, length, makes_batch, name=text)
+    if text.startswith("torchvision:") or (":" not in text and text.lower() in _classifiers()):
+        if length is not None and makes_batch:
+            raise OptionError(argument="seq", found=length, allowed=f"left out for {text}, which takes images")
+        return _of_torchvision(text.removeprefix("torchvision:"), rows)
+    if ":" in text:
+        if makes_batch:
+            allowed = "package.module:function that returns the batch, for a model that is given as a function"
+            raise OptionError(argument="data", found=None, allowed=allowed)
+        return Spec(text, own_function("model", text), None, tokens=length)
+    raise OptionError(argument="model", found=text, allowed=SPECS + listed.near(text))
 
 
 # ---- transformers
@@ -155,7 +110,7 @@ def _on_hub(name: str) -> Path:
     raise OptionError(argument="model", found=name, allowed=allowed) from cause
 
 
-def _of_config(path: Path, rows: int, length: int | None, data: str | None, name: str | None = None) -> Spec:
+def _of_config(path: Path, rows: int, length: int | None, makes_batch: bool, name: str | None = None) -> Spec:
     transformers = _needed("transformers")
     try:
         values = json.loads(path.read_text())
@@ -167,28 +122,16 @@ def _of_config(path: Path, rows: int, length: int | None, data: str | None, name
         allowed = "a config.json with a model_type that transformers knows"
         raise OptionError(argument="model", found=f"{path} with model_type {kind!r}", allowed=allowed)
     config = transformers.AutoConfig.for_model(**values)
-    if not _layers(config):
-        allowed = f"a config with layers ({', '.join(LAYERS[:3])}): a model without layers has nothing to stream"
-        raise OptionError(argument="model", found=str(path), allowed=allowed)
-    name = name or (path.parent.name if path.name == "config.json" else path.stem)
+    config.use_cache = False
     made = _class_of(transformers, config)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # any value will do
-
-    def make() -> Any:
-        config.use_cache = False
-        return made._from_config(config, dtype=torch.float32)
-
-    if data is not None:
+    make = functools.partial(made._from_config, config, dtype=torch.float32)
+    name = name or (path.parent.name if path.name == "config.json" else path.stem)
+    if not makes_batch:
         return Spec(name, make, None, tokens=length)
     batch, note = _batch_of(config, made, rows, length)
     return Spec(name, make, batch, note=note, tokens=batch["input_ids"].shape[1] if "input_ids" in batch else None)
-
-
-def _layers(config: Any) -> bool:
-    parts = [config, *(getattr(config, name, None) for name in ("text_config", "vision_config", "decoder", "encoder"))]
-    found = (getattr(part, name, None) for part in parts if part is not None for name in LAYERS)
-    return any(found)
 
 
 def _class_of(transformers: Any, config: Any) -> Any:
@@ -214,7 +157,8 @@ def _batch_of(config: Any, made: Any, rows: int, length: int | None) -> tuple[An
     name, reads = made.__name__, made.main_input_name
     vocabulary = getattr(getattr(config, "text_config", config), "vocab_size", None)
     if reads == "pixel_values" and not getattr(config, "num_frames", None):
-        _no_length(name, length)
+        if length is not None:
+            raise OptionError(argument="seq", found=length, allowed=f"left out for {name}, which takes images")
         size = getattr(config, "image_size", None) or IMAGE
         size = (size, size) if isinstance(size, int) else tuple(size)
         images = torch.zeros(rows, getattr(config, "num_channels", 3), *size)
@@ -232,13 +176,9 @@ def _batch_of(config: Any, made: Any, rows: int, length: int | None) -> tuple[An
 # ---- torchvision
 
 
-def _is_torchvision(name: str) -> bool:
-    if importlib.util.find_spec("torchvision") is None:
-        return False
-    return name.lower() in _classifiers()
-
-
 def _classifiers() -> list[str]:
+    if importlib.util.find_spec("torchvision") is None:
+        return []
     models = importlib.import_module("torchvision.models")
     return list(models.list_models(module=models))
 

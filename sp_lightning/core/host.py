@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path("/")
+SYSTEM_SHARE, SYSTEM_LEAST, SYSTEM_MOST = 0.1, 4 * 2**30, 32 * 2**30  # of host memory, that is the system's
+SMALL_HOST_SHARE = 0.25  # the most that is taken of a small host
 NO_LIMIT = 1 << 60  # cgroups of the first version write "none" as a number near 2**63
 
 
@@ -230,3 +232,9 @@ def mappings() -> list[Mapping]:
             else:
                 found.append(this)
     return found
+
+
+def headroom(host_nbytes: int) -> int:
+    """Return the bytes of host memory that are left to the system: desktop, drivers, libraries and the page cache."""
+    usual = min(max(int(SYSTEM_SHARE * host_nbytes), SYSTEM_LEAST), SYSTEM_MOST)
+    return min(usual, int(SMALL_HOST_SHARE * host_nbytes))

@@ -23,8 +23,6 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from .machine import Machine
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -43,33 +41,14 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 @dataclass(frozen=True)
 class UnitNumbers:
-    """The bytes of one unit, and its work in one step. What a caller does not ask for may be left at zero."""
+    """The bytes of one unit."""
 
     name: str
     up_nbytes: int  # of its weights on the device, which each load copies
     down_nbytes: int  # of its gradients; 0 for a frozen unit
     parameters: int = 0  # elements that train
-    forward_flops: float = 0.0
-    backward_flops: float = 0.0  # without the forward that "recompute" repeats
-    activation_nbytes: int = 0  # saved by autograd in its forward
-    input_nbytes: int = 0  # the part of that which "recompute" saves
     resident: bool = False  # stays on the device, outside the window
-    disk_nbytes: int = 0  # of each load, that are read from files
-    state_read_nbytes: int = 0  # from the disk, for the optimizer's step of the unit
-    state_written_nbytes: int = 0
     cast: int = 0  # of the elements that train, those that travel in half precision and are FP32 there
-    forward_moved: float = 0.0  # bytes of the device's memory that forward's products read and write
-    backward_moved: float = 0.0
-    step_up_nbytes: int = 0  # weights, gradients and state that go up for a step on the device; 0: the host steps
-    step_down_nbytes: int = 0  # and come down stepped
-    largest: int = 0  # elements of the largest weight that the optimizer steps
-    forward_mesh: float = 0.0  # bytes that forward sends to devices with other shards of the unit
-    backward_mesh: float = 0.0
-    gradients_on_disk: int = 0  # bytes, of those that the step reads and that are written before it
-    forward_other: float = 0.0  # bytes of the device's memory that all else of forward reads and writes
-    backward_other: float = 0.0
-    new_nbytes: int = 0  # of weights, of which each machine sends the others those that it has stepped
-    stepped: float = 1.0  # share of the elements that train that an optimizer has; gradients of others only add up
 
     @property
     def trained(self) -> bool:
@@ -80,50 +59,6 @@ class UnitNumbers:
     def gradient_nbytes(self) -> int:
         """Bytes of its gradients on the host, where those of weights that travel in half precision are FP32."""
         return self.down_nbytes + 2 * self.cast
-
-    def up_s(self, machine: Machine) -> float:
-        """Return the seconds of a load: files are read while what was read goes up."""
-        return max(self.up_nbytes / machine.up_bytes_per_s, self.disk_nbytes / machine.disk_bytes_per_s)
-
-    def forward_s(self, machine: Machine) -> float:
-        """Return the seconds in which the device computes forward."""
-        return machine.compute_s(self.forward_flops, self.forward_moved, self.forward_mesh, self.forward_other)
-
-    def backward_s(self, machine: Machine) -> float:
-        """Return the seconds in which the device computes backward."""
-        return machine.compute_s(self.backward_flops, self.backward_moved, self.backward_mesh, self.backward_other)
-
-    def step_in_memory_s(self, machine: Machine) -> float:
-        """Return the seconds in which host or device computes the optimizer's step, if its state is in memory."""
-        if self.step_up_nbytes:
-            return self.trained * (self.step_up_nbytes + self.step_down_nbytes) / machine.device_bytes_per_s
-        step, add = machine.optimizer_bytes_per_parameter, machine.added_bytes_per_parameter
-        nbytes = self.parameters * (self.stepped * step + (1 - self.stepped) * add)
-        nbytes += self.cast * machine.cast_bytes_per_parameter
-        return self.trained * nbytes / machine.dram_bytes_per_s
-
-    def step_copies_s(self, machine: Machine) -> float:
-        """Return the seconds of the copies of a step on the device, those down beside those up."""
-        copies = self.step_up_nbytes / machine.up_bytes_per_s, self.step_down_nbytes / machine.down_bytes_per_s
-        return self.trained * max(copies)
-
-    def step_s(self, machine: Machine) -> float:
-        """Return the seconds of the optimizer's step: state is read and written, or copied, beside it."""
-        on_disk = machine.disk_s(self.state_read_nbytes, self.state_written_nbytes)
-        return self.trained * max(self.step_in_memory_s(machine), on_disk, self.step_copies_s(machine))
-
-
-def stepped_on_device(units: Iterable[UnitNumbers], states: float, width: float) -> list[UnitNumbers]:
-    """Return the units with the bytes that go up and come down for a step on the device.
-
-    Args:
-        units: In any order.
-        states: State tensors per parameter.
-        width: Bytes of an element.
-    """
-    up, down = width * (2 + states), width * (1 + states)  # with the gradient, and without
-    of_units = [(unit, unit.parameters * unit.stepped) for unit in units]
-    return [replace(unit, step_up_nbytes=int(up * n), step_down_nbytes=int(down * n)) for unit, n in of_units]
 
 
 @dataclass(frozen=True, kw_only=True)

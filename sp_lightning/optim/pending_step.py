@@ -71,7 +71,6 @@ from ..compat.references import (
     is_referenced_elsewhere,
 )
 from ..compat.tensors import forbid_access, storage_id, without_dispatch
-from ..core.simulation import PARTS
 from ..core.telemetry import Counters
 from ..errors import DiskError, ExactnessError, SuperpipelineError
 from ..memory.access import Access
@@ -95,6 +94,7 @@ log = logging.getLogger(__name__)
 Kept = Callable[[HostCopy, Collection[int]], list[int]]  # which of a unit's gradients others have, too
 Say = Callable[[str, str], None]
 THREAD = "superpipeline-optimizer"
+PARTS = 4  # pieces of a unit's step, between which the host can turn to a more urgent unit
 AFTER_BACKWARD = "the optimizer steps after backward"
 WHOLE_STEP = "the next forward waits for the whole step of the optimizer"
 STATE_IS_SHARED = "somebody else refers to the optimizer's state"

@@ -26,7 +26,6 @@ OF_TRAINING = (
     *("loss", "optimizer", "copies", "trained_copies", "accumulate", "clip"),
     *("activations", "optimizer_overlap", "fused_optimizer", "optimizer_device", "master_weights", "divide_state"),
 )
-SYSTEM_SHARE, SYSTEM_LEAST, SYSTEM_MOST = 0.1, 4 * 2**30, 32 * 2**30  # of host memory, left to the system
 
 
 def plan(
@@ -95,6 +94,7 @@ def plan(
         mesh_link: The link between devices that have shards of one layer, as ``link``.
         **options: Options of ``SuperpipelineStrategy``.
     """
+    from ..core.host import headroom
     from ..options import HOST_MEMORY, Options  # what follows imports torch
     from ..ranks.exchange import host_sharing
     from . import machines
@@ -122,7 +122,9 @@ def plan(
         allowed = "'bf16-true' or '16-true' with master_weights=True"
         raise OptionError(argument="precision", found=precision, allowed=allowed)
     if (nodes > 1 and not answers) is not (network is not None):
-        allowed = 'given together with nodes > 1 that train, and there alone: "100Gb", or bytes per second such as "1.9GB"'
+        allowed = (
+            'given together with nodes > 1 that train, and there alone: "100Gb", or bytes per second such as "1.9GB"'
+        )
         raise OptionError(argument="network", found=network, allowed=allowed)
     profile, target = _machine(machine, device, precision)
     profile = machines.changed(
@@ -136,10 +138,7 @@ def plan(
         devices=devices,
         mesh_link=mesh_link,
     )
-    headroom = _nbytes(host_headroom, "host_headroom", 0)
-    if headroom is None:
-        usual = min(max(int(SYSTEM_SHARE * profile.host_nbytes), SYSTEM_LEAST), SYSTEM_MOST)
-        headroom = min(usual, profile.host_nbytes // 4)
+    given_room = _nbytes(host_headroom, "host_headroom", 0)
     source, batch, name = prepared(module, batch, name)
     with mesh_of(tensor_parallel_size) as mesh, _no_collections():
         planner = Planner(source, batch, target=target, loss=loss, answers=answers, mesh=mesh, name=name)
@@ -163,7 +162,7 @@ def plan(
             sharing=sharing,
             machine=profile,
             target=target,
-            headroom=headroom,
+            headroom=headroom(profile.host_nbytes) if given_room is None else given_room,
         )
         return planner.plan(job, shards)
 

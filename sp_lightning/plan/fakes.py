@@ -1,7 +1,7 @@
 """Run model code on tensors without data, with the kernels and the casts of the device that is planned for.
 
-Tensors are fake ones of torch's (FakeTensorMode), on the CPU. What a few numbers decide (token ids, masks, grid sizes) is
-also computed, on values that are known: so ``.item()``, ``nonzero()`` and a mask as an index have an answer.
+Tensors are fake ones of torch's (FakeTensorMode), on the CPU. What a few numbers decide (token ids, masks, grid sizes)
+is also computed, on values that are known: so ``.item()``, ``nonzero()`` and a mask as an index have an answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def outside() -> Iterator[None]:
         yield
 
 
-class FakeTensors(TorchDispatchMode):
+class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which model code runs without data; ``observe`` is called with each operator and its result.
 
     Args:
@@ -52,7 +52,7 @@ class FakeTensors(TorchDispatchMode):
     """
 
     def __init__(self, target: str, autocast: torch.dtype | None, real: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.observe: Observer | None = None
         self.building = False  # a module is being made: its initial weights do not matter
         self._fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
@@ -69,11 +69,11 @@ class FakeTensors(TorchDispatchMode):
             enter(self._fake)
             enter(self._kernels)
             enter(_in_backward_too(self._kernels))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._contexts.close()
 
     def adopt(self, tensor: Tensor) -> Tensor:
@@ -96,9 +96,7 @@ class FakeTensors(TorchDispatchMode):
         storage = self._known.get(storage_id(tensor.untyped_storage()))
         if storage is None:
             return None if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
-        return torch.empty(0, dtype=tensor.dtype).set_(
-            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _learn(self, fake: Tensor, values: Tensor, floats: int = KNOWN_FLOATS) -> None:
         """Note the values of a tensor that is small and has its storage to itself."""
@@ -222,7 +220,7 @@ def tensors_of(args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> lis
 
 # ---- kernels and casts of the target
 
-# Functions that CUDA's autocast computes in FP32, and those whose result alone is FP32; the CPU's leaves them as they are.
+# Functions that CUDA's autocast computes in FP32, and those whose result alone is FP32; the CPU's does not.
 IN_FP32 = frozenset(
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm group_norm "
     "cosine_similarity nll_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits "
@@ -278,7 +276,9 @@ class _Kernels(TorchFunctionMode):
             return func(*mapped(Tensor, _widened, args), **mapped(Tensor, _widened, kwargs))
         return func(*args, **kwargs)
 
-    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002  # as torch names it
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:  # as torch names it
         if training and 0 < p < 1 and input.numel():
             return torch.native_dropout(input, p, training)[0]  # it saves a mask of one byte per element
         return F.dropout(input, p, training, inplace)

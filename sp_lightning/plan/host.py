@@ -12,8 +12,8 @@ from ..disk import state_ring
 from ..disk.activation_blocks import in_memory_nbytes, written_nbytes
 from ..disk.placement import Budgeted, choose, may_move, may_travel
 from ..memory.partition import Unit
-from ..options import Options
 from ..optim.pieces import ELEMENTWISE
+from ..options import Options
 from .model import PlannedModel
 from .optimizers import State
 

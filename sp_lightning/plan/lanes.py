@@ -19,7 +19,7 @@ from .machines import REACHED, Machine, Reached
 COMPUTE, UP, DOWN, CORES = "compute", "host to device", "device to host", "host memory"
 READ, WRITE, NETWORK = "disk read", "disk write", "network"
 
-STEPS = 5  # simulated steps: the first ones fill the lanes, the time between the last two counts
+STEPS, FIRST = 5, 2  # simulated steps, and those that only fill the lanes
 INSTANT = 1e-12  # seconds that count as none
 LEAST = 0.05  # share of the host's memory that cores keep beside copies
 
@@ -140,9 +140,9 @@ def step_time(units: Sequence[UnitWork], machine: Machine, run: Run, reached: Re
     step = _Step(units, machine, run, reached, lanes)
     begins = [step.issue() for _ in range(STEPS)]
     lanes.work_off()
-    begin, end = begins[-2].end, begins[-1].end
-    busy = lanes.busy_s(begin, end)
-    return StepTime(end - begin, max(busy, key=busy.__getitem__), busy)
+    begin, end, count = begins[FIRST].end, begins[-1].end, len(begins) - 1 - FIRST
+    busy = {lane: seconds / count for lane, seconds in lanes.busy_s(begin, end).items()}
+    return StepTime((end - begin) / count, max(busy, key=busy.__getitem__, default=COMPUTE), busy)
 
 
 # ---- the work of a step, and what each piece of it waits for
@@ -233,11 +233,15 @@ class _Step:
         if unit.resident:
             return [task for task in (self._stepped.get(unit.name),) if task]
         if unit.name not in self._held:
-            if not self._free:
-                recent = self._visits[place - 1][0].name
-                others = [name for name in self._held if name != recent] or [recent]
+            recent = self._visits[place - 1][0].name
+            others = [name for name in self._held if name != recent]
+            if others and self._free in ([], [self._computed]):  # no place, or one that was left a moment ago
                 self._leave(max(others, key=lambda name: self._next_use(name, place)))
-            waits = [self._free.pop(0), self._stepped.get(unit.name)]
+            elif not self._free:
+                self._leave(recent)
+            left = min(self._free, key=lambda task: task.key[1] if task else -1)
+            self._free.remove(left)
+            waits = [left, self._stepped.get(unit.name)]
             self._loaded = self._lanes.add(UP, unit.up_nbytes, self._loaded, *waits)
             self._held[unit.name] = [self._loaded]
             if unit.file_nbytes:

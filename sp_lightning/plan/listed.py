@@ -37,11 +37,11 @@ def _decoder(hidden: int, layers: int, heads: int, keys: int, mlp: int, words: i
 
 
 def _llama(*sizes: int, tied: bool = False) -> Listed:
-    return Listed("Llama", "LlamaForCausalLM", _decoder(*sizes, tie_word_embeddings=tied))  # type: ignore[misc]
+    return Listed("Llama", "LlamaForCausalLM", _decoder(*sizes, tie_word_embeddings=tied))
 
 
 def _qwen(*sizes: int) -> Listed:
-    return Listed("Qwen3", "Qwen3ForCausalLM", _decoder(*sizes, head_dim=128, tie_word_embeddings=False))  # type: ignore[misc]
+    return Listed("Qwen3", "Qwen3ForCausalLM", _decoder(*sizes, head_dim=128, tie_word_embeddings=False))
 
 
 # Widths and depths of the models' published config.json files.

@@ -55,9 +55,9 @@ class Machine:
 class Reached:
     """The rates that a step reaches on a machine, fitted to measured steps by benchmarks/fit_lanes.py."""
 
-    matrix: float = 0.81  # share of the rate of large products: a model's are smaller, and attention is slower
-    step: float = 0.78  # share of a plain pass's rate that cores reach in a step: it divides, and has seven arrays
-    down_cost: float = 1.3  # bytes of host memory that a byte to the host moves: its line is claimed, then written
+    matrix: float = 0.745  # share of the rate of large products: a model's are smaller, and attention is slower
+    step: float = 0.82  # share of a plain pass's rate that cores reach in a step: it divides, and has seven arrays
+    down_cost: float = 1.33  # bytes of host memory that a byte to the host moves: its line is claimed, then written
     one_core: float = 12e9  # bytes/s of a norm, which torch computes on one core
 
 

@@ -85,9 +85,8 @@ class PlannedModel:
         self._narrow: frozenset[int] = frozenset()
         self._traces: dict[Any, Trace] = {}
         self._begin(real=False)
-        self.name = name or (
-            type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
-        )
+        own = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
+        self.name: str = name or own
 
     @property
     def half(self) -> torch.dtype | None:
@@ -133,7 +132,8 @@ class PlannedModel:
             dtype = self.half or (torch.float64 if self._precision == "64-true" else None)
             if dtype is not None:
                 _convert(module, dtype, self._masters)
-        return module.eval().requires_grad_(False) if self.answers else module.train()
+        made: nn.Module = module.eval().requires_grad_(False) if self.answers else module.train()
+        return made
 
     def _cut(self, make: Callable[..., Any]) -> Any:
         """Make a module; give it, or the function that makes it, the mesh among whose devices it cuts its layers."""
@@ -238,9 +238,7 @@ class PlannedModel:
                 past = self._prompt(batch, None)
                 one = torch.ones(self.rows * scale, 1, dtype=torch.long)
                 batch = {"input_ids": one}
-            return trace(
-                self.module, units, batch, lambda: self._prompt(batch, past), self.tensors, backward=False
-            )
+            return trace(self.module, units, batch, lambda: self._prompt(batch, past), self.tensors, backward=False)
 
     def _given(self, tensor: Tensor, scale: int, tokens: int) -> Tensor:
         """Return a tensor of the batch without data, with ``scale`` times the rows, and longer prompts."""
@@ -291,6 +289,7 @@ class PlannedModel:
 
     def sizes(self, options: Options, first: bool = False) -> list[UnitNumbers]:
         """List the bytes of the units on the device: in the first step, or later."""
+        self.begins(options)  # which finds out what travels cast
         found = []
         for unit in self.units_of(options):
             types = [p.dtype if first and not self._masters else self.travels_as(p, options) for _, p in unit.params]
@@ -304,7 +303,6 @@ class PlannedModel:
                     sum(p.numel() for p, _, _ in trained),
                     resident=unit.resident,
                     cast=sum(p.numel() for p, _, dtype in trained if dtype is not p.dtype),
-                    largest=max((p.numel() for p, _, _ in trained), default=0),
                 )
             )
         return found
@@ -320,9 +318,7 @@ class PlannedModel:
         return most
 
 
-def peak_of(
-    found: Trace, units: list[Unit], sizes: list[UnitNumbers], window: int, transfer: int
-) -> dict[str, int]:
+def peak_of(found: Trace, units: list[Unit], sizes: list[UnitNumbers], window: int, transfer: int) -> dict[str, int]:
     """Return the bytes at the fullest moment of a step that the run's own schedule takes through these visits."""
     transfer = min(transfer, window)
     nbytes = tuple(size.up_nbytes for size in sizes)

@@ -81,6 +81,7 @@ def _one() -> nn.Parameter:
 
 def _stored(make: Callable[[Any], torch.optim.Optimizer]) -> float:
     """Step one parameter, and count what is stored for it."""
+    stored: float
     with outside(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         parameter = _one()
         optimizer = make([parameter])

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-
 import torch
 
 from ..compat.tensors import without_ranks
@@ -28,6 +27,8 @@ from .optimizers import State, state_of
 from .report import Change, Plan
 from .trace import Trace, Visit
 
+# Two of cuBLAS, of the threads of forward and backward: torch allocates 8.125 MiB each, and 32 MiB on Hopper.
+WORKSPACES = {"cuda": 2 * 8 * 2**20 + 2**18}
 RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the share of the rest that an allocator wastes
 WINDOWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 EQUAL = 1.02  # ratio of times below which they count as equal
@@ -63,7 +64,6 @@ def mesh_of(shards: int | None) -> Iterator[Any]:
     if torch.distributed.is_initialized():
         allowed = "left out in a process of a group, whose modules are cut: plan one of them"
         raise OptionError(argument="tensor_parallel_size", found=shards, allowed=allowed)
-    import torch.distributed.tensor.parallel
     from torch.distributed.device_mesh import init_device_mesh  # other plans need nothing of it
 
     with without_ranks(shards):
@@ -258,6 +258,7 @@ class Planner:
             trained = sum(size.parameters for size in model.sizes(job.options))
             width = 4 if job.options.master_weights or not job.precision.endswith("16-true") else 2
             terms["optimizer"] = device_nbytes(int(width * trained * (2 + self._state(job).share)))
+        terms["workspaces"] = WORKSPACES.get(job.target, 0)
         fixed, share = RESERVE.get(job.target, (0, 0.0))
         reserve = fixed + int(share * sum(terms.values()))
         return {**terms, "reserve": reserve} if reserve else terms
@@ -472,5 +473,3 @@ class Planner:
             given = {"master_weights": False, **remedy.options} if remedy.half else remedy.options
             changed = replace(self._or_same(job, given), precision="bf16-true" if remedy.half else job.precision)
             yield remedy.what, f"{remedy.bits}: {remedy.how}", changed, remedy.optimizer
-
-

@@ -130,7 +130,9 @@ class Plan:
             needs, has = format_both(self.host.total, self.host_available)
             terms = _listed({name.replace("_", " "): nbytes for name, nbytes in asdict(self.host).items()})
             system = f" ({format_bytes(self.headroom)} are left to the system)" if self.headroom else ""
-            raise MemoryBudgetError(f"{self.model} needs {needs} of host memory ({terms}), but one has {has}{system}; {self.first}")
+            raise MemoryBudgetError(
+                f"{self.model} needs {needs} of host memory ({terms}), but one has {has}{system}; {self.first}"
+            )
         needs, has = format_both(self.device_nbytes, self.available)
         terms = _listed(self.device_terms)
         raise MemoryBudgetError(
@@ -195,7 +197,8 @@ class Plan:
             fits += f": on the {place}, most for {worst}, {format_bytes(max(terms.values()))}"
         cut = f", layers cut among {self.shards}" if self.shards > 1 else ""
         return [
-            f"{self.model}: {self.parameters / 1e9:.3g}e9 parameters, batch of {self.rows} rows, {self.precision}, {doing}",
+            f"{self.model}: {self.parameters / 1e9:.3g}e9 parameters, batch of {self.rows} rows, "
+            f"{self.precision}, {doing}",
             f"on {several}{self.machine.name}{cut}: window {self.window} of {len(self.units)} units, transfer "
             f"{self.transfer}: {format_bytes(self.device_nbytes)} of {format_bytes(self.available)} on the device, "
             f"{format_bytes(self.host.total)} of {format_bytes(self.host_available)} on the host: {fits}",

@@ -91,8 +91,11 @@ class Trace:
 
         def visit(one: Visit, two: Visit) -> Visit:
             sizes = ("before", "peak", "gradients", "down", "after")
-            works = {name: getattr(one, name).towards(getattr(two, name), share) for name in ("forward", "gradient")}
-            return replace(one, **works, **{n: int(line(getattr(one, n), getattr(two, n))) for n in sizes})
+            works: dict[str, Any] = {
+                name: getattr(one, name).towards(getattr(two, name), share) for name in ("forward", "gradient")
+            }
+            numbers: dict[str, Any] = {n: int(line(getattr(one, n), getattr(two, n))) for n in sizes}
+            return replace(one, **works, **numbers)
 
         pairs = zip(self.visits, other.visits, strict=True)
         batch, cache = int(line(self.batch, other.batch)), int(line(self.cache, other.cache))
@@ -225,9 +228,7 @@ class _Recorder:
                     stack.callback(_restore, module, had)
                 for _, parameter in unit.params:
                     if parameter.requires_grad:
-                        heard = parameter.register_post_accumulate_grad_hook(
-                            functools.partial(self._came, unit.index)
-                        )
+                        heard = parameter.register_post_accumulate_grad_hook(functools.partial(self._came, unit.index))
                         stack.callback(heard.remove)
             stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
             yield
@@ -556,7 +557,7 @@ def _expanded(visits: list[Visit], ran: list[int], everything: list[int]) -> lis
             for number in range(more, -1, -1):
                 result.append(moved(visit, number * kept, everything[middle + number]))
         else:
-            passed = is_back and visit.unit in ran[:middle] or (back and place > back[-1])
+            passed = (is_back and visit.unit in ran[:middle]) or (back and place > back[-1])
             after_middle = place > forward[middle]
             result.append(moved(visit, more * kept if after_middle and not passed else 0, unit))
     return result

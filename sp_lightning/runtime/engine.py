@@ -626,7 +626,6 @@ class Engine:
         finally:  # a failure on the device must not cost the host's weights
             self.phases.close()
             self.autocast_weights.close()
-            self.window.tuner.end()
             self.step_owner.close()
             self.gradient_return.close()
             self.team.close()

@@ -62,7 +62,6 @@ from .entries import (
     UnitEntry,
     has_method,
 )
-from .measure import measure_quickly
 from .optimizer_steps import OptimizerSteps
 from .recorder import Recorder
 from .same_path import SamePath
@@ -351,7 +350,6 @@ class Handle:
 
     def _out_of_memory_report(self) -> preflight.OutOfMemoryReport:
         window = self.engine.window
-        times, transfer = window.tuner.times, window.schedule.transfer
         report = preflight.OutOfMemoryReport(
             where=str(self.device.torch_device),
             capacity=self.device.memory_capacity(),
@@ -363,8 +361,6 @@ class Handle:
             ),
             activations=self.options.activations,
             finer=preflight.finer_classes(self.units),
-            step_s=None if times is None else lambda size: times.step_ms(size, transfer) / 1e3,
-            forward_s=0.0 if times is None else sum(unit.forward for unit in times.units) / 1e3,
         )
         window.ran_out()
         return report
@@ -545,9 +541,7 @@ class Handle:
 
         floats = {p.dtype for unit in units for _, p in unit.params}
         can_halve = self._trains and self._compute_dtype is None and floats == {torch.float32}
-        means = preflight.Means(
-            can_halve=can_halve, finer=finer, measure=lambda: measure_quickly(self.device.torch_device)
-        )
+        means = preflight.Means(can_halve=can_halve, finer=finer)
         if not self.device.is_host:
             window = 1 if self.options.window == "auto" else self.options.window
             sizes = preflight.sizes(units, dtypes, self._trains)

@@ -7,8 +7,6 @@
    exceed the free memory, the system may end the process without a message, so a warning comes before any allocation.
    Ranks check this once, together, for all of them. What they share cannot be had without its memory: if weights, wire
    copies and gradients alone exceed it, the run stops.
-3. The cost of a change is given in seconds: the lower bound of a step from weights, gradients and the optimizer, on
-   this machine, which is measured only then. What units compute is not known here.
 """
 
 from __future__ import annotations
@@ -22,14 +20,11 @@ from torch import nn
 
 from ..core import remedies
 from ..core.host import host_memory
-from ..core.machine import Machine
-from ..core.schedule import Schedule
-from ..core.simulation import simulate
 from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, aligned, host_bytes
 from ..core.window_choice import first_window
 from ..errors import HostMemoryError, MemoryBudgetError
 from ..memory.partition import CONTAINERS, Unit
-from ..options import Options, format_both, format_bytes, format_seconds
+from ..options import Options, format_both, format_bytes
 from ..ranks.alone import Alone
 from ..ranks.board import Board, Ranks
 from ..storage.in_memory import InMemory
@@ -41,11 +36,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """The changes that could make a run fit, and the machine that their cost is measured on."""
+    """The changes that could make a run fit."""
 
     can_halve: bool  # weights are FP32, and computing with them in half precision is possible
     finer: Callable[[], tuple[list[str], list[UnitNumbers]]]  # smaller units, if any: their classes, and their sizes
-    measure: Callable[[], Machine]
 
 
 Needed = Callable[[Sequence[UnitNumbers], int], int]  # bytes of these units with this window
@@ -104,27 +98,14 @@ def needed_in_budget(units: Sequence[UnitNumbers], window: int) -> int:
     return root + (alone if window == 1 else sum(unit.up_nbytes for unit in streamed[:window]) + 2 * gradients)
 
 
-def least_s(units: Sequence[UnitNumbers], window: int, machine: Machine, transfer: int = 1) -> float:
-    """Return the lower bound of a step in seconds, from weights, gradients and the optimizer (Rule 3)."""
-    return simulate(units, Schedule([unit.up_nbytes for unit in units], window, transfer), machine).step_s
-
-
 def _describe_remedies(units: Sequence[UnitNumbers], window: int, free: int, means: Means, needed: Needed) -> str:
     """Name the first three changes that would fit, those that change no result before those that do."""
     tried = list(_tried(units, window, free, means, needed))
     fitting = [(what, other, size) for what, other, size in tried if needed(other, size) <= free]
     if not fitting:
         return "name smaller units, or use a device with more memory"
-    machine = means.measure()
-    listed = "; ".join(
-        f"{what} ({format_bytes(needed(other, size))}, {format_seconds(least_s(other, size, machine))})"
-        for what, other, size in fitting[:3]
-    )
-    now = format_seconds(least_s(units, window, machine))
-    return (
-        f"these would fit (device memory; lower bound of a step from weights, gradients and AdamW here, now {now}): "
-        f"{listed}"
-    )
+    listed = (f"{what} ({format_bytes(needed(other, size))})" for what, other, size in fitting[:3])
+    return "these would fit (device memory): " + "; ".join(listed)
 
 
 def _tried(
@@ -158,8 +139,6 @@ class OutOfMemoryReport:
     largest_unit: int
     activations: str
     finer: list[str]  # classes of smaller units
-    step_s: Callable[[int], float] | None  # seconds of a step with a window, if times were measured
-    forward_s: float  # seconds of all forwards; 0 if they were not measured
 
     def message(self) -> str:
         """Say what fills the device, and name three changes that make room."""
@@ -172,18 +151,12 @@ class OutOfMemoryReport:
 
     def _changes(self) -> Iterator[str]:
         for remedy in remedies.activations(self.activations):
-            more = _more(self.forward_s) if remedy.options["activations"] == "recompute" else ""
-            yield f"{remedy.what} ({remedy.cost}{more})"
+            yield f"{remedy.what} ({remedy.cost})"
         if self.window > 1:
             freed = format_bytes(self.window_nbytes - self.largest_unit)
-            slower = 0.0 if self.step_s is None else self.step_s(1) - self.step_s(self.window)
-            yield f"{remedies.window(1).what} ({freed} less; {remedies.window(1).cost}{_more(slower)})"
+            yield f"{remedies.window(1).what} ({freed} less; {remedies.window(1).cost})"
         for remedy in (remedies.HALF_BATCHES, *remedies.smaller_units(self.finer)):
             yield f"{remedy.what} ({remedy.cost})"
-
-
-def _more(seconds: float) -> str:
-    return f": {format_seconds(seconds)} a step more" if seconds > 0 else ""
 
 
 def finer_classes(units: Sequence[Unit]) -> list[str]:

@@ -1,10 +1,9 @@
 """``window="auto"`` and ``transfer="auto"`` in a run: what is watched, and when the sizes change.
 
-1. A run starts from the sizes that a plan or a resumed run chose, as far as they fit, and keeps them until it has
-   measured times of its own; the memory that came with them counts as long, as it is that of other batches, or of
-   another device. Without such sizes the window of the first pass is one unit: the memory of activations is
-   not known yet, and without a recorded order nothing could be loaded early anyway. After each pass the window may
-   grow, at most fourfold, into the memory that the pass left (window_choice.py, Rule 2).
+1. A run starts from the sizes that a plan or a resumed run chose, as far as they fit. The memory that came with them
+   counts, too: that of other batches, or of another device. Without such sizes the window of the first pass is one
+   unit: the memory of activations is not known yet, and without a recorded order nothing could be loaded early anyway.
+   After each pass the window may grow, at most fourfold, into the memory that the pass left (window_choice.py, Rule 2).
 2. *Others* is all memory on the device but the window's units. Its peak is known after a pass in which the device's
    peak rose: that peak, less the window's units when most was allocated. The largest of these peaks counts, so a window
    that shrank for a large batch does not grow back before the next one.
@@ -14,8 +13,7 @@
 4. If the device runs out of memory all the same, the units that can leave are evicted (window.py, Rule 3), and the
    window stays smaller than it was from then on. The same holds after a pass in which the allocator gave its cache back
    to the device, which is slow.
-5. Times are measured in the first passes and decide once (window_choice.py, Rule 3), and again when memory changes.
-6. Each change is logged in one line with the numbers that it follows from. No change alters a result.
+5. Each change is logged in one line with the numbers that it follows from. No change alters a result.
 """
 
 from __future__ import annotations
@@ -24,25 +22,13 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.telemetry import Counters, StepListener
 from ..core.unit_numbers import UnitNumbers
-from ..core.window_choice import (
-    GROWTH,
-    DeviceBudget,
-    Times,
-    WindowChoice,
-    choose,
-    first_window,
-    sizes_of,
-    times_of,
-)
+from ..core.window_choice import GROWTH, DeviceBudget, first_window, sizes_of
 from ..memory.device import Device
 from ..options import Options, format_bytes
-from .recorder import Recorder
 
 log = logging.getLogger(__name__)
 
-ENOUGH = 2  # recorded passes that count; the run's first does not
 SMALL_RISE = 1 << 20  # bytes: a smaller rise predicts nothing
 
 
@@ -74,12 +60,11 @@ class _MemoryProfile:
 class Tuner:
     """The choice of window and transfer during a run."""
 
-    def __init__(self, options: Options, units: list[UnitNumbers], device: Device, counters: Counters) -> None:
+    def __init__(self, options: Options, units: list[UnitNumbers], device: Device) -> None:
         self._options = options
         self._units = units
         self._streamed = [unit for unit in units if not unit.resident]
         self._device = device
-        self._counters = counters
         root_nbytes = sum(unit.up_nbytes for unit in units if unit.resident)
         self.window = first_window(options, self._streamed, root_nbytes, device.is_host)
         self.transfer = 1 if options.transfer == "auto" else min(options.transfer, self.window)
@@ -95,11 +80,6 @@ class Tuner:
         self._profiles: dict[Any, _MemoryProfile] = {}  # of the last pass of each kind, with its peak
         self._profile = _MemoryProfile()
         self._kind: Any = None
-        self._times: Times | None = None
-        self._choices: dict[int, WindowChoice] = {}  # by the largest window that fits
-        self._resumed = False  # whether a plan or a resumed run gave sizes to start from
-        self._started_recording = False  # for the tuner, which happens once
-        self._recorder: Recorder | None = None
 
     # ---- passes
 
@@ -128,32 +108,16 @@ class Tuner:
         """Take note of a unit's new size: its weights travel in other types now (autocast_weights.py)."""
         self._units[index] = unit
         self._streamed = [unit for unit in self._units if not unit.resident]
-        self._choices.clear()
 
-    def end(self) -> None:
-        """Stop the recording that was started for the tuner."""
-        if self._recorder is not None and self._counters.listener is self._recorder:
-            self._counters.listener = StepListener()
-        self._recorder = None
-
-    def next_pass(self, kind: Any, trains: bool, showed_all: bool) -> None:
+    def next_pass(self, kind: Any, showed_all: bool) -> None:
         """Begin a pass of this kind; decide on sizes first if the one before ``showed_all`` memory that a run uses."""
         if self._device.is_host:
             return
         if self._kind is not None:
             self._note_memory()
         if showed_all:
-            self._note_times()
-            self._decide()
-        if trains and not self._started_recording and "auto" in (self._options.window, self._options.transfer):
-            self._start_recording()
+            self._grow()
         self._kind, self._profile = kind, _MemoryProfile()
-
-    def _start_recording(self) -> None:
-        """Record times from the next pass on, as the first is like no other, unless a recorder does so already."""
-        self._started_recording = True
-        if type(self._counters.listener) is StepListener:
-            self._counters.listener = self._recorder = Recorder(self._device)
 
     def _note_memory(self) -> None:
         """Take note of the memory of the pass that ends (Rules 2 and 4)."""
@@ -175,55 +139,20 @@ class Tuner:
             self._most = self.window
         self._retries = retries
 
-    def _note_times(self) -> None:
-        """Take note of the measured times once there are enough (Rule 5)."""
-        recorder = self._counters.listener
-        if self._times is not None or not isinstance(recorder, Recorder):
-            return
-        first = recorder is not self._recorder  # the user's own recorder has the first pass, too
-        if len(recorder.trained()) >= ENOUGH + first:
-            in_backward, deferred = self._counters.stepped_ahead > 0, self._counters.held_steps > 0
-            self._times = times_of(self._units, recorder.times(), overlap=in_backward, runs_on=deferred)
-            self._choices.clear()
-            self.end()
-
     @property
     def _others_nbytes(self) -> int:
-        return self._own_nbytes if self._times is not None else max(self._own_nbytes, self._resumed_nbytes)
+        return max(self._own_nbytes, self._resumed_nbytes)
 
-    def _decide(self) -> None:
-        most = self._most
-        memory = DeviceBudget(capacity=self._capacity, others=self._others_nbytes)
+    def _grow(self) -> None:
+        """Let the window be the largest that fits (Rule 1)."""
+        if not self.may_shrink:
+            return
+        most, memory = self._most, DeviceBudget(capacity=self._capacity, others=self._others_nbytes)
         if self._fills_memory:
             most = min(most, memory.most(self._streamed))
-        choice = self._choice(most)
-        window = min(choice.window, GROWTH * self.window) if self.may_shrink else self.window  # Rule 1
-        transfer = min(choice.transfer, window)
-        if (window, transfer) != (self.window, self.transfer):
-            fits = f"at most {most} fit" + f", as {memory}, units {sizes_of(self._streamed)}" * self._fills_memory
-            self._set_sizes(window, transfer, fits + self._gain(choice))
-
-    def _choice(self, most: int) -> WindowChoice:
-        if most not in self._choices:
-            window = None if self.may_shrink else self.window
-            transfer = None if self._options.transfer == "auto" else self._options.transfer
-            if self._times is None and self._resumed:
-                self._choices[most] = WindowChoice(min(self.window, most), transfer or self.transfer, 0.0)
-            elif self._times is None:
-                self._choices[most] = WindowChoice(window or most, transfer or 1, 0.0)
-            else:
-                self._choices[most] = choose(self._times, most, window, transfer)
-        return self._choices[most]
-
-    def _gain(self, choice: WindowChoice) -> str:
-        if self._times is None:
-            return ""
-        now = self._times.step_ms(self.window, self.transfer)
-        planned, better = (f"{float(f'{ms:.3g}'):g}" for ms in (now, choice.ms))  # 1230, not 1.23e+03
-        return (
-            f"; {planned} ms predicted, {better} with window {choice.window} and transfer {choice.transfer}, "
-            f"from {self._times}"
-        )
+        window = min(most, GROWTH * self.window)
+        why = f"at most {most} fit" + f", as {memory}, units {sizes_of(self._streamed)}" * self._fills_memory
+        self._set_sizes(window, min(self.transfer, window), why)
 
     def _set_sizes(self, window: int, transfer: int, reason: str) -> None:
         if (window, transfer) == (self.window, self.transfer):
@@ -277,11 +206,6 @@ class Tuner:
             self._most = window
             self.window, self.transfer = window, min(self.transfer, window)
 
-    @property
-    def times(self) -> Times | None:
-        """The measured times of a step's units; None until they are measured."""
-        return self._times
-
     # ---- checkpoints
 
     def state(self) -> dict[str, int]:
@@ -294,7 +218,6 @@ class Tuner:
         """Start from the sizes that an earlier run or a plan chose, as far as they fit here."""
         if not state or self._device.is_host:
             return
-        self._resumed = True
         self._resumed_nbytes = state["others_nbytes"]
         window, transfer = self.window, self.transfer
         if self._options.window == "auto":

@@ -47,7 +47,7 @@ class Window:
         self.counters = counters
         self.only_inference = False
         self._in_use = _InUse(units)
-        self.tuner = Tuner(options, [unit.sizes() for unit in units], device, counters)
+        self.tuner = Tuner(options, [unit.sizes() for unit in units], device)
         self.schedule = Schedule(
             [unit.store.on_device.nbytes for unit in units], self.tuner.window, self.tuner.transfer
         )
@@ -69,7 +69,7 @@ class Window:
         self._orders[self._kind] = self._visited
         self._visited = []
         self._kind = (kind, torch.is_grad_enabled())
-        self.tuner.next_pass(self._kind, self._kind[1], shows_all)
+        self.tuner.next_pass(self._kind, shows_all)
         self._is_wide, self._halved = is_wide and self.halves, False
         self._follow_tuner()
         self._last = None

@@ -18,8 +18,7 @@ from ..autograd.offload import Places
 from ..compat.modules import is_compiled
 from ..compat.references import shares_storage, sharing_bytes
 from ..core import malloc
-from ..core.host import host_memory
-from ..core.machine import headroom
+from ..core.host import headroom, host_memory
 from ..core.telemetry import Counters
 from ..core.unit_numbers import UnitHostBytes, state_nbytes
 from ..disk.activation_blocks import ActivationBlocks

@@ -1,13 +1,9 @@
 """``window="auto"`` and ``transfer="auto"``: decisions from made-up numbers, and runs on the simulated accelerator."""
 
 import copy
-import dataclasses
 import importlib.util
 import logging
-import pathlib
 import re
-import sys
-import time
 
 import lightning as L
 import pytest
@@ -16,35 +12,20 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import sp_lightning
-from sp_lightning.core.machine import Machine
 from sp_lightning.core.window_choice import (
     DeviceBudget,
-    Times,
-    UnitMs,
     UnitNumbers,
-    choose,
-    largest_window,
     sizes_of,
-    times_of,
 )
 from sp_lightning.memory.device import DeviceMemoryError
-from sp_lightning.runtime.recorder import UnitTimes
 
 simgpu = pytest.importorskip("simgpu")
 SIMGPU = torch.device("simgpu", 0)
 KIB, MIB = 2**10, 2**20
-ONE = Machine("one", 1e12, 1e9, 1e9, 1, 1e11, device_nbytes=2**30, host_nbytes=2**36)
-BAR = 0.95  # of the best
-BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "auto_window.py"
 
 
 def units(*sizes):
     return [UnitNumbers(f"unit {i}", size, size) for i, size in enumerate(sizes)]
-
-
-def times(count=8, overlap=True, **ms):
-    one = UnitMs(**{"up": 1, "forward": 1, "backward": 2, "down": 1, "step": 1, **ms})
-    return Times((one,) * count, overlap)
 
 
 # ---- decisions
@@ -56,82 +37,6 @@ def test_the_largest_window_leaves_the_reserve_and_what_others_took():
     assert memory.most(units(*[100] * 8)) == 5  # of 550 bytes
     assert memory.most(units(*[10] * 8)) == 8
     assert DeviceBudget(capacity=100, others=100).most(units(10, 10)) == 1  # without one unit nothing runs
-
-
-def test_a_window_that_hides_everything_is_not_made_larger():
-    assert choose(times(), most=8).window == 2
-
-
-def test_where_every_way_up_counts_as_much_stays_as_fits():
-    found = choose(times(up=20, down=0.1, step=0.1), most=6)
-    assert found.window == 6
-
-
-def test_a_window_within_2_percent_of_the_fastest_is_enough():
-    slow = times(up=3, forward=1, backward=2)
-    found = choose(slow, most=8)
-    fastest = slow.step_ms(8, 1)
-    assert found.ms <= 1.02 * fastest
-    assert found.window == 2 or slow.step_ms(found.window - 1, 1) > 1.02 * fastest
-
-
-def test_what_the_user_chose_is_kept():
-    assert choose(times(), most=8, window=5).window == 5
-    assert choose(times(), most=8, window=5, transfer=3)[:2] == (5, 3)
-
-
-SHAPES = {
-    "slow link": {"up": 12, "forward": 3, "backward": 6, "down": 8, "step": 2},
-    "slow optimizer": {"up": 3, "forward": 3, "backward": 6, "down": 3, "step": 20},
-    "small memory": {"up": 8, "forward": 5, "backward": 10, "down": 5, "step": 2},
-    "everything fits": {"up": 3, "forward": 8, "backward": 16, "down": 3, "step": 2},
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("most", [3, 12])
-@pytest.mark.few(2)
-def test_on_four_shapes_of_a_machine_the_choice_is_within_2_percent_of_the_best(shape, most):
-    measured = times(count=12, **SHAPES[shape])
-    swept = min(measured.step_ms(k, kk) for k in range(1, most + 1) for kk in range(1, k + 1))
-    assert choose(measured, most).ms <= 1.02 * swept
-
-
-def test_a_step_that_may_run_on_is_counted_as_one():
-    slow = times(step=6)
-    assert dataclasses.replace(slow, runs_on=True).step_ms(2, 1) < 0.9 * slow.step_ms(2, 1)
-
-
-def test_a_large_unit_behind_small_ones_wants_a_larger_transfer():
-    small, large = UnitMs(1, 5, 10, 1, 0), UnitMs(30, 5, 10, 1, 0)
-    uneven = Times((small, small, small, small, small, large) * 2, overlap=True)
-    found = choose(uneven, most=6, window=6)
-    assert found.ms == min(uneven.step_ms(6, transfer) for transfer in (1, 2, 4))
-
-
-def test_the_choice_is_never_far_from_that_of_a_sweep():
-    for ms in ({"up": 4}, {"step": 9}, {"down": 6, "up": 2}, {"forward": 0.1, "backward": 0.2}, {"overlap": False}):
-        made_up = times(**ms)
-        swept = min(made_up.step_ms(k, kk) for k in range(1, 9) for kk in range(1, k + 1))
-        assert choose(made_up, most=8).ms <= 1.03 * swept, ms
-
-
-def test_units_alike_share_the_median_and_three_digits():
-    names = "a", "b", "c"
-    sizes = [*(UnitNumbers(name, 8, 8) for name in names), UnitNumbers("root", 4, 4, resident=True)]
-    measured = {
-        name: UnitTimes(unit=name, forward_s=s) for name, s in (("root", 1), ("a", 0.0012345), ("b", 1), ("c", 0))
-    }
-    found = times_of(sizes, measured, overlap=False, runs_on=True)
-    assert [unit.forward for unit in found.units] == [1000, 1.23, 1.23, 1.23]
-    assert [unit.resident for unit in found.units] == [True, False, False, False]
-    assert str(found) == (
-        "1 x 0/1000/0/0/0 resident, 3 x 0/1.23/0/0/0 ms up/forward/backward/down/step after backward and beside forward"
-    )
-
-
-def test_without_times_of_streamed_units_there_are_none():
-    assert times_of(units(1), {"another": UnitTimes(unit="another")}, overlap=True) is None
 
 
 def test_sizes_are_listed_the_largest_first():
@@ -237,53 +142,6 @@ def test_the_first_pass_fits_where_a_single_unit_does(tight):
         streamed([LARGE] * 3, int((tight - 2 * UNIT) / 1.05), window=4)
 
 
-def test_every_decision_follows_from_the_numbers_that_it_prints(caplog):
-    with caplog.at_level(logging.INFO, "sp_lightning"):
-        streamed([64] * 9, capacity=6 * UNIT + 4 * 64 * WIDTH * 8)
-    first, *lines = [record.getMessage() for record in caplog.records if "window" in record.getMessage()]
-    assert first.startswith(
-        "superpipeline: starts with window 1 and transfer 1: the memory of activations is not known before the first "
-        f"pass, units 8 x {UNIT}; the device has "
-    )
-    assert lines
-    for line in lines:
-        most, capacity, others, reserve = map(
-            int, re.search(r"at most (\d+) fit, as of (\d+) bytes (\d+) for others and (\d+) in reserve", line).groups()
-        )
-        sizes = re.search(r"units ([\dx ,]+)", line)[1].rstrip(", ").split(", ")
-        given = units(*(int(size) for text in sizes for size in [text.split(" x ")[1]] * int(text.split(" x ")[0])))
-        assert largest_window(given, capacity - reserve - others) == most
-        timed = re.search(r"ms predicted, [\d.]+ with window (\d+) and transfer (\d+), from (.*) ms up/\S+(.*)", line)
-        if timed:
-            runs = [run.split(" x ") for run in timed[3].split(", ")]
-            read = Times(
-                tuple(UnitMs(*map(float, ms.split("/"))) for n, ms in runs for _ in range(int(n))),
-                overlap="after backward" not in timed[4],
-                runs_on="beside forward" in timed[4],
-            )
-            assert choose(read, most)[:2] == (int(timed[1]), int(timed[2]))
-
-
-@pytest.mark.parametrize("runs_on", [False, True])
-@pytest.mark.few(1)
-def test_decisions_count_with_steps_that_run_on_where_they_do(runs_on, monkeypatch, caplog):
-    sgd = importlib.import_module("torch.optim.sgd")  # torch.optim has no attribute of that name
-    plain = sgd.sgd
-    monkeypatch.setattr(sgd, "sgd", lambda *args, **options: (time.sleep(0.005), plain(*args, **options)))
-    simgpu.config.h2d_us = 3000
-    net = stack()
-    with caplog.at_level(logging.INFO, "sp_lightning"), sp_lightning.stream(net, SIMGPU, units=["Wide"]) as handle:
-        train(net, handle, [64] * 6, runs_on=runs_on)
-    assert ("up/forward/backward/down/step and beside forward" in caplog.text) is runs_on
-    assert "up/forward/backward/down/step" in caplog.text
-
-
-def test_a_fixed_window_is_left_alone_while_the_transfer_is_chosen(caplog):
-    with caplog.at_level(logging.INFO, "sp_lightning"):
-        assert set(streamed([64] * 8, window=3)) == {3}
-    assert all("window 3 -> 3" in r.getMessage() for r in caplog.records if "window" in r.getMessage())
-
-
 def test_a_budget_s_window_follows_from_the_numbers_that_are_printed(caplog):
     with caplog.at_level(logging.INFO, "sp_lightning"):
         assert set(streamed([64] * 2, memory_budget=6 * UNIT)) == {4}
@@ -294,46 +152,11 @@ def test_a_budget_s_window_follows_from_the_numbers_that_are_printed(caplog):
     assert said in caplog.text
 
 
-def test_it_starts_from_a_plan_and_keeps_to_it_until_it_has_measured(caplog):
-    plan = sp_lightning.plan(
-        stack, torch.zeros(64, WIDTH), device="simgpu", device_memory=10 * UNIT, units=["Wide"], machine=ONE
-    )
-    simgpu.config.capacity = torch.accelerator.memory_allocated() + 11 * UNIT
-    net, seen = stack(), []
-    with caplog.at_level(logging.INFO, "sp_lightning"), sp_lightning.stream(net, SIMGPU, units=["Wide"]) as handle:
-        handle.resume(plan.chosen, "as planned")
-        train(net, handle, [64] * 4, seen)
-    assert 1 < plan.window < 8 and set(seen[:3]) == {plan.window}
-    assert re.search(
-        rf"window 1 -> {plan.window}, transfer 1 -> 1: as planned; at most \d fit, as of \d+ bytes", caplog.text
-    )
-
-
 def test_of_a_plan_it_starts_from_as_much_as_fits():
     simgpu.config.capacity = torch.accelerator.memory_allocated() + 6 * UNIT
     with sp_lightning.stream(stack(), SIMGPU, units=["Wide"]) as handle:
         handle.resume({"window": 8, "transfer": 4, "others_nbytes": 3 * UNIT}, "as planned")
         assert (handle.stats()["window"], handle.stats()["transfer"]) == (2, 2)
-
-
-@pytest.mark.parametrize("resumed", [None, {"window": 1, "transfer": 1, "others_nbytes": 100 * UNIT}])
-def test_memory_of_a_resumed_run_with_larger_batches_counts_until_this_one_has_measured(resumed):
-    simgpu.config.capacity, seen = torch.accelerator.memory_allocated() + 12 * UNIT, []
-    with sp_lightning.stream(stack(), SIMGPU, units=["Wide"]) as handle:
-        if resumed:
-            handle.resume(resumed)
-        train(handle.module, handle, [8] * 6, seen)
-        assert (set(seen[:3]) == {1}) is bool(resumed) and seen[-1] > 1
-        assert handle.chosen()["others_nbytes"] < 12 * UNIT  # which the next run resumes with
-
-
-def test_measuring_ends_when_it_has_decided():
-    net = stack()
-    with sp_lightning.stream(net, SIMGPU, units=["Wide"]) as handle:
-        train(net, handle, [64] * 3)
-        assert type(handle._counters.listener).__name__ == "Recorder"
-        train(net, handle, [64] * 6)
-        assert type(handle._counters.listener).__name__ == "StepListener"
 
 
 def test_gradients_that_find_no_room_take_a_waiting_unit_s():
@@ -494,14 +317,3 @@ def test_on_the_cpu_nothing_is_chosen_nor_stored():
 
 
 # ---- against a sweep
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["slow link", "slow optimizer", "small memory", "everything fits"])
-def test_auto_reaches_the_best_of_a_sweep_within_ten_steps(shape):
-    spec = importlib.util.spec_from_file_location("auto_window", BENCHMARK)
-    benchmark = importlib.util.module_from_spec(spec)
-    sys.modules["auto_window"] = benchmark
-    spec.loader.exec_module(benchmark)
-    found = benchmark.compare(benchmark.SHAPES[shape], units=6, steps=10, turns=8, enough=BAR)
-    assert found["share"] >= BAR, found

@@ -6,9 +6,7 @@ import ast
 import contextlib
 import copy
 import gc
-import importlib
 import inspect
-import re
 import subprocess
 import sys
 import types
@@ -22,7 +20,6 @@ from torch import nn
 
 import sp_lightning.hf
 from sp_lightning.errors import MissingExtraError, OptionError, UnsupportedError
-from sp_lightning.hf.rehearsal import rehearsal
 from sp_lightning.memory.watched_parameters import is_watched
 
 accelerate = pytest.importorskip("accelerate", reason="sp_lightning.hf is for accelerate")
@@ -88,22 +85,6 @@ def test_nothing_is_left_after_the_context(fails, device):
     assert [at for at in before if after.get(at) is not before[at]] == [] and len(before) > 1000
     assert_plain(net)
     assert not {"_hf_hook", "_call_impl", "forward"} & vars(net).keys()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_after_a_rehearsal(fails):
-    pytest.importorskip("transformers")
-    with rehearsal():  # imports what it needs
-        pass
-    before = attributes()
-    with contextlib.suppress(ZeroDivisionError), rehearsal():
-        replaced = {at[1] for at, value in attributes().items() if before.get(at) is not value}
-        if fails:
-            raise ZeroDivisionError
-    assert replaced >= {"register_parameter", "to", "cuda", "__init__", "prepare_model", "prepare_optimizer", "train"}
-    after = attributes()
-    assert [at for at in before if after.get(at) is not before[at]] == []
-    assert not nn.Linear(2, 2).weight.is_meta
 
 
 def test_patched_methods_look_as_they_did():
@@ -591,32 +572,6 @@ def test_data_parallel_is_refused(device):
         nn.DataParallel(blocks())
 
 
-@pytest.mark.parametrize(
-    "holder, needs",
-    [
-        ("transformers.Trainer", "train(resume_from_checkpoint)"),
-        ("transformers.training_args", "is_torch_bf16_gpu_available()"),
-        ("transformers.PreTrainedModel", "from_pretrained(pretrained_model_name_or_path)"),
-        ("transformers.PreTrainedModel", "_from_config(config)"),
-    ],
-)
-@pytest.mark.few(3)
-def test_a_version_of_transformers_with_other_names_is_an_error_that_names_it(holder, needs, monkeypatch):
-    version = pytest.importorskip("transformers").__version__
-    cache = importlib.import_module("sp_lightning.compat.accelerate").of_trainers
-    rehearsal().__enter__().__exit__(None, None, None)  # imports what it needs
-    before = attributes()
-    with monkeypatch.context() as patched:
-        cache.cache_clear()
-        patched.delattr(f"{holder}.{needs.partition('(')[0]}")
-        expected = rf"{holder.partition('.')[2]}\.{re.escape(needs)}, but transformers {version} has no such method"
-        with pytest.raises(UnsupportedError, match=expected):
-            rehearsal().__enter__()
-    cache.cache_clear()
-    after = attributes()
-    assert [at for at in before if after.get(at) is not before[at]] == []
-
-
 @pytest.mark.parametrize("change", ["gone", "other arguments"])
 def test_a_version_with_other_names_is_an_error_that_names_it(change, monkeypatch):
     def prepare_model(self, model, placement): ...
@@ -669,7 +624,7 @@ def unloaded(monkeypatch):
     monkeypatch.delattr("sp_lightning.compat.accelerate", raising=False)
 
 
-ENTRIES = {"sp_lightning.hf": sp_lightning.hf.streaming, "the plan of a script": rehearsal}
+ENTRIES = {"sp_lightning.hf": sp_lightning.hf.streaming}
 
 
 @pytest.mark.parametrize("feature", ENTRIES)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import sp_lightning
-from sp_lightning.core.machine import MACHINES
 from sp_lightning.errors import OptionError
+from sp_lightning.plan.machines import MACHINES
 
 transformers = pytest.importorskip("transformers")
 from examples.common.host_cache import HostCache, host_cache, on_host  # noqa: E402

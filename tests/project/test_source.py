@@ -128,7 +128,7 @@ def most(name: str) -> int:
 
 def test_packages_are_floors_of_at_most_ten_modules():
     order = packages(listed(ROOT))
-    floors = "core compat memory autograd optim gradients runtime tracing planning observe"
+    floors = "core compat memory autograd optim gradients runtime plan observe"
     floors += " lightning pytorch_lightning hf commands"
     assert [name for name in order if name in floors.split()] == floors.split()
     assert faults_of_the_packages(ROOT) == []

@@ -27,7 +27,7 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.core import host
-from sp_lightning.core.machine import headroom
+from sp_lightning.core.host import headroom
 from sp_lightning.disk import activation_blocks, direct_file, scratch_file, state_ring
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.errors import HostMemoryError

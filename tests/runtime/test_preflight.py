@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 
 import lightning as L
 import pytest
@@ -13,7 +12,6 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.core.host import HostMemory
-from sp_lightning.core.machine import Machine
 from sp_lightning.core.unit_numbers import UnitNumbers
 from sp_lightning.errors import MemoryBudgetError
 from sp_lightning.memory.device import Device
@@ -21,7 +19,7 @@ from sp_lightning.memory.partition import partition
 from sp_lightning.options import Options
 from sp_lightning.ranks.alone import Alone
 from sp_lightning.runtime import preflight
-from sp_lightning.runtime.preflight import Means, check_budget, check_device, finer_classes, least_s
+from sp_lightning.runtime.preflight import Means, check_budget, check_device, finer_classes
 from sp_lightning.storage.in_memory import InMemory
 
 MIB, GIB = 2**20, 2**30
@@ -30,7 +28,6 @@ EIGHT = [UnitNumbers(f"block {index}", 100 * MIB, 100 * MIB, parameters=25 * MIB
 HEAD = UnitNumbers("head", 500 * MIB, 500 * MIB, parameters=125 * MIB)
 ROOT = UnitNumbers("(root)", 50 * MIB, 50 * MIB, resident=True)
 SECOND = 100 * MIB  # bytes that go up, a quarter of those that go down, parameters that are stepped
-MACHINE = Machine("here", math.inf, SECOND, 4 * SECOND, 1, SECOND, 0, 0, optimizer_bytes_per_parameter=1)
 
 
 def float32(dtype):
@@ -38,7 +35,7 @@ def float32(dtype):
 
 
 def means(can_halve=False, finer=None):
-    return Means(can_halve=can_halve, finer=lambda: finer or ([], []), measure=lambda: MACHINE)
+    return Means(can_halve=can_halve, finer=lambda: finer or ([], []))
 
 
 def refused(units, window, free, **given):
@@ -62,12 +59,6 @@ def test_a_window_that_can_not_fit_is_refused_with_three_changes_and_their_cost_
         "window=5 (550.00 MiB, 12 s); precision='bf16-true' and master_weights=True (325.00 MiB, 6.4 s); "
         "window=1 (250.00 MiB, 16 s)"
     )
-
-
-def test_the_seconds_are_those_of_ways_up_and_down_and_of_the_optimizer():
-    """Up in forward, as the optimizer changed all of them, and those that did not stay in backward; then down, step."""
-    assert least_s(EIGHT, 1, MACHINE) == pytest.approx(8 + 7 + 0.25 + 0.25)
-    assert least_s(EIGHT, 8, MACHINE) == pytest.approx(8 + 8 * 0.25 + 0.25)
 
 
 def test_smaller_units_are_offered_by_their_classes():

@@ -1,1 +1,0 @@
-"""Tracing: one step of a model on tensors without data, and what each of its visits takes."""

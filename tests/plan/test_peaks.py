@@ -1,0 +1,85 @@
+"""A planned peak of the device's memory is that of the run, for nets of different kinds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from nets import NETS
+
+import sp_lightning
+from sp_lightning.options import Options
+from sp_lightning.plan.model import PlannedModel, mapped_in
+from sp_lightning.plan.planner import WORKSPACES
+
+MIB = 2**20
+WAYS = [(1, "keep"), (2, "recompute"), (2, "offload"), (3, "recompute+offload")]
+ROOT = Path(__file__).parents[2]
+
+
+def planned(net, window, activations, precision, target):
+    model = PlannedModel(net.make, net.batch, precision=precision, target=target, loss=net.loss, answers=None)
+    return sum(model.peak(Options.parse(window=window, activations=activations), window, 1).values())
+
+
+def measured(net, window, activations, precision, device):
+    """Take three steps, and return the most bytes on the device."""
+    with sp_lightning.stream(net.make(), device, window=window, transfer=1, activations=activations) as handle:
+        optimizer = torch.optim.SGD([p for p in handle.module.parameters() if p.requires_grad], lr=1e-6)
+        batch = mapped_in(net.batch(), lambda tensor: tensor.to(device))
+        for _ in range(3):
+            half = precision == "bf16-mixed"
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half, cache_enabled=False):
+                loss = net.loss(handle.module, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+        return handle.stats()["device_peak"]
+
+
+def is_near(plan, run):
+    return abs(plan - run) <= max(0.02 * run, 16 * MIB)
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("name", ["blocks", "adapters", "one wide layer"])
+def test_on_the_simulated_device(name):
+    import simgpu
+
+    for window, activations in WAYS:
+        simgpu.reset()
+        run = measured(NETS[name], window, activations, "32-true", torch.device("simgpu", 0))
+        assert planned(NETS[name], window, activations, "32-true", "simgpu") == pytest.approx(run, rel=0.02)
+
+
+RUN = """
+import json, sys
+import torch
+from nets import NETS
+from test_peaks import WAYS, measured
+found = []
+for precision in ("32-true", "bf16-mixed"):
+    for window, activations in WAYS:
+        torch.cuda.reset_peak_memory_stats()
+        found.append(measured(NETS[sys.argv[1]], window, activations, precision, torch.device("cuda", 0)))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETS)
+def test_in_the_allocator_of_cuda(name, null_cuda):
+    import nullcuda
+
+    environment = nullcuda.environment()
+    environment["PYTHONPATH"] += f":{ROOT}:{ROOT / 'tests/rigs'}:{ROOT / 'tests/plan'}"
+    done = subprocess.run([sys.executable, "-c", RUN, name], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    runs = iter(json.loads(done.stdout.splitlines()[-1]))
+    for precision in ("32-true", "bf16-mixed"):
+        for window, activations in WAYS:
+            plan, run = planned(NETS[name], window, activations, precision, "cuda") + WORKSPACES["cuda"], next(runs)
+            assert is_near(plan, run), (precision, window, activations, plan / MIB, run / MIB)
