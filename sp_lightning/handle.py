@@ -25,7 +25,7 @@ from .options import ACTIVATIONS, check_choice, is_int
 from .steps.steps import Steps
 from .stream import parameters
 from .stream.activations import Activations
-from .stream.gradients import Gradients
+from .stream.gradients import Gradients, recover
 from .stream.leaf import Weight, casts_of
 from .stream.unit import ResidentUnit, Unit
 from .stream.visits import Visit
@@ -74,9 +74,11 @@ handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    """Wait for all steps: a forked process has no threads, and nothing may be pending there."""
-    pending = [unit.pending for handle in handles for unit in handle.units if unit.pending is not None]
-    concurrent.futures.wait(pending)
+    """Wait for all steps and copies: a forked process has neither threads nor the device."""
+    units = [unit for handle in handles for unit in handle.units]
+    concurrent.futures.wait([unit.pending for unit in units if unit.pending is not None])
+    for unit in units:
+        unit.wait_copy()
 
 
 os.register_at_fork(before=_before_fork)
@@ -142,7 +144,7 @@ class Handle:
             if weight.leaf.is_floating_point() or weight.leaf.is_complex():
                 weight.leaf.requires_grad_(True)
                 take: Any = functools.partial(self._gradients.take, weight)
-                weight.leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+                weight.hook = weight.leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
                 weight.leaf.requires_grad_(False)
             parameters.watch(weight, self._gradients)
         if unit.is_resident:
@@ -214,6 +216,7 @@ class Handle:
             hook.remove()
         for visit in self._visits.values():
             visit.close()
+        recover()
         try:
             self.finish_step()
         finally:
@@ -223,6 +226,8 @@ class Handle:
                 if unit.is_resident:
                     unit.evict()
             for weight in self.weights:
+                if weight.hook is not None:
+                    weight.hook.remove()
                 parameters.release(weight)
             self._move_buffers(torch.device("cpu"))
 

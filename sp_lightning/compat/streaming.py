@@ -25,9 +25,6 @@ without_dispatch_modes = _disable_current_modes
 graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1: no backward runs on this thread
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
-# Without it `backward(inputs=[weight])` would leave no gradient, and say nothing.
-will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-
 # Without it two sets of hooks on saved tensors could not be chained: ours, and a checkpoint of the user's.
 _hooks: Any = torch._C._autograd
 top_hooks: Callable[[bool], Any] = _hooks._top_saved_tensors_default_hooks

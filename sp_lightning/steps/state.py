@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import weakref
 from typing import Any
 
 from torch import optim
@@ -16,8 +15,7 @@ class WaitingState(collections.defaultdict[Any, Any]):
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         super().__init__(dict, optimizer.state)
-        self._optimizer = weakref.ref(optimizer)
-        self._sorted = len(self)
+        self._reserved: list[Any] = []
 
     def __getitem__(self, key: Any) -> Any:
         wait_step_of(key)
@@ -34,7 +32,6 @@ class WaitingState(collections.defaultdict[Any, Any]):
     def clear(self) -> None:
         self.wait_steps()
         super().clear()
-        self._sorted = 0
 
     def pop(self, key: Any, *default: Any) -> Any:
         wait_step_of(key)
@@ -53,17 +50,19 @@ class WaitingState(collections.defaultdict[Any, Any]):
         return super().items()
 
     def wait_steps(self) -> None:
-        """Wait for all steps, also of weights without state, and list the keys in the order of a plain run."""
+        """Wait for all steps, also of weights without state."""
         for weight in list(weights.values()):
             weight.unit.wait_step()
-        optimizer = self._optimizer()
-        if optimizer is None or len(self) <= self._sorted:
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        rank = {id(param): place for place, param in enumerate(params)}
-        for key in sorted(list(self)[self._sorted :], key=lambda key: rank.get(id(key), len(rank))):
-            super().__setitem__(key, super().pop(key))
-        self._sorted = len(self)
+        for key in self._reserved:
+            if not super().get(key):
+                super().pop(key, None)
+        self._reserved.clear()
+
+    def reserve(self, key: Any) -> None:
+        """Give a key its place, in the order of a plain run, until a step has made the entry or made none."""
+        if key not in self:
+            super().__setitem__(key, {})
+            self._reserved.append(key)
 
     def peek(self, key: Any) -> dict[str, Any]:
         """Return an entry without waiting; an empty one if there is none."""

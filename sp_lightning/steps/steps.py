@@ -11,8 +11,11 @@
 
 from __future__ import annotations
 
+import collections
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +32,23 @@ from .slices import SlicedOptimizer, Work
 from .state import WaitingState
 
 
+@dataclass
+class Outcome:
+    """The state of a step of several units: an error ends those that have not begun."""
+
+    has_changed: bool = False  # whether a unit was stepped
+    error: BaseException | None = None
+
+
 class Steps:
     """The optimizers of a stream, and the thread that steps them."""
 
     def __init__(self, chunk: int, units: list[Unit]) -> None:
         self._chunk, self._units = chunk, dict.fromkeys(units)
         self.thread = ThreadPoolExecutor(1, "superpipeline-steps")
-        self._sliced: dict[int, SlicedOptimizer] = {}  # by the id of the user's optimizer
+        self._adopted: weakref.WeakKeyDictionary[optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # and hooks
         self._early: tuple[optim.Optimizer, dict[int, int]] | None = None  # and the groups of its weights
+        self._early_outcome = Outcome()  # of steps beside this backward
         self._stepped: set[int] = set()  # weights that were stepped beside this backward
         self._options_then: Any = None  # the options with which they were stepped
         self._hidden: list[tuple[Any, Any]] = []  # gradients that the optimizer's own code is not to find
@@ -54,9 +66,15 @@ class Steps:
 
     def close(self) -> None:
         """Finish all steps."""
+        self.thread.shutdown(wait=True)
+        for optimizer, hooks in list(self._adopted.items()):
+            for hook in hooks:
+                hook.remove()
+            _wait_steps(optimizer)
+            optimizer.state = collections.defaultdict(dict, optimizer.state)
+            self._place_state(optimizer, is_closing=True)
         for hook in self._hooks:
             hook.remove()
-        self.thread.shutdown(wait=True)
 
     # ---- the user's calls of step
 
@@ -79,19 +97,24 @@ class Steps:
         if not isinstance(optimizer.state, WaitingState):
             optimizer.state = WaitingState(optimizer)
             self.place_state(optimizer)
-        if id(optimizer) not in self._sliced:
-            optimizer.register_state_dict_pre_hook(self._check_saving)
-            optimizer.register_load_state_dict_pre_hook(lambda owner, _: _wait_steps(owner))
-            optimizer.register_load_state_dict_post_hook(self._loaded)
-            self._sliced[id(optimizer)] = SlicedOptimizer(optimizer, self._chunk)
-        return self._sliced[id(optimizer)]
+        if optimizer not in self._adopted:
+            self._adopted[optimizer] = [
+                optimizer.register_state_dict_pre_hook(self._check_saving),
+                optimizer.register_load_state_dict_pre_hook(lambda owner, _: _wait_steps(owner)),
+                optimizer.register_load_state_dict_post_hook(self._loaded),
+            ]
+        return SlicedOptimizer(optimizer, self._chunk)
 
     def place_state(self, optimizer: optim.Optimizer) -> None:
         """Put each weight's state where the weight is stepped."""
+        self._place_state(optimizer, is_closing=False)
+
+    def _place_state(self, optimizer: optim.Optimizer, is_closing: bool) -> None:
         for param, state in optimizer.state.items():
             if (weight := self._weight(param)) is None:
                 continue
-            home = weight.there.device if weight.unit.is_resident else torch.device("cpu")
+            is_resident = weight.unit.is_resident and not is_closing
+            home = weight.there.device if is_resident else torch.device("cpu")
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.device != home and (value.ndim or home.type == "cpu"):
                     state[key] = value.to(home)
@@ -131,9 +154,12 @@ class Steps:
             )
         work: dict[Unit, list[Weight]] = {}
         self._hidden = []
+        state: Any = optimizer.state
         with without_dispatch():
             for group in optimizer.param_groups:
                 for param in group["params"]:
+                    if param.grad is not None:
+                        state.reserve(param)
                     weight = self._weight(param)
                     if weight is not None and (grad := param.grad) is not None:
                         self._hidden.append((param, grad))
@@ -147,11 +173,13 @@ class Steps:
         self._stepped.clear()
 
     def _submit_all(self, work: dict[Unit, list[Weight]], optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
-        for unit in sorted(work, key=lambda unit: unit.index):
+        """Step resident units, whose errors are raised here, and then start the steps of the others."""
+        outcome = Outcome()
+        for unit in sorted(work, key=lambda unit: (not unit.is_resident, unit.index)):
             if unit.is_resident:
                 self._step_on_device(unit, work[unit], optimizer, groups)
             else:
-                self._submit(unit, work[unit], optimizer, groups)
+                self._submit(unit, work[unit], optimizer, groups, outcome)
                 unit.window.drop(unit)
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -159,7 +187,7 @@ class Steps:
         with without_dispatch():
             for param, grad in hidden:
                 param.grad = grad
-        if id(optimizer) in self._sliced and not self._sliced[id(optimizer)].is_known:
+        if optimizer in self._adopted and not SlicedOptimizer(optimizer, self._chunk).is_known:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             for unit in {unit for param in params if (unit := unit_of(param)) is not None}:
                 unit.epoch += 1  # the user's own code stepped it
@@ -168,7 +196,7 @@ class Steps:
 
     def step_beside_backward(self, optimizer: optim.Optimizer | None) -> None:
         """From here on gradients are final as they come, and this optimizer steps them; None: no longer."""
-        self._early = None
+        self._early, self._early_outcome = None, Outcome()
         self.backward_ended()
         for unit in self._units:
             unit.calls = 0
@@ -196,7 +224,7 @@ class Steps:
             unit.is_final, self._options_then = True, _numbers(optimizer)
             for weight in mine:
                 weight.host.grad.content.is_stepped_early = True  # type: ignore[union-attr]
-            self._submit(unit, mine, optimizer, groups)
+            self._submit(unit, mine, optimizer, groups, self._early_outcome)
 
     def backward_ended(self) -> None:
         """Drop units that were stepped beside the backward: the device has their weights of before."""
@@ -238,8 +266,16 @@ class Steps:
             found.append(Work(weight, grad.content if isinstance(grad, HostGradient) else grad, groups[id(weight)]))
         return found
 
-    def _submit(self, unit: Unit, whose: list[Weight], optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
-        sliced, work = self._sliced[id(optimizer)], self._noted_work(whose, groups)
+    def _submit(
+        self,
+        unit: Unit,
+        whose: list[Weight],
+        optimizer: optim.Optimizer,
+        groups: dict[int, int],
+        outcome: Outcome,
+    ) -> None:
+        """Start a unit's step, which does nothing where an error has ended the step of a unit before it."""
+        sliced, work = SlicedOptimizer(optimizer, self._chunk), self._noted_work(whose, groups)
         options, scaling = sliced.options(is_host=True), sliced.scaling(torch.device("cpu"))
         if any(getattr(grad, "is_sparse", False) for _, grad, _ in work):
             options = [{**group, **_fused(user)} for group, user in zip(options, optimizer.param_groups, strict=True)]
@@ -247,7 +283,7 @@ class Steps:
         state: Any = optimizer.state
 
         def run() -> None:
-            self._run(unit, lambda: sliced.step(work, options, scaling, state))
+            self._run(unit, outcome, lambda: sliced.step(work, options, scaling, state))
 
         future: Future[None] = unit.begin_step(lambda: self.thread.submit(run))
         for _, grad, _ in work:
@@ -257,16 +293,20 @@ class Steps:
         if unit.is_open or not is_watched:
             unit.wait_step()  # nothing watches gradients that the user made, or arrays that the user has
 
-    def _run(self, unit: Unit, step: Callable[[], None]) -> None:
+    def _run(self, unit: Unit, outcome: Outcome, step: Callable[[], None]) -> None:
         """Step a unit. Runs on the thread."""
         try:
+            if outcome.error is not None:
+                return
             unit.wait_copy()
             before = [weight.value._version for weight in unit.weights]
             with torch.no_grad(), without_dispatch():
                 try:
                     step()
+                    outcome.has_changed = True
                 except BaseException as error:
-                    if before != [weight.value._version for weight in unit.weights]:
+                    outcome.error = error
+                    if outcome.has_changed or before != [weight.value._version for weight in unit.weights]:
                         self._failed = unit.name, error
                     raise
         finally:
@@ -275,7 +315,7 @@ class Steps:
     def _step_on_device(
         self, unit: Unit, whose: list[Weight], optimizer: optim.Optimizer, groups: dict[int, int]
     ) -> None:
-        sliced, work = self._sliced[id(optimizer)], self._noted_work(whose, groups)
+        sliced, work = SlicedOptimizer(optimizer, self._chunk), self._noted_work(whose, groups)
         unit.show()
         state: Any = optimizer.state
         with torch.no_grad():

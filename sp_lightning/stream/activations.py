@@ -66,7 +66,7 @@ class SavedWeight:
 
 
 class Trip:
-    """The tensors that one unit's forward saved, on their way down and up. The trips form a list, which backward follows back."""
+    """The tensors that one unit's forward saved, on their way down and up. Backward follows the trips back."""
 
     def __init__(self, device: Device, before: Callable[[], Trip | None]) -> None:
         self._device = device
@@ -156,21 +156,46 @@ def _is_plain_view(tensor: Tensor, weight: Weight) -> bool:
     return tensor._version == weight.there._version and not tensor.is_conj() and not tensor.is_neg()
 
 
+class Handed:
+    """A saved tensor that hooks of others have, of which only a write by the unit's forward is noted."""
+
+    __slots__ = ("_form", "_source", "_version", "_was_written", "packed")
+
+    def __init__(self, tensor: Tensor, packed: Any) -> None:
+        self.packed = packed
+        self._source: Tensor | None = tensor.detach()
+        self._form, self._version, self._was_written = tensor.shape, tensor._version, False
+
+    def let_go(self) -> None:
+        """Refer to the tensor no longer: the forward is over."""
+        if self._source is not None:
+            self._was_written = self._source._version != self._version
+            self._source = None
+
+    def check_written(self) -> None:
+        """Raise torch's own error if the forward wrote to the tensor after it was saved."""
+        if self._was_written:
+            raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self._form)}")
+
+
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The hooks on saved tensors under which a unit runs."""
 
     def __init__(self, policy: Activations, trip: Trip | None) -> None:
         self._policy, self._trip = policy, trip
-        self._outer = top_hooks(False)  # of other code, which gets what is no weight
+        self.outer = hooks_of_others()  # which get what is no weight
+        self._handed: list[Handed] = []
         super().__init__(self.pack, self._unpack)
 
     @never_compiled_hook
     def pack(self, tensor: Tensor) -> Any:
         weight = self._policy.window.weight_of(tensor) if tensor.layout is torch.strided else None
         if weight is not None and _is_plain_view(tensor, weight):
+            weight.unit.keep_for_stream()
             return SavedWeight(tensor, weight)
-        if self._outer is not None:
-            return self._outer[0](tensor)
+        if self.outer is not None:
+            self._handed.append(Handed(tensor, self.outer[0](tensor)))
+            return self._handed[-1]
         if self._trip is not None and self._policy.moves(tensor):
             return self._trip.add(tensor)
         return Kept(tensor)
@@ -179,8 +204,27 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, (SavedWeight, Kept, Moved)):
             return packed.get()
-        found: Tensor = self._outer[1](packed)
+        packed.check_written()
+        found: Tensor = self.outer[1](packed.packed)
         return found
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for handed in self._handed:
+            handed.let_go()
+        self._handed.clear()
+
+
+def our_hooks() -> SavedTensors | None:
+    """Return our hooks on saved tensors, if they are the innermost."""
+    hooks = top_hooks(False)
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, SavedTensors) else None
+
+
+def hooks_of_others() -> Any:
+    """Return the innermost hooks on saved tensors that are not ours; None: there are none."""
+    return top_hooks(False) if (ours := our_hooks()) is None else ours.outer
 
 
 class Activations:
@@ -198,12 +242,10 @@ class Activations:
             return contextlib.nullcontext()
         if not admits_hooks():
             raise UnsupportedError(
-                "saved-tensor hooks are disabled (torch.autograd.graph.disable_saved_tensors_hooks) around a streamed module,"
-                " but bring its weights back for backward: call the module outside of that context"
+                "saved-tensor hooks are disabled around a streamed module (disable_saved_tensors_hooks of torch), but"
+                " bring its weights back for backward: call the module outside of that context"
             )
-        hooks = top_hooks(False)
-        is_ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), SavedTensors)
-        return contextlib.nullcontext() if is_ours else SavedTensors(self, None)
+        return contextlib.nullcontext() if our_hooks() is not None else SavedTensors(self, None)
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor goes to the host: on the device, worth a copy, and without gaps or overlaps."""
@@ -218,7 +260,7 @@ class Activations:
 
     def run(self, recompute: Recompute, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a unit's forward, for which autograd records."""
-        if top_hooks(False) is not None:  # inside a checkpoint of the user's, to whom the unit is left
+        if hooks_of_others() is not None:  # inside a checkpoint of the user's, to whom the unit is left
             return call(*args, **kwargs)
         if not self.offloads:
             return recompute.run(call, args, kwargs, Kept) if self.recomputes else call(*args, **kwargs)

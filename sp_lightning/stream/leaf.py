@@ -45,6 +45,7 @@ class Weight:
         self.nbytes = host.numel() * dtype.itemsize
         self.shown = -1  # version of the host's bytes that the leaf shows
         self.is_exposed = False  # whether the leaf may have been written behind its version
+        self.hook: Any = None  # on the leaf, by which its gradient is taken
         self.uses = 0  # gradients that came through what was lent
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
 

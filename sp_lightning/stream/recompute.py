@@ -79,7 +79,8 @@ class Argument:
                     f"{where} wrote to one of its arguments in place, which it did not do in earlier calls: a second"
                     " run would find what it wrote; use activations='keep' or 'offload'"
                 )
-            kept: Tensor = self._before if self.was_written else self.value
+            self._is_written = self.was_written
+            kept: Tensor = self._before if self._is_written else self.value
             self._before = pack(kept)
             self.value = None
 
@@ -87,7 +88,8 @@ class Argument:
         """Return the argument as it was."""
         if not self._is_tensor:
             return copied(self._before)
-        return unpack(self._before).detach().requires_grad_(self._requires_grad)
+        found = unpack(self._before).detach().requires_grad_(self._requires_grad)
+        return found.clone() if self._is_written else found  # autograd refuses writes to a leaf
 
 
 class Buffer:
@@ -99,10 +101,17 @@ class Buffer:
         self._version = self.tensor._version
         self._before = self.tensor.clone() if is_cloned else None
 
-    def changed(self) -> bool:
-        """Whether the forward wrote to the buffer or replaced it; if neither, forget its copy."""
-        if self.tensor._version == self._version:
+    def forget_unchanged(self) -> None:
+        """Forget the copy if the forward did not write to the buffer.
+
+        Values are compared, because batch norm writes its statistics behind their versions.
+        """
+        if self._before is not None and torch.equal(self._before, self.tensor):
             self._before = None
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the forward wrote to the buffer, or replaced it."""
         return self._before is not None or self.place.get(self.name) is not self.tensor
 
     @property
@@ -159,21 +168,23 @@ class Recompute:
 
     def _learn(self, arguments: list[Argument], buffers: list[Buffer], pack: Callable[[Tensor], Any]) -> None:
         """Note what the forward wrote to, and keep what a second run needs."""
-        self._is_first = False
+        is_first, self._is_first = self._is_first, False
         for place, argument in enumerate(arguments):
             if argument.was_written:
                 self._written.add(place)
             argument.keep(pack, self._name)
         owners = {id(module._buffers): id(module) for module in self._module.modules()}
         for buffer in buffers:
+            if is_first:
+                buffer.forget_unchanged()
             if buffer.is_lost:
                 raise ExactnessError(
                     f"{self._name} wrote to its buffer {buffer.name!r}, which it did not do in earlier calls: a second"
                     " run would find what it wrote; use activations='keep' or 'offload'"
                 )
-            if buffer.changed() and id(buffer.place) in owners:
+            if buffer.has_changed and id(buffer.place) in owners:
                 self._buffers.add((owners[id(buffer.place)], buffer.name))
-        buffers[:] = [buffer for buffer in buffers if buffer.changed()]
+        buffers[:] = [buffer for buffer in buffers if buffer.has_changed]
 
 
 def _unpacked(kept: Any) -> Tensor:

@@ -148,13 +148,16 @@ class Unit:
             self.load()
         if self._stamp is None or not self.is_final:
             self.wait_step()
-        here = self.device.compute
-        self._arrived.wait(here)
-        if here != self._home:
-            self.device.keep_for(self.memory, here)
+        self._arrived.wait(self.device.compute)
+        self.keep_for_stream()
         if not self.is_shown:
             self.is_shown = True
             self._give_bytes()
+
+    def keep_for_stream(self) -> None:
+        """Keep the memory until work on the calling thread's stream is done, where that is a stream of the user's."""
+        if (here := self.device.compute) != self._home:
+            self.device.keep_for(self.memory, here)
 
     @property
     def memory(self) -> Tensor:
