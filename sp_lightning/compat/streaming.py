@@ -1,0 +1,75 @@
+"""Private names of torch that the core in host/, stream/ and steps/ uses.
+
+Each is here with what would be lost without it. Tried with torch 2.11 and 2.14.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+# Without it our own work on weights would be taken for the user's, and wait for itself.
+without_dispatch = torch._C.DisableTorchFunctionSubclass
+
+# Without these a selective checkpoint would count our copies among the operators of the user's code.
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+without_dispatch_modes = _disable_current_modes
+
+# Without these a visit in backward could not be told from one in forward, nor the gradients of two backwards apart.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1: no backward runs on this thread
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+# Without it two sets of hooks on saved tensors could not be chained: ours, and a checkpoint of the user's.
+_hooks: Any = torch._C._autograd
+top_hooks: Callable[[bool], Any] = _hooks._top_saved_tensors_default_hooks
+admits_hooks: Callable[[], bool] = _hooks._saved_tensors_hooks_is_enabled
+
+# Without it a saved tensor could not be told to lie in a unit's memory on the device.
+storage_id: Callable[[torch.UntypedStorage], int] = torch._C.StorageBase._cdata.__get__  # type: ignore[attr-defined]
+
+# Without these, packing gradients and taking norms would launch a kernel for each tensor.
+copy_all = torch._foreach_copy_
+norms_of_all = torch._foreach_norm
+multiply_all = torch._foreach_mul_
+unscale_all = torch._amp_foreach_non_finite_check_and_unscale_
+
+# Without it no tensor could answer for bytes that are still on their way.
+as_subclass: Callable[..., Any] = Tensor._make_subclass
+
+# Attributes of tensors that are read without their bytes.
+GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION = "_backward_hooks", "_post_accumulate_grad_hooks"
+_gradient_hooks = operator.attrgetter(GRADIENT_HOOKS)
+_hooks_after = operator.attrgetter(HOOKS_AFTER_ACCUMULATION)
+
+
+def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """List the user's hooks on a tensor's gradient."""
+    return list((_gradient_hooks(tensor) or {}).values())
+
+
+def hooks_after_accumulation(tensor: Tensor) -> list[Callable[[Tensor], None]]:
+    """List the user's hooks that run once a gradient is in `.grad`."""
+    return list((_hooks_after(tensor) or {}).values())
+
+
+# `module.compile()` puts its callable into this slot, which `module(...)` calls. Without it a visit would not enclose
+# the hooks of the module and checkpoints in its class's `__call__`; copies and pickles of the module leave it out.
+def call_slot(module: nn.Module) -> Any:
+    """Return what a call of the module runs in place of torch's own code; None: nothing."""
+    return module._compiled_call_impl
+
+
+def set_call_slot(module: nn.Module, call: Any) -> None:
+    """Set what a call of the module runs."""
+    module._compiled_call_impl = call
+
+
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """Return torch's own code of a call: hooks, and the module's forward."""
+    return module._call_impl

@@ -1,0 +1,248 @@
+"""The handle of a streamed module: finds its units, takes their weights to the host, leaves a plain module behind."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from .errors import OptionError
+from .host.device import Device
+from .memory.partition import partition, slots
+from .options import ACTIVATIONS, check_choice, is_int
+from .steps.steps import Steps
+from .stream import parameters
+from .stream.activations import Activations
+from .stream.gradients import Gradients, recover
+from .stream.leaf import Weight, casts_of
+from .stream.unit import ResidentUnit, Unit
+from .stream.visits import Visit
+from .stream.window import Window
+
+LEAST = {"window": 1, "transfer": 1, "resident": 0, "chunk": 64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of a stream, checked once.
+
+    Args:
+        window: Units on the device at a time.
+        transfer: Units exchanged at a time.
+        units: "auto", class names, or a callable that returns modules.
+        resident: How many units never leave the device, from the first.
+        activations: What becomes of what autograd saves inside a unit.
+        wire: The type in which weights of linear layers and convolutions travel, for runs under autocast to that type;
+            None: each in its own.
+        chunk: Elements that the host steps at a time: what fits a core's cache. A multiple of 64, because torch's fused
+            kernels round the last elements of a vector in another way.
+    """
+
+    window: int = 2
+    transfer: int = 1
+    units: str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]] = "auto"
+    resident: int = 0
+    activations: str = "keep"
+    wire: torch.dtype | None = None
+    chunk: int = 1 << 18
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if not is_int(value) or value < least:
+                raise OptionError(argument=name, found=value, allowed=f"an int >= {least}")
+        if self.transfer > self.window:
+            raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
+        if self.chunk % 64:
+            raise OptionError(argument="chunk", found=self.chunk, allowed="a multiple of 64")
+        check_choice("activations", self.activations, ACTIVATIONS)
+
+
+handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """Wait for all steps and copies: a forked process has neither threads nor the device."""
+    units = [unit for handle in handles for unit in handle.units]
+    concurrent.futures.wait([unit.pending for unit in units if unit.pending is not None])
+    for unit in units:
+        unit.wait_copy()
+
+
+os.register_at_fork(before=_before_fork)
+
+
+class Handle:
+    """A module whose units stream between host and device."""
+
+    def __init__(self, module: nn.Module, device: torch.device | str, settings: Settings) -> None:
+        self.module, self.device, self.settings = module, Device(device), settings
+        self._slots = slots(module)
+        cut = partition(module, settings.units)
+        streamed = [unit for unit in cut if not unit.resident][settings.resident :]
+        narrow = casts_of(module, settings.wire)
+        self.units: list[Unit] = []
+        of_cut: dict[Any, Unit] = {}
+        for part in streamed:
+            of_cut[part] = self._add_unit(Unit, part.name, part.params, narrow)
+        self._entries = {root: of_cut[part] for part in streamed for _, root in part.modules}
+        rest = [named for part in cut if part not in streamed for named in part.params]
+        self.window = Window(self.units, settings.window, settings.transfer, self.device)
+        self._policy = Activations(settings.activations, self.window, self.device)
+        if rest:
+            self._add_unit(ResidentUnit, "(resident)", rest, set())
+        self.steps = Steps(settings.chunk, self.units)
+        self._gradients = Gradients(
+            self.device, self.steps.thread, self.steps.delivered, self.steps.backward_ended, self.steps.is_eager
+        )
+        for unit in self.units:
+            self._connect(unit)
+        self._is_new = False  # whether modules or parameters were added anywhere
+        self._hooks = [
+            register_module_parameter_registration_hook(self._note_new),
+            register_module_module_registration_hook(self._note_new),
+        ]
+        handles.add(self)
+        self._move_buffers(self.device.torch_device)
+        self._visits: dict[nn.Module, Visit] = {}
+        self._attach()
+
+    @property
+    def weights(self) -> list[Weight]:
+        """All weights, in the order of the units."""
+        return [weight for unit in self.units for weight in unit.weights]
+
+    # ---- making
+
+    def _add_unit(
+        self, kind: type[Unit], name: str, params: Iterable[tuple[str, nn.Parameter]], narrow: set[int]
+    ) -> Unit:
+        wire = self.settings.wire
+        weights = [
+            Weight(name, param, self._slots[param], wire if wire is not None and id(param) in narrow else param.dtype)
+            for name, param in params
+        ]
+        self.units.append(kind(len(self.units), name, weights, self.device))
+        return self.units[-1]
+
+    def _connect(self, unit: Unit) -> None:
+        """Hear of a unit's gradients, and of readers of its weights."""
+        unit.window, unit.saving = self.window, self._policy.saving
+        for weight in unit.weights:
+            if weight.leaf.is_floating_point() or weight.leaf.is_complex():
+                weight.leaf.requires_grad_(True)
+                take: Any = functools.partial(self._gradients.take, weight)
+                weight.hook = weight.leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+                weight.leaf.requires_grad_(False)
+            parameters.watch(weight, self._gradients)
+        if unit.is_resident:
+            unit.show()
+
+    def _attach(self) -> None:
+        """Put visits before the calls of modules that own weights, or contain modules that do."""
+        owner = {id(weight.host): weight.unit for weight in self.weights}
+        resident = [unit for unit in self.units if unit.is_resident]
+        inside = {module for root in self._entries for module in root.modules()}
+        for name, module in self.module.named_modules():
+            own = [owner[id(p)] for p in module._parameters.values() if p is not None and id(p) in owner]
+            entry = [self._entries[module]] if module in self._entries else []
+            around = resident if module not in inside else []
+            units = list(dict.fromkeys([*entry, *own, *around]))
+            if module in self._visits:
+                self._visits[module].units[:] = units
+            elif units:
+                where = name or type(module).__name__
+                self._visits[module] = Visit(
+                    module, where, units, bool(entry), self.window, self._policy, self._before_call
+                )
+
+    def _move_buffers(self, device: torch.device) -> None:
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+
+    # ---- between steps
+
+    def _note_new(self, *_: Any) -> None:
+        self._is_new = True
+
+    def _before_call(self) -> None:
+        """Place what was added since the last call. Called before the outermost call of a module."""
+        for visit in self._visits.values():
+            visit.chain_again()
+        if self._is_new:
+            self._is_new = False
+            self._place_new()
+
+    def _place_new(self) -> None:
+        """Stream parameters that replaced others, and keep new ones on the device."""
+        self._slots = slots(self.module)
+        known = {id(weight.host) for weight in self.weights}
+        for weight in self.weights:
+            weight.slots = self._slots.get(weight.host, [])
+        named = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
+        if named:
+            self._connect(self._add_unit(ResidentUnit, "(added)", named, set()))
+            self.steps.add_unit(self.units[-1])
+        self._move_buffers(self.device.torch_device)
+        self._attach()
+
+    def finish_step(self) -> None:
+        """Wait for all pending steps."""
+        for unit in self.units:
+            unit.wait_step()
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Leave a plain module on the host. Safe twice."""
+        if self not in handles:
+            return
+        handles.discard(self)
+        for hook in self._hooks:
+            hook.remove()
+        for visit in self._visits.values():
+            visit.close()
+        recover()
+        try:
+            self.finish_step()
+        finally:
+            self.steps.close()
+            self.window.close()
+            for unit in self.units:
+                if unit.is_resident:
+                    unit.evict()
+            for weight in self.weights:
+                if weight.hook is not None:
+                    weight.hook.remove()
+                parameters.release(weight)
+            self._move_buffers(torch.device("cpu"))
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Iterator[Handle]:
+    """Stream a module's units through a device while the context is open."""
+    handle = Handle(module, device, Settings(**options))
+    try:
+        yield handle
+    finally:
+        handle.close()

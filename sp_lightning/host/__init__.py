@@ -1,0 +1,1 @@
+"""The host: its memory, page locks and cores, and the device beside it."""

@@ -1,0 +1,338 @@
+"""Optimizer steps of streamed weights: on a thread, beside the next forward and, if declared, beside backward.
+
+1. A step of a unit is pending from its submission until something needs its results: a load, a read of a weight, its
+   gradient or its state.
+2. Resident weights are stepped on the device, by the calling thread, as in a plain run.
+3. A step beside backward takes gradients as they come. The user's own call of `step` finds those weights stepped;
+   until it comes, the step is half applied: it is neither saved nor followed by another backward.
+4. A step that failed after it changed a weight leaves the weights half stepped: nothing steps or saves them again
+   before weights and state are loaded. One that changed nothing leaves no mark, as a plain run's.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..compat.streaming import without_dispatch
+from ..errors import ExactnessError, TornStepError
+from ..stream.gradients import GradientBytes, HostGradient, recover
+from ..stream.leaf import Weight
+from ..stream.parameters import unit_of, weights
+from ..stream.unit import Unit
+from .slices import SlicedOptimizer, Work
+from .state import WaitingState
+
+
+@dataclass
+class Outcome:
+    """The state of a step of several units: an error ends those that have not begun."""
+
+    has_changed: bool = False  # whether a unit was stepped
+    error: BaseException | None = None
+
+
+class Steps:
+    """The optimizers of a stream, and the thread that steps them."""
+
+    def __init__(self, chunk: int, units: list[Unit]) -> None:
+        self._chunk, self._units = chunk, dict.fromkeys(units)
+        self.thread = ThreadPoolExecutor(1, "superpipeline-steps")
+        self._adopted: weakref.WeakKeyDictionary[optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # and hooks
+        self._early: tuple[optim.Optimizer, dict[int, int]] | None = None  # and the groups of its weights
+        self._early_outcome = Outcome()  # of steps beside this backward
+        self._stepped: set[int] = set()  # weights that were stepped beside this backward
+        self._options_then: Any = None  # the options with which they were stepped
+        self._hidden: list[tuple[Any, Any]] = []  # gradients that the optimizer's own code is not to find
+        self._failed: tuple[str, BaseException] | None = (
+            None  # the unit of a half-applied step, and what ended the step
+        )
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def add_unit(self, unit: Unit) -> None:
+        """Step a unit, too, that was made after streaming began."""
+        self._units[unit] = None
+
+    def close(self) -> None:
+        """Finish all steps."""
+        self.thread.shutdown(wait=True)
+        for optimizer, hooks in list(self._adopted.items()):
+            for hook in hooks:
+                hook.remove()
+            _wait_steps(optimizer)
+            optimizer.state = collections.defaultdict(dict, optimizer.state)
+            self._place_state(optimizer, is_closing=True)
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- the user's calls of step
+
+    def _groups(self, optimizer: optim.Optimizer) -> dict[int, int]:
+        """Map the ids of an optimizer's streamed weights to its groups."""
+        return {
+            id(weight): index
+            for index, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+            if (weight := self._weight(param)) is not None
+        }
+
+    def _weight(self, param: Any) -> Weight | None:
+        """Return the weight of a parameter that this stream steps."""
+        weight = weights.get(id(param))
+        return weight if weight is not None and weight.unit in self._units else None
+
+    def adopt(self, optimizer: optim.Optimizer) -> SlicedOptimizer:
+        """Have readers of an optimizer's state wait."""
+        if not isinstance(optimizer.state, WaitingState):
+            optimizer.state = WaitingState(optimizer)
+            self.place_state(optimizer)
+        if optimizer not in self._adopted:
+            self._adopted[optimizer] = [
+                optimizer.register_state_dict_pre_hook(self._check_saving),
+                optimizer.register_load_state_dict_pre_hook(lambda owner, _: _wait_steps(owner)),
+                optimizer.register_load_state_dict_post_hook(self._loaded),
+            ]
+        return SlicedOptimizer(optimizer, self._chunk)
+
+    def place_state(self, optimizer: optim.Optimizer) -> None:
+        """Put each weight's state where the weight is stepped."""
+        self._place_state(optimizer, is_closing=False)
+
+    def _place_state(self, optimizer: optim.Optimizer, is_closing: bool) -> None:
+        for param, state in optimizer.state.items():
+            if (weight := self._weight(param)) is None:
+                continue
+            is_resident = weight.unit.is_resident and not is_closing
+            home = weight.there.device if is_resident else torch.device("cpu")
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.device != home and (value.ndim or home.type == "cpu"):
+                    state[key] = value.to(home)
+
+    def _loaded(self, optimizer: optim.Optimizer) -> None:
+        self._failed = None
+        self.place_state(optimizer)
+
+    def _before(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        recover()
+        groups = self._groups(optimizer)
+        if not groups:
+            return None
+        self.check_whole()
+        if not self.adopt(optimizer).is_known:  # an optimizer that may look at all weights at once
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._take(optimizer, groups)
+            return None
+
+        def closure_and_step() -> Any:
+            result = closure()
+            self._take(optimizer, groups)
+            return result
+
+        if len(args) > 1:
+            return (args[0], closure_and_step, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_and_step}
+
+    def _take(self, optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
+        """Step what is streamed; the optimizer's own code finds no gradients there."""
+        if self._stepped and self._options_then != _numbers(optimizer):
+            raise ExactnessError(
+                "options of the optimizer changed after weights were stepped beside backward with the options before:"
+                " set optimizer_overlap=False"
+            )
+        work: dict[Unit, list[Weight]] = {}
+        self._hidden = []
+        state: Any = optimizer.state
+        with without_dispatch():
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        state.reserve(param)
+                    weight = self._weight(param)
+                    if weight is not None and (grad := param.grad) is not None:
+                        self._hidden.append((param, grad))
+                        if isinstance(grad, HostGradient):
+                            grad.content.is_stepped_early = False
+                        if id(weight) not in self._stepped:
+                            work.setdefault(weight.unit, []).append(weight)
+            self._submit_all(work, optimizer, groups)
+            for param, _ in self._hidden:
+                param.grad = None
+        self._stepped.clear()
+
+    def _submit_all(self, work: dict[Unit, list[Weight]], optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
+        """Step resident units, whose errors are raised here, and then start the steps of the others."""
+        outcome = Outcome()
+        for unit in sorted(work, key=lambda unit: (not unit.is_resident, unit.index)):
+            if unit.is_resident:
+                self._step_on_device(unit, work[unit], optimizer, groups)
+            else:
+                self._submit(unit, work[unit], optimizer, groups, outcome)
+                unit.window.drop(unit)
+
+    def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        hidden, self._hidden = self._hidden, []
+        with without_dispatch():
+            for param, grad in hidden:
+                param.grad = grad
+        if optimizer in self._adopted and not SlicedOptimizer(optimizer, self._chunk).is_known:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            for unit in {unit for param in params if (unit := unit_of(param)) is not None}:
+                unit.epoch += 1  # the user's own code stepped it
+
+    # ---- beside backward
+
+    def step_beside_backward(self, optimizer: optim.Optimizer | None) -> None:
+        """From here on gradients are final as they come, and this optimizer steps them; None: no longer."""
+        self._early, self._early_outcome = None, Outcome()
+        self.backward_ended()
+        for unit in self._units:
+            unit.calls = 0
+        if optimizer is not None and self.adopt(optimizer).is_known:
+            self._early = optimizer, self._groups(optimizer)
+
+    def is_eager(self) -> bool:
+        """Whether this backward's gradients may be stepped as they come."""
+        return self._early is not None
+
+    def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
+        """Step a unit's weights now, if their gradients are final."""
+        for weight in whose:
+            if id(weight) in self._stepped:
+                raise ExactnessError(
+                    f"{weight.name} got another gradient after it was stepped beside the first backward: set"
+                    " optimizer_overlap=False"
+                )
+        if self._early is None or not is_complete or unit.calls != 1 or unit.is_resident:
+            return
+        optimizer, groups = self._early
+        mine = [weight for weight in whose if id(weight) in groups]
+        if mine and all(isinstance(weight.host.grad, HostGradient) for weight in mine):
+            self._stepped.update(map(id, mine))
+            unit.is_final, self._options_then = True, _numbers(optimizer)
+            for weight in mine:
+                weight.host.grad.content.is_stepped_early = True  # type: ignore[union-attr]
+            self._submit(unit, mine, optimizer, groups, self._early_outcome)
+
+    def backward_ended(self) -> None:
+        """Drop units that were stepped beside the backward: the device has their weights of before."""
+        for unit in self._units:
+            if unit.is_final:
+                unit.is_final = False
+                unit.window.drop(unit)
+
+    # ---- half-applied steps
+
+    def check_whole(self) -> None:
+        """Raise if a step ended half-way."""
+        if self._failed is not None:
+            where, error = self._failed
+            raise TornStepError(
+                f"an optimizer step ended half-way, at {where}, by {type(error).__name__}: {error}. Weights and"
+                " optimizer state are those of no step: load the last checkpoint"
+            ) from error
+
+    def check_applied(self) -> None:
+        """Raise if a step is half applied: weights and state may not be saved."""
+        self.check_whole()
+        if self._stepped:
+            raise TornStepError(
+                "an exception came between a backward, beside which weights were stepped, and optimizer.step(): weights"
+                " and optimizer state are those of no step. Load the last checkpoint, or set optimizer_overlap=False"
+            )
+
+    def _check_saving(self, optimizer: optim.Optimizer) -> None:
+        _wait_steps(optimizer)
+        self.check_applied()
+
+    # ---- the work
+
+    def _noted_work(self, whose: list[Weight], groups: dict[int, int]) -> list[Work]:
+        found = []
+        for weight in whose:
+            grad = weight.host.grad
+            found.append(Work(weight, grad.content if isinstance(grad, HostGradient) else grad, groups[id(weight)]))
+        return found
+
+    def _submit(
+        self,
+        unit: Unit,
+        whose: list[Weight],
+        optimizer: optim.Optimizer,
+        groups: dict[int, int],
+        outcome: Outcome,
+    ) -> None:
+        """Start a unit's step, which does nothing where an error has ended the step of a unit before it."""
+        sliced, work = SlicedOptimizer(optimizer, self._chunk), self._noted_work(whose, groups)
+        options, scaling = sliced.options(is_host=True), sliced.scaling(torch.device("cpu"))
+        if any(getattr(grad, "is_sparse", False) for _, grad, _ in work):
+            options = [{**group, **_fused(user)} for group, user in zip(options, optimizer.param_groups, strict=True)]
+
+        state: Any = optimizer.state
+
+        def run() -> None:
+            self._run(unit, outcome, lambda: sliced.step(work, options, scaling, state))
+
+        future: Future[None] = unit.begin_step(lambda: self.thread.submit(run))
+        for _, grad, _ in work:
+            if isinstance(grad, GradientBytes):
+                grad.step = future
+        is_watched = all(isinstance(grad, GradientBytes) and not grad.is_exposed for _, grad, _ in work)
+        if unit.is_open or not is_watched:
+            unit.wait_step()  # nothing watches gradients that the user made, or arrays that the user has
+
+    def _run(self, unit: Unit, outcome: Outcome, step: Callable[[], None]) -> None:
+        """Step a unit. Runs on the thread."""
+        try:
+            if outcome.error is not None:
+                return
+            unit.wait_copy()
+            before = [weight.value._version for weight in unit.weights]
+            with torch.no_grad(), without_dispatch():
+                try:
+                    step()
+                    outcome.has_changed = True
+                except BaseException as error:
+                    outcome.error = error
+                    if outcome.has_changed or before != [weight.value._version for weight in unit.weights]:
+                        self._failed = unit.name, error
+                    raise
+        finally:
+            unit.end_step()
+
+    def _step_on_device(
+        self, unit: Unit, whose: list[Weight], optimizer: optim.Optimizer, groups: dict[int, int]
+    ) -> None:
+        sliced, work = SlicedOptimizer(optimizer, self._chunk), self._noted_work(whose, groups)
+        unit.show()
+        state: Any = optimizer.state
+        with torch.no_grad():
+            sliced.step_on_device(work, sliced.options(is_host=False), sliced.scaling(unit.device.torch_device), state)
+        for weight in whose:
+            unit.keep_write(weight)
+
+
+def _wait_steps(optimizer: optim.Optimizer) -> None:
+    optimizer.state.values()
+
+
+def _numbers(optimizer: optim.Optimizer) -> Any:
+    """List the options whose change can be seen."""
+    return [[v for v in group.values() if isinstance(v, (int, float, str, tuple))] for group in optimizer.param_groups]
+
+
+def _fused(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's own choice of fused kernels, which take no sparse gradients."""
+    return {"fused": group.get("fused")} if "fused" in group else {}

@@ -1,0 +1,1 @@
+"""The stream of a module's weights between host and device."""

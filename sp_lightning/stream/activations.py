@@ -1,0 +1,274 @@
+"""Tensors that autograd saves inside units: weights as references to their unit, the rest as the policy says.
+
+While a unit runs, saved tensors pass `SavedTensors`. A weight is saved as a description of which bytes of which unit it
+is, and the unit is visited when backward asks for it: the graph keeps no memory of weights. Hooks of other code (a
+checkpoint of the user's around the unit or inside) get all that is no weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.dynamo import never_compiled_hook
+from ..compat.streaming import admits_hooks, top_hooks
+from ..errors import UnsupportedError
+from ..host.device import Device, Ring, dense_strides
+from .leaf import Weight
+from .recompute import Recompute
+from .window import Window
+
+WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
+SMALLEST = 1 << 10  # bytes; less is not worth a copy
+
+
+def check_version(tensor: Tensor, version: int, shape: torch.Size) -> None:
+    """Raise torch's own error if a saved tensor was written since."""
+    if tensor._version != version:
+        found = f"a tensor of shape {list(shape)} is at version {tensor._version}; expected version {version} instead"
+        raise RuntimeError(f"{WRITTEN}: {found}")
+
+
+class Kept:
+    """A saved tensor where it is. `detach` shares its version, so that writes are found as in a plain run."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def get(self) -> Tensor:
+        check_version(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
+
+
+class SavedWeight:
+    """A weight, or a view of one, which is on the device when it is asked for."""
+
+    __slots__ = ("place", "version", "weight")
+
+    def __init__(self, tensor: Tensor, weight: Weight) -> None:
+        self.weight, self.version = weight, tensor._version
+        self.place = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def get(self) -> Tensor:
+        unit = self.weight.unit
+        unit.window.visit(unit)
+        dtype, shape, stride, offset = self.place
+        check_version(self.weight.there, self.version, shape)
+        memory: Tensor = unit.memory
+        return memory.view(dtype).as_strided(shape, stride, offset)
+
+
+class Trip:
+    """The tensors that one unit's forward saved, on their way down and up. Backward follows the trips back."""
+
+    def __init__(self, device: Device, before: Callable[[], Trip | None]) -> None:
+        self._device = device
+        self._before = before  # the trip whose tensors backward needs next, if its graph still lives
+        self._saved: dict[Any, Moved] = {}
+        self._is_open = True
+        self._arrived: Any = None
+
+    def add(self, tensor: Tensor) -> Moved:
+        """Send a tensor down, once however often it is saved."""
+        where = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        key = (*where, tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key not in self._saved:
+            self._saved[key] = Moved(self, tensor, self._device)
+        return self._saved[key]
+
+    def close(self, ring: Ring) -> None:
+        """Let go of the tensors on the device as soon as they were copied: the forward is over."""
+        if self._saved:
+            sources = [moved.let_go() for moved in self._saved.values()]
+            ring.hold(sources, self._device.down.record_event(), self._device.compute)
+
+    def fetch(self) -> None:
+        """Start to copy all of them up."""
+        if self._arrived is None:
+            self._device.after_compute(self._device.up)
+            for moved in self._saved.values():
+                moved.fetch()
+            self._arrived = self._device.up.record_event()
+            self._saved = {}
+
+    def wait(self) -> None:
+        """Have compute wait for them, and start with those of the unit before."""
+        self.fetch()
+        self._arrived.wait(self._device.compute)
+        if (before := self._before()) is not None:
+            before.fetch()
+
+
+class Moved:
+    """A saved tensor that is in host memory between forward and backward."""
+
+    __slots__ = ("_device", "_form", "_here", "_source", "_there", "_trip", "_version", "_was_written")
+
+    def __init__(self, trip: Trip, tensor: Tensor, device: Device) -> None:
+        self._trip, self._device = trip, device
+        self._source: Tensor | None = tensor.detach()  # until the forward ends: a key in its trip
+        self._version, self._was_written = tensor._version, False
+        self._form = tensor.shape, tensor.stride(), tensor.dtype
+        self._here: Tensor | None = device.passing(tensor.nbytes)
+        self._there: Tensor | None = None
+        device.after_compute(device.down)
+        device.send_down(self._shaped(self._here), self._source)
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        shape, stride, dtype = self._form
+        return flat.view(dtype).as_strided(shape, stride)
+
+    def let_go(self) -> Tensor:
+        """Return the tensor on the device, to which nothing here refers from now on."""
+        assert self._source is not None
+        source, self._source = self._source, None
+        self._was_written = source._version != self._version
+        return source
+
+    def fetch(self) -> None:
+        """Copy it up, behind its copy down."""
+        assert self._here is not None
+        device = self._device
+        there = device.empty(self._here.nbytes)
+        device.after_compute(device.up)
+        device.up.wait_event(device.down.record_event())
+        device.send_up(there, self._here)
+        device.keep_for(there, device.up)  # the graph may be dropped before anything waits for the copy
+        self._there, self._here = there, None
+
+    def get(self) -> Tensor:
+        if self._was_written:
+            raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self._form[0])}")
+        self._trip.wait()
+        assert self._there is not None
+        return self._shaped(self._there)
+
+
+def _is_plain_view(tensor: Tensor, weight: Weight) -> bool:
+    """Whether a tensor has a weight's bytes as they are, and its version."""
+    return tensor._version == weight.there._version and not tensor.is_conj() and not tensor.is_neg()
+
+
+class Handed:
+    """A saved tensor that hooks of others have, of which only a write by the unit's forward is noted."""
+
+    __slots__ = ("_form", "_source", "_version", "_was_written", "packed")
+
+    def __init__(self, tensor: Tensor, packed: Any) -> None:
+        self.packed = packed
+        self._source: Tensor | None = tensor.detach()
+        self._form, self._version, self._was_written = tensor.shape, tensor._version, False
+
+    def let_go(self) -> None:
+        """Refer to the tensor no longer: the forward is over."""
+        if self._source is not None:
+            self._was_written = self._source._version != self._version
+            self._source = None
+
+    def check_written(self) -> None:
+        """Raise torch's own error if the forward wrote to the tensor after it was saved."""
+        if self._was_written:
+            raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self._form)}")
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """The hooks on saved tensors under which a unit runs."""
+
+    def __init__(self, policy: Activations, trip: Trip | None) -> None:
+        self._policy, self._trip = policy, trip
+        self.outer = hooks_of_others()  # which get what is no weight
+        self._handed: list[Handed] = []
+        super().__init__(self.pack, self._unpack)
+
+    @never_compiled_hook
+    def pack(self, tensor: Tensor) -> Any:
+        weight = self._policy.window.weight_of(tensor) if tensor.layout is torch.strided else None
+        if weight is not None and _is_plain_view(tensor, weight):
+            weight.unit.keep_for_stream()
+            return SavedWeight(tensor, weight)
+        if self.outer is not None:
+            self._handed.append(Handed(tensor, self.outer[0](tensor)))
+            return self._handed[-1]
+        if self._trip is not None and self._policy.moves(tensor):
+            return self._trip.add(tensor)
+        return Kept(tensor)
+
+    @never_compiled_hook
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, (SavedWeight, Kept, Moved)):
+            return packed.get()
+        packed.check_written()
+        found: Tensor = self.outer[1](packed.packed)
+        return found
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for handed in self._handed:
+            handed.let_go()
+        self._handed.clear()
+
+
+def our_hooks() -> SavedTensors | None:
+    """Return our hooks on saved tensors, if they are the innermost."""
+    hooks = top_hooks(False)
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, SavedTensors) else None
+
+
+def hooks_of_others() -> Any:
+    """Return the innermost hooks on saved tensors that are not ours; None: there are none."""
+    return top_hooks(False) if (ours := our_hooks()) is None else ours.outer
+
+
+class Activations:
+    """Policy for the activations of units between forward and backward."""
+
+    def __init__(self, policy: str, window: Window, device: Device) -> None:
+        self.recomputes, self.offloads = "recompute" in policy, "offload" in policy
+        self.window, self.device = window, device
+        self._ring = Ring()
+        self._last: Callable[[], Trip | None] = lambda: None
+
+    def saving(self) -> Any:
+        """Return the hooks under which a weight is used, unless ours are there or nothing is recorded."""
+        if not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        if not admits_hooks():
+            raise UnsupportedError(
+                "saved-tensor hooks are disabled around a streamed module (disable_saved_tensors_hooks of torch), but"
+                " bring its weights back for backward: call the module outside of that context"
+            )
+        return contextlib.nullcontext() if our_hooks() is not None else SavedTensors(self, None)
+
+    def moves(self, tensor: Tensor) -> bool:
+        """Whether a saved tensor goes to the host: on the device, worth a copy, and without gaps or overlaps."""
+        return (
+            tensor.nbytes >= SMALLEST
+            and tensor.device == self.device.torch_device
+            and not isinstance(tensor, nn.Parameter)
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and tensor.stride() == dense_strides(tensor)
+        )
+
+    def run(self, recompute: Recompute, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a unit's forward, for which autograd records."""
+        if hooks_of_others() is not None:  # inside a checkpoint of the user's, to whom the unit is left
+            return call(*args, **kwargs)
+        if not self.offloads:
+            return recompute.run(call, args, kwargs, Kept) if self.recomputes else call(*args, **kwargs)
+        trip = Trip(self.device, self._last)
+        self._last = weakref.ref(trip)
+        hooks = SavedTensors(self, trip)
+        try:
+            with hooks:
+                return recompute.run(call, args, kwargs, hooks.pack) if self.recomputes else call(*args, **kwargs)
+        finally:
+            trip.close(self._ring)

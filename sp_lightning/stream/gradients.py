@@ -1,0 +1,436 @@
+"""Gradients: packed copies down, and tensors that answer only when somebody asks.
+
+`p.grad` is a `HostGradient`. Its norm is computed where the gradient came from, by the plain run's kernel; a factor
+that multiplies it is noted, and multiplied inside the optimizer's own pass. So clipping by norm moves no bytes. Any
+other function gets the true gradient in host memory.
+
+Each backward has a record of its own, by autograd's number. `.grad` is written as the backward ends, by the thread that
+called it, or by the next touch of a weight where an exception ended the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.streaming import (
+    as_subclass,
+    at_end_of_backward,
+    copy_all,
+    gradient_hooks,
+    graph_task,
+    hooks_after_accumulation,
+    multiply_all,
+    norms_of_all,
+    unscale_all,
+    without_dispatch,
+)
+from ..errors import ExactnessError, UnsupportedError
+from ..host.device import Device, Ring, aligned
+from .lazy import METADATA, Lazy, grad_of, set_grad
+from .leaf import Weight
+from .unit import Unit
+
+
+class Norm(Tensor):
+    """A gradient's norm on the device, where clipping stacks and sums norms as in a plain run."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to and isinstance(args[0], Norm):
+            return args[0]  # clipping asks for the device of the first gradient
+        with without_dispatch():
+            return func(*args, **(kwargs or {}))
+
+
+class GradientBytes:
+    """The bytes that backwards left of a weight's gradient: in host memory, or on the device for a resident weight."""
+
+    def __init__(self, weight: Weight, raw: Tensor, arrived: Any, norm: Tensor | None) -> None:
+        self.weight = weight
+        self.raw: Tensor | None = raw  # in the type in which it came, and where it is stepped
+        self._is_host = raw.device.type == "cpu" and not weight.unit.is_resident
+        self.is_full = self._is_host and raw.dtype == weight.value.dtype  # whether `full` has the bytes
+        self.full = raw if self.is_full else torch.empty_like(weight.value, device="cpu")
+        if not self.is_full:
+            self.full.untyped_storage().resize_(0)  # until somebody asks for it
+        self.arrived = arrived
+        self.norm = norm  # by the kernel for many tensors
+        self.factors: list[Any] = []  # by which it is still to be multiplied
+        self.is_stepped_early = False  # whether a step has read it that the user has not called yet
+        self.is_exposed = False  # whether the user may have a view of it
+        self.adding: Future[None] | None = None  # of another gradient to it
+        self.step: Future[None] | None = None  # the step that reads it
+
+    def wait(self) -> None:
+        """Wait until nothing adds to it or steps with it; raise what that raised."""
+        for future in (self.adding, self.step):
+            if future is not None:
+                future.result()
+
+    def settle(self) -> Tensor:
+        """Wait for all that is pending, and return the true gradient in host memory."""
+        self.wait()
+        return self.true()
+
+    def true(self) -> Tensor:
+        """Return the true gradient in host memory. Called by the optimizer's thread, or when nothing is pending."""
+        self.arrived.synchronize()
+        if not self.is_full:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+            self.full.copy_(self._held)
+            self.raw, self.is_full = None, True
+        self._multiply(self.full)
+        self.norm = None  # the caller may change the gradient
+        return self.full
+
+    @property
+    def _held(self) -> Tensor:
+        assert self.raw is not None
+        return self.raw
+
+    def _multiply(self, gradient: Tensor) -> None:
+        for factor in self.factors:
+            gradient.mul_(factor)
+        if self.factors:
+            self.factors, self.norm = [], None
+
+    def on_device(self) -> Tensor:
+        """Return the true gradient of a resident weight on the device."""
+        if self.is_full:
+            return self.settle().to(self.weight.there.device)
+        self._multiply(self._held)
+        return self._held
+
+    def find_norm(self, compute: Callable[[Tensor], Tensor], is_for_many: bool) -> Tensor:
+        """Return the gradient's norm by this function, computed on the device."""
+        if is_for_many and self.norm is not None and not self.factors:
+            return self.norm
+        there = self.weight.there.device
+        if self._is_host or self.is_full:
+            return compute(self.settle().to(there))
+        return compute(self.on_device())
+
+    def add(self, other: GradientBytes) -> None:
+        """Add the gradient of another backward. Called by the optimizer's thread."""
+        total = self.true()
+        other.arrived.synchronize()
+        total.add_(other._held)
+
+    def add_on_device(self, other: GradientBytes) -> None:
+        """Add the gradient of another backward to a resident weight's."""
+        self.norm = None
+        if self.is_full:
+            self.full.add_(other.settle())
+        else:
+            self._multiply(self._held)
+            self._held.add_(other._held)
+
+    def flat(self) -> Tensor:
+        """Return all elements in the order of memory, in the type in which they came."""
+        found = self.full if self.is_full else self._held
+        return found.as_strided((found.numel(),), (1,))
+
+
+class HostGradient(Lazy, Tensor):
+    """The gradient of a streamed parameter."""
+
+    content: GradientBytes
+
+    @staticmethod
+    def of(content: GradientBytes) -> HostGradient:
+        """Make the tensor that the user sees."""
+        gradient: HostGradient = as_subclass(HostGradient, content.full)
+        gradient.content = content
+        return gradient
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in METADATA:
+            args, kwargs = _on_host(args), _on_host(kwargs or {})
+            answer = DEFERRED[func](*args, **kwargs) if func in DEFERRED else NotImplemented
+            if answer is not NotImplemented:
+                return answer
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nothing steps with the bytes, and nobody has a view of them."""
+        content = getattr(self, "content", None)
+        return content is not None and content.step is None and not content.is_exposed
+
+    def before(self) -> None:
+        if (content := getattr(self, "content", None)) is not None:
+            if content.is_stepped_early:
+                raise ExactnessError(
+                    f"the gradient of {content.weight.name} was read or changed between backward and optimizer.step(),"
+                    " but the weight was stepped beside backward: set optimizer_overlap=False"
+                )
+            content.settle()
+            content.is_exposed = True
+
+
+def _on_host(value: Any) -> Any:
+    """Bring tensors on a device down, which a function gets together with a gradient."""
+    if isinstance(value, Tensor):
+        return value if value.device.type == "cpu" else value.to("cpu")
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_host, value))
+    if isinstance(value, dict):
+        return {key: _on_host(item) for key, item in value.items()}
+    return value
+
+
+# ---- functions of gradients that need no bytes on the host
+
+
+def _norm(func: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Answer with the norm of one gradient, by this function on the device."""
+
+    def answer(gradient: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(gradient, "content") or kwargs or len(args) > 1:
+            return NotImplemented
+        return gradient.content.find_norm(lambda there: func(there, *args), False).as_subclass(Norm)
+
+    return answer
+
+
+def _vector_norm(gradient: Any, ord: Any = 2, **kwargs: Any) -> Any:
+    """Answer as clipping does in a plain run, where it computes the norms of all gradients at once.
+
+    Clipping calls this function for tensors of a class that it does not know.
+    """
+    found = _norms([gradient], ord, **kwargs)
+    return found if found is NotImplemented else found[0]
+
+
+def _norms(gradients: Any, ord: Any = 2, **kwargs: Any) -> Any:
+    if kwargs or not all(hasattr(gradient, "content") for gradient in gradients):
+        return NotImplemented
+    contents = [gradient.content for gradient in gradients]
+    found = [content.find_norm(lambda there: norms_of_all([there], ord)[0], ord == 2) for content in contents]
+    return [norm.as_subclass(Norm) for norm in found]
+
+
+def _multiply(gradients: Any, factor: Any) -> Any:
+    is_number = isinstance(factor, (int, float)) or (type(factor) is Tensor and not factor.ndim)
+    if not is_number or not all(isinstance(one, HostGradient) and one.is_unread for one in gradients):
+        return NotImplemented
+    factor = factor.clone() if isinstance(factor, Tensor) else factor
+    for gradient in gradients:
+        gradient.content.factors.append(factor)
+    return gradients
+
+
+def _multiply_one(gradient: Any, factor: Any) -> Any:
+    return NotImplemented if _multiply([gradient], factor) is NotImplemented else gradient
+
+
+def _unscale(gradients: Any, found_inf: Any, inv_scale: Any) -> Any:
+    """Wait for the factor of a GradScaler: it comes down by a copy that nothing else waits for."""
+    for gradient in gradients:
+        if isinstance(gradient, HostGradient) and hasattr(gradient, "content"):
+            gradient.content.weight.unit.device.synchronize()
+            break
+    return NotImplemented
+
+
+DEFERRED: dict[Any, Callable[..., Any]] = {
+    unscale_all: _unscale,
+    norms_of_all: _norms,
+    torch.linalg.vector_norm: _vector_norm,
+    torch.norm: _norm(torch.norm),
+    Tensor.norm: _norm(Tensor.norm),
+    Tensor.mul_: _multiply_one,
+    multiply_all: _multiply,
+}
+
+
+# ---- the way down
+
+
+class Backward:
+    """A backward, and the gradients of units that wait for the rest of their unit's."""
+
+    def __init__(self, collector: Gradients) -> None:
+        self.collector = collector
+        self.came: dict[Unit, dict[Weight, Tensor]] = {}
+        self.streams: set[Any] = set()  # on which they were computed
+        self.sent: list[tuple[Weight, Any]] = []  # what is yet to be put into `.grad`
+
+
+backwards: dict[int, Backward] = {}  # by autograd's number: those under way, and those that an exception ended
+
+
+def recover() -> None:
+    """Deliver the gradients of ended backwards, as a plain run has all that were accumulated before an exception."""
+    while backwards and graph_task() == -1:
+        _, backward = backwards.popitem()
+        backward.collector.end(backward)
+
+
+class Gradients:
+    """Takes the leaves' gradients to the user's parameters."""
+
+    def __init__(
+        self,
+        device: Device,
+        worker: Executor,
+        delivered: Callable[[Unit, list[Weight], bool], None],
+        ended: Callable[[], None],
+        is_eager: Callable[[], bool],
+    ) -> None:
+        self._device, self._worker = device, worker
+        self._ring = Ring()
+        self._delivered, self._ended = delivered, ended  # called once a unit's gradients came, and at the end
+        self._is_eager = is_eager  # whether steps wait for gradients inside of backward
+
+    def take(self, weight: Weight, leaf: Tensor) -> None:
+        """Take a leaf's gradient; with the last one of a unit, send them down."""
+        number, unit = graph_task(), weight.unit
+        if (backward := backwards.get(number)) is None:
+            backward = backwards[number] = Backward(self)
+            at_end_of_backward(lambda: self.end(backwards.pop(number)))
+        backward.streams.add(self._device.compute)
+        came = backward.came.setdefault(unit, {})
+        with without_dispatch():
+            grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        came[weight] = grad
+        if len(came) >= unit.trained:
+            self._flush(backward, unit, backward.came.pop(unit), is_complete=True)
+
+    def end(self, backward: Backward) -> None:
+        """Send down what came of units that did not get all their gradients, and put all into `.grad`."""
+        try:
+            while backward.came:
+                self._flush(backward, *backward.came.popitem(), is_complete=False)
+            for weight, gradient in backward.sent:
+                self.deposit(weight, gradient)
+        finally:
+            self._ended()
+
+    def _flush(self, backward: Backward, unit: Unit, came: dict[Weight, Tensor], is_complete: bool) -> None:
+        here = self._device.compute
+        for stream in backward.streams - {here}:
+            here.wait_event(stream.record_event())
+            for grad in came.values():
+                self._device.keep_for(grad, here)
+        with torch.no_grad(), without_dispatch():
+            grads = [self._hooked(weight, grad) for weight, grad in came.items()]
+            for weight, gradient in zip(came, self._send(unit, list(came), grads), strict=True):
+                if hooks_after_accumulation(weight.host) or self._is_eager():
+                    self.deposit(weight, gradient)
+                else:
+                    backward.sent.append((weight, gradient))
+        for weight in came:
+            for hook in hooks_after_accumulation(weight.host):
+                hook(weight.host)
+        self._delivered(unit, list(came), is_complete)
+
+    def _hooked(self, weight: Weight, grad: Tensor) -> Tensor:
+        """Pass a gradient through the user's hooks on the parameter."""
+        if grad.requires_grad:
+            raise UnsupportedError(
+                f"backward(create_graph=True) would give {weight.name} a gradient with a graph, which cannot be in host"
+                " memory: compute such gradients by torch.autograd.grad(..., create_graph=True)"
+            )
+        for hook in gradient_hooks(weight.host):
+            weight.uses = 0
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        if weight.is_narrow and weight.uses == 1:
+            grad = grad.to(weight.dtype)  # in which it came from the only use
+        weight.uses = 0
+        return grad
+
+    def _send(self, unit: Unit, weights: list[Weight], grads: list[Tensor]) -> list[Any]:
+        """Send a unit's gradients down, or note those of resident weights; return them in their order."""
+        dense = [(weight, grad) for weight, grad in zip(weights, grads, strict=True) if grad.layout is torch.strided]
+        norms = norms_of_all([grad.to(weight.value.dtype) for weight, grad in dense], 2.0) if dense else ()
+        raws, arrived = self._kept(dense) if unit.is_resident else self._packed(dense)
+        found = {
+            id(weight): GradientBytes(weight, raw, arrived, norm)
+            for (weight, _), raw, norm in zip(dense, raws, norms, strict=True)
+        }
+        return [
+            found.get(id(weight)) or grad.to("cpu", weight.value.dtype)
+            for weight, grad in zip(weights, grads, strict=True)
+        ]
+
+    def _kept(self, dense: list[tuple[Weight, Tensor]]) -> tuple[list[Tensor], Any]:
+        """Keep gradients on the device, as fresh memory in the order of their weights."""
+        return [
+            torch.empty_like(weight.there).copy_(grad) for weight, grad in dense
+        ], self._device.compute.record_event()
+
+    def _packed(self, dense: list[tuple[Weight, Tensor]]) -> tuple[list[Tensor], Any]:
+        """Pack gradients on the device, and start to copy them down as one."""
+        places, total = [], 0
+        for _, grad in dense:
+            places.append(total)
+            total += aligned(grad.nbytes)
+        there, here = self._device.empty(total), self._device.passing(total)
+        packed = [_view(there, at, weight.value, grad.dtype) for at, (weight, grad) in zip(places, dense, strict=True)]
+        if dense:
+            copy_all(packed, [grad for _, grad in dense])
+        self._device.after_compute(self._device.down)
+        arrived = self._device.send_down(here, there)
+        self._ring.hold(there, arrived, self._device.compute)
+        views = [_view(here, at, weight.value, grad.dtype) for at, (weight, grad) in zip(places, dense, strict=True)]
+        return views, arrived
+
+    def assign(self, weight: Weight, grad: Tensor) -> Tensor:
+        """Make a parameter's gradient of a tensor on the device, which the user assigns."""
+        with torch.no_grad(), without_dispatch():
+            (made,) = self._send(weight.unit, [weight], [grad])
+            return HostGradient.of(made) if isinstance(made, GradientBytes) else made
+
+    def deposit(self, weight: Weight, came: Any) -> None:
+        """Make it the parameter's gradient, or add it to the gradient that is there."""
+        host = weight.host
+        with without_dispatch(), torch.no_grad():
+            there = grad_of(host)
+            if there is None:
+                set_grad(host, HostGradient.of(came) if isinstance(came, GradientBytes) else came)
+            elif isinstance(came, GradientBytes) and isinstance(there, HostGradient):
+                self._accumulate(there.content, came)
+            else:
+                self._add_tensors(host, there, came)
+
+    def _accumulate(self, total: GradientBytes, came: GradientBytes) -> None:
+        if total.factors or total.step is not None:
+            total.wait()
+            if total.weight.unit.is_resident and not total.is_full:
+                total.on_device()
+            else:
+                total.true()
+            total.step = None
+        total.norm = None
+        if total.weight.unit.is_resident:
+            total.add_on_device(came)
+        else:
+            total.adding = self._worker.submit(total.add, came)
+
+    @staticmethod
+    def _add_tensors(host: nn.Parameter, there: Any, came: Any) -> None:
+        if isinstance(there, HostGradient):
+            there.before()
+        new = came.settle() if isinstance(came, GradientBytes) else came
+        set_grad(host, there + new if there.is_sparse and not new.is_sparse else there.add_(new))
+
+
+def release_gradient(host: nn.Parameter) -> None:
+    """Make a parameter's gradient a plain tensor in host memory."""
+    with without_dispatch():
+        if isinstance(grad := grad_of(host), HostGradient):
+            set_grad(host, grad.content.settle() if hasattr(grad, "content") else grad.detach())
+
+
+def _view(flat: Tensor, at: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    end = at + like.numel() * dtype.itemsize
+    return flat[at:end].view(dtype).as_strided(like.shape, like.stride())

@@ -1,0 +1,62 @@
+"""Tensors whose bytes may be pending: functions of torch that read or write them wait first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ..compat.streaming import GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION, without_dispatch
+
+_tensor: Any = Tensor  # whose attributes are descriptors, as type checkers do not know
+data_of, set_data = _tensor.data.__get__, _tensor.data.__set__
+grad_of, set_grad = _tensor.grad.__get__, _tensor.grad.__set__
+
+_READ = "requires_grad shape dtype device layout ndim is_leaf is_sparse grad_fn nbytes is_cuda _version".split()
+
+# Functions that neither read nor write a tensor's bytes.
+METADATA: set[Any] = {getattr(Tensor, name).__get__ for name in (*_READ, GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION)}
+METADATA |= {_tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.size, Tensor.numel, Tensor.dim}
+METADATA |= {Tensor.stride, Tensor.storage_offset, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex}
+METADATA |= {Tensor.is_inference, Tensor.is_pinned, Tensor.__len__, Tensor.__hash__}
+METADATA |= {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
+METADATA |= {grad_of, set_grad}
+
+
+class Lazy:
+    """A mixin for subclasses of Tensor whose functions wait for the bytes.
+
+    Results are plain tensors, unless `after` gives them a class of their own.
+    """
+
+    __slots__ = ()
+
+    def before(self) -> None:
+        """Wait until the bytes are there, and nothing else reads or writes them."""
+        raise NotImplementedError
+
+    def after(self, func: Any, result: Any) -> None:
+        """Note what a function returned for this tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lazy = [] if func in METADATA else list(found_in((args, kwargs), Lazy))
+        for tensor in lazy:
+            tensor.before()
+        with without_dispatch():
+            result = func(*args, **(kwargs or {}))
+            for tensor in lazy:
+                tensor.after(func, result)
+            return result
+
+
+def found_in(value: Any, kind: type) -> Iterator[Any]:
+    """Find the objects of a class among a function's arguments, in their order."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from found_in(item, kind)
+    elif isinstance(value, dict):
+        yield from found_in(list(value.values()), kind)

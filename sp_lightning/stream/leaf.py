@@ -1,0 +1,179 @@
+"""Leaves: what stands for the user's parameters on the device, in the modules and in autograd's graph.
+
+A leaf is one object for the life of the stream; its bytes come and go. Code that kept a leaf (an autograd function on
+its `ctx`, an attribute, a returned object) has the bytes brought when a function of torch gets the leaf.
+
+Weights that autocast casts travel in its type. Autocast casts a weight once per use, and autograd sums the gradients of
+the casts in the weight's own type; here the host made the cast. The modules have a leaf in the weight's own type, with
+a gradient and without bytes. A function in which autocast would cast is lent the bytes that came, by a node whose
+backward is that of the cast; any other function gets the weight in its own type, from the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..compat.streaming import tree_map_only, without_dispatch
+from ..errors import ExactnessError
+from ..memory.partition import Slot
+from .lazy import METADATA, data_of, found_in
+
+CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights
+CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights in these alone
+
+weights: dict[int, Weight] = {}  # by the id of their leaf, whose attributes are the user's parameter's
+
+
+class Weight:
+    """A parameter of the user's, and the leaf that stands for it on the device."""
+
+    unit: Any  # the one that it travels with (unit.py)
+    at: int  # its first byte in the unit
+    value: Tensor  # the host's bytes: a plain tensor with the parameter's version
+    wire: Tensor  # what travels: the same bytes, or a copy in another type
+    leaf: Leaf  # which gets the gradient
+    there: Tensor  # the weight on the device: the leaf itself, or what is lent for it
+    blank: Tensor  # data of the same form without bytes
+
+    def __init__(self, name: str, host: nn.Parameter, slots: list[Slot], dtype: torch.dtype) -> None:
+        self.name, self.host, self.slots, self.dtype = name, host, slots, dtype
+        self.is_narrow = dtype != host.dtype
+        self.nbytes = host.numel() * dtype.itemsize
+        self.shown = -1  # version of the host's bytes that the leaf shows
+        self.is_exposed = False  # whether the leaf may have been written behind its version
+        self.hook: Any = None  # on the leaf, by which its gradient is taken
+        self.uses = 0  # gradients that came through what was lent
+        self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
+
+    def check_written(self, given: Tensor, version: int) -> None:
+        """Keep what a function wrote to the tensor that it was given for the weight; raise if that is not possible."""
+        if version_of(given) != version:
+            if self.is_narrow:
+                raise ExactnessError(
+                    f"{self.name} was written on the device, where it is {self.dtype} for autocast and the write would"
+                    " be lost: set wire_dtype='as-is', or write to it between steps"
+                )
+            if not self.unit.depth:
+                self.unit.keep_write(self)
+
+
+class Leaf(nn.Parameter):
+    """A weight on the device. Only reads of `.data` are noted, whose writes no version shows."""
+
+    @property
+    def weight(self) -> Weight:
+        """The weight that the leaf stands for."""
+        return weights[id(self)]
+
+    def __hash__(self) -> int:
+        return id(self.weight.host)  # a dict of the user's has the parameter
+
+    def __eq__(self, other: Any) -> Any:
+        return True if other is self.weight.host or other is self else super().__eq__(other)
+
+    @property
+    def data(self) -> Tensor:
+        self.weight.is_exposed = True
+        with without_dispatch():
+            found: Tensor = data_of(self)
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.data.copy_(value)
+
+
+class Absent(Leaf):
+    """A leaf without bytes: a function that gets it runs while its unit is on the device."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with without_dispatch():
+            if func in METADATA:
+                return func(*args, **kwargs)
+            return call_with_leaves(list(found_in((args, kwargs), Absent)), func, args, kwargs)
+
+    def given_to(self, func: Any) -> Tensor:
+        """Return what a function gets, now that the unit is on the device."""
+        return self
+
+
+class Narrow(Absent):
+    """The leaf of a weight that travels in autocast's type."""
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.copy_(value)
+
+    def given_to(self, func: Any) -> Tensor:
+        kind = self.device.type
+        lends = func in CASTING and torch.is_autocast_enabled(kind)
+        lends = lends and torch.get_autocast_dtype(kind) == self.weight.dtype
+        lent: Tensor = Lend.apply(self, self.weight, lends)
+        return lent
+
+
+class Lend(torch.autograd.Function):
+    """The cast of a weight that the host made, or the weight in its own type."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, weight: Weight, is_cast: bool) -> Tensor:
+        ctx.weight, ctx.uses = weight, 1 if is_cast else 2  # a gradient in the weight's own type stays in it
+        if is_cast:
+            return weight.there.view_as(weight.there)
+        weight.unit.wait_step()
+        return weight.value.to(weight.there.device, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.weight.uses += ctx.uses
+        return grads[0].to(ctx.weight.value.dtype), None, None
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a tensor's version; tensors of inference mode have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def call_with_leaves(leaves: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function with leaves, while their units are on the device; keep what it writes to them."""
+    unit = leaves[0].weight.unit
+    units = list(dict.fromkeys(leaf.weight.unit for leaf in leaves if not leaf.weight.unit.depth))
+    given: list[tuple[Weight, Tensor, int]] = []
+
+    def give(leaf: Leaf) -> Tensor:
+        made = leaf.given_to(func) if isinstance(leaf, Absent) else leaf
+        given.append((leaf.weight, made, version_of(made)))
+        return made
+
+    with unit.window.using(units), unit.saving():
+        if any(isinstance(value, (list, tuple, dict)) for value in (*args, *kwargs.values())):
+            args, kwargs = tree_map_only(Leaf, give, (args, kwargs))
+        else:
+            args = [give(value) if isinstance(value, Leaf) else value for value in args]
+            kwargs = {key: give(value) if isinstance(value, Leaf) else value for key, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        for weight, made, version in given:
+            weight.check_written(made, version)
+    return result
+
+
+def casts_of(module: nn.Module, dtype: torch.dtype | None) -> set[int]:
+    """Find the parameters that autocast to a type casts wherever their modules use them; return their ids."""
+    casts: set[int] = set()
+    others: set[int] = set()
+    for owner in module.modules() if dtype is not None else ():
+        for name, param in owner._parameters.items():
+            if param is not None:
+                is_cast = type(owner) in CAST_IN and name in ("weight", "bias") and param.dtype == torch.float32
+                (casts if is_cast else others).add(id(param))
+    return casts - others

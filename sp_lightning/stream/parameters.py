@@ -1,0 +1,252 @@
+"""The user's parameters while they are streamed: the same objects, with a class whose functions wait for the bytes.
+
+Between steps they are host tensors. Inside a step they are the device's: where autograd records what is read of them,
+where a function gets them together with tensors on the device, and inside the call of a streamed module.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat.streaming import storage_id, tree_map_only, without_dispatch
+from ..errors import ExactnessError, UnsupportedError
+from .gradients import Gradients, backwards, recover, release_gradient
+from .lazy import METADATA, Lazy, data_of, found_in, set_data, set_grad
+from .leaf import Weight, call_with_leaves, version_of
+from .leaf import weights as leaf_weights
+from .unit import Unit
+
+weights: dict[int, Weight] = {}  # by the id of the parameter
+collectors: dict[int, Gradients] = {}  # by the id of the parameter: what takes its gradients
+
+ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # through which the user may write at any time, unseen
+
+# Functions that are about the bytes on the host, also where autograd would record them.
+ON_HOST: set[Any] = {*ARRAYS, data_of, Tensor.detach, Tensor.detach_, Tensor.data_ptr, Tensor.untyped_storage}
+ON_HOST |= {
+    Tensor.storage,
+    Tensor.tolist,
+    Tensor.item,
+    Tensor.__reduce_ex__,
+    Tensor.__deepcopy__,
+    Tensor.__repr__,
+    Tensor.is_contiguous,
+}
+ON_HOST |= {
+    Tensor.copy_,
+    Tensor.is_shared,
+    Tensor.share_memory_,
+    Tensor.get_device,
+    Tensor.__format__,
+    Tensor.is_set_to,
+}
+
+
+class Watched(Lazy):
+    """Bytes of a weight on the host. Functions wait for a pending step, and results over the same bytes do, too."""
+
+    def weight_of(self) -> Weight | None:
+        """Return the weight; None: this is a copy."""
+        return None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA or func in ON_HOST or not _is_inside_step(args, kwargs):
+            return super().__torch_function__(func, types, args, kwargs)
+        leaves: list[Tensor] = []
+
+        def on_device(tensor: Watched) -> Any:
+            if (weight := tensor.weight_of()) is None:
+                return tensor
+            if isinstance(tensor, Alias):
+                tensor.before()
+                with without_dispatch():
+                    return tensor.to(weight.leaf.device)
+            _prepare(weight)
+            leaves.append(weight.leaf)
+            return weight.leaf
+
+        args, kwargs = tree_map_only(Watched, on_device, (args, kwargs or {}))
+        with without_dispatch():
+            return call_with_leaves(leaves, func, args, kwargs) if leaves else func(*args, **kwargs)
+
+    def before(self) -> None:
+        if (weight := self.weight_of()) is not None:
+            weight.unit.before_host_access(weight)
+
+    def after(self, func: Any, result: Any) -> None:
+        if (weight := self.weight_of()) is None:
+            return
+        if func in ARRAYS:
+            weight.unit.is_open = True
+        for tensor in result if isinstance(result, (list, tuple)) else (result,):
+            if type(tensor) is Tensor and _shares_bytes(tensor, weight.value):
+                tensor.__class__ = Alias
+                tensor.weight, tensor.version = weight, version_of(tensor)  # type: ignore[attr-defined]
+
+
+class Alias(Watched, Tensor):
+    """A view of a weight's bytes that the user has."""
+
+    weight: Weight
+    version: int  # after the last write that was noted
+
+    def weight_of(self) -> Weight | None:
+        weight = getattr(self, "weight", None)
+        return weight if weight is not None and weights.get(id(weight.host)) is weight else None
+
+    def after(self, func: Any, result: Any) -> None:
+        super().after(func, result)
+        if (weight := self.weight_of()) is not None and version_of(self) != self.version:
+            self.version = version_of(self)
+            weight.unit.epoch += 1  # a view by `.data` has a version of its own
+
+    def plain(self) -> Tensor:
+        """Return a tensor over the same bytes that nothing watches."""
+        self.before()
+        with without_dispatch():
+            return self.detach().requires_grad_(self.requires_grad) if self.is_leaf else self.view_as(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = copy.deepcopy(self.plain(), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class HostParameter(Watched, nn.Parameter):
+    """A streamed parameter."""
+
+    plain: type = nn.Parameter  # its class in a plain run
+
+    @property
+    def data(self) -> Tensor:
+        found: Tensor = super().__torch_function__(data_of, (), (self,))
+        return found
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        _write_data(self, data)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if backwards:
+            recover()
+        if func == set_grad:
+            return _assign_gradient(*args)
+        if func is torch.autograd.grad:
+            return func(
+                *tree_map_only(HostParameter, _edge_of, args), **tree_map_only(HostParameter, _edge_of, kwargs or {})
+            )
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def weight_of(self) -> Weight | None:
+        return weights.get(id(self))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: Any) -> Any:
+        weight = weights.get(id(self))
+        return True if weight is not None and other is weight.leaf else super().__eq__(other)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        data = self.data.clone(memory_format=torch.preserve_format)
+        made = memo[id(self)] = self.plain(data, self.requires_grad)
+        return made
+
+
+def _shares_bytes(tensor: Tensor, value: Tensor) -> bool:
+    """Whether a tensor is over the bytes of a host tensor."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    return storage_id(tensor.untyped_storage()) == storage_id(value.untyped_storage())
+
+
+def _is_inside_step(args: Any, kwargs: Any) -> bool:
+    """Whether a function gets weights as a step does (the docstring above)."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found_in((args, kwargs), Watched)):
+        return True
+    tensors = list(found_in((args, kwargs), Tensor))
+    found = [weight for each in tensors if isinstance(each, Watched) and (weight := each.weight_of()) is not None]
+    if any(weight.unit.window.is_in_call for weight in found):
+        return True
+    where = {weight.leaf.device for weight in found}
+    return any(each.ndim and each.device in where and each.device.type != "cpu" for each in tensors)
+
+
+def _prepare(weight: Weight) -> None:
+    """Give the leaf what autograd asks of the parameter."""
+    if weight.leaf.requires_grad != weight.host.requires_grad:
+        weight.leaf.requires_grad_(weight.host.requires_grad)
+
+
+def _edge_of(param: HostParameter) -> Any:
+    """Return where autograd's graph has a parameter: its leaf."""
+    if (weight := weights.get(id(param))) is None:
+        return param
+    with without_dispatch():
+        return torch.autograd.graph.get_gradient_edge(weight.leaf)
+
+
+def _write_data(param: HostParameter, data: Tensor) -> None:
+    """Write other data to the parameter's place."""
+    weight = weights.get(id(param))
+    if weight is None:  # a copy
+        set_data(param, data)
+        return
+    if data.shape != weight.value.shape or data.dtype != weight.value.dtype:
+        raise UnsupportedError(
+            f"{weight.name}.data of {weight.value.dtype} {list(weight.value.shape)} gets {data.dtype}"
+            f" {list(data.shape)}: a streamed weight keeps its shape and type; convert the model before it is streamed"
+        )
+    param.before()
+    weight.unit.epoch += 1
+    with without_dispatch():
+        data_of(param).copy_(data)
+
+
+def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:
+    weight = weights.get(id(param))
+    with without_dispatch():
+        if weight is not None and grad is not None and grad.device.type != "cpu":
+            grad = collectors[id(param)].assign(weight, grad)
+        set_grad(param, grad)
+
+
+@functools.cache
+def _watched(plain: type) -> type:
+    if plain is nn.Parameter:
+        return HostParameter
+    return type(f"Host{plain.__name__}", (HostParameter, plain), {"plain": plain})
+
+
+def unit_of(param: Any) -> Unit | None:
+    """Return the unit of a streamed parameter; None: it is none."""
+    weight = weights.get(id(param))
+    return None if weight is None else weight.unit
+
+
+def watch(weight: Weight, collector: Gradients) -> None:
+    """Have functions of a parameter wait for its bytes."""
+    if id(weight.host) in weights:
+        raise ExactnessError(
+            f"{weight.name} is in another stream already: a weight can be in one at a time; close() the other handle,"
+            " or stream one module that contains both"
+        )
+    weights[id(weight.host)] = weight
+    collectors[id(weight.host)] = collector
+    weight.host.__class__ = _watched(type(weight.host))
+
+
+def release(weight: Weight) -> None:
+    """Make a parameter and its gradient plain again."""
+    release_gradient(weight.host)
+    weight.host.__class__ = getattr(weight.host, "plain", nn.Parameter)
+    del weights[id(weight.host)], collectors[id(weight.host)], leaf_weights[id(weight.leaf)]

@@ -1,0 +1,220 @@
+"""A unit's forward that runs again in backward: it finds arguments, buffers and generators as they were.
+
+`torch.utils.checkpoint` does the work. It keeps torch's generators, but neither what a forward changes in place
+(caches, lists, arguments, buffers) nor the generators of Python and NumPy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import ExactnessError
+
+# What `copied` leaves as it is: values that do not change, and tensors and modules, which are followed by themselves.
+ATOMS: tuple[type, ...] = (Tensor, nn.Module, type, enum.Enum, str, bytes, int, float, complex)
+ATOMS += (torch.dtype, torch.device, torch.Generator, types.NoneType)
+ATOMS += (types.FunctionType, types.MethodType, types.ModuleType)
+
+
+def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Copy what a forward may change: containers and objects, but no tensors, modules and functions."""
+    memo = {} if memo is None else memo
+    if isinstance(value, ATOMS):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, tuple):
+        items = [copied(item, memo) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if not isinstance(value, (list, dict)) and not hasattr(value, "__dict__"):
+        return value
+    made = memo[id(value)] = copy.copy(value)
+    if isinstance(made, list):
+        made[:] = [copied(item, memo) for item in made]
+    elif isinstance(made, dict):
+        for key, item in value.items():
+            dict.__setitem__(made, key, copied(item, memo))
+    for name, item in vars(made).items() if hasattr(made, "__dict__") else ():
+        made.__dict__[name] = copied(item, memo)
+    return made
+
+
+class Argument:
+    """An argument of a forward, as the forward found it."""
+
+    def __init__(self, value: Any, is_cloned: bool) -> None:
+        self.value = value
+        self._before: Any
+        self._is_tensor = isinstance(value, Tensor)
+        if self._is_tensor:
+            self._version = -1 if value.is_inference() else value._version
+            self._requires_grad = value.requires_grad
+            self._before = value.detach().clone() if is_cloned else None
+        else:
+            self._before = copied(value)
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the forward wrote to the tensor."""
+        return self._is_tensor and self._version >= 0 and self.value._version != self._version
+
+    def keep(self, pack: Callable[[Tensor], Any], where: str) -> None:
+        """Keep the argument for the second run, and let go of the caller's tensor."""
+        if self._is_tensor:
+            if self.was_written and self._before is None:
+                raise ExactnessError(
+                    f"{where} wrote to one of its arguments in place, which it did not do in earlier calls: a second"
+                    " run would find what it wrote; use activations='keep' or 'offload'"
+                )
+            self._is_written = self.was_written
+            kept: Tensor = self._before if self._is_written else self.value
+            self._before = pack(kept)
+            self.value = None
+
+    def again(self, unpack: Callable[[Any], Tensor]) -> Any:
+        """Return the argument as it was."""
+        if not self._is_tensor:
+            return copied(self._before)
+        found = unpack(self._before).detach().requires_grad_(self._requires_grad)
+        return found.clone() if self._is_written else found  # autograd refuses writes to a leaf
+
+
+class Buffer:
+    """A buffer before a forward."""
+
+    def __init__(self, place: dict[str, Any], name: str, is_cloned: bool) -> None:
+        self.place, self.name = place, name
+        self.tensor: Tensor = place[name]
+        self._version = self.tensor._version
+        self._before = self.tensor.clone() if is_cloned else None
+
+    def forget_unchanged(self) -> None:
+        """Forget the copy if the forward did not write to the buffer.
+
+        Values are compared, because batch norm writes its statistics behind their versions.
+        """
+        if self._before is not None and torch.equal(self._before, self.tensor):
+            self._before = None
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the forward wrote to the buffer, or replaced it."""
+        return self._before is not None or self.place.get(self.name) is not self.tensor
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its values before the forward are not to be had."""
+        return self.tensor._version != self._version and self._before is None
+
+    def restore(self) -> None:
+        """Put the buffer into its module as it was."""
+        self.place[self.name] = self.tensor if self._before is None else self._before.clone()
+
+
+class Recompute:
+    """Runs a module's forward, and again in backward.
+
+    The first call clones all tensors among the arguments, and all buffers; later ones clone those that were written.
+    """
+
+    def __init__(self, module: nn.Module, name: str, device: torch.device) -> None:
+        self._module, self._name = module, name
+        self._device = torch.empty(0, device=device)  # by which torch finds the device whose generator it keeps
+        self._is_first = True
+        self._written: set[int] = set()  # positions of arguments that the forward writes to
+        self._buffers: set[tuple[int, str]] = set()  # modules and names of buffers that it writes to
+
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any, pack: Callable[[Tensor], Any]) -> Any:
+        """Run the forward, whose tensors among the arguments are kept by ``pack``."""
+        is_first, names = self._is_first, list(kwargs)
+        arguments = [
+            Argument(value, is_first or place in self._written) for place, value in enumerate((*args, *kwargs.values()))
+        ]
+        buffers = [
+            Buffer(module._buffers, name, is_first or (id(module), name) in self._buffers)
+            for module in self._module.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        generators = _generators()
+        again = False
+
+        def forward(_: Tensor) -> Any:
+            if not again:
+                return call(*args, **kwargs)
+            values = [argument.again(_unpacked) for argument in arguments]
+            count = len(values) - len(names)
+            with _as_they_were(buffers, generators):
+                return call(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        result = checkpoint(forward, self._device, use_reentrant=False)
+        again = True
+        args = kwargs = None  # which `forward` would keep
+        self._learn(arguments, buffers, pack)
+        return result
+
+    def _learn(self, arguments: list[Argument], buffers: list[Buffer], pack: Callable[[Tensor], Any]) -> None:
+        """Note what the forward wrote to, and keep what a second run needs."""
+        is_first, self._is_first = self._is_first, False
+        for place, argument in enumerate(arguments):
+            if argument.was_written:
+                self._written.add(place)
+            argument.keep(pack, self._name)
+        owners = {id(module._buffers): id(module) for module in self._module.modules()}
+        for buffer in buffers:
+            if is_first:
+                buffer.forget_unchanged()
+            if buffer.is_lost:
+                raise ExactnessError(
+                    f"{self._name} wrote to its buffer {buffer.name!r}, which it did not do in earlier calls: a second"
+                    " run would find what it wrote; use activations='keep' or 'offload'"
+                )
+            if buffer.has_changed and id(buffer.place) in owners:
+                self._buffers.add((owners[id(buffer.place)], buffer.name))
+        buffers[:] = [buffer for buffer in buffers if buffer.has_changed]
+
+
+def _unpacked(kept: Any) -> Tensor:
+    found: Tensor = kept.get()
+    return found
+
+
+def _generators() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's generators."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_generators(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def _as_they_were(buffers: list[Buffer], generators: tuple[Any, Any]) -> Iterator[None]:
+    """Put buffers and generators back into the state before the first run, for a while."""
+    now = [(buffer, buffer.place[buffer.name]) for buffer in buffers]
+    states = _generators()
+    _set_generators(generators)
+    try:
+        for buffer in buffers:
+            buffer.restore()
+        yield
+    finally:
+        for buffer, tensor in now:
+            buffer.place[buffer.name] = tensor
+        _set_generators(states)

@@ -1,0 +1,164 @@
+"""Which units are on the device: the schedule decides, by what followed when units were last visited in this order.
+
+The visits are one endless trace. While it goes on as predicted nothing is looked up; at a surprise the prediction
+becomes what came after the longest like run of visits, and then that again: the period of a loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..compat.streaming import dispatch_mode_count, graph_task, storage_id, without_dispatch_modes
+from ..core.schedule import Schedule
+from ..errors import UnsupportedError
+from ..host.device import Device
+from .leaf import Weight
+from .unit import Unit
+
+LONGEST = 1 << 15  # visits that are remembered
+LOOKED_AT = 8  # earlier visits of a unit that are compared, by as many visits before each
+
+
+class Trace:
+    """The visits so far, and the period that they are expected to repeat."""
+
+    def __init__(self) -> None:
+        self._visits: list[int] = []
+        self._places: dict[int, list[int]] = {}
+        self._period: list[int] = []
+        self._at = 0
+
+    def add(self, unit: int) -> list[int] | None:
+        """Note a visit; if it was a surprise, return the new period, which begins with it."""
+        visits, period = self._visits, self._period
+        if visits and visits[-1] == unit:
+            return None
+        self._at += 1
+        found = None
+        if not period or period[self._at % len(period)] != unit:
+            places = self._places.get(unit, [])[-LOOKED_AT:]
+            place = max(reversed(places), key=self._likeness, default=None)
+            if place is not None:
+                found = self._period = visits[place:]
+                self._at = 0
+        if len(visits) > LONGEST:
+            visits.clear()
+            self._places.clear()
+        self._places.setdefault(unit, []).append(len(visits))
+        visits.append(unit)
+        return found
+
+    def _likeness(self, place: int) -> int:
+        """Count the visits before a place that are those before now."""
+        before, now = self._visits[max(place - LOOKED_AT, 0) : place], self._visits
+        return next((n for n, unit in enumerate(reversed(before)) if unit != now[-1 - n]), len(before))
+
+
+class Window:
+    """Loads units ahead of their visits, and evicts others."""
+
+    def __init__(self, units: Sequence[Unit], window: int, transfer: int, device: Device) -> None:
+        self._units, self._device = units, device
+        self._schedule = Schedule([unit.nbytes for unit in units], window, transfer)
+        self._trace = Trace()
+        self._current: tuple[Unit | None, Any] = None, None  # the unit that was visited last, and on which stream
+        self._in_use: dict[int, Unit] = {}
+        self._owner = threading.RLock()  # of the thread that calls the model
+        self._shown: dict[int, Unit] = {}  # by the address of their storage
+        self.is_in_call = False  # whether a call of a streamed module is under way
+
+    @contextlib.contextmanager
+    def using(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Visit units, and keep them on the device meanwhile."""
+        mine = [unit for unit in units if unit.index not in self._in_use]
+        is_owner = graph_task() == -1  # a backward runs on threads of autograd's, while its caller waits
+        if is_owner and not self._owner.acquire(blocking=False):
+            raise UnsupportedError(
+                "two threads are in one streamed model, one of them at"
+                f" {units[0].name if units else 'a shared module'}: call it from one thread at a time"
+            )
+        try:
+            for unit in units:
+                self.visit(unit)
+                self._in_use[unit.index] = unit
+            yield
+        finally:
+            for unit in mine:
+                self._in_use.pop(unit.index, None)
+            if is_owner:
+                self._owner.release()
+
+    @contextlib.contextmanager
+    def in_call(self) -> Iterator[None]:
+        """Note the call of a streamed module."""
+        before, self.is_in_call = self.is_in_call, True
+        try:
+            yield
+        finally:
+            self.is_in_call = before
+
+    def visit(self, unit: Unit) -> None:
+        """Have the unit on the device for what compute does next."""
+        here = unit, self._device.compute
+        if here == self._current:
+            return
+        if dispatch_mode_count():  # a selective checkpoint, or fake tensors
+            with without_dispatch_modes():
+                self._visit(unit, here)
+        else:
+            self._visit(unit, here)
+
+    def _visit(self, unit: Unit, here: tuple[Unit, Any]) -> None:
+        if not unit.is_resident:
+            self._bring(unit)
+        unit.show()
+        self._shown[storage_id(unit.memory.untyped_storage())] = unit
+        self._current = here
+
+    def _bring(self, unit: Unit) -> None:
+        if unit.index not in self._in_use and unit.is_stale():
+            self.drop(unit)
+        if period := self._trace.add(unit.index):
+            self._schedule.begin(period, wrap=True)
+        decision = self._schedule.visit(unit.index, self._in_use)
+        for index in decision.evict:
+            self._evict(self._units[index])
+        for index in decision.load:
+            self._units[index].load()
+
+    def weight_of(self, tensor: Tensor) -> Weight | None:
+        """Find the weight over whose bytes on the device a tensor is a view."""
+        unit = self._shown.get(storage_id(tensor.untyped_storage()))
+        if unit is None:
+            return None
+        at = tensor.storage_offset() * tensor.itemsize
+        return unit.weights[bisect_right(unit.weights, at, key=lambda weight: weight.at) - 1]
+
+    def look_again(self, unit: Unit) -> None:
+        """Compare the versions of a unit's weights at its next visit: the host may have written them."""
+        if self._current[0] is unit:
+            self._current = None, None
+
+    def drop(self, unit: Unit) -> None:
+        """Take a unit from the device: its weights change."""
+        self._current = None, None
+        if not unit.is_resident:
+            for index in self._schedule.invalidate([unit.index]):
+                self._evict(self._units[index])
+
+    def close(self) -> None:
+        """Take all units from the device."""
+        self._current = None, None
+        for unit in self._units:
+            self.drop(unit)
+
+    def _evict(self, unit: Unit) -> None:
+        if unit.is_shown:
+            self._shown.pop(storage_id(unit.memory.untyped_storage()), None)
+        unit.evict()

@@ -1,0 +1,532 @@
+"""Autograd, checkpoints, saved-tensor hooks and what forwards change are as in the plain run."""
+
+import contextlib
+import dataclasses
+import functools
+import random
+
+import numpy
+import pytest
+import torch
+from stream_programs import POLICIES, Block, Net, cases, check, collected, streamed
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+
+from sp_lightning.errors import ExactnessError, UnsupportedError
+
+PROGRAMS = []
+program = collected(PROGRAMS)
+
+
+class Twice(Net):
+    def forward(self, x):
+        x = self.emb(x)
+        for block in [*self.blocks, self.blocks[1], *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+@program(Twice, *POLICIES)
+def a_block_is_called_three_times(run, model):
+    return run.loop(model)
+
+
+class CheckpointsInside(Block):
+    def forward(self, x):
+        return x + checkpoint(lambda y: self.down(self.up(self.norm(y)).relu()), x, use_reentrant=False)
+
+
+@program(lambda: Net(CheckpointsInside), *POLICIES)
+def a_block_checkpoints_its_inside(run, model):
+    return run.loop(model)
+
+
+class CheckpointsAround(Net):
+    def forward(self, x):
+        def half(x):
+            for block in self.blocks[:3]:
+                x = block(x)
+            return x
+
+        x = checkpoint(half, self.emb(x), use_reentrant=False)
+        for block in self.blocks[3:]:
+            x = block(x)
+        return self.head(x)
+
+
+@program(CheckpointsAround, *POLICIES)
+def a_checkpoint_is_around_three_blocks(run, model):
+    return run.loop(model)
+
+
+class ReentrantInside(Block):
+    def forward(self, x):
+        def inner(y):
+            return self.up(y).relu()
+
+        one = checkpoint(inner, self.norm(x), use_reentrant=True)
+        other = checkpoint(inner, self.norm(x) * 2, use_reentrant=True)
+        return x + self.down(one + other)
+
+
+@program(lambda: Net(ReentrantInside), "keep", "recompute", "offload")
+def reentrant_checkpoints_are_inside_of_a_block(run, model):
+    return run.loop(model)
+
+
+class ReentrantAround(Net):
+    def forward(self, x):
+        def part(x, blocks):
+            for block in blocks:
+                x = block(x)
+            return x
+
+        x = checkpoint(part, self.emb(x), self.blocks[:3], use_reentrant=True)
+        return self.head(checkpoint(part, x, self.blocks[1:], use_reentrant=True))
+
+
+@program(ReentrantAround)
+def reentrant_checkpoints_overlap_and_gradients_have_a_hook(run, model):
+    model.blocks[1].up.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return run.loop(model)
+
+
+@program(Net, "keep", "recompute")
+def a_selective_checkpoint_is_around_each_block(run, model):
+    context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    def step(model, optimizer, i):
+        x = model.emb(run.x(i))
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=context)
+        return run.train(model.head(x).square().mean(), optimizer)
+
+    return run.loop(model, step)
+
+
+@program()
+def blocks_are_checkpointed_in_sequence(run, model):
+    def step(model, optimizer, i):
+        x = checkpoint_sequential(list(model.blocks), 2, model.emb(run.x(i)), use_reentrant=True)
+        return run.train(model.head(x).square().mean(), optimizer)
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute", "offload")
+def saved_tensors_are_on_the_cpu(run, model):
+    def step(model, optimizer, i):
+        with torch.autograd.graph.save_on_cpu():
+            loss = model(run.x(i)).square().mean()
+        return run.train(loss, optimizer)
+
+    return run.loop(model, step)
+
+
+@program()
+def saved_tensors_pass_hooks_of_the_user(run, model):
+    def step(model, optimizer, i):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+            loss = model(run.x(i)).square().mean()
+        return run.train(loss, optimizer)
+
+    return run.loop(model, step)
+
+
+@program(Net, *POLICIES)
+def blocks_are_skipped(run, model):
+    def step(model, optimizer, i):
+        return run.train(model(run.x(i), skip={i % 3, 4} if i % 2 else ()).square().mean(), optimizer)
+
+    return run.loop(model, step, count=6)
+
+
+@program(Net, "keep", "recompute")
+def blocks_are_called_by_a_loop_of_the_user(run, model):
+    def step(model, optimizer, i):
+        x = model.emb(run.x(i))
+        for block in model.blocks:
+            x = block(x)
+        return run.train(model.head(x).square().mean(), optimizer)
+
+    return run.loop(model, step)
+
+
+@program()
+def forwards_of_blocks_are_called_directly(run, model):
+    def step(model, optimizer, i):
+        x = model.emb(run.x(i))
+        for block in model.blocks:
+            x = block.forward(x)
+        return run.train(model.head(x).square().mean(), optimizer)
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute", "offload")
+def two_forwards_have_one_backward(run, model):
+    def step(model, optimizer, i):
+        return run.train(model(run.x(i)).square().mean() + model(run.x(9 + i)).sin().mean(), optimizer)
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute", "offload")
+def one_graph_has_two_backwards(run, model):
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        loss.backward(retain_graph=True)
+        return run.train(loss, optimizer)
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute", "offload")
+def gradients_of_inputs_are_penalised(run, model):
+    def step(model, optimizer, i):
+        x = run.x(i).requires_grad_()
+        y = model(x).square().mean()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        return run.train(y + (grad.norm() - 1) ** 2, optimizer)
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute")
+def a_hessian_is_multiplied_by_a_vector(run, model):
+    x = run.x(0).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    return torch.autograd.grad((grad * run.x(1)).sum(), x)
+
+
+@program(Net, "keep", "recompute")
+def only_inputs_have_gradients(run, model):
+    model.requires_grad_(False)
+    seen = []
+    for i in range(3):
+        x = run.x(i).requires_grad_()
+        seen += torch.autograd.grad(model(x).square().mean(), x)
+    return seen
+
+
+@program(Net, "keep", "recompute")
+def a_backward_ends_at_an_input(run, model):
+    def step(model, optimizer, i):
+        x = run.x(i).requires_grad_()
+        model(x).square().mean().backward(inputs=[x])
+        run.train(model(x.detach()).square().mean(), optimizer)
+        return x.grad.sum()
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute")
+def a_backward_ends_at_weights(run, model):
+    weights = [model.blocks[1].up.weight, model.emb.bias]
+    model(run.x(0)).square().mean().backward(inputs=weights)
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+@program(Net, "keep", "recompute")
+def a_graph_is_cut_between_blocks(run, model):
+    def step(model, optimizer, i):
+        first = model.blocks[0](model.emb(run.x(i)))
+        second = first.detach().requires_grad_()
+        loss = model.head(model.blocks[2](model.blocks[1](second))).square().mean()
+        loss.backward()
+        first.backward(second.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute", "offload")
+def inference_mode_comes_first_and_between(run, model):
+    with torch.inference_mode():
+        seen = [model(run.x(0)).clone()]
+
+    def step(model, optimizer, i):
+        with torch.inference_mode():
+            seen.append(model(run.x(i + 9)).clone())
+        return run.step(model, optimizer, i)
+
+    return run.loop(model, step) + seen
+
+
+@program(Net, "keep", "recompute")
+def tangents_go_forward(run, model):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(run.x(0), run.x(1)))).tangent.detach().clone()
+
+
+@program(Net, "keep", "recompute", "offload")
+def outputs_of_blocks_are_changed_in_place(run, model):
+    def step(model, optimizer, i):
+        x = model.emb(run.x(i))
+        for block in model.blocks:
+            x = block(x)
+            x.mul_(1.1)
+            x[0].add_(1)
+        return run.train(model.head(x).square().mean(), optimizer)
+
+    return run.loop(model, step)
+
+
+class ChangesArgument(Block):
+    def forward(self, x):
+        x.mul_(1.1)
+        return super().forward(x)
+
+
+class Doubles(Net):
+    def forward(self, x):
+        x = self.emb(x)
+        for block in self.blocks:
+            x = block(x * 2)
+        return self.head(x)
+
+
+@program(lambda: Doubles(ChangesArgument), *POLICIES)
+def blocks_change_their_argument_in_place(run, model):
+    return run.loop(model)
+
+
+class Views(Block):
+    def forward(self, x):
+        q, k = self.up(self.norm(x)).relu().view(4, 2, 32).unbind(1)
+        y = (q.t() @ k).softmax(-1)
+        z = q.expand(4, 4, 32).mean(0)
+        pairs = torch.view_as_complex(k.reshape(4, 16, 2))
+        w = (pairs * pairs.conj()).real
+        return x + self.down(torch.cat([q @ y, z + w.repeat(1, 2)], 1))
+
+
+@program(lambda: Net(Views), *POLICIES)
+def views_and_conjugates_are_saved(run, model):
+    return run.loop(model)
+
+
+class InPlace(Block):
+    def forward(self, x):
+        a = self.up(self.norm(x))
+        b = a.exp()
+        c = a * 2
+        c.add_(1)
+        return x + self.down(c.relu_() + b.mul(0.1).tanh_())
+
+
+@program(lambda: Net(InPlace), *POLICIES)
+def blocks_write_in_place(run, model):
+    return run.loop(model)
+
+
+class KeepsOnContext(torch.autograd.Function):
+    """A product whose weight is on ``ctx``, as kernels for quantised weights have it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.weight, None
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: object
+
+
+class OnContext(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.frozen = nn.Parameter(torch.randn(32, 32) * 0.1, requires_grad=False)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return Output(x + KeepsOnContext.apply(self.linear(self.norm(x)), self.frozen))
+
+
+class InObjects(Net):
+    def __init__(self):
+        super().__init__(OnContext)
+
+    def forward(self, x):
+        x = self.emb(x)
+        for block in self.blocks:
+            x = block(x).hidden
+        return self.head(x)
+
+
+@program(InObjects, "keep", "recompute", "offload")
+def a_function_keeps_a_weight_on_its_context(run, model):
+    return run.loop(model)
+
+
+class Raises(torch.autograd.Function):
+    is_on = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Raises.is_on:
+            raise ValueError("on purpose")
+        return grad
+
+
+class RaisingBlock(Block):
+    def forward(self, x):
+        return x + self.down(Raises.apply(self.up(self.norm(x)).relu()))
+
+
+@program(lambda: Net(RaisingBlock), "keep", "recompute", "offload")
+def an_exception_ends_a_backward(run, model):
+    seen = []
+
+    def step(model, optimizer, i):
+        Raises.is_on = i == 1
+        loss = model(run.x(i)).square().mean()
+        with contextlib.suppress(ValueError):
+            loss.backward()
+        Raises.is_on = False
+        seen.append([None if p.grad is None else p.grad.detach().clone() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return run.loop(model, step) + seen
+
+
+class RaisingForward(Block):
+    is_on = False
+
+    def forward(self, x):
+        if self.is_on:
+            raise ValueError("on purpose")
+        return super().forward(x)
+
+
+@program(lambda: Net(RaisingForward), "keep", "recompute", "offload")
+def an_exception_ends_a_forward(run, model):
+    def step(model, optimizer, i):
+        model.blocks[3].is_on = i == 1
+        try:
+            return run.step(model, optimizer, i)
+        except ValueError:
+            return torch.zeros(())
+
+    return run.loop(model, step)
+
+
+class Draws(Block):
+    def forward(self, x):
+        x = super().forward(x) * random.random() + float(numpy.random.rand())
+        return nn.functional.dropout(x, 0.5)
+
+
+@program(lambda: Net(Draws), *POLICIES)
+def blocks_draw_from_all_generators(run, model):
+    def step(model, optimizer, i):
+        torch.manual_seed(i)
+        random.seed(i)
+        numpy.random.seed(i)
+        return run.step(model, optimizer, i)
+
+    return [*run.loop(model, step), random.random(), float(numpy.random.rand()), torch.rand(())]
+
+
+class Counts(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(32))
+        self.register_buffer("copy", torch.zeros(32))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        self.copy = self.copy * 0.9 + x.detach().mean(0)
+        return super().forward(x) + self.mean + self.copy
+
+
+@program(lambda: Net(Counts), *POLICIES)
+def blocks_write_and_replace_buffers(run, model):
+    return run.loop(model)
+
+
+class Normed(Block):
+    def __init__(self):
+        super().__init__()
+        self.batch = nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        return super().forward(self.batch(x))
+
+
+@program(lambda: Net(Normed), "keep", "recompute", "offload")
+def batch_norms_see_two_forwards(run, model):
+    def step(model, optimizer, i):
+        return run.train(model(run.x(i)).square().mean() + model(run.x(i + 9)).square().mean(), optimizer)
+
+    return run.loop(model, step)
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("program, policy", cases(PROGRAMS))
+@pytest.mark.simgpu
+def test_graphs_are_those_of_the_plain_run(program, policy, window, device):
+    check(program, device, policy, window)
+
+
+# ---- what is refused
+
+
+class WritesSaved(Block):
+    def forward(self, x):
+        a = self.up(self.norm(x))
+        b = a.exp()
+        b.add_(1)
+        return x + self.down(b)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_saved_tensor_that_was_written_raises_torch_s_error(policy):
+    model = Net(WritesSaved)
+    with streamed(model, "cpu", activations=policy), pytest.raises(RuntimeError, match="modified by an inplace"):
+        model(torch.ones(4, 8)).sum().backward()
+
+
+def test_a_weight_written_before_backward_raises_torch_s_error():
+    model = Net()
+    with streamed(model, "cpu"):
+        loss = model(torch.ones(4, 8)).sum()
+        with torch.no_grad():
+            model.blocks[4].up.weight.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            loss.backward()
+
+
+def test_a_buffer_first_written_in_a_later_call_is_refused_under_recompute():
+    model = Net(Counts)
+    for block in model.blocks:
+        block.forward = functools.partial(Block.forward, block)
+    with streamed(model, "cpu", activations="recompute"):
+        model(torch.ones(4, 8)).sum().backward()
+        for block in model.blocks:
+            del block.forward
+        with pytest.raises(ExactnessError, match=r"blocks\.0 wrote to its buffer 'mean'"):
+            model(torch.ones(4, 8))
+
+
+def test_disabled_hooks_on_saved_tensors_are_refused():
+    model = Net()
+    with streamed(model, "cpu"), torch.autograd.graph.disable_saved_tensors_hooks("no"):
+        with pytest.raises(UnsupportedError, match="saved-tensor hooks are disabled"):
+            model(torch.ones(4, 8))

@@ -1,0 +1,274 @@
+"""Compiled, parametrized, nested and shared modules, threads, forks and streams of the user's are as in the plain run."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from stream_programs import Block, Net, cases, check, collected, device_named, streamed
+from torch import nn
+
+from sp_lightning.errors import OptionError, UnsupportedError
+from sp_lightning.handle import Settings, stream
+
+PROGRAMS = []
+program = collected(PROGRAMS)
+
+
+@program()
+def blocks_are_compiled_after_streaming_began(run, model):
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return run.loop(model)
+
+
+@program()
+def the_model_is_compiled_in_place(run, model):
+    model.compile(backend="eager")
+    return run.loop(model)
+
+
+@program()
+def the_model_is_compiled_as_another_module(run, model):
+    compiled, optimizer = torch.compile(model, backend="eager"), run.adamw(model.parameters())
+    return [run.step(compiled, optimizer, i) for i in range(3)]
+
+
+class CompiledBlocks(Net):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+
+@program(CompiledBlocks, "keep", "recompute")
+def blocks_are_compiled_before_streaming_begins(run, model):
+    return run.loop(model)
+
+
+class Parametrized(Block):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.utils.parametrizations.spectral_norm(self.up)
+        self.down = nn.utils.parametrizations.weight_norm(self.down)
+
+
+@program(lambda: Net(Parametrized), "keep", "recompute", "offload")
+def blocks_are_parametrized(run, model):
+    return run.loop(model)
+
+
+class Child(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) * 0.1)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x, other):
+        return self.norm(x @ self.weight.t() @ other.t())
+
+
+class Parent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) * 0.1)
+        self.child = Child()
+
+    def forward(self, x):
+        return x + self.child(x, self.weight)
+
+
+@program(lambda: Net(Parent), "keep", "recompute", units=lambda root: [b.child for b in root.blocks])
+def a_child_unit_gets_a_weight_of_its_parent(run, model):
+    return run.loop(model)
+
+
+class Caller(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.weight = nn.Parameter(torch.randn(32, 32) * 0.1)
+
+    def forward(self, x, then):
+        return x + self.linear(then(x, self.weight))
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Linear(8, 32)
+        self.callers = nn.ModuleList(Caller() for _ in range(4))
+        self.called = nn.ModuleList(Child() for _ in range(4))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        x = self.emb(x)
+        for caller, called in zip(self.callers, self.called, strict=True):
+            x = caller(x, called)
+        return self.head(x)
+
+
+@program(Pairs, "keep", "recompute", "offload", units=lambda root: [*root.callers, *root.called])
+def a_unit_calls_another_with_its_weight(run, model):
+    return run.loop(model)
+
+
+class Gated(Block):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(32, 32)
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            gate = self.gate(x.float()).sigmoid()
+        return super().forward(x) * gate
+
+
+@program(lambda: Net(Gated), "keep", "recompute", wire=torch.bfloat16)
+def a_gate_is_computed_in_fp32_inside_of_autocast(run, model):
+    def step(model, optimizer, i):
+        with torch.autocast(run.device.type, dtype=torch.bfloat16, cache_enabled=False):
+            loss = model(run.x(i)).float().square().mean()
+        return run.train(loss, optimizer)
+
+    seen = run.loop(model, step)
+    with torch.no_grad():
+        return [*seen, model(run.x(9))]
+
+
+@program()
+def a_loop_is_in_a_stream_of_the_user_s(run, model):
+    if run.device.type == "cpu":
+        return run.loop(model)
+    own = torch.Stream(device=run.device)
+    own.wait_stream(torch.accelerator.current_stream())
+    with own:
+        seen = run.loop(model)
+    own.synchronize()
+    return seen
+
+
+@program()
+def two_streams_have_one_optimizer(run, model):
+    torch.manual_seed(1)
+    other = Net()
+    if not run.is_streamed:
+        other.to(run.device)
+    with stream(other, run.device, window=1, chunk=512) if run.is_streamed else torch.enable_grad():
+        params = [*model.parameters(), *other.parameters()]
+        optimizer, seen = run.adamw(params), []
+        for i in range(4):
+            loss = model(run.x(i)).square().mean() + other(run.x(i + 1)).square().mean()
+            loss.backward()
+            seen.append(nn.utils.clip_grad_norm_(params, 0.05))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach().clone())
+        return [*seen, *(param.detach().clone() for param in other.parameters())]
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("program, policy", cases(PROGRAMS))
+@pytest.mark.simgpu
+def test_modules_compute_what_they_do_in_the_plain_run(program, policy, window, device):
+    check(program, device, policy, window)
+
+
+def test_a_compiled_block_stays_compiled():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = Net()
+    with streamed(model, "cpu"):
+        for block in model.blocks:
+            block.compile(backend=backend)
+        model(torch.ones(4, 8)).sum().backward()
+        compiled = model.blocks[0]._compiled_call_impl.compiled
+    assert seen and model.blocks[0]._compiled_call_impl is compiled is not None
+
+
+def test_two_threads_in_one_model_are_refused():
+    model, began, refused = Net(), threading.Event(), []
+
+    class Waits(Block):
+        def forward(self, x):
+            began.set()
+            time.sleep(0.3)
+            return super().forward(x)
+
+    model.blocks[0] = Waits()
+
+    def call():
+        began.wait()
+        try:
+            model(torch.ones(4, 8))
+        except UnsupportedError as error:
+            refused.append(str(error))
+
+    with streamed(model, "cpu"):
+        thread = threading.Thread(target=call)
+        thread.start()
+        model(torch.ones(4, 8))
+        thread.join()
+    assert refused and "call it from one thread at a time" in refused[0]
+
+
+@pytest.mark.simgpu
+def test_a_fork_while_a_step_is_pending_reads_the_stepped_weights():
+    model, device = Net(), device_named("simgpu")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with streamed(model, "simgpu"):
+        model(torch.ones(4, 8, device=device)).sum().backward()
+        optimizer.step()
+        child = os.fork()
+        if not child:
+            os._exit(int(not model.blocks[1].up.weight.detach().isfinite().all()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.simgpu
+def test_nothing_travels_that_did_not_change(monkeypatch):
+    from sp_lightning.stream.unit import Unit
+
+    copies, copy = [], Unit._copy
+    monkeypatch.setattr(Unit, "_copy", lambda unit: (copies.append(unit.name), copy(unit))[1])
+    model, x = Net(count=8), torch.ones(4, 8, device="simgpu")
+    with streamed(model, "simgpu", window=8), torch.no_grad():
+        for _ in range(3):
+            model(x)
+        assert len(copies) == 8
+        model.blocks[3].up.weight.mul_(0.5)
+        model(x)
+        assert copies[8:] == ["blocks.3"]
+
+
+@pytest.mark.simgpu
+def test_blocks_of_a_loop_of_the_user_s_are_loaded_ahead(monkeypatch):
+    from sp_lightning.stream.window import Window
+
+    model, x, found = Net(count=8), torch.ones(4, 32, device="simgpu"), []
+    bring = Window._bring
+
+    def noted(window, unit):
+        found.append(unit.flat is not None)
+        bring(window, unit)
+
+    monkeypatch.setattr(Window, "_bring", noted)
+    with streamed(model, "simgpu", window=3), torch.no_grad():
+        for _ in range(4):
+            found.clear()
+            for block in model.blocks:
+                x = block(x)
+        assert all(found)
+
+
+@pytest.mark.parametrize("option, value", [("window", 0), ("transfer", 3), ("chunk", 100), ("activations", "drop")])
+def test_a_wrong_option_is_refused_by_name(option, value):
+    with pytest.raises(OptionError, match=option):
+        Settings(**{option: value})

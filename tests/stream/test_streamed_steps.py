@@ -1,0 +1,377 @@
+"""Optimizers, their state, steps that fail and steps beside backward are as in the plain run, or raise a typed error."""
+
+import collections
+import contextlib
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from stream_programs import Block, Net, cases, check, collected, streamed
+
+from sp_lightning.errors import ExactnessError, TornStepError
+
+PROGRAMS = []
+program = collected(PROGRAMS)
+
+
+@program()
+def a_subclass_of_the_user_s(run, model):
+    class Mine(torch.optim.AdamW):
+        pass
+
+    return run.loop(model, optimizer=run.noted(Mine(model.parameters(), 1e-2, fused=True)))
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of the user's."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                mean = state.setdefault("mean", torch.zeros_like(param))
+                param.add_(mean.mul(0.9).add(param.grad, alpha=0.1).sign_(), alpha=-group["lr"])
+                mean.lerp_(param.grad, 0.01)
+
+
+@program()
+def an_optimizer_of_the_user_s(run, model):
+    return run.loop(model, optimizer=run.noted(Lion(model.parameters())))
+
+
+class GlobalNorm(torch.optim.AdamW):
+    """An optimizer that looks at all gradients at once."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [param.grad for group in self.param_groups for param in group["params"]]
+        norm = torch.sqrt(sum(grad.square().sum() for grad in grads))
+        for grad in grads:
+            grad.div_(norm.clamp(min=1.0))
+        return super().step(closure)
+
+
+@program()
+def an_optimizer_that_looks_at_all_gradients(run, model):
+    return run.loop(model, optimizer=run.noted(GlobalNorm(model.parameters(), 1e-2, fused=True)))
+
+
+@program(Net, "keep", "recompute")
+def lbfgs_with_a_closure(run, model):
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def step(model, optimizer, i):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(run.x(i)).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    return run.loop(model, step, optimizer)
+
+
+@program()
+def an_optimizer_per_weight_in_a_hook(run, model):
+    optimizers = {param: torch.optim.SGD([param], 0.1, fused=True) for param in model.parameters()}
+
+    def step(param):
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    seen = []
+    for i in range(4):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        seen.append(loss.detach().clone())
+    return seen
+
+
+@program()
+def state_read_after_each_step(run, model):
+    optimizer, seen = run.adamw(model.parameters()), []
+    for i in range(3):
+        run.step(model, optimizer, i)
+        seen.append(optimizer.state[model.blocks[2].up.weight]["exp_avg"].clone())
+        seen.append(sum(state["exp_avg"].sum().cpu() for state in optimizer.state.values()))
+        seen.append(
+            [value for state in copy.deepcopy(optimizer.state_dict())["state"].values() for value in state.values()]
+        )
+    return seen
+
+
+@program()
+def state_cleared(run, model):
+    optimizer = run.adamw(model.parameters())
+    seen = [run.step(model, optimizer, i) for i in range(3)]
+    optimizer.state.clear()
+    return seen + [run.step(model, optimizer, i) for i in range(4)]
+
+
+@program()
+def state_replaced(run, model):
+    optimizer = run.adamw(model.parameters())
+    seen = [run.step(model, optimizer, i) for i in range(3)]
+    optimizer.state = collections.defaultdict(dict)
+    return seen + [run.step(model, optimizer, i) for i in range(4)]
+
+
+@program()
+def state_of_one_weight_reset(run, model):
+    optimizer = run.adamw(model.parameters())
+    seen = [run.step(model, optimizer, i) for i in range(3)]
+    optimizer.state[model.blocks[1].up.weight] = {}
+    return seen + [run.step(model, optimizer, i) for i in range(4)]
+
+
+@program(Net, "keep", "recompute")
+def groups_added_later(run, model):
+    for block in model.blocks[:3]:
+        block.requires_grad_(False)
+    optimizer = run.adamw(model.parameters())
+    seen = [run.step(model, optimizer, i) for i in range(2)]
+    model.requires_grad_(True)
+    added = [param for block in model.blocks[:3] for param in block.parameters()]
+    optimizer.add_param_group({"params": added, "lr": 1e-3})
+    return seen + [run.step(model, optimizer, i) for i in range(3)]
+
+
+@program()
+def two_optimizers_over_the_same_weights(run, model):
+    one = run.adamw(model.parameters())
+    other = run.noted(torch.optim.SGD(model.parameters(), 1e-3, fused=True))
+
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        one.step()
+        other.step()
+        one.zero_grad()
+        return loss
+
+    return run.loop(model, step, one)
+
+
+@program()
+def two_steps_with_one_gradient(run, model):
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return run.train(loss * 0 + model(run.x(i + 5)).square().mean(), optimizer)
+
+    return run.loop(model, step)
+
+
+@program()
+def optimizers_made_anew(run, model):
+    seen = []
+    for i in range(6):
+        sgd = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=True)
+        seen.append(run.step(model, sgd if i % 2 else torch.optim.AdamW(model.parameters(), 1e-2, fused=True), i))
+    return seen
+
+
+@program()
+def nadam_without_foreach(run, model):
+    return run.loop(model, optimizer=run.noted(torch.optim.NAdam(model.parameters(), 1e-2, foreach=False)), count=6)
+
+
+@program()
+def an_error_in_the_options_of_a_step(run, model):
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        betas = optimizer.param_groups[0]["betas"]
+        if i == 1:
+            optimizer.param_groups[0]["betas"] = None
+        with contextlib.suppress(TypeError):
+            optimizer.step()
+        optimizer.param_groups[0]["betas"] = betas
+        optimizer.zero_grad()
+        return loss
+
+    return run.loop(model, step)
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("program, policy", cases(PROGRAMS))
+@pytest.mark.simgpu
+def test_steps_are_those_of_the_plain_run(program, policy, window, device):
+    check(program, device, policy, window)
+
+
+# ---- steps beside backward
+
+
+def trained(is_early, edit=lambda model, optimizer: None, steps=4):
+    """Train with or without steps beside backward; ``edit`` comes between backward and step."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    with streamed(model, "cpu") as handle:
+        for i in range(steps):
+            handle.steps.step_beside_backward(optimizer if is_early else None)
+            model(torch.full((4, 8), float(i))).square().mean().backward()
+            edit(model, optimizer)
+            optimizer.step()
+            handle.steps.step_beside_backward(None)
+            optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_steps_beside_backward_have_the_bits_of_steps_after_it():
+    assert all(map(torch.equal, trained(is_early=True), trained(is_early=False)))
+
+
+def test_steps_are_taken_beside_backward():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with streamed(model, "cpu") as handle:
+        handle.steps.step_beside_backward(optimizer)
+        before = model.blocks[4].up.weight.detach().clone()
+        model(torch.ones(4, 8)).sum().backward()
+        assert not torch.equal(before, model.blocks[4].up.weight.detach())
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda model, optimizer: model.blocks[2].up.weight.grad.mul_(0.5),
+        lambda model, optimizer: model.blocks[2].up.weight.grad.sum(),
+        lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    ],
+    ids=["multiplied", "read", "clipped"],
+)
+def test_a_gradient_touched_after_its_step_is_refused(edit):
+    with pytest.raises(ExactnessError, match=r"blocks\.\d.*beside backward: set optimizer_overlap=False"):
+        trained(is_early=True, edit=edit)
+
+
+def test_options_that_change_after_steps_are_refused():
+    def edit(model, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    with pytest.raises(ExactnessError, match="options of the optimizer changed"):
+        trained(is_early=True, edit=edit)
+
+
+def test_a_second_backward_after_steps_is_refused():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with streamed(model, "cpu") as handle:
+        handle.steps.step_beside_backward(optimizer)
+        loss = model(torch.ones(4, 8)).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(ExactnessError, match=r"another gradient after it was stepped"):
+            loss.backward()
+        optimizer.step()
+
+
+def test_a_step_that_was_half_applied_is_not_saved():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with streamed(model, "cpu") as handle:
+        handle.steps.step_beside_backward(optimizer)
+        model(torch.ones(4, 8)).sum().backward()
+        with pytest.raises(TornStepError, match=r"Load the last checkpoint"):
+            optimizer.state_dict()
+        optimizer.step()
+        optimizer.state_dict()
+
+
+# ---- steps that fail
+
+
+def failed_after_one_unit(monkeypatch, model, optimizer):
+    """Have a step end after its first unit."""
+    from sp_lightning.steps.slices import SlicedOptimizer
+
+    whole, count = SlicedOptimizer.step, []
+
+    def step(self, *args):
+        count.append(1)
+        if len(count) == 2:
+            raise MemoryError("on purpose")
+        whole(self, *args)
+
+    monkeypatch.setattr(SlicedOptimizer, "step", step)
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    with pytest.raises(MemoryError):
+        model(torch.ones(4, 8))
+    monkeypatch.setattr(SlicedOptimizer, "step", whole)
+
+
+def test_a_step_that_failed_half_way_is_neither_stepped_on_nor_saved(monkeypatch):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with streamed(model, "cpu"):
+        failed_after_one_unit(monkeypatch, model, optimizer)
+        with pytest.raises(TornStepError, match=r"half-way, at blocks\.1, by MemoryError"):
+            optimizer.step()
+        with pytest.raises(TornStepError, match="load the last checkpoint"):
+            optimizer.state_dict()
+
+
+def test_loading_state_ends_a_half_applied_step(monkeypatch):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    with streamed(model, "cpu"):
+        failed_after_one_unit(monkeypatch, model, optimizer)
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+
+
+# ---- what is left behind
+
+
+def test_an_optimizer_that_is_dropped_is_freed():
+    model = Net()
+    with streamed(model, "cpu"):
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        model(torch.ones(4, 8))
+        dropped = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert dropped() is None
+
+
+@pytest.mark.simgpu
+def test_state_is_on_the_host_after_close():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with streamed(model, "simgpu"):
+        model(torch.ones(4, 8, device="simgpu")).sum().backward()
+        optimizer.step()
+        assert optimizer.state[model.emb.weight]["exp_avg"].device.type == "simgpu"
+    assert type(optimizer.state) is collections.defaultdict
+    assert {state["exp_avg"].device.type for state in optimizer.state.values()} == {"cpu"}
+
+
+class Boom(Block):
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_a_plain_module():
+    model = Net(Boom)
+    with contextlib.suppress(KeyboardInterrupt), streamed(model, "cpu"):
+        model(torch.ones(4, 8))
+    assert all(type(param) is torch.nn.Parameter for param in model.parameters())

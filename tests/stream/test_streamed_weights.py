@@ -1,0 +1,462 @@
+"""Weights that a program reads, writes, keeps, replaces, shares and saves are those of the plain run."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from stream_programs import Block, Net, cases, check, collected, device_named, streamed
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from sp_lightning.errors import ExactnessError, UnsupportedError
+from sp_lightning.handle import stream
+
+PROGRAMS = []
+program = collected(PROGRAMS)
+
+
+@program(Net, "keep", "recompute")
+def averaged_and_swapped_in(run, model):
+    optimizer, seen = run.adamw(model.parameters()), []
+    average = {name: p.detach().clone().to("cpu") for name, p in model.named_parameters()}
+    for i in range(5):
+        seen.append(run.step(model, optimizer, i))
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                average[name].lerp_(param.detach().to("cpu"), 0.1)
+        if i % 2:
+            kept = {name: p.data.clone() for name, p in model.named_parameters()}
+            for name, param in model.named_parameters():
+                param.data.copy_(average[name])
+            with torch.no_grad():
+                seen.append(model(run.x(50 + i)).clone())
+            for name, param in model.named_parameters():
+                param.data = kept[name]
+    return seen
+
+
+@program(Net, "keep", "offload")
+def written_through_data_between_steps(run, model):
+    kept = [p.data for p in model.parameters()]
+
+    def step(model, optimizer, i):
+        loss = run.step(model, optimizer, i)
+        for data in kept:
+            data.mul_(0.9)
+        return loss
+
+    return run.loop(model, step)
+
+
+@program()
+def one_row_zeroed_between_steps(run, model):
+    def step(model, optimizer, i):
+        loss = run.step(model, optimizer, i)
+        with torch.no_grad():
+            model.blocks[1].up.weight[0].zero_()
+            model.emb.weight[0].zero_()
+        return loss
+
+    return run.loop(model, step)
+
+
+@program()
+def written_through_data_before_backward(run, model):
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        model.blocks[4].up.weight.data.mul_(0.5)
+        model.blocks[0].down.weight.data.mul_(0.5)
+        model.head.weight.data.mul_(0.5)
+        return run.train(loss, optimizer)
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute", "offload")
+def penalised_outside_of_their_modules(run, model):
+    def step(model, optimizer, i):
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return run.train(model(run.x(i)).square().mean() + 1e-3 * penalty, optimizer)
+
+    return run.loop(model, step)
+
+
+@program()
+def penalised_and_moved_to_the_device(run, model):
+    def step(model, optimizer, i):
+        penalty = sum(p.square().sum().to(run.device) for p in model.parameters())
+        return run.train(model(run.x(i)).square().mean() + 1e-3 * penalty, optimizer)
+
+    return run.loop(model, step, torch.optim.SGD(model.parameters(), 1e-3), count=8)
+
+
+class OtherWeight(Net):
+    def forward(self, x):
+        x = self.emb(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + F.linear(x, self.blocks[0].up.weight[:4])
+
+
+@program(OtherWeight, "keep", "recompute", "offload")
+def used_by_the_module_around(run, model):
+    return run.loop(model)
+
+
+@program(OtherWeight)
+def used_by_the_module_around_without_gradients(run, model):
+    with torch.no_grad():
+        return [model(run.x(i)) for i in range(3)]
+
+
+@program()
+def given_to_functional_call(run, model):
+    def step(model, optimizer, i):
+        weights = {name: p * 1.01 for name, p in model.named_parameters()}
+        return run.train(torch.func.functional_call(model, weights, (run.x(i),)).square().mean(), optimizer)
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute")
+def replaced_between_steps(run, model):
+    def step(model, optimizer, i):
+        loss = run.step(model, optimizer, i)
+        if i == 1:
+            model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach().clone())
+            model.head.bias = nn.Parameter(model.head.bias.detach().clone())
+        return loss
+
+    return run.loop(model, step)
+
+
+@program()
+def replaced_by_loading(run, model):
+    state = {name: value.detach().clone() * 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return run.loop(model)
+
+
+@program(Net, "keep", "recompute")
+def loaded_between_steps(run, model):
+    optimizer = run.adamw(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    seen = [run.step(model, optimizer, i) for i in range(3)]
+    schedule.step()
+    state, weights = copy.deepcopy(optimizer.state_dict()), {k: v.clone() for k, v in model.state_dict().items()}
+    seen += [run.step(model, optimizer, i) for i in range(2)]
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    return seen + [run.step(model, optimizer, i) for i in range(3)]
+
+
+@program()
+def pruned_between_steps(run, model):
+    optimizer = run.adamw(model.parameters())
+    seen = [run.step(model, optimizer, 0)]
+    prune.l1_unstructured(model.blocks[1].up, "weight", 0.5)
+    prune.l1_unstructured(model.head, "weight", 0.5)
+    seen += [run.step(model, optimizer, i) for i in range(3)]
+    prune.remove(model.blocks[1].up, "weight")
+    prune.remove(model.head, "weight")
+    return seen + [run.step(model, optimizer, i) for i in range(3)]
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+@program()
+def parametrized_between_steps(run, model):
+    optimizer = run.adamw(model.parameters())
+    seen = [run.step(model, optimizer, i) for i in range(2)]
+    parametrize.register_parametrization(model.blocks[1].up, "weight", Halved())
+    parametrize.register_parametrization(model.head, "weight", Halved())
+    return seen + [run.step(model, optimizer, i) for i in range(3)]
+
+
+class Adapted(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        draw, device = torch.Generator().manual_seed(1), base.weight.device
+        self.base = base
+        self.a = nn.Parameter((torch.randn(4, base.in_features, generator=draw) * 0.1).to(device))
+        self.b = nn.Parameter((torch.randn(base.out_features, 4, generator=draw) * 0.1).to(device))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+@program(Net, "keep", "recompute")
+def adapted_after_streaming_began(run, model):
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up = Adapted(block.up)
+    return run.loop(model)
+
+
+@program()
+def read_by_a_hook_of_a_module(run, model):
+    seen = []
+    model.blocks[1].register_forward_hook(lambda block, args, out: seen.append(block.up.weight.detach().clone()))
+    return run.loop(model) + seen
+
+
+@program()
+def keys_of_a_dict_in_a_hook(run, model):
+    places, seen = {param: place for place, param in enumerate(model.parameters())}, []
+    model.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(places[block.up.weight]))
+    model.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(block.up.bias in places))
+    return run.loop(model) + seen
+
+
+class Tagged(Block):
+    def forward(self, x):
+        self.up.weight.tag = getattr(self.up.weight, "tag", 0) + 1
+        return super().forward(x)
+
+
+@program(lambda: Net(Tagged))
+def given_attributes_in_a_forward(run, model):
+    return run.loop(model) + [block.up.weight.tag for block in model.blocks]
+
+
+class Writing(Block):
+    def forward(self, x):
+        with torch.no_grad():
+            self.up.weight.mul_(0.99)
+        return super().forward(x)
+
+
+@program(lambda: Net(Writing), "keep", "offload")
+def written_by_their_own_forward(run, model):
+    return run.loop(model)
+
+
+class ReturnsWeight(Block):
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(4, 32))
+
+    def forward(self, x):
+        return super().forward(x), self.position.unsqueeze(0)
+
+
+class AddsWeights(Net):
+    def __init__(self):
+        super().__init__(ReturnsWeight)
+
+    def forward(self, x):
+        x, found = self.emb(x), []
+        for block in self.blocks:
+            x, position = block(x)
+            found.append(position)
+        return self.head(x + sum(found))
+
+
+@program(AddsWeights, "keep", "recompute", "offload")
+def returned_by_their_module(run, model):
+    return run.loop(model)
+
+
+class Stashing(Block):
+    def forward(self, x):
+        self.view, self.detached = self.up.weight[:2], self.down.weight.detach()
+        return super().forward(x)
+
+
+@program(lambda: Net(Stashing))
+def kept_by_their_module_for_the_loss(run, model):
+    norms = []
+
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean() + sum(block.view.sum() for block in model.blocks)
+        norms.append(torch.stack([block.detached.norm() for block in model.blocks]))
+        return run.train(loss, optimizer)
+
+    return run.loop(model, step) + norms
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(400, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(32, 400, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x):
+        x = self.emb(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def trains_tokens(run, model):
+    optimizer, seen = run.adamw(model.parameters()), []
+    for i in range(4):
+        tokens = torch.randint(0, 400, (2, 6), generator=torch.Generator().manual_seed(i)).to(run.device)
+        seen.append(run.train(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()), optimizer))
+    return seen
+
+
+@program(Tied, "keep", "recompute", "offload")
+def tied_and_resident(run, model):
+    return trains_tokens(run, model)
+
+
+@program(Tied, "keep", "recompute", units=lambda root: [root.emb, *root.blocks])
+def tied_in_a_unit(run, model):
+    return trains_tokens(run, model)
+
+
+class TiedNorms(Net):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks[1:]:
+            block.norm.weight = self.blocks[0].norm.weight
+
+
+@program(TiedNorms, "keep", "recompute", "offload")
+def tied_across_units(run, model):
+    return run.loop(model)
+
+
+@program()
+def frozen_and_trained_in_turn(run, model):
+    optimizer, seen = run.adamw(model.parameters()), []
+    for i in range(5):
+        model.blocks[1].requires_grad_(i % 2 == 0)
+        model.emb.requires_grad_(i % 2 == 1)
+        seen.append(run.step(model, optimizer, i))
+    model.requires_grad_(True)
+    return seen
+
+
+@program()
+def read_by_aliases_that_are_kept(run, model):
+    optimizer, aliases, seen = run.adamw(model.parameters()), [p.detach().view(-1) for p in model.parameters()], []
+    state = model.state_dict()
+    for i in range(4):
+        run.step(model, optimizer, i)
+        seen.append(torch.cat([alias.cpu() for alias in aliases]))
+        seen.append([value.clone() for value in state.values()])
+    return seen
+
+
+@program()
+def copied_and_saved_after_each_step(run, model):
+    optimizer, seen = run.adamw(model.parameters()), []
+    for i in range(3):
+        run.step(model, optimizer, i)
+        seen.append([p.detach().clone() for p in copy.deepcopy(model).parameters()])
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        seen.append(list(torch.load(io.BytesIO(file.getvalue())).values()))
+        seen.append(nn.utils.parameters_to_vector([p.detach().cpu() for p in model.parameters()]))
+        seen.append(torch.from_numpy(model.blocks[1].up.weight.detach().cpu().numpy().copy()))
+        seen.append(model.emb.weight.detach().cpu().tolist())
+    return seen
+
+
+@program()
+def trained_as_a_copy(run, model):
+    copied = copy.deepcopy(model)
+    run.step(model, run.adamw(model.parameters()), 0)
+    return run.loop(copied.to(run.device))
+
+
+@program()
+def moved_to_the_device_by_the_user(run, model):
+    run.step(model, run.adamw(model.parameters()), 0)
+    model.to(run.device)
+    return run.loop(model)
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("program, policy", cases(PROGRAMS))
+@pytest.mark.simgpu
+def test_weights_are_those_of_the_plain_run(program, policy, window, device):
+    check(program, device, policy, window)
+
+
+# ---- one face: on the host between steps, on the device inside of one
+
+
+@pytest.mark.simgpu
+def test_all_parameters_are_on_the_host_between_steps():
+    model = Net()
+    with streamed(model, "simgpu", resident=1):
+        model(torch.ones(4, 8, device="simgpu")).sum().backward()
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        assert {p.detach().clone().device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.simgpu
+def test_a_norm_of_all_weights_can_be_stacked_between_steps():
+    model = Net()
+    with streamed(model, "simgpu"), torch.no_grad():
+        norms = torch.stack([p.norm() for p in model.parameters()])
+        assert torch.equal(norms, torch.stack([p.detach().cpu().norm() for p in model.parameters()]))
+
+
+@pytest.mark.simgpu
+def test_a_resident_weight_is_in_host_memory_once_it_was_read():
+    model = Net()
+    with streamed(model, "simgpu") as handle:
+        weight = next(weight for weight in handle.weights if weight.host is model.emb.weight)
+        assert weight.wire.untyped_storage().nbytes() == 0
+        model.emb.weight.sum().item()
+        model.emb.weight.detach().sum()
+        assert weight.wire.untyped_storage().nbytes() == weight.nbytes
+
+
+def test_each_weight_has_a_storage_of_its_own_bytes():
+    model = Net()
+    with streamed(model, "cpu"):
+        for param in model.parameters():
+            assert param.untyped_storage().nbytes() == param.numel() * 4
+
+
+# ---- what is refused
+
+
+def test_another_shape_or_type_is_refused_by_name():
+    model = Net()
+    with streamed(model, "cpu"), pytest.raises(UnsupportedError, match=r"emb\.weight\.data of torch\.float32"):
+        model.double()
+
+
+def test_a_weight_in_two_streams_is_refused_by_name():
+    one, other = Net(), Net()
+    other.blocks[1] = one.blocks[1]
+    with streamed(one, "cpu"), pytest.raises(ExactnessError, match=r"blocks\.1\.norm\.weight is in another stream"):
+        stream(other, "cpu").__enter__()
+
+
+def test_a_forward_that_writes_weights_is_refused_under_recompute():
+    model = Net(Writing)
+    with streamed(model, "cpu", activations="recompute"):
+        with pytest.raises(ExactnessError, match=r"blocks\.0 writes to its weights.*activations='keep'"):
+            model(torch.ones(4, 8)).sum().backward()
+
+
+@pytest.mark.simgpu
+def test_a_write_to_a_weight_in_autocast_s_type_is_refused():
+    model, device = Net(Writing), device_named("simgpu")
+    with streamed(model, "simgpu", wire=torch.bfloat16), torch.autocast("simgpu", dtype=torch.bfloat16):
+        with pytest.raises(ExactnessError, match=r"blocks\.0\.up\.weight was written.*wire_dtype='as-is'"):
+            model(torch.ones(4, 8, device=device))
+
+
+def test_a_failed_stream_leaves_nothing_behind():
+    one, other = Net(), Net()
+    other.blocks[1] = one.blocks[1]
+    with streamed(one, "cpu"):
+        with pytest.raises(ExactnessError):
+            stream(other, "cpu").__enter__()
+        assert type(other.blocks[0].up.weight) is nn.Parameter
