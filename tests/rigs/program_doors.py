@@ -1,7 +1,8 @@
 """How a random program is run, plainly or streamed: by hand, by Fabric, or by a Trainer of one of two libraries.
 
-1. A run has a leg for each epoch, or one up to a batch in the middle of the first. Where a program resumes, each leg
-   begins with a new model and the checkpoint of the one before, and is plain or streamed.
+1. A run has legs: epochs, or a part of one. Where a program resumes, each leg begins with a new model and the
+   checkpoint of the one before, and is plain or streamed. A Trainer's leg is a fit of its own, behind which the module
+   is plain: no alias is kept over its end.
 2. An error ends a batch, or a Trainer's fit; the run notes its type, drops gradients and goes on, as users do.
 3. Of a LightningModule and a callback only those hooks are overridden in which the program does something: a strategy
    may keep to a slower order where code could look (parity.py, Rule 1).
@@ -136,6 +137,8 @@ class Run:
         """Yield each leg's first batch, the one behind its last, and whether it streams and resumes."""
         program = self.program
         ends = [program.batches * (epoch + 1) for epoch in range(program.epochs)]
+        if program.door == "hf" and not program.resumes:
+            ends = ends[-1:]
         if program.resumes_in_the_middle:
             ends.insert(0, 1)
         plain = {"plain first": [0], "plain last": [*range(1, len(ends))]}.get(str(program.resumes), [])
@@ -143,6 +146,9 @@ class Run:
             resumes = bool(leg and program.resumes)
             if resumes:
                 self.begin_anew()
+            elif leg and program.has_trainer:
+                for alias in ("view", "state", "gradient"):
+                    self.scene.kept.pop(alias, None)
             yield ends[leg - 1] if leg else 0, end, self.attach is not None and leg not in plain, resumes
 
     def options(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ import forks
 import torch
 from lightning import seed_everything
 from program_doors import ATTACH, DOORS, HOOKS, MIXED, OPTIMIZERS, OTHER_KERNELS, RAW, record
-from program_features import FEATURES, MOMENTS, refuses_writes, writes_wrongly
+from program_features import FEATURES, MOMENTS, cannot_ask, refuses_writes, writes_wrongly
 from program_nets import BEYOND, USES_TWICE, WITHIN
 
 import parity
@@ -156,11 +156,9 @@ def is_refused_today(program: Program) -> bool:
 
 def is_right(program: Program) -> bool:
     """Whether a plain run of a program has one right result, and all of it is possible."""
-    if ("Writing" in program.kinds and writes_wrongly(program)) or (
-        "Reentrant" in program.kinds and program.loss == "of an input's gradient"
-    ):
-        return False
-    return not any(FEATURES[act.feature].unless(program) for act in program.acts)
+    writes = "Writing" in program.kinds and writes_wrongly(program)
+    asks = program.loss == "of an input's gradient" and cannot_ask(program)
+    return not (writes or asks) and not any(FEATURES[act.feature].unless(program) for act in program.acts)
 
 
 def happens(act: Act, program: Program) -> bool:
