@@ -750,7 +750,10 @@ def _made_for(param: Tensor, shadow: Any, group: Group) -> State:
     """Return the state that torch makes for a small parameter."""
     param.grad = torch.zeros_like(param)
     step = shadow_of(shadow)
-    on_host = {"capturable": False} if group.get("capturable") else {}
+    # torch would read what it copies from the device, as a learning rate may be, before it is there.
+    on_host: Group = {key: value.cpu() for key, value in group.items() if isinstance(value, Tensor)}
+    if group.get("capturable"):
+        on_host["capturable"] = False
     step.param_groups, step.state = [{**group, **on_host, "params": [param]}], defaultdict(dict)
     step_without_hooks(type(shadow))(step)
     made: State = step.state[param]

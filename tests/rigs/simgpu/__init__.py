@@ -135,6 +135,19 @@ def hold(*streams):
             f()
 
 
+@contextlib.contextmanager
+def cuda_arithmetic():
+    """Optimizers and gradient norms of tensors on the device round as on CUDA: see csrc/cuda_arithmetic.h.
+
+    Without it all operators are the CPU's. What is queued within rounds so, whenever it runs.
+    """
+    _C.cuda_arithmetic(True)
+    try:
+        yield
+    finally:
+        _C.cuda_arithmetic(False)
+
+
 def _device_module():
     accelerator = torch.accelerator
 

@@ -20,7 +20,17 @@ from collections.abc import Callable, Iterable
 import torch
 
 SOURCES = pathlib.Path(__file__).parent / "csrc"
-FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", "-g0", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=simgpu_C"]
+FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-ffp-contract=off",
+    "-DNDEBUG",
+    "-g0",
+    "-fPIC",
+    "-shared",
+    "-w",
+    "-DTORCH_EXTENSION_NAME=simgpu_C",
+]
 
 
 class MissingError(ImportError):

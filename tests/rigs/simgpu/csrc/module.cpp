@@ -1,12 +1,12 @@
 // A simulated accelerator on host memory, registered as PyTorch's PrivateUse1 device; see ../__init__.py.
-// One translation unit: runtime (streams) < checker < memory < device < tensors < operators < this.
+// One translation unit: pages < runtime (streams) < checker < memory < device < tensors < operators < cuda_arithmetic.
 #include <ATen/autocast_mode.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/util/Backtrace.h>
 #include <pybind11/functional.h>
 #include <torch/library.h>
 
-#include "operators.h"
+#include "cuda_arithmetic.h"
 
 namespace simgpu {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -128,6 +128,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& race : std::exchange(races, {})) told.push_back(std::move(race));
     return told;
   });
+  m.def("cuda_arithmetic", [](bool on) { on_cuda::use(on); });
   m.def("note_stacks", [](int signal, int file) {
     pages::stack_file = file;
     pages::stack_signal = signal;

@@ -1,0 +1,409 @@
+"""CUDA's optimizer arithmetic on the simulated device, against a reference of its own in NumPy, bit for bit.
+
+The reference knows one fused multiply-add, made of float64 (`fma`), and float32's other operators, which are rounded
+correctly. Special values are among the elements: zeros, denormals, infinities, NaN, and the largest and smallest.
+"""
+
+import fractions
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import simgpu
+
+D = "simgpu"
+F32 = np.float32
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, 1.1754944e-38, 3.4028235e38, -3.4028235e38, np.inf, -np.inf, np.nan]
+CHUNK, THREADS, PLACES = 65536, 512, 4
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def as_on_cuda():
+    with simgpu.cuda_arithmetic(), np.errstate(all="ignore"):
+        yield
+        torch.accelerator.synchronize()
+
+
+def fma(a, b, c):
+    """a * b + c of float32, rounded once: the product is exact in float64, and the sum is rounded to odd there."""
+    product, c = np.float64(a) * np.float64(b), np.float64(c)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    up = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    even = total.view(np.int64) & 1 == 0
+    inexact = np.isfinite(total) & np.isfinite(error) & (error != 0) & even
+    return np.where(inexact, up, total).astype(F32)
+
+
+def numbers(n, seed, scale=1.0):
+    """Elements of many sizes, with all special values among them."""
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal(n) * np.exp2(rng.integers(-20, 20, n)) * scale).astype(F32)
+    x[rng.permutation(n)[: 4 * len(SPECIAL)]] = np.array(SPECIAL * 4, F32)
+    return x
+
+
+def gradients(n, seed):
+    return (np.random.default_rng(seed).standard_normal(n) * 1e-2).astype(F32)
+
+
+def there(x):
+    return torch.from_numpy(np.ascontiguousarray(x)).to(D)
+
+
+def assert_same_bits(actual, expected):
+    actual = actual.cpu().numpy() if isinstance(actual, torch.Tensor) else actual
+    expected = np.asarray(expected, actual.dtype)
+    same = (actual.view(np.int32) == expected.view(np.int32)) | (np.isnan(actual) & np.isnan(expected))
+    assert same.all(), (actual[~same][:4], expected[~same][:4], (~same).sum())
+
+
+def test_the_references_fma_rounds_exactly_once():
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, (3, 20000), dtype=np.uint64).astype(np.uint32)
+    a, b, c = bits.view(F32)
+    c[::2] = (-a * b)[::2]  # where most of it cancels
+    kept = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & np.isfinite(fma(a, b, c))
+    for x, y, z, found in zip(a[kept], b[kept], c[kept], fma(a, b, c)[kept], strict=True):
+        exact = fractions.Fraction(float(x)) * fractions.Fraction(float(y)) + fractions.Fraction(float(z))
+        below, above = np.nextafter(found, F32(-np.inf)), np.nextafter(found, F32(np.inf))
+        distance = abs(fractions.Fraction(float(found)) - exact)
+        for other in (below, above):
+            if np.isfinite(other):
+                assert distance <= abs(fractions.Fraction(float(other)) - exact)
+
+
+# ---- operators
+
+
+def add(a, b, _, alpha):
+    return fma(F32(alpha), b, a)
+
+
+def lerp(a, b, _, weight):
+    weight = F32(weight)
+    return fma(weight, b - a, a) if abs(weight) < 0.5 else fma(-(b - a), F32(1) - weight, b)
+
+
+def addcmul(a, b, c, value):
+    return fma(b, c, a) if value == 1 else fma(F32(value), b * c, a)
+
+
+def addcdiv(a, b, c, value):
+    return a + b / c if value == 1 else fma(F32(value), b / c, a)
+
+
+OPERATORS = {
+    "add": (add, lambda x, b, c, s: x.add(b, alpha=s), lambda x, b, c, s: x.add_(b, alpha=s)),
+    "sub": (
+        lambda a, b, c, s: add(a, b, c, -s),
+        lambda x, b, c, s: x.sub(b, alpha=s),
+        lambda x, b, c, s: x.sub_(b, alpha=s),
+    ),
+    "lerp": (lerp, lambda x, b, c, s: x.lerp(b, s), lambda x, b, c, s: x.lerp_(b, s)),
+    "addcmul": (addcmul, lambda x, b, c, s: x.addcmul(b, c, value=s), lambda x, b, c, s: x.addcmul_(b, c, value=s)),
+    "addcdiv": (addcdiv, lambda x, b, c, s: x.addcdiv(b, c, value=s), lambda x, b, c, s: x.addcdiv_(b, c, value=s)),
+    "div": (lambda a, b, c, s: a * (F32(1) / F32(s)), lambda x, b, c, s: x / s, lambda x, b, c, s: x.div_(s)),
+    "sqrt": (lambda a, b, c, s: np.sqrt(a), lambda x, b, c, s: x.sqrt(), lambda x, b, c, s: x.sqrt_()),
+}
+LISTS = {
+    "add": lambda f, x, b, c, s: f(x, b, alpha=s),
+    "sub": lambda f, x, b, c, s: f(x, b, alpha=s),
+    "lerp": lambda f, x, b, c, s: f(x, b, s),
+    "addcmul": lambda f, x, b, c, s: f(x, b, c, s),
+    "addcdiv": lambda f, x, b, c, s: f(x, b, c, s),
+    "div": lambda f, x, b, c, s: f(x, s),
+    "sqrt": lambda f, x, b, c, s: f(x),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("scalar", [1.0, 0.1, -0.001, 0.7])
+def test_an_operator_has_the_references_bits(name, scalar):
+    reference, made, in_place = OPERATORS[name]
+    a, b, c = (numbers(50_000, seed) for seed in range(3))
+    expected = reference(a, b, c, scalar)
+    x = there(a)
+    assert_same_bits(made(x, there(b), there(c), scalar), expected)
+    assert_same_bits(x, a)
+    assert_same_bits(in_place(x, there(b), there(c), scalar), expected)
+    assert_same_bits(x, expected)
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("scalar", [1.0, 0.1, -0.001, 0.7])
+def test_an_operator_on_lists_has_the_references_bits(name, scalar):
+    reference = OPERATORS[name][0] if name != "div" else lambda a, b, c, s: a / F32(s)
+    data = [[numbers(n, 10 * n + seed) for n in (64, 1001)] for seed in range(3)]
+    expected = [reference(*one, scalar) for one in zip(*data, strict=True)]
+    x, b, c = ([there(one) for one in list_] for list_ in data)
+    made = LISTS[name](getattr(torch, f"_foreach_{name}"), x, b, c, scalar)
+    LISTS[name](getattr(torch, f"_foreach_{name}_"), x, b, c, scalar)
+    for one, other, right in zip(made, x, expected, strict=True):
+        assert_same_bits(one, right)
+        assert_same_bits(other, right)
+
+
+@pytest.mark.parametrize("name", ["addcmul", "addcdiv"])
+def test_an_operator_with_a_list_of_numbers_has_the_references_bits(name):
+    data, scalars = [[numbers(100, 10 * n + seed) for n in range(2)] for seed in range(3)], [0.3, -2.0]
+    x, b, c = ([there(one) for one in list_] for list_ in data)
+    getattr(torch, f"_foreach_{name}_")(x, b, c, scalars)
+    for one, *three, scalar in zip(x, *data, scalars, strict=True):
+        assert_same_bits(one, OPERATORS[name][0](*three, scalar))
+
+
+def test_shorter_types_are_computed_in_float32_and_rounded_once():
+    a, b, c = (torch.randn(1000, dtype=torch.bfloat16) for _ in range(3))
+    found = a.to(D).addcmul_(b.to(D), c.to(D), value=0.1)
+    expected = addcmul(*(x.float().numpy() for x in (a, b, c)), 0.1)
+    assert torch.equal(found.cpu(), torch.from_numpy(expected).bfloat16())
+
+
+def test_strides_and_broadcasting_are_kept():
+    a, b = torch.randn(6, 8), torch.randn(8)
+    found = a.to(D).t().add(b.to(D)[:, None], alpha=0.3)
+    assert found.stride() == a.t().stride()
+    assert_same_bits(found.contiguous(), add(a.t().contiguous().numpy(), b[:, None].numpy(), None, 0.3))
+
+
+def test_only_what_is_within_rounds_so_and_queued_work_does_later():
+    a, b = torch.randn(10_000), torch.randn(10_000)
+    x, y = a.to(D), b.to(D)
+    with simgpu.hold():
+        within = x.lerp(y, 0.1)
+    simgpu._C.cuda_arithmetic(False)
+    assert_same_bits(within, lerp(a.numpy(), b.numpy(), None, 0.1))
+    assert_same_bits(x.lerp(y, 0.7), a.lerp(b, 0.7).numpy())
+    assert torch.equal(torch._foreach_norm([x])[0].cpu(), torch._foreach_norm([a])[0])
+
+
+# ---- norms
+
+
+def tree(x):
+    """The sum of a warp, or of the warps of a block."""
+    n = x.shape[-1] // 2
+    while n:
+        x = x[..., :n] + x[..., n : 2 * n]
+        n //= 2
+    return x[..., 0]
+
+
+def block(threads):
+    warps = np.zeros(32, F32)
+    warps[:16] = tree(threads.reshape(16, 32))
+    return tree(warps)
+
+
+def norm(x, aligned):
+    total = np.zeros(THREADS, F32)
+    for number, begin in enumerate(range(0, len(x), CHUNK)):
+        part = x[begin : begin + CHUNK]
+        rounds = -(-len(part) // (THREADS * PLACES))
+        filled, there = (np.zeros(rounds * THREADS * PLACES, kind) for kind in (F32, bool))
+        filled[: len(part)], there[: len(part)] = part, True
+        places = np.zeros((THREADS, PLACES), F32)
+        for turn, used in zip(filled.reshape(rounds, -1), there.reshape(rounds, -1), strict=True):
+            shape = (THREADS, PLACES) if aligned else (PLACES, THREADS)
+            turn, used = (one.reshape(shape) if aligned else one.reshape(shape).T for one in (turn, used))
+            places = np.where(used, fma(turn, turn, places), places)
+        sums = np.zeros(THREADS, F32)
+        for place in range(PLACES):
+            sums = sums + places[:, place]
+        total[number % THREADS] += block(sums)
+    return np.sqrt(block(total))
+
+
+@pytest.mark.parametrize("n", [1, 5, 4096, 4098, 65536, 65540, 65537, 300_000, 300_001])
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_a_norm_has_the_references_bits(n, offset):
+    data = gradients(n + offset, n)
+    x = there(data)[offset:]
+    aligned = n % 4 == 0 and offset % 4 == 0
+    (found,) = torch._foreach_norm([x])
+    assert found.shape == () and found.device.type == D
+    assert_same_bits(found.cpu().numpy().reshape(1), norm(data[offset:], aligned).reshape(1))
+
+
+def test_norms_of_a_list_are_those_of_its_tensors():
+    tensors = [there(gradients(n, n)) for n in (7, 64, 70_000)]
+    for one, found in zip(tensors, torch._foreach_norm(tensors), strict=True):
+        assert_same_bits(found.cpu().numpy().reshape(1), norm(one.cpu().numpy(), one.numel() % 4 == 0).reshape(1))
+
+
+def test_a_norm_of_bfloat16_in_float32_is_that_of_its_widened_elements():
+    data = torch.randn(70_000).bfloat16()
+    (found,) = torch._foreach_norm([data.to(D)], 2, dtype=torch.float32)
+    (wide,) = torch._foreach_norm([data.float().to(D)])
+    assert found.dtype == torch.float32 and torch.equal(found, wide)
+
+
+def test_other_norms_take_all_elements():
+    data = gradients(5000, 1)
+    (largest,), (ones,) = (torch._foreach_norm([there(data)], order) for order in (float("inf"), 1))
+    assert largest.item() == np.abs(data).max() and ones.item() == pytest.approx(np.abs(np.float64(data)).sum(), 1e-5)
+
+
+def test_a_norm_of_many_elements_is_right_where_the_hosts_is_not():
+    data = torch.full((1 << 25,), 0.01)
+    exact = float(np.float32(0.01)) * 2**12.5
+    (found,) = torch._foreach_norm([data.to(D)])
+    assert abs(found.item() / exact - 1) < 1e-6 < abs(torch.linalg.vector_norm(data).item() / exact - 1)
+
+
+# ---- fused steps
+
+
+def adam_step(p, g, m, v, largest, step, *, lr, beta1, beta2, decay, eps, decoupled, maximize, scale=None):
+    lr, b1, b2, decay, eps = (F32(x) for x in (lr, beta1, beta2, decay, eps))
+    if scale is not None:
+        g = g / F32(scale)
+    stored, g = g, -g if maximize else g
+    if decay and decoupled:
+        p = fma(-(lr * decay), p, p)
+    elif decay:
+        g = fma(p, decay, g)
+    square = g * g
+    m = fma(b1, m, fma(-b1, g, g))
+    v = fma(b2, v, fma(-b2, square, square))
+    largest = None if largest is None else np.where(largest < v, v, largest)
+    correction1, correction2 = (F32(1) - F32(float(b) ** step) for b in (b1, b2))
+    denominator = np.sqrt(v if largest is None else largest) / np.sqrt(correction2) + eps
+    return p - m * (lr / correction1) / denominator, stored, m, v, largest
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_fused_adam_step_has_the_references_bits(seed):
+    rnd = random.Random(seed)
+    options = {"lr": rnd.choice([1e-3, 0.1]), "beta1": rnd.choice([0.9, 0.5]), "beta2": rnd.choice([0.999, 0.95])}
+    options |= {"decay": rnd.choice([0, 0.01]), "eps": rnd.choice([1e-8, 1e-5]), "maximize": rnd.random() < 0.3}
+    decoupled, amsgrad = rnd.random() < 0.5, rnd.random() < 0.3
+    scale, step = rnd.choice([None, None, 1024.0, 3.0]), rnd.choice([1, 2, 17, 1000])
+    n = rnd.choice([64, 1001, 20_000])
+    p, g, m, v, largest = (numbers(max(n, 64), seed + 100 * k) for k in range(5))
+    v, largest = np.abs(v), np.abs(largest)
+    expected = adam_step(p, g, m, v, largest if amsgrad else None, step, decoupled=decoupled, scale=scale, **options)
+    lists = [[there(x)] for x in (p, g, m, v)] + [[there(largest)] if amsgrad else []]
+    function = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    named = {"weight_decay": options.pop("decay")} | options
+    function(
+        *lists,
+        [torch.tensor(float(step), device=D)],
+        amsgrad=amsgrad,
+        grad_scale=None if scale is None else torch.tensor(scale, device=D),
+        found_inf=None,
+        **named,
+    )
+    for list_, right in zip(lists, expected, strict=True):
+        if list_:
+            assert_same_bits(list_[0], right)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_fused_sgd_step_has_the_references_bits(seed):
+    rnd = random.Random(seed)
+    decay, lr = rnd.choice([0, 0.01]), rnd.choice([0.1, 1e-3])
+    momentum, dampening = rnd.choice([(0, 0), (0.9, 0), (0.9, 0.1)])
+    nesterov, maximize, first = bool(momentum and not dampening and seed % 2), rnd.random() < 0.3, rnd.random() < 0.3
+    p, g, buffer = (numbers(3000, seed + 100 * k) for k in range(3))
+    lists = [[there(p)], [there(g)], [there(buffer)] if momentum else []]
+    torch._fused_sgd_(
+        *lists,
+        weight_decay=decay,
+        momentum=momentum,
+        lr=lr,
+        dampening=dampening,
+        nesterov=nesterov,
+        maximize=maximize,
+        is_first_step=first,
+    )
+    if maximize:
+        g = -g
+    if decay:
+        g = fma(p, F32(decay), g)
+    if momentum:
+        momentum = F32(momentum)
+        buffer = g if first else fma(F32(1) - F32(dampening), g, momentum * buffer)
+        assert_same_bits(lists[2][0], buffer)
+        g = fma(buffer, momentum, g) if nesterov else buffer
+    assert_same_bits(lists[0][0], fma(g, F32(-lr), p))
+
+
+def test_a_fused_step_with_an_infinite_gradient_changes_nothing():
+    lists = [[there(numbers(100, k))] for k in range(4)]
+    before = [list_[0].clone() for list_ in lists]
+    torch._fused_adamw_(
+        *lists,
+        [],
+        [torch.ones((), device=D)],
+        lr=0.1,
+        beta1=0.9,
+        beta2=0.99,
+        weight_decay=0.1,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=torch.ones((), device=D),
+        found_inf=torch.ones((), device=D),
+    )
+    for list_, one in zip(lists, before, strict=True):
+        assert_same_bits(list_[0], one.cpu().numpy())
+
+
+# ---- a plain run
+
+
+def adamw_run(data, steps, kind, lr=0.01, beta1=0.9, beta2=0.999, decay=0.1, eps=1e-8):
+    """AdamW by torch's loop or on lists, as their Python says; the quotient by a number is a product in the loop."""
+    p, m, v = data.copy(), np.zeros_like(data), np.zeros_like(data)
+    for step in range(1, steps + 1):
+        g = gradients(len(data), step)
+        if kind == "fused":
+            options = {"lr": lr, "beta1": beta1, "beta2": beta2, "decay": decay, "eps": eps}
+            p, _, m, v, _ = adam_step(p, g, m, v, None, step, decoupled=True, maximize=False, **options)
+            continue
+        p = p * F32(1 - lr * decay)
+        m = lerp(m, g, None, 1 - beta1)
+        v = addcmul(v * F32(beta2), g, g, 1 - beta2)
+        correction = F32((1 - beta2**step) ** 0.5)
+        root = np.sqrt(v) * (F32(1) / correction) if kind == "loop" else np.sqrt(v) / correction
+        p = addcdiv(p, m, root + F32(eps), -(lr / (1 - beta1**step)))
+    return p, m, v
+
+
+@pytest.mark.parametrize("kind", ["loop", "foreach", "fused", "default"])
+def test_an_adamw_run_has_the_references_bits(kind):
+    data = np.random.default_rng(0).standard_normal(10_001).astype(F32)
+    parameter = torch.nn.Parameter(there(data))
+    options = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "default": {}}[kind]
+    optimizer = torch.optim.AdamW([parameter], lr=0.01, weight_decay=0.1, **options)
+    for step in range(1, 6):
+        parameter.grad = there(gradients(len(data), step))
+        optimizer.step()
+    p, m, v = adamw_run(data, 5, "foreach" if kind == "default" else kind)
+    state = optimizer.state[parameter]
+    assert_same_bits(state["exp_avg"], m)
+    assert_same_bits(state["exp_avg_sq"], v)
+    assert_same_bits(parameter.detach(), p)
+
+
+def test_its_steps_wait_for_nothing():
+    parameter = torch.nn.Parameter(torch.ones(1000, device=D))
+    parameter.grad = torch.ones(1000, device=D)
+    for options in ({"foreach": True}, {"foreach": False}, {"fused": True}):
+        optimizer = torch.optim.AdamW([parameter], **options)
+
+        def clipped_step(optimizer=optimizer):
+            torch.nn.utils.clip_grads_with_norm_([parameter], 1.0, torch._foreach_norm([parameter.grad])[0])
+            optimizer.step()
+
+        clipped_step()  # the first call of other operators waits
+        with simgpu.hold():
+            clipped_step()
+            assert not torch.accelerator.current_stream().query()
