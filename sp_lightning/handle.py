@@ -212,24 +212,22 @@ class Handle:
         if self not in handles:
             return
         handles.discard(self)
-        for hook in self._hooks:
-            hook.remove()
-        for visit in self._visits.values():
-            visit.close()
         recover()
-        try:
-            self.finish_step()
-        finally:
-            self.steps.close()
-            self.window.close()
+        with contextlib.ExitStack() as ends:  # which go on, last one first, where one of them raises
+            ends.callback(self._move_buffers, torch.device("cpu"))
+            for weight in self.weights:
+                ends.callback(parameters.release, weight)
             for unit in self.units:
                 if unit.is_resident:
-                    unit.evict()
-            for weight in self.weights:
-                if weight.hook is not None:
-                    weight.hook.remove()
-                parameters.release(weight)
-            self._move_buffers(torch.device("cpu"))
+                    ends.callback(unit.evict)
+            ends.callback(self.window.close)
+            ends.callback(self.steps.close)
+            for unit in self.units:
+                ends.callback(unit.wait_step)
+            for visit in self._visits.values():
+                ends.callback(visit.close)
+            for hook in self._hooks:
+                ends.callback(hook.remove)
 
     def __enter__(self) -> Handle:
         return self

@@ -209,7 +209,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return found
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        super().__exit__(*exception)
         for handed in self._handed:
             handed.let_go()
         self._handed.clear()
