@@ -382,7 +382,7 @@ class Gradients:
             copy_all(packed, [grad for _, grad in dense])
         self._device.after_compute(self._device.down)
         arrived = self._device.send_down(here, there)
-        self._ring.hold(there, arrived, self._device.compute)
+        self._ring.hold(there, [arrived], self._device.compute)
         views = [_view(here, at, weight.value, grad.dtype) for at, (weight, grad) in zip(places, dense, strict=True)]
         return views, arrived
 
