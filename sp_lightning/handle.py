@@ -18,10 +18,11 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from .compat.streaming import forbid_access, storage_id
 from .errors import OptionError
 from .host.device import Device
 from .memory.partition import partition, slots
-from .options import ACTIVATIONS, check_choice, is_int
+from .options import ACTIVATIONS, HOST_MEMORY, HostMemory, check_choice, is_int
 from .steps.steps import Steps
 from .stream import parameters
 from .stream.activations import Activations
@@ -46,6 +47,7 @@ class Settings:
         activations: What becomes of what autograd saves inside a unit.
         wire: The type in which weights of linear layers and convolutions travel, for runs under autocast to that type;
             None: each in its own.
+        host_memory: "pinned": page-locked, or an error; "pageable": not locked; "auto": locked as far as possible.
         chunk: Elements that the host steps at a time: what fits a core's cache. A multiple of 64, because torch's fused
             kernels round the last elements of a vector in another way.
     """
@@ -56,6 +58,7 @@ class Settings:
     resident: int = 0
     activations: str = "keep"
     wire: torch.dtype | None = None
+    host_memory: HostMemory = "auto"
     chunk: int = 1 << 18
 
     def __post_init__(self) -> None:
@@ -68,6 +71,7 @@ class Settings:
         if self.chunk % 64:
             raise OptionError(argument="chunk", found=self.chunk, allowed="a multiple of 64")
         check_choice("activations", self.activations, ACTIVATIONS)
+        check_choice("host_memory", self.host_memory, HOST_MEMORY)
 
 
 handles: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -81,14 +85,27 @@ def _before_fork() -> None:
         unit.wait_copy()
 
 
-os.register_at_fork(before=_before_fork)
+def _after_fork() -> None:
+    """Make reads of memory that a forked process does not have an error."""
+    for handle in handles:
+        for weight in handle.weights if handle.device.hides_slabs else ():
+            if not weight.unit.is_resident:
+                forbid_access(
+                    storage_id(weight.wire.untyped_storage()),
+                    f"{weight.name} lies in page-locked memory, which a forked process does not have: read it before"
+                    " the fork, or start the process by 'spawn'",
+                )
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class Handle:
     """A module whose units stream between host and device."""
 
     def __init__(self, module: nn.Module, device: torch.device | str, settings: Settings) -> None:
-        self.module, self.device, self.settings = module, Device(device), settings
+        self.module, self.settings = module, settings
+        self.device = Device(device, settings.host_memory)
         self._slots = slots(module)
         cut = partition(module, settings.units)
         streamed = [unit for unit in cut if not unit.resident][settings.resident :]
@@ -212,24 +229,23 @@ class Handle:
         if self not in handles:
             return
         handles.discard(self)
-        for hook in self._hooks:
-            hook.remove()
-        for visit in self._visits.values():
-            visit.close()
         recover()
-        try:
-            self.finish_step()
-        finally:
-            self.steps.close()
-            self.window.close()
+        with contextlib.ExitStack() as ends:  # which go on, last one first, where one of them raises
+            ends.callback(self.device.close)
+            ends.callback(self._move_buffers, torch.device("cpu"))
+            for weight in self.weights:
+                ends.callback(parameters.release, weight)
             for unit in self.units:
                 if unit.is_resident:
-                    unit.evict()
-            for weight in self.weights:
-                if weight.hook is not None:
-                    weight.hook.remove()
-                parameters.release(weight)
-            self._move_buffers(torch.device("cpu"))
+                    ends.callback(unit.evict)
+            ends.callback(self.window.close)
+            ends.callback(self.steps.close)
+            for unit in self.units:
+                ends.callback(unit.wait_step)
+            for visit in self._visits.values():
+                ends.callback(visit.close)
+            for hook in self._hooks:
+                ends.callback(hook.remove)
 
     def __enter__(self) -> Handle:
         return self

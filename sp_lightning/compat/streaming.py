@@ -33,6 +33,10 @@ admits_hooks: Callable[[], bool] = _hooks._saved_tensors_hooks_is_enabled
 # Without it a saved tensor could not be told to lie in a unit's memory on the device.
 storage_id: Callable[[torch.UntypedStorage], int] = torch._C.StorageBase._cdata.__get__  # type: ignore[attr-defined]
 
+# Makes each access to a storage's bytes an error with this message. Without it a forked process that reads a locked
+# slab, which it does not have, would end.
+forbid_access: Callable[[int, str], None] = torch._C._set_storage_data_ptr_access_error_msg
+
 # Without these, packing gradients and taking norms would launch a kernel for each tensor.
 copy_all = torch._foreach_copy_
 norms_of_all = torch._foreach_norm

@@ -1,18 +1,36 @@
-"""Streams, events and copies: the only file that knows an accelerator's API.
+"""Streams, events, page-locked memory and copies: the only file that knows an accelerator's API.
 
-Every backend that ``torch.accelerator`` serves is used through it. The CPU is a device whose streams are always idle.
+1. Every backend that ``torch.accelerator`` serves is used through it. The CPU is a device whose streams are always
+   idle, and which needs no page-locked memory.
+2. Host memory that stays (`slab`) is our own if the device can register it: exact, locked once. For other devices
+   torch allocates it. Host memory that comes and goes (`passing`) is always torch's, which caches it.
+3. Once memory could not be locked, no more is: each attempt might be refused, and slowly. Every copy from or to memory
+   that is not locked goes through a ring of staging buffers.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from typing import Any, Protocol
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..core.host import host_memory, lock_limit
+from ..errors import HostMemoryError, UnsupportedError
+from ..options import HostMemory, format_bytes
+from .memory import PageLock, Slabs
+from .staging import StagingRing
+
+log = logging.getLogger(__name__)
+
 ALIGNMENT = 512  # bytes: torch's allocators align so, and kernels are chosen by the alignment of pointers
+STAGING_NBYTES = 16 << 20  # of a buffer: long enough for the link to reach its speed
+STAGING_COUNT = 2  # buffers in each direction: one is filled while the other is emptied
 
 
 def aligned(nbytes: int) -> int:
@@ -27,7 +45,7 @@ class Arrival(Protocol):
         """Make what is queued on this stream from here on run after the copy."""
 
     def synchronize(self) -> None:
-        """Wait until the copy is done."""
+        """Wait until the host may write the bytes that went up, or read those that came down."""
 
 
 class IdleEvent:
@@ -53,16 +71,86 @@ class IdleStream(contextlib.nullcontext[None]):
         """Return at once."""
 
 
+class CudaPageLock:
+    """Page locks by CUDA or HIP, which then copy from and to that host memory by themselves."""
+
+    PORTABLE = 1  # locked for all devices
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def lock(self, address: int, nbytes: int) -> None:
+        # On a thread of its own: CUDA keeps an error for the thread that caused it, where torch raises it at the next
+        # kernel.
+        with ThreadPoolExecutor(1, "superpipeline-lock") as thread:
+            thread.submit(self._lock, address, nbytes).result()
+
+    def _lock(self, address: int, nbytes: int) -> None:
+        cudart = _cudart()
+        with torch.cuda.device(self._device):
+            _check(cudart, cudart.cudaHostRegister(address, nbytes, self.PORTABLE))
+
+    def unlock(self, address: int) -> None:
+        try:
+            torch.cuda.synchronize(self._device)  # torch does not track this memory: its copies may still run
+            cudart = _cudart()
+            _check(cudart, cudart.cudaHostUnregister(address))
+        except Exception as error:  # the device is unusable, and the process about to end
+            log.debug("superpipeline: host memory could not be unlocked: %s", error)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _check(cudart: Any, error: Any) -> None:
+    if int(error):
+        raise RuntimeError(f"CUDA error {int(error)}: {cudart.cudaGetErrorString(error)}")
+
+
+def page_lock(device: torch.device) -> PageLock | None:
+    """Return the page lock of a device; None if it cannot register memory that torch did not allocate."""
+    return CudaPageLock(device) if device.type == "cuda" else None
+
+
+def check_supported(device: torch.device) -> None:
+    """Refuse a device that has no memory of its own, or is not available here."""
+    if device.type == "mps":
+        raise UnsupportedError("device 'mps' shares its memory with the host, so there is nothing to stream")
+    if device.type == "meta":
+        raise UnsupportedError("device 'meta' holds no data: pass the device that computes, such as 'cuda'")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
+        found = "none" if accelerator is None else f"'{accelerator.type}'"
+        raise UnsupportedError(
+            f"device '{device}' is not available: the accelerator here is {found}, and there is 'cpu'"
+        )
+
+
+class Rings(NamedTuple):
+    """The staging rings of a device, one in each direction."""
+
+    up: StagingRing
+    down: StagingRing
+
+
 class Device:
     """A compute device with a stream for copies up, one for copies down, and the caller's stream for compute."""
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, host_memory: HostMemory = "auto") -> None:
         found = torch.device(device)
+        check_supported(found)
         self.is_host = found.type == "cpu"
         has_number = self.is_host or found.index is not None
         self.torch_device = found if has_number else torch.device(found.type, torch.accelerator.current_device_index())
         self.up, self.down = self._new_stream(), self._new_stream()
         self._idle = IdleStream()
+        self._host_memory = host_memory
+        self._can_lock = not self.is_host and host_memory != "pageable"
+        self._refusal = "host_memory='pageable'"  # why memory is not locked
+        self._slabs, self._lock = Slabs(), page_lock(self.torch_device)
+        self._locked_nbytes = self._largest_slab = 0
+        self._rings: Rings | None = None
 
     def _new_stream(self) -> Any:
         return IdleStream() if self.is_host else torch.Stream(device=self.torch_device)
@@ -79,13 +167,53 @@ class Device:
     # ---- memory
 
     def slab(self, nbytes: int) -> Tensor:
-        """Allocate flat host memory that stays, from which the device copies by itself."""
-        return self.passing(nbytes)
+        """Allocate flat host memory that stays, page-locked if that is possible (Rules 2 and 3)."""
+        self._largest_slab = max(self._largest_slab, nbytes)
+        if self._can_lock:
+            try:
+                flat = self._slabs.locked(nbytes, self._lock) if self._lock is not None else _locked_by_torch(nbytes)
+                self._locked_nbytes += nbytes
+                return flat
+            except (RuntimeError, OSError) as error:
+                self._stop_locking(nbytes, error)
+        try:
+            return self._slabs.plain(nbytes)
+        except OSError as error:
+            memory = host_memory()
+            raise HostMemoryError(
+                f"cannot allocate {format_bytes(nbytes)} of host memory ({error}): {format_bytes(memory.free)} of"
+                f" {format_bytes(memory.total)} are free; train fewer parameters, or close other programs"
+            ) from error
+
+    @property
+    def hides_slabs(self) -> bool:
+        """Whether a forked process does not have the slabs."""
+        return self._lock is not None and self._locked_nbytes > 0
 
     def passing(self, nbytes: int) -> Tensor:
         """Allocate flat host memory that comes and goes; it is kept until the device's copies are done."""
+        if self._can_lock:
+            try:
+                return _locked_by_torch(nbytes)
+            except RuntimeError as error:
+                self._stop_locking(nbytes, error)
         with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=not self.is_host)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def _stop_locking(self, nbytes: int, error: Exception) -> None:
+        """Lock no more memory, which is an error if the user requires it."""
+        self._refusal = (
+            f"{format_bytes(nbytes)} of host memory could not be page-locked after"
+            f" {format_bytes(self._locked_nbytes)} were ({error})"
+        )
+        if self._host_memory == "pinned":
+            memory, limit = host_memory(), lock_limit()
+            raise HostMemoryError(
+                f"host_memory='pinned': {self._refusal}; {format_bytes(memory.free)} of {format_bytes(memory.total)}"
+                f" are free, and ulimit -l is {'unlimited' if limit is None else format_bytes(limit)}. Free host memory"
+                " or raise the limit; or set host_memory='auto', which copies through a small page-locked ring"
+            ) from error
+        self._can_lock = False
 
     def empty(self, nbytes: int) -> Tensor:
         """Allocate flat device memory on the current stream."""
@@ -97,10 +225,22 @@ class Device:
         if not self.is_host:
             tensor.record_stream(stream)
 
+    def close(self) -> None:
+        """Unlock all slabs, which remain as ordinary memory, and end the staging rings. Safe twice."""
+        rings, self._rings = self._rings, None
+        if rings is not None:
+            rings.up.close()
+            rings.down.close()
+        self._slabs.unlock_all()
+
     # ---- copies
 
-    def send_up(self, target: Tensor, source: Tensor) -> Arrival:
-        """Start a copy of bytes to the device, behind what the up stream has queued."""
+    def send_up(self, target: Tensor, source: Tensor, after: Arrival | None = None) -> Arrival:
+        """Start a copy of bytes to the device, behind what the up stream has queued, and behind the copy ``after``."""
+        if not self._copies_by_itself(source):
+            return self._staging().up.up(self.up.record_event(), target, source, after)
+        if after is not None:
+            after.wait(self.up)
         with self.up:
             target.copy_(source, non_blocking=True)
             arrival: Arrival = self.up.record_event()
@@ -108,6 +248,8 @@ class Device:
 
     def send_down(self, target: Tensor, source: Tensor) -> Arrival:
         """Start a copy of bytes to the host, behind what the down stream has queued."""
+        if not self._copies_by_itself(target):
+            return self._staging().down.down(self.down.record_event(), target, source)
         with self.down:
             target.copy_(source, non_blocking=True)
             arrival: Arrival = self.down.record_event()
@@ -117,25 +259,59 @@ class Device:
         """Make what is queued on a copy stream from here on run after what compute has queued."""
         stream.wait_event(self.compute.record_event())
 
+    def _copies_by_itself(self, host: Tensor) -> bool:
+        """Whether the device copies from and to this host memory without blocking the caller."""
+        return self.is_host or not host.nbytes or host.is_pinned()
+
+    def _staging(self) -> Rings:
+        """Return the staging rings, which are made when a copy first needs them."""
+        if self._rings is None:
+            nbytes = min(STAGING_NBYTES, aligned(max(self._largest_slab, 1)))
+            buffers = [self._staging_buffer(nbytes) for _ in range(2 * STAGING_COUNT)]
+            up = StagingRing(self._new_stream(), buffers[:STAGING_COUNT], "up")
+            down = StagingRing(self._new_stream(), buffers[STAGING_COUNT:], "down")
+            self._rings = Rings(up, down)
+            log.log(
+                logging.INFO if self._host_memory == "pageable" else logging.WARNING,
+                "superpipeline: %s: copies go through %d staging buffers of %s in each direction, which costs a thread"
+                " and one more copy in host memory",
+                self._refusal,
+                STAGING_COUNT,
+                format_bytes(nbytes),
+            )
+        return self._rings
+
+    def _staging_buffer(self, nbytes: int) -> Tensor:
+        try:
+            return _locked_by_torch(nbytes)
+        except RuntimeError:  # then copies block the ring's thread instead of the caller's
+            return self._slabs.plain(nbytes)
+
 
 class Ring:
     """Compute's memory that copies down still read: the last few, however far the host runs ahead of the device.
 
-    Before older memory is let go of, the stream that allocated it waits for the copy; the host never does.
+    Before older memory is let go of, the stream that allocated it waits for the copies; the host never does.
     """
 
     def __init__(self, depth: int = 2) -> None:
         self._depth = depth
-        self._held: collections.deque[tuple[Any, Arrival, Any]] = collections.deque()
+        self._held: collections.deque[tuple[Any, Sequence[Arrival], Any]] = collections.deque()
 
-    def hold(self, memory: Any, copied: Arrival, home: Any) -> None:
-        """Keep memory of the stream ``home`` until it may be used again after this copy."""
-        self._held.append((memory, copied, home))
+    def hold(self, memory: Any, copies: Sequence[Arrival], home: Any) -> None:
+        """Keep memory of the stream ``home`` until it may be used again after these copies."""
+        self._held.append((memory, copies, home))
         while len(self._held) > self._depth:
             _, oldest, stream = self._held.popleft()
-            oldest.wait(stream)
+            for copied in oldest:
+                copied.wait(stream)
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor without gaps or overlaps, otherwise those of a contiguous one."""
     return torch.empty_like(tensor, device="meta").stride()
+
+
+def _locked_by_torch(nbytes: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..compat.dynamo import never_compiled_hook
 from ..compat.streaming import admits_hooks, top_hooks
 from ..errors import UnsupportedError
-from ..host.device import Device, Ring, dense_strides
+from ..host.device import Arrival, Device, Ring, dense_strides
 from .leaf import Weight
 from .recompute import Recompute
 from .window import Window
@@ -72,8 +72,7 @@ class Trip:
         self._device = device
         self._before = before  # the trip whose tensors backward needs next, if its graph still lives
         self._saved: dict[Any, Moved] = {}
-        self._is_open = True
-        self._arrived: Any = None
+        self._arrivals: list[Arrival] | None = None
 
     def add(self, tensor: Tensor) -> Moved:
         """Send a tensor down, once however often it is saved."""
@@ -86,22 +85,20 @@ class Trip:
     def close(self, ring: Ring) -> None:
         """Let go of the tensors on the device as soon as they were copied: the forward is over."""
         if self._saved:
-            sources = [moved.let_go() for moved in self._saved.values()]
-            ring.hold(sources, self._device.down.record_event(), self._device.compute)
+            moved = list(self._saved.values())
+            ring.hold([one.let_go() for one in moved], [one.went_down for one in moved], self._device.compute)
 
     def fetch(self) -> None:
         """Start to copy all of them up."""
-        if self._arrived is None:
-            self._device.after_compute(self._device.up)
-            for moved in self._saved.values():
-                moved.fetch()
-            self._arrived = self._device.up.record_event()
+        if self._arrivals is None:
+            self._arrivals = [moved.fetch() for moved in self._saved.values()]
             self._saved = {}
 
     def wait(self) -> None:
         """Have compute wait for them, and start with those of the unit before."""
         self.fetch()
-        self._arrived.wait(self._device.compute)
+        for arrival in self._arrivals or ():
+            arrival.wait(self._device.compute)
         if (before := self._before()) is not None:
             before.fetch()
 
@@ -109,7 +106,7 @@ class Trip:
 class Moved:
     """A saved tensor that is in host memory between forward and backward."""
 
-    __slots__ = ("_device", "_form", "_here", "_source", "_there", "_trip", "_version", "_was_written")
+    __slots__ = ("_device", "_form", "_here", "_source", "_there", "_trip", "_version", "_was_written", "went_down")
 
     def __init__(self, trip: Trip, tensor: Tensor, device: Device) -> None:
         self._trip, self._device = trip, device
@@ -119,11 +116,8 @@ class Moved:
         self._here: Tensor | None = device.passing(tensor.nbytes)
         self._there: Tensor | None = None
         device.after_compute(device.down)
-        device.send_down(self._shaped(self._here), self._source)
-
-    def _shaped(self, flat: Tensor) -> Tensor:
-        shape, stride, dtype = self._form
-        return flat.view(dtype).as_strided(shape, stride)
+        flat = self._source.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        self.went_down = device.send_down(self._here, flat)
 
     def let_go(self) -> Tensor:
         """Return the tensor on the device, to which nothing here refers from now on."""
@@ -132,23 +126,23 @@ class Moved:
         self._was_written = source._version != self._version
         return source
 
-    def fetch(self) -> None:
-        """Copy it up, behind its copy down."""
+    def fetch(self) -> Arrival:
+        """Start to copy it up, behind its copy down."""
         assert self._here is not None
-        device = self._device
-        there = device.empty(self._here.nbytes)
+        device, there = self._device, self._device.empty(self._here.nbytes)
         device.after_compute(device.up)
-        device.up.wait_event(device.down.record_event())
-        device.send_up(there, self._here)
+        arrival = device.send_up(there, self._here, self.went_down)
         device.keep_for(there, device.up)  # the graph may be dropped before anything waits for the copy
         self._there, self._here = there, None
+        return arrival
 
     def get(self) -> Tensor:
         if self._was_written:
             raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self._form[0])}")
         self._trip.wait()
         assert self._there is not None
-        return self._shaped(self._there)
+        shape, stride, dtype = self._form
+        return self._there.view(dtype).as_strided(shape, stride)
 
 
 def _is_plain_view(tensor: Tensor, weight: Weight) -> bool:
@@ -209,7 +203,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return found
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        super().__exit__(*exception)
         for handed in self._handed:
             handed.let_go()
         self._handed.clear()

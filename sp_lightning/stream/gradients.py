@@ -11,6 +11,7 @@ called it, or by the next touch of a weight where an exception ended the backwar
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -67,10 +68,11 @@ class GradientBytes:
         self.step: Future[None] | None = None  # the step that reads it
 
     def wait(self) -> None:
-        """Wait until nothing adds to it or steps with it; raise what that raised."""
-        for future in (self.adding, self.step):
-            if future is not None:
-                future.result()
+        """Wait until nothing adds to it or steps with it. A step's error is raised by the unit's `wait_step`."""
+        if self.adding is not None:
+            self.adding.result()
+        if self.step is not None:
+            futures.wait([self.step])
 
     def settle(self) -> Tensor:
         """Wait for all that is pending, and return the true gradient in host memory."""
@@ -300,6 +302,11 @@ class Gradients:
         with without_dispatch():
             grad, leaf.grad = leaf.grad, None
         assert grad is not None
+        if grad.requires_grad:
+            raise UnsupportedError(
+                f"backward(create_graph=True) would give {weight.name} a gradient with a graph, which cannot be in host"
+                " memory: compute such gradients by torch.autograd.grad(..., create_graph=True)"
+            )
         came[weight] = grad
         if len(came) >= unit.trained:
             self._flush(backward, unit, backward.came.pop(unit), is_complete=True)
@@ -334,11 +341,6 @@ class Gradients:
 
     def _hooked(self, weight: Weight, grad: Tensor) -> Tensor:
         """Pass a gradient through the user's hooks on the parameter."""
-        if grad.requires_grad:
-            raise UnsupportedError(
-                f"backward(create_graph=True) would give {weight.name} a gradient with a graph, which cannot be in host"
-                " memory: compute such gradients by torch.autograd.grad(..., create_graph=True)"
-            )
         for hook in gradient_hooks(weight.host):
             weight.uses = 0
             changed = hook(grad)
@@ -380,7 +382,7 @@ class Gradients:
             copy_all(packed, [grad for _, grad in dense])
         self._device.after_compute(self._device.down)
         arrived = self._device.send_down(here, there)
-        self._ring.hold(there, arrived, self._device.compute)
+        self._ring.hold(there, [arrived], self._device.compute)
         views = [_view(here, at, weight.value, grad.dtype) for at, (weight, grad) in zip(places, dense, strict=True)]
         return views, arrived
 

@@ -247,6 +247,8 @@ def watch(weight: Weight, collector: Gradients) -> None:
 
 def release(weight: Weight) -> None:
     """Make a parameter and its gradient plain again."""
+    if weight.hook is not None:
+        weight.hook.remove()
     release_gradient(weight.host)
     weight.host.__class__ = getattr(weight.host, "plain", nn.Parameter)
     del weights[id(weight.host)], collectors[id(weight.host)], leaf_weights[id(weight.leaf)]

@@ -37,6 +37,7 @@ class Visit:
     ) -> None:
         self.module, self.units, self.is_entry = module, list(units), is_entry
         self._window, self._policy, self._before = window, policy, before
+        self._name = name
         self._recompute = Recompute(module, name, policy.device.torch_device)
         self.chain()
 
@@ -58,6 +59,7 @@ class Visit:
 
     @not_compiled_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._window.check_thread(self._name)
         if not self._window.is_in_call:
             self._before()
         return self._visited(compiling_as_here(self._call), args, kwargs)

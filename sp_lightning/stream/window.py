@@ -69,7 +69,7 @@ class Window:
         self._trace = Trace()
         self._current: tuple[Unit | None, Any] = None, None  # the unit that was visited last, and on which stream
         self._in_use: dict[int, Unit] = {}
-        self._owner = threading.RLock()  # of the thread that calls the model
+        self._caller: int | None = None  # the thread whose call of a streamed module is under way
         self._shown: dict[int, Unit] = {}  # by the address of their storage
         self.is_in_call = False  # whether a call of a streamed module is under way
 
@@ -77,12 +77,6 @@ class Window:
     def using(self, units: Sequence[Unit]) -> Iterator[None]:
         """Visit units, and keep them on the device meanwhile."""
         mine = [unit for unit in units if unit.index not in self._in_use]
-        is_owner = graph_task() == -1  # a backward runs on threads of autograd's, while its caller waits
-        if is_owner and not self._owner.acquire(blocking=False):
-            raise UnsupportedError(
-                "two threads are in one streamed model, one of them at"
-                f" {units[0].name if units else 'a shared module'}: call it from one thread at a time"
-            )
         try:
             for unit in units:
                 self.visit(unit)
@@ -91,17 +85,25 @@ class Window:
         finally:
             for unit in mine:
                 self._in_use.pop(unit.index, None)
-            if is_owner:
-                self._owner.release()
 
     @contextlib.contextmanager
     def in_call(self) -> Iterator[None]:
         """Note the call of a streamed module."""
-        before, self.is_in_call = self.is_in_call, True
+        before = self.is_in_call, self._caller
+        self.is_in_call = True
+        if graph_task() == -1:
+            self._caller = threading.get_ident()
         try:
             yield
         finally:
-            self.is_in_call = before
+            self.is_in_call, self._caller = before
+
+    def check_thread(self, where: str) -> None:
+        """Raise if a call on another thread is under way. A backward runs on threads of autograd's, while one waits."""
+        if self._caller not in (None, threading.get_ident()) and graph_task() == -1:
+            raise UnsupportedError(
+                f"two threads are in one streamed model, one of them at {where}: call it from one thread at a time"
+            )
 
     def visit(self, unit: Unit) -> None:
         """Have the unit on the device for what compute does next."""

@@ -1,4 +1,4 @@
-"""Compiled, parametrized, nested and shared modules, threads, forks and streams of the user's are as in the plain run."""
+"""Compiled, parametrized, nested and shared modules, threads, forks and streams of the user's."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Optimizers, their state, steps that fail and steps beside backward are as in the plain run, or raise a typed error."""
+"""Optimizers, their state, steps that fail and steps beside backward: the plain run's bits, or a typed error."""
 
 import collections
 import contextlib
@@ -88,13 +88,13 @@ def an_optimizer_per_weight_in_a_hook(run, model):
         optimizers[param].step()
         optimizers[param].zero_grad()
 
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step)
-    seen = []
+    hooks, seen = [param.register_post_accumulate_grad_hook(step) for param in model.parameters()], []
     for i in range(4):
         loss = model(run.x(i)).square().mean()
         loss.backward()
         seen.append(loss.detach().clone())
+    for hook in hooks:
+        hook.remove()
     return seen
 
 
@@ -105,9 +105,7 @@ def state_read_after_each_step(run, model):
         run.step(model, optimizer, i)
         seen.append(optimizer.state[model.blocks[2].up.weight]["exp_avg"].clone())
         seen.append(sum(state["exp_avg"].sum().cpu() for state in optimizer.state.values()))
-        seen.append(
-            [value for state in copy.deepcopy(optimizer.state_dict())["state"].values() for value in state.values()]
-        )
+        seen.append(copy.deepcopy(optimizer.state_dict())["state"])
     return seen
 
 
@@ -169,7 +167,9 @@ def two_steps_with_one_gradient(run, model):
         loss = model(run.x(i)).square().mean()
         loss.backward()
         optimizer.step()
-        return run.train(loss * 0 + model(run.x(i + 5)).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
 
     return run.loop(model, step)
 

@@ -1,0 +1,131 @@
+"""Copies between unlocked host memory and a device, in pieces, through a ring of small page-locked buffers.
+
+A device copies by itself only from and to page-locked memory; a copy of other memory would block the calling thread. So
+a thread for each direction moves the bytes between that memory and the buffers.
+
+1. Copies begin in the order in which they are submitted, on a stream of the ring's own, each behind the event that it
+   was submitted with: not behind what the device's copy stream gets later, which may wait for readers of these bytes.
+2. A copy is on that stream only when the thread has queued it: a stream that is to wait for it waits for that first.
+3. A buffer is written again only after the device read it (up), or after the thread emptied it (down).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StagedCopy:
+    """The end of a copy that a ring's thread makes."""
+
+    def __init__(self) -> None:
+        self.queued: Future[Any] = Future()  # an event on the ring's stream, once it is recorded
+        self.done: Future[None] = Future()  # the host's bytes were read, or are there
+
+    def wait(self, stream: Any) -> None:
+        stream.wait_event(self.queued.result())
+
+    def synchronize(self) -> None:
+        self.done.result()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise this error in every caller that waits for the copy."""
+        for milestone in (self.queued, self.done):
+            if not milestone.done():
+                milestone.set_exception(error)
+
+
+class StagingRing:
+    """The buffers of one direction, and the thread that uses them."""
+
+    def __init__(self, stream: Any, buffers: Sequence[Tensor], name: str) -> None:
+        self._stream, self._buffers = stream, buffers
+        self._read: list[Any] = [None] * len(buffers)  # events after which each may be written
+        self._next = 0
+        self._thread = ThreadPoolExecutor(1, f"superpipeline-{name}")
+
+    def up(self, begin: Any, target: Tensor, source: Tensor, after: Any) -> StagedCopy:
+        """Start a copy to the device.
+
+        Args:
+            begin: An event after which the device's memory may be written.
+            target: The bytes on the device.
+            source: The bytes on the host.
+            after: The copy down that brings the host's bytes; None: they are there.
+        """
+        return self._submit(begin, lambda staged: self._up(target, source, after))
+
+    def down(self, begin: Any, target: Tensor, source: Tensor) -> StagedCopy:
+        """Start a copy to the host, of memory that may be read after the event ``begin``."""
+        return self._submit(begin, lambda staged: self._down(staged, target, source))
+
+    def close(self) -> None:
+        """End the thread, after the copies that were submitted."""
+        self._thread.shutdown()
+
+    def _submit(self, begin: Any, work: Callable[[StagedCopy], Any]) -> StagedCopy:
+        staged = StagedCopy()
+        self._thread.submit(self._run, staged, begin, work)
+        return staged
+
+    # ---- on the thread
+
+    def _run(self, staged: StagedCopy, begin: Any, work: Callable[[StagedCopy], Any]) -> None:
+        try:
+            torch.accelerator.set_stream(self._stream)
+            self._stream.wait_event(begin)
+            with torch.no_grad():
+                queued = work(staged)
+            if not staged.queued.done():
+                staged.queued.set_result(queued)
+            staged.done.set_result(None)
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):  # the device's own error, which each wait for it raises
+                self._stream.synchronize()
+            staged.fail(error)
+
+    def _up(self, target: Tensor, source: Tensor, after: Any) -> Any:
+        if after is not None:
+            after.synchronize()
+        for there, here in self._pieces(target, source):
+            buffer = self._take(len(here))
+            if self._read[self._next] is not None:
+                self._read[self._next].synchronize()
+            buffer.copy_(here)
+            there.copy_(buffer, non_blocking=True)
+            self._read[self._next] = self._stream.record_event()
+        return self._stream.record_event()
+
+    def _down(self, staged: StagedCopy, target: Tensor, source: Tensor) -> Any:
+        under_way: collections.deque[tuple[Tensor, Tensor, Any]] = collections.deque()
+        for here, there in self._pieces(target, source):
+            if len(under_way) == len(self._buffers):
+                _empty(*under_way.popleft())
+            buffer = self._take(len(there))
+            buffer.copy_(there, non_blocking=True)
+            under_way.append((here, buffer, self._stream.record_event()))
+        queued = self._stream.record_event()
+        staged.queued.set_result(queued)
+        for piece in under_way:
+            _empty(*piece)
+        return queued
+
+    def _pieces(self, target: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
+        size = len(self._buffers[0])
+        starts = range(0, len(source), size)
+        return [(target[begin : begin + size], source[begin : begin + size]) for begin in starts]
+
+    def _take(self, nbytes: int) -> Tensor:
+        self._next = (self._next + 1) % len(self._buffers)
+        return self._buffers[self._next][:nbytes]
+
+
+def _empty(target: Tensor, buffer: Tensor, arrived: Any) -> None:
+    arrived.synchronize()
+    target.copy_(buffer)

@@ -1,0 +1,117 @@
+"""Slabs are exact, locked and unlocked once; where locks are refused, copies go through a ring with the same bits."""
+
+import logging
+import os
+
+import pytest
+import torch
+from stream_programs import POLICIES, Net, Program, check, device_named, streamed
+
+from sp_lightning.errors import HostMemoryError, OptionError, UnsupportedError
+from sp_lightning.handle import Handle, Settings
+from sp_lightning.host import device as devices
+from sp_lightning.host.device import aligned
+
+
+class SimulatedLock:
+    """Page locks of the simulated device, as CUDA registers memory."""
+
+    def __init__(self):
+        self.locked = {}
+
+    def lock(self, address, nbytes):
+        import simgpu
+
+        simgpu.pin(address, nbytes)
+        self.locked[address] = nbytes
+
+    def unlock(self, address):
+        import simgpu
+
+        simgpu.unpin(address)
+        del self.locked[address]
+
+
+@pytest.fixture
+def locks(monkeypatch):
+    lock = SimulatedLock()
+    monkeypatch.setattr(devices, "page_lock", lambda device: lock)
+    return lock
+
+
+@pytest.mark.simgpu
+def test_slabs_are_locked_to_the_byte_and_unlocked_at_the_end(locks):
+    model = Net()
+    with streamed(model, "simgpu") as handle:
+        units = [unit for unit in handle.units if not unit.is_resident]
+        assert sorted(locks.locked.values()) == sorted(unit.nbytes for unit in units)
+        assert all(unit.nbytes == sum(aligned(4 * weight.host.numel()) for weight in unit.weights) for unit in units)
+    assert locks.locked == {} and model.blocks[0].up.weight.sum().isfinite()
+
+
+@pytest.mark.simgpu
+def test_locked_slabs_change_no_bit(locks):
+    check(Program(lambda run, model: run.loop(model)), "simgpu")
+
+
+@pytest.mark.simgpu
+def test_a_forked_process_that_reads_a_locked_slab_gets_an_error(locks):
+    model = Net()
+    with streamed(model, "simgpu"):
+        child = os.fork()
+        if not child:
+            try:
+                model.blocks[0].up.weight.detach().sum()
+            except RuntimeError as error:
+                os._exit(7 if "blocks.0.up.weight lies in page-locked memory" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert model.blocks[0].up.weight.detach().sum().isfinite()
+
+
+def refuse(nbytes):
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.simgpu
+def test_refused_locks_change_no_bit(monkeypatch, policy):
+    monkeypatch.setattr(devices, "_locked_by_torch", refuse)
+    check(Program(lambda run, model: run.loop(model)), "simgpu", policy, window=2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.simgpu
+def test_pageable_memory_changes_no_bit(policy):
+    program = Program(lambda run, model: run.loop(model), options={"host_memory": "pageable"})
+    check(program, "simgpu", policy, window=2)
+
+
+@pytest.mark.simgpu
+def test_refused_locks_are_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(devices, "_locked_by_torch", refuse)
+    model = Net()
+    with caplog.at_level(logging.WARNING), streamed(model, "simgpu"):
+        model(torch.ones(4, 8, device=device_named("simgpu")))
+    (said,) = [record.getMessage() for record in caplog.records if "page-locked" in record.getMessage()]
+    assert "(on purpose)" in said and "2 staging buffers" in said
+
+
+@pytest.mark.simgpu
+def test_refused_locks_are_an_error_where_the_user_requires_them(monkeypatch):
+    monkeypatch.setattr(devices, "_locked_by_torch", refuse)
+    with pytest.raises(HostMemoryError, match=r"host_memory='pinned'.*could not be page-locked.*host_memory='auto'"):
+        Handle(Net(), "simgpu", Settings(host_memory="pinned"))
+
+
+@pytest.mark.parametrize(
+    "name, said", [("meta", "holds no data"), ("mps", "shares its memory"), ("xpu", "not available")]
+)
+def test_a_device_that_cannot_stream_is_refused(name, said):
+    with pytest.raises(UnsupportedError, match=said):
+        Handle(Net(), name, Settings())
+
+
+def test_a_wrong_kind_of_host_memory_is_refused():
+    with pytest.raises(OptionError, match="host_memory"):
+        Settings(host_memory="mapped")
