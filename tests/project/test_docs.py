@@ -383,3 +383,5 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(notebook):
     done = forks.run(code, env={**os.environ, "MPLBACKEND": "agg"})
     assert done.returncode == 0, done.stderr
     assert pathlib.Path("timeline", "trace.json").exists() and "streamed" in done.stdout
+    pictures = [pathlib.Path("memory.png"), pathlib.Path("timeline", "timeline.png")]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
