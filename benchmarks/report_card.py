@@ -191,7 +191,7 @@ def clipped_step(device: torch.device, tiny: bool) -> dict[str, Any]:
     layers = 2 if tiny else max(2, min(12, psutil.virtual_memory().available // 3 // block_nbytes))
     model, tokens = made(layers, width, *((2, 16) if tiny else (4, 1024)))
     options = {"window": 2, "activations": "recompute"}
-    plan = planned(model, tokens, options)
+    plan = planned(model, tokens, "rtx4060" if tiny else "here", options)
     tokens = tokens.to(device)
     times = []
     if device.type != "cpu":
@@ -220,13 +220,13 @@ def clipped_step(device: torch.device, tiny: bool) -> dict[str, Any]:
     }
 
 
-def planned(model: Model, tokens: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+def planned(model: Model, tokens: Tensor, machine: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return what the plan of this step says, or why there is none: a report has all else without it."""
     try:
         plan = sp_lightning.plan(
             model,
             batch=(tokens,),
-            machine="here",
+            machine=machine,
             precision="bf16-mixed",
             optimizer="AdamW",
             loss=lambda module, batch: module(*batch),
@@ -234,9 +234,9 @@ def planned(model: Model, tokens: Tensor, options: dict[str, Any]) -> dict[str, 
             units="Block",
             **options,
         )
+        return {"seconds": plan.step_s, "device GiB": plan.device_nbytes / GIB, "text": str(plan)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"seconds": plan.step_s, "device GiB": plan.device_nbytes / GIB, "text": str(plan)}
 
 
 # ---- the report

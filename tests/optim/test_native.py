@@ -457,6 +457,11 @@ def test_a_variant_that_the_processor_lacks_is_not_loaded(library, monkeypatch):
     assert "SP_LIGHTNING_KERNELS is 'avx512': this processor runs 'avx2', 'default'" in library.failure
 
 
+def test_where_torch_has_no_openmp_its_operators_step(library, monkeypatch):
+    monkeypatch.setattr(loader, "openmp_parallel", lambda: None)
+    assert not natively() and library.failure == "torch was built without OpenMP"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_bits_are_the_loops_whichever_kernels_torch_takes(capability):

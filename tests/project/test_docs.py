@@ -269,7 +269,9 @@ def test_no_sentence_of_the_readme_has_more_than_25_words():
 
 def measured() -> set[str]:
     """The figures of the result files, as README writes them."""
-    figures = set()
+    exact = (ROOT / "benchmarks" / "results").glob("exact-*.json")
+    runs = [run["difference"] for file in exact for run in json.loads(file.read_text())["results"]]
+    figures = {f"{len(runs) - runs.count(None)} of {len(runs)} compared"}
     for file in (ROOT / "benchmarks" / "results").glob("*.json"):
         for result in json.loads(file.read_text())["results"]:
             tokens = re.search(r"(\d+) tokens", result.get("label", ""))
@@ -285,7 +287,8 @@ def test_every_figure_of_the_readme_is_in_a_result_file():
     """Those below "What fits" are of the planner, whose command stands beside them."""
     before, rest = readme_prose().split("**Planned, not measured**")
     after = rest.partition("Plan your own")[2]
-    found = set(re.findall(r"\d[\d,.]*\s(?:s|ms|GiB|GB|tokens|hours|h|%|x)\b", re.sub(r"\s+", " ", before + after)))
+    units = "s|ms|GiB|GB|tokens|hours|h|%|x|of \\d+ compared"
+    found = set(re.findall(rf"\d[\d,.]*\s(?:{units})\b", re.sub(r"\s+", " ", before + after)))
     assert len(found) > 10 and found - measured() == set()
 
 
@@ -379,3 +382,5 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(notebook):
     done = forks.run(code, env={**os.environ, "MPLBACKEND": "agg"})
     assert done.returncode == 0, done.stderr
     assert pathlib.Path("timeline", "trace.json").exists() and "streamed" in done.stdout
+    pictures = [pathlib.Path("memory.png"), pathlib.Path("timeline", "timeline.png")]
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
