@@ -3,7 +3,7 @@
 1. What a trace cannot do is a note: a training_step that needs its Trainer is replaced by ``forward``; a model that
    depends on values that it computes runs on the CPU, with data, if it is small enough.
 2. Under autocast weights that are cast and not used otherwise travel in autocast's type (autocast_weights.py). The
-   first trace finds them, and is that of a run's first step, in which they travel as they are and the window is half.
+   first trace finds them. In a run's first step they travel as they are, in half the window, and are cast one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +235,7 @@ class PlannedModel:
                 return trace(self.module, units, batch, run, self.tensors, activations=activations)
             past = None
             if tokens > 1:
-                past = self._prompt(batch, None)
+                past = self._prompt(batch, None).past_key_values
                 one = torch.ones(self.rows * scale, 1, dtype=torch.long)
                 batch = {"input_ids": one}
             return trace(self.module, units, batch, lambda: self._prompt(batch, past), self.tensors, backward=False)
@@ -313,9 +313,19 @@ class PlannedModel:
         most = peak_of(at or self.later(options), self.units_of(options), sizes, window, transfer)
         first = self.sizes(options, first=True)
         if at is None and first != sizes and not self._masters:
-            begun = peak_of(self.begins(options), self.units_of(options), first, max(1, window // 2), transfer)
+            begun = peak_of(self._with_casts(options), self.units_of(options), first, max(1, window // 2), transfer)
             most = max(most, begun, key=lambda terms: sum(terms.values()))
         return most
+
+    def _with_casts(self, options: Options) -> Trace:
+        """Return the trace of a run's first step: one weight at a time is cast on the device."""
+        found = self.later(options)
+        casts = [
+            max((p.numel() * p.itemsize // 2 for _, p in unit.params if id(p) in self._narrow), default=0)
+            for unit in self.units_of(options)
+        ]
+        visits = [replace(v, peak=v.peak + (0 if v.unit is None else casts[v.unit])) for v in found.visits]
+        return replace(found, visits=tuple(visits))
 
 
 def peak_of(found: Trace, units: list[Unit], sizes: list[UnitNumbers], window: int, transfer: int) -> dict[str, int]:

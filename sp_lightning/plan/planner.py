@@ -22,7 +22,7 @@ from . import listed
 from .host import CUT, OnDisk, host_of
 from .lanes import Run, StepTime, UnitWork, step_cost, step_time
 from .machines import Machine
-from .model import Answers, PlannedModel
+from .model import KEPT, Answers, PlannedModel
 from .optimizers import State, state_of
 from .report import Change, Plan
 from .trace import Trace, Visit
@@ -36,6 +36,7 @@ OFFERED = 3  # changes
 MOST_ROWS = 2**30
 
 
+CACHE = "keys and values"
 NOT_CUT = (
     "left out for a module none of whose parameters is a DTensor: have a function that takes the mesh call "
     "parallelize_module(..., mesh, plan), or configure_model with self.device_mesh['tensor_parallel']"
@@ -249,11 +250,14 @@ class Planner:
         at = self._trace(job) if job.rows is not None or job.answers else None
         terms = model.peak(job.options, window, self._transfer(job, window), at)
         if job.answers:
-            read = model.peak(job.options, window, self._transfer(job, window), model.later(job.options))
-            terms = max(terms, read, key=lambda found: sum(found.values()))
-            layers = len([size for size in model.sizes(job.options) if not size.resident])
-            waits = at.cache * max(0, layers - 2) // max(1, layers) if at and job.answers.cache == "host" else 0
-            terms = {**terms, "keys and values": at.cache - waits if at else 0}
+            assert at is not None
+            reading = model.later(job.options)
+            read = model.peak(job.options, window, self._transfer(job, window), reading)
+            passes = (_with_cache(read, reading.cache), _with_cache(terms, at.cache))
+            terms = max(passes, key=lambda found: sum(found.values()))
+            if job.answers.cache == "host":  # all but the layer that computes, and the next one
+                layers = sum(not size.resident for size in model.sizes(job.options))
+                terms[CACHE] = terms[CACHE] * min(2, layers) // max(1, layers)
         elif job.options.optimizer_device == "device":
             trained = sum(size.parameters for size in model.sizes(job.options))
             width = 4 if job.options.master_weights or not job.precision.endswith("16-true") else 2
@@ -473,3 +477,9 @@ class Planner:
             given = {"master_weights": False, **remedy.options} if remedy.half else remedy.options
             changed = replace(self._or_same(job, given), precision="bf16-true" if remedy.half else job.precision)
             yield remedy.what, f"{remedy.bits}: {remedy.how}", changed, remedy.optimizer
+
+
+def _with_cache(terms: dict[str, int], cache: int) -> dict[str, int]:
+    """Name what a pass keeps of keys and values."""
+    moved = min(cache, terms[KEPT])
+    return {**terms, KEPT: terms[KEPT] - moved, CACHE: moved}

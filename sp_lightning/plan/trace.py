@@ -202,7 +202,9 @@ class _Recorder:
         self._packed = 0
         self._stack: list[int] = []
         self._last: int | None = None
-        self._weights = {storage_id(p.untyped_storage()): p for unit in units for _, p in unit.params if _plain(p)}
+        weights = [(p, unit.index) for unit in units for _, p in unit.params if p.layout is torch.strided]
+        self._weights = {storage_id(p.untyped_storage()): p for p, _ in weights}
+        self._unit_of = {id(p): index for p, index in weights}
         self._casts: set[int] = set()  # storages
         self._complete: dict[int, set[int]] = defaultdict(set)  # by unit, its weights whose gradients are there
         self._away: dict[tuple[Any, ...], _Away] = {}  # of the unit whose forward runs
@@ -417,6 +419,9 @@ class _Recorder:
 
     def _note_weights(self, func: Any, operator: Any, read: set[int], results: list[Tensor]) -> None:
         touched = [self._weights[key] for key in read if key in self._weights]
+        for weight in touched:
+            if (unit := self._unit_of[id(weight)]) not in self._stack:
+                self._enter(unit, in_backward())  # code of another module reads it, such as a head that is a table
         if not touched:
             return
         if func is aten._to_copy.default and results[0].dtype in HALVES and touched[0].dtype is torch.float32:
@@ -449,10 +454,6 @@ def _nbytes(tensor: Tensor) -> int:
 def _made(away: _Away) -> Tensor:
     shape, stride, dtype = away.like
     return torch.empty_strided(shape, stride, dtype=dtype)
-
-
-def _plain(parameter: Tensor) -> bool:
-    return parameter.layout is torch.strided
 
 
 def _restore(module: nn.Module, forward: Any) -> None:
