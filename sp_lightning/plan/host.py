@@ -15,6 +15,7 @@ from ..core.unit_numbers import STATES, HostBytes, HostSharing, UnitHostBytes, a
 from ..disk import state_ring
 from ..disk.activation_blocks import in_memory_nbytes, written_nbytes
 from ..disk.placement import Budgeted, choose, may_move, may_travel
+from ..errors import OptionError
 from ..memory.partition import Unit
 from ..optim.pieces import ELEMENTWISE
 from ..options import Options
