@@ -483,3 +483,32 @@ def gloo_device(interface: str) -> Any:
     from torch.distributed.distributed_c10d import ProcessGroupGloo  # not in each torch
 
     return ProcessGroupGloo.create_device(interface=interface)
+
+
+# ---- fake tensors
+
+
+def fake_tensor(mode: Any, meta: Tensor) -> Tensor:
+    """Make a tensor without data, on the CPU, of a meta tensor, which has its shape."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor(mode, meta, torch.device("cpu"))
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor is one without data."""
+    return hasattr(tensor, "fake_mode")
+
+
+def fake_mode() -> Any:
+    """Make a mode in which tensors have no data; a tensor that has some may be an argument."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def needs_values() -> tuple[type[Exception], ...]:
+    """Return the errors of operators whose result depends on values."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return DataDependentOutputException, DynamicOutputShapeException

@@ -14,16 +14,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..compat.tensors import FLATTEN, schema_of, storage_id, written_by
+from ..compat.patches import RUN_BACKWARD
+from ..compat.tensors import (
+    FLATTEN,
+    TorchDispatchMode,
+    fake_mode,
+    fake_tensor,
+    is_fake,
+    needs_values,
+    schema_of,
+    storage_id,
+    without_dispatch_modes,
+    without_function_modes,
+    written_by,
+)
 
 aten = torch.ops.aten
 HALVES = torch.float16, torch.bfloat16
@@ -31,14 +37,14 @@ FUSED = "cuda", "xpu"  # device types with fused attention for training
 KNOWN_INTEGERS = 2**21  # elements of the largest integer tensor whose values are known
 KNOWN_FLOATS = 64
 KNOWN_MASKS = 2**18  # the same for floats of a batch
-UNKNOWN = DataDependentOutputException, DynamicOutputShapeException
+UNKNOWN = needs_values()
 Observer = Callable[[Any, Any, Any, Any], None]
 
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
     """Run on plain tensors in this context, whatever modes are in force."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with without_function_modes(), without_dispatch_modes():
         yield
 
 
@@ -55,7 +61,7 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.observe: Observer | None = None
         self.building = False  # a module is being made: its initial weights do not matter
-        self._fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = None if real else fake_mode()
         self._kernels = _Kernels(target, self)
         self._autocast = autocast
         self._known: dict[int, torch.UntypedStorage] = {}  # values, by storage, as long as that exists
@@ -80,18 +86,18 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a tensor like this one without data; values of small ones stay known."""
         if self._fake is None:
             return tensor.detach().clone()
-        if isinstance(tensor, FakeTensor):
+        if is_fake(tensor):
             return tensor
         with outside():
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        fake = FakeTensor(self._fake, made, torch.device("cpu"))
+        fake = fake_tensor(self._fake, made)
         if not tensor.is_meta:
             self._learn(fake, tensor.detach(), KNOWN_MASKS)
         return fake
 
     def values(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor with its values; None if they are unknown. Call outside of the fake mode."""
-        if not isinstance(tensor, FakeTensor):
+        if not is_fake(tensor):
             return tensor
         storage = self._known.get(storage_id(tensor.untyped_storage()))
         if storage is None:
@@ -127,7 +133,7 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensors_of(args, kwargs)
-        if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        if not all(is_fake(tensor) for tensor in tensors):
             args, kwargs = mapped(Tensor, self.adopt, args), mapped(Tensor, self.adopt, kwargs)
             tensors = tensors_of(args, kwargs)
             if func is aten.lift_fresh.default:
@@ -247,7 +253,7 @@ class _Kernels(TorchFunctionMode):
             with outside():
                 values = self._tensors.values(args[0])
             if values is None:
-                raise DataDependentOutputException(func)
+                raise UNKNOWN[0](func)
             return func(values, *args[1:], **kwargs)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -344,17 +350,16 @@ class _Kernels(TorchFunctionMode):
 @contextlib.contextmanager
 def _in_backward_too(mode: TorchFunctionMode) -> Iterator[None]:
     """Keep the mode on in code that backward runs, such as a checkpoint: torch switches it off during that call."""
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_in_mode(*args: Any, **kwargs: Any) -> Any:
         with mode:
-            return run(*args, **kwargs)
+            return RUN_BACKWARD.original(*args, **kwargs)
 
-    torch.autograd._engine_run_backward = run_in_mode  # type: ignore[attr-defined]
+    RUN_BACKWARD.install(run_in_mode)
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        RUN_BACKWARD.remove()
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -324,7 +324,11 @@ class PlannedModel:
             max((p.numel() * p.itemsize // 2 for _, p in unit.params if id(p) in self._narrow), default=0)
             for unit in self.units_of(options)
         ]
-        visits = [replace(v, peak=v.peak + (0 if v.unit is None else casts[v.unit])) for v in found.visits]
+        packed = [size.down_nbytes for size in self.sizes(options)]  # when no cast is there
+        visits = [
+            v if v.unit is None else replace(v, peak=v.peak + max(0, casts[v.unit] - packed[v.unit] * v.backward))
+            for v in found.visits
+        ]
         return replace(found, visits=tuple(visits))
 
 

@@ -19,11 +19,10 @@ from ..options import Options
 from ..runtime.preflight import finer_classes
 from ..wholes.sharded import shards_of
 from . import listed
-from .host import CUT, OnDisk, host_of
+from .host import CUT, OnDisk, State, host_of, state_of
 from .lanes import Run, StepTime, UnitWork, step_cost, step_time
 from .machines import Machine
 from .model import KEPT, Answers, PlannedModel
-from .optimizers import State, state_of
 from .report import Change, Plan
 from .trace import Trace, Visit
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from ..autograd.backward_pass import in_backward
 from ..compat.tensors import operator_of, schema_of, storage_id
 from ..core.unit_numbers import ALIGNMENT, aligned
 from ..memory.partition import Unit
@@ -460,11 +461,6 @@ def _restore(module: nn.Module, forward: Any) -> None:
     del vars(module)["forward"]
     if forward is not None:
         vars(module)["forward"] = forward
-
-
-def in_backward() -> bool:
-    """Return whether autograd's backward runs on this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 # ---- blocks that are alike (Rule 3)

@@ -49,28 +49,26 @@ def test_what_certainly_fits_is_let_through():
     check_device([*EIGHT, ROOT], 1, 250 * MIB, "cuda:0", means())
 
 
-def test_a_window_that_can_not_fit_is_refused_with_three_changes_and_their_cost_in_seconds():
+def test_a_window_that_can_not_fit_is_refused_with_three_changes():
     assert refused([*EIGHT, ROOT], 6, 600) == (
         "with window 6, weights and gradients alone need 650.00 MiB on cuda:0, but 600.00 MiB are free; these "
-        "would fit (device memory; lower bound of a step from weights, gradients and AdamW here, now 11 s): "
-        "window=5 (550.00 MiB, 12 s); window=1 (250.00 MiB, 16 s)"
+        "would fit (device memory): window=5 (550.00 MiB); window=1 (250.00 MiB)"
     )
     assert refused([*EIGHT, ROOT], 6, 600, can_halve=True).endswith(
-        "window=5 (550.00 MiB, 12 s); precision='bf16-true' and master_weights=True (325.00 MiB, 6.4 s); "
-        "window=1 (250.00 MiB, 16 s)"
+        "window=5 (550.00 MiB); precision='bf16-true' and master_weights=True (325.00 MiB); window=1 (250.00 MiB)"
     )
 
 
 def test_smaller_units_are_offered_by_their_classes():
     halves = [UnitNumbers(f"half {i}", 50 * MIB, 50 * MIB, parameters=13 * MIB) for i in range(16)]
     said = refused([*EIGHT, ROOT], 6, 600, finer=(["Half"], [*halves, ROOT]))
-    assert "units=['Half'] (350.00 MiB, " in said
+    assert "units=['Half'] (350.00 MiB)" in said
 
 
 def test_one_unit_needs_room_beside_its_gradients():
     said = refused([*EIGHT, HEAD, ROOT], 1, 1049)
     assert "with window 1, weights and gradients alone need 1.03 GiB" in said
-    assert said.endswith("training adapters beside frozen weights (550.00 MiB, 20 s)")
+    assert said.endswith("training adapters beside frozen weights (550.00 MiB)")
 
 
 def test_where_nothing_fits_smaller_units_are_named():
@@ -83,7 +81,7 @@ def test_a_budget_is_refused_in_the_same_way():
         match=r"needs at least 250.00 MiB for block 0, got 200.00 MiB; raise it; these would fit .* training ad",
     ):
         check_budget(Options(memory_budget=200 * MIB), [*EIGHT, ROOT], False, means())
-    said = r"window 6 does not fit .* window=4 \(650.00 MiB, 13 s\); training adapters .* window=1 \(250.00 MiB, 16"
+    said = r"window 6 does not fit .* window=4 \(650.00 MiB\); training adapters .* window=1 \(250.00 MiB"
     with pytest.raises(MemoryBudgetError, match=said):
         check_budget(Options(memory_budget=700 * MIB, window=6), [*EIGHT, ROOT], False, means())
     check_budget(Options(memory_budget=700 * MIB), [*EIGHT, ROOT], False, means())
@@ -118,7 +116,7 @@ def test_a_fit_stops_before_it_starts_and_leaves_the_module_alone():
     trainer = L.Trainer(strategy=strategy, accelerator="simgpu", devices=1, max_steps=1, logger=False, **QUIET)
     with pytest.raises(
         MemoryBudgetError,
-        match=r"need 1.0\d MiB on simgpu:0, but 600.00 KiB are free; .*: window=2 \(514.00 KiB, .* m?s\); prec",
+        match=r"need 1.0\d MiB on simgpu:0, but 600.00 KiB are free; .*: window=2 \(514.00 KiB\); prec",
     ):
         trainer.fit(module, [torch.zeros(2, 256)])
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())
