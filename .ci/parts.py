@@ -67,9 +67,7 @@ PARTS = {
     ),
     "programs": Part(("tests/contract/test_random_programs.py",), (*STEP, "tests/rigs/program")),
     "soak": Part(("tests/runtime/test_soak.py",), ("tests/rigs/soak.py",)),
-    "plans": Part(
-        ("tests/plan", "tests/core"), ("sp_lightning/plan/", "sp_lightning/core/")
-    ),
+    "plans": Part(("tests/plan", "tests/core"), ("sp_lightning/plan/", "sp_lightning/core/")),
     "ranks-traits": Part((f"{PARITY}::test_two_ranks_are_ddp_for_every_trait",), RANKS),
     "ranks-families": Part((f"{PARITY}::test_two_ranks_train_families_as_ddp",), RANKS),
     "ranks-settings": Part((PARITY,), RANKS),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -47,13 +46,7 @@ DATA_PARALLEL = Patch(nn.DataParallel, "__init__")
 # hf/context.py, likewise. accelerate and scripts of several ranks would give each rank gradients of its own.
 DISTRIBUTED_DATA_PARALLEL = Patch(nn.parallel.DistributedDataParallel, "__init__")
 
-# hf/rehearsal.py, while a script is run for a plan of it. Weights would have data.
-REGISTER_PARAMETER = Patch(nn.Module, "register_parameter")
-
-# hf/rehearsal.py, likewise. accelerate would ask this machine's device for mixed precision.
-ACCELERATOR = Patch(Accelerator, "__init__")
-
-# hf/context.py and hf/rehearsal.py. The whole model would be moved to the device.
+# hf/context.py, likewise. The whole model would be moved to the device.
 MODULE_CUDA = Patch(nn.Module, "cuda")
 
 # hf/context.py, while its context is open. A streamed model's buffers would go to the host, away from weights.
@@ -98,46 +91,6 @@ def shown_devices(module: nn.Module) -> list[Patch]:
 @functools.cache
 def _shown_device(kind: type) -> Patch:
     return Patch(kind, "device")
-
-
-# hf/rehearsal.py, likewise. Trainers would train, and need a device for mixed precision; models would be read.
-@functools.cache
-def of_trainers() -> dict[Patch, str]:
-    """Make the patches of transformers, if it is there, with the methods that make their replacements."""
-    try:
-        transformers = importlib.import_module("transformers")
-    except ModuleNotFoundError:
-        return {}
-    version = f"transformers {transformers.__version__}"
-    train, load = Patch(transformers.Trainer, "train"), Patch(transformers.PreTrainedModel, "from_pretrained")
-    _check(train, ["resume_from_checkpoint"], version)
-    _check(load, ["pretrained_model_name_or_path"], version)
-    _check(Patch(transformers.PreTrainedModel, "_from_config"), ["config"], version)  # which is called instead
-    _check(Patch(transformers.Trainer, PREPARE_INPUTS), ["inputs"], version)  # which is called, too
-    arguments = importlib.import_module("transformers.training_args")
-    has_bf16 = Patch(arguments, "is_torch_bf16_gpu_available")
-    _check(has_bf16, [], version)
-    return {train: "_train", load: "_from_pretrained", has_bf16: "_has_bf16"}
-
-
-# The method by which a Trainer makes a batch of what its loader gives. Without it no generated batch is planned.
-PREPARE_INPUTS = "_prepare_inputs"
-
-
-# hf/rehearsal.py, likewise. All data would be read.
-@functools.cache
-def of_data_sets() -> dict[Patch, str]:
-    """Make the patches of datasets, as `of_trainers` does for transformers."""
-    if importlib.util.find_spec("datasets") is None:
-        return {}
-    datasets = data_set_kinds()
-    cut = {Patch(datasets.Dataset, name): "_cut" for name in ("map", "filter")}
-    return {Patch(datasets, "load_dataset"): "_load_dataset", **cut}
-
-
-def data_set_kinds() -> Any:
-    """Return the library of data sets."""
-    return importlib.import_module("datasets")
 
 
 # Attributes of models. Without the first a model that accelerate has dispatched would be streamed over its hooks, and

@@ -184,21 +184,8 @@ CLIP_GRADIENTS = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_cl
 TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_get_total_norm")
 PUBLIC_TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils"), "get_total_norm")
 
-# tracing/fake_tensors.py, during a dry run. Code that backward runs, such as a checkpoint, would see meta tensors.
+# plan/fakes.py, while a model is traced. Code that backward runs, such as a checkpoint, would see no fake kernels.
 RUN_BACKWARD = Patch(torch.autograd, "_engine_run_backward")
-
-# tracing/fake_tensors.py, during a dry run. A checkpoint would find that the second forward saves tensors on another
-# device than the first, and raise an error.
-DETERMINISM_CHECKS = Patch(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns")
-
-
-# tracing/fake_tensors.py, during a dry run of a module with shards. torch finds out the shapes of DTensors by tensors
-# without data that are its own, which ours would mix with: an error.
-@functools.cache
-def shapes_of_dtensors() -> Patch:
-    """Make the patch: its module is slow to import."""
-    propagation = importlib.import_module("torch.distributed.tensor._sharding_prop")
-    return Patch(propagation.ShardingPropagator, "_propagate_tensor_meta_non_cached")
 
 
 # wholes/sharded.py, while DTensors are streamed, or made on the host for that. Random numbers for a shard on the host
@@ -208,11 +195,3 @@ def drawing_for_dtensors() -> Patch:
     """Make the patch: its module is slow to import."""
     random = importlib.import_module("torch.distributed.tensor._random")
     return Patch(random.OffsetBasedRNGTracker, "_distribute_region")
-
-
-# tracing/fake_kernels.py, during a dry run. torch's loss in chunks would have the buffers that it has on the CPU.
-@functools.cache
-def chunked_loss() -> Patch:
-    """Make the patch of the loop over chunks: its module is slow to import, and absent before torch 2.15."""
-    loss = importlib.import_module("torch.nn.modules.linear_cross_entropy")
-    return Patch(loss, "_linear_cross_entropy_batch_chunked_accumulator")
