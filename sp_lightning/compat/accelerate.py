@@ -47,13 +47,13 @@ DATA_PARALLEL = Patch(nn.DataParallel, "__init__")
 # hf/context.py, likewise. accelerate and scripts of several ranks would give each rank gradients of its own.
 DISTRIBUTED_DATA_PARALLEL = Patch(nn.parallel.DistributedDataParallel, "__init__")
 
-# hf/rehearsal.py, while a script is run for a plan of it. Weights would have data.
+# While a script is run for a plan of it. Weights would have data.
 REGISTER_PARAMETER = Patch(nn.Module, "register_parameter")
 
-# hf/rehearsal.py, likewise. accelerate would ask this machine's device for mixed precision.
+# Likewise. accelerate would ask this machine's device for mixed precision.
 ACCELERATOR = Patch(Accelerator, "__init__")
 
-# hf/context.py and hf/rehearsal.py. The whole model would be moved to the device.
+# hf/context.py. The whole model would be moved to the device.
 MODULE_CUDA = Patch(nn.Module, "cuda")
 
 # hf/context.py, while its context is open. A streamed model's buffers would go to the host, away from weights.
@@ -100,7 +100,7 @@ def _shown_device(kind: type) -> Patch:
     return Patch(kind, "device")
 
 
-# hf/rehearsal.py, likewise. Trainers would train, and need a device for mixed precision; models would be read.
+# Likewise. Trainers would train, and need a device for mixed precision; models would be read.
 @functools.cache
 def of_trainers() -> dict[Patch, str]:
     """Make the patches of transformers, if it is there, with the methods that make their replacements."""
@@ -124,7 +124,7 @@ def of_trainers() -> dict[Patch, str]:
 PREPARE_INPUTS = "_prepare_inputs"
 
 
-# hf/rehearsal.py, likewise. All data would be read.
+# Likewise. All data would be read.
 @functools.cache
 def of_data_sets() -> dict[Patch, str]:
     """Make the patches of datasets, as `of_trainers` does for transformers."""

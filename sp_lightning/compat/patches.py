@@ -184,15 +184,15 @@ CLIP_GRADIENTS = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_cl
 TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_get_total_norm")
 PUBLIC_TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils"), "get_total_norm")
 
-# tracing/fake_tensors.py, during a dry run. Code that backward runs, such as a checkpoint, would see meta tensors.
+# plan/fakes.py, during a dry run. Code that backward runs, such as a checkpoint, would see meta tensors.
 RUN_BACKWARD = Patch(torch.autograd, "_engine_run_backward")
 
-# tracing/fake_tensors.py, during a dry run. A checkpoint would find that the second forward saves tensors on another
+# plan/fakes.py, during a dry run. A checkpoint would find that the second forward saves tensors on another
 # device than the first, and raise an error.
 DETERMINISM_CHECKS = Patch(torch.utils.checkpoint, "_allowed_determinism_checks_to_fns")
 
 
-# tracing/fake_tensors.py, during a dry run of a module with shards. torch finds out the shapes of DTensors by tensors
+# plan/fakes.py, during a dry run of a module with shards. torch finds out the shapes of DTensors by tensors
 # without data that are its own, which ours would mix with: an error.
 @functools.cache
 def shapes_of_dtensors() -> Patch:
@@ -210,7 +210,7 @@ def drawing_for_dtensors() -> Patch:
     return Patch(random.OffsetBasedRNGTracker, "_distribute_region")
 
 
-# tracing/fake_kernels.py, during a dry run. torch's loss in chunks would have the buffers that it has on the CPU.
+# plan/fakes.py, during a dry run. torch's loss in chunks would have the buffers that it has on the CPU.
 @functools.cache
 def chunked_loss() -> Patch:
     """Make the patch of the loop over chunks: its module is slow to import, and absent before torch 2.15."""
