@@ -35,7 +35,7 @@ OF_TRAINING = (
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """A run to plan for."""
 
     spec: Spec
@@ -56,7 +56,7 @@ class Run:
     notes: tuple[str, ...] = ()  # what was assumed
 
 
-def find(arguments: Sequence[str]) -> Run:
+def find(arguments: Sequence[str]) -> PlannedRun:
     """Find the run of ``fit`` with these arguments, or of ``predict`` if the module answers."""
     if importlib.util.find_spec("jsonargparse") is None:
         raise MissingExtraError(feature="a plan of a config", package="jsonargparse", extra="cli")
@@ -78,7 +78,7 @@ def find(arguments: Sequence[str]) -> Run:
     batch, steps = _first_batch(cli, module, trains)
     averages = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
     shards = trainer.strategy.shards
-    return Run(
+    return PlannedRun(
         spec=Spec(
             type(module).__name__,
             _maker(cli, shards, sets_up=before != _weights(module)),

@@ -12,7 +12,7 @@ from ..errors import OptionError
 from . import STDOUT, add_json, make_room, write_json
 
 if TYPE_CHECKING:
-    from .fit_config import Run
+    from .fit_config import PlannedRun
 
 OF_STRATEGY = {  # options of the strategy, and what each is
     "window": "units on the device at once (default: auto)",
@@ -161,7 +161,7 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
-def _run_of_fit(args: argparse.Namespace) -> Run:
+def _run_of_fit(args: argparse.Namespace) -> PlannedRun:
     """Return the run that fit would make with the config, if there is one, and the arguments beside it."""
     from .fit_config import find
 
@@ -176,14 +176,14 @@ def _run_of_fit(args: argparse.Namespace) -> Run:
     return find([*given, *args.rest])
 
 
-def _run_of_arguments(args: argparse.Namespace) -> Run:
+def _run_of_arguments(args: argparse.Namespace) -> PlannedRun:
     """Return the run that plan's own arguments describe."""
-    from .fit_config import Run
+    from .fit_config import PlannedRun
     from .model_spec import SPECS, find
 
     if args.model is None:
         raise OptionError(argument="model", found=None, allowed=f"given, unless --config is: {SPECS}")
-    return Run(
+    return PlannedRun(
         spec=find(args.model, args.batch or 1, args.seq, args.data),
         precision=args.precision or ("bf16-mixed" if args.answer is None else "bf16-true"),
         options=_options_of(args),

@@ -512,3 +512,8 @@ def needs_values() -> tuple[type[Exception], ...]:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     return DataDependentOutputException, DynamicOutputShapeException
+
+
+def values_of(sparse: Tensor) -> Tensor:
+    """Return the values of a sparse tensor, whether it is coalesced or not."""
+    return sparse._values()

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ..autograd.gradient_nodes import LEAF_PRIORITY, Gradients
-from ..compat.tensors import forward_level, is_batched_gradient, set_sequence_number, will_execute
+from ..compat.tensors import forward_level, is_batched_gradient, set_sequence_number, values_of, will_execute
 from ..core.telemetry import Counters
 from ..core.unit_numbers import ALIGNMENT
 from ..errors import ExactnessError
@@ -420,7 +420,7 @@ class GradientReturn:
                 result[index] = place.tensor.to(store.host_layout.fields[index].dtype, copy=True)
         for index in returned.keys() - dense:
             sparse = result[index] = returned[index].cpu()
-            self.counters.bytes_down += sparse._values().nbytes
+            self.counters.bytes_down += values_of(sparse).nbytes
         return tuple(result)
 
     def _differentiable(self, store: HostCopy, grads: Gradients, task: int) -> Gradients:

@@ -1,4 +1,4 @@
-"""What a run takes of the host's memory and of its disk, by term, and the state that its optimizer keeps."""
+"""The host memory and the disk of a run, by term, and the state that its optimizer keeps."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Sized:
-    """What a job needs and takes with one window."""
+    """The needs and the time of a job with one window."""
 
     window: int
     transfer: int

@@ -41,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run needs, how long its steps take, and what to change. Bytes on the device are each device's."""
+    """The needs of a run, the time of its steps, and what to change. Bytes on the device are each device's."""
 
     model: str
     parameters: int
@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def first(self) -> str:
-        """What to change first."""
+        """The changes to make, with their prices."""
         offers = "; ".join(change.described(self) for change in self.changes)
         if not self.fits:
             return f"what would fit: {offers}" if offers else f"nothing that was tried fits: {FEWER}"

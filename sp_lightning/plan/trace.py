@@ -38,7 +38,7 @@ LOOKS_UP = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll
 
 @dataclass
 class Work:
-    """What the device computes."""
+    """The work of a device."""
 
     flops: float = 0.0  # in half precision
     fp32_flops: float = 0.0
@@ -53,7 +53,7 @@ class Work:
 
 @dataclass
 class Visit:
-    """What happens from the moment a unit is needed until another one is."""
+    """The time from the moment a unit is needed until another one is."""
 
     unit: int | None  # None before the first one
     backward: bool

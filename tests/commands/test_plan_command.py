@@ -131,7 +131,7 @@ def test_bad_arguments_end_with_one_sentence(arguments, said, capsys):
 
 
 def test_several_devices_have_one_host(capsys):
-    one, two = (as_json(capsys, *of_this_file("--devices", count)) for count in (1, 2))
+    one, two = (as_json(capsys, *of_this_file("--window", 2, "--devices", count)) for count in (1, 2))
     assert one["device_terms"] == two["device_terms"]
     assert two["host"]["weights"] == one["host"]["weights"] and two["host"]["wire"] == 2 * one["host"]["wire"]
 
