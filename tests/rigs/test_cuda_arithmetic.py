@@ -150,7 +150,7 @@ def test_an_operator_on_lists_has_the_references_bits(name, scalar):
 
 
 @pytest.mark.parametrize("name", ["addcmul", "addcdiv"])
-def test_an_operator_with_a_list_of_numbers_has_the_references_bits(name):
+def test_an_operator_with_listed_numbers_has_the_references_bits(name):
     data, scalars = [[numbers(100, 10 * n + seed) for n in range(2)] for seed in range(3)], [0.3, -2.0]
     x, b, c = ([there(one) for one in list_] for list_ in data)
     getattr(torch, f"_foreach_{name}_")(x, b, c, scalars)
@@ -172,7 +172,7 @@ def test_strides_and_broadcasting_are_kept():
     assert_same_bits(found.contiguous(), add(a.t().contiguous().numpy(), b[:, None].numpy(), None, 0.3))
 
 
-def test_only_what_is_within_rounds_so_and_queued_work_does_later():
+def test_only_work_of_the_context_rounds_so_whenever_it_runs():
     a, b = torch.randn(10_000), torch.randn(10_000)
     x, y = a.to(D), b.to(D)
     with simgpu.hold():
@@ -237,7 +237,7 @@ def test_norms_of_a_list_are_those_of_its_tensors():
         assert_same_bits(found.cpu().numpy().reshape(1), norm(one.cpu().numpy(), one.numel() % 4 == 0).reshape(1))
 
 
-def test_a_norm_of_bfloat16_in_float32_is_that_of_its_widened_elements():
+def test_a_norm_of_bfloat16_is_that_of_its_widened_elements():
     data = torch.randn(70_000).bfloat16()
     (found,) = torch._foreach_norm([data.to(D)], 2, dtype=torch.float32)
     (wide,) = torch._foreach_norm([data.float().to(D)])
@@ -260,6 +260,49 @@ def test_a_norm_of_many_elements_is_right_where_the_hosts_is_not():
 # ---- fused steps
 
 
+def bits(number):
+    return np.array(number, np.uint32).view(F32)[()]
+
+
+def power(base, exponent):
+    """CUDA's powf for a base between 0 and 1, as its machine code has it: a logarithm of two numbers, and exp2."""
+    base, exponent, log2e = F32(base), F32(exponent), bits(0x3FB8AA3B)
+    number = int(base.view(np.int32))
+    scale = (number - 0x3F3504F3) // 2**23 * 2**23
+    near = bits(number - scale)
+    x, inverse = near - F32(1), F32(1) / (near + F32(1))
+    u = inverse * (x + x)
+    t, difference = u * u, x - u
+    rest = inverse * fma(-u, x, difference + difference)
+    whole = F32(scale) * F32(2**-23)
+    first = fma(u, log2e, whole)
+    low = fma(bits(0x32A55E34), u, fma(rest, log2e, fma(u, log2e, whole - first)))
+    series = bits(0x3A2C32E4)
+    for factor in (0.0032181653659790754318, 0.018033718690276145935, 0.12022458761930465698):
+        series = fma(series, t, F32(factor))
+    series = series * t
+    low = fma(series, u, fma(series * F32(3), rest, low))
+    high = first + low
+    low = low - (high - first)
+    product = exponent * high
+    turns = np.rint(product)
+    part = fma(exponent, low, fma(exponent, high, -product)) + (product - turns)
+    result = bits(0x391FCB8E)
+    for factor in (0.0013391353422775864601, 0.0096188392490148544312, 0.055503588169813156128, 0.24022644758224487305):
+        result = fma(result, part, F32(factor))
+    result = fma(fma(result, part, F32(0.69314718246459960938)), part, F32(1))
+    return F32(np.ldexp(np.float64(result), int(turns)))
+
+
+def test_the_references_power_is_one_bit_off_at_most():
+    for base in (0.5, 0.9, 0.95, 0.999):
+        for step in (1, 2, 3, 17, 102, 1000, 20_000):
+            exact = float(F32(base)) ** step
+            if exact > 1e-37:
+                assert abs(float(power(base, step)) - exact) <= float(np.spacing(F32(exact)))
+    assert power(0.999, 102) != F32(float(F32(0.999)) ** 102)  # as CUDA's
+
+
 def adam_step(p, g, m, v, largest, step, *, lr, beta1, beta2, decay, eps, decoupled, maximize, scale=None):
     lr, b1, b2, decay, eps = (F32(x) for x in (lr, beta1, beta2, decay, eps))
     if scale is not None:
@@ -273,7 +316,7 @@ def adam_step(p, g, m, v, largest, step, *, lr, beta1, beta2, decay, eps, decoup
     m = fma(b1, m, fma(-b1, g, g))
     v = fma(b2, v, fma(-b2, square, square))
     largest = None if largest is None else np.where(largest < v, v, largest)
-    correction1, correction2 = (F32(1) - F32(float(b) ** step) for b in (b1, b2))
+    correction1, correction2 = (F32(1) - power(b, step) for b in (b1, b2))
     denominator = np.sqrt(v if largest is None else largest) / np.sqrt(correction2) + eps
     return p - m * (lr / correction1) / denominator, stored, m, v, largest
 
@@ -284,7 +327,7 @@ def test_a_fused_adam_step_has_the_references_bits(seed):
     options = {"lr": rnd.choice([1e-3, 0.1]), "beta1": rnd.choice([0.9, 0.5]), "beta2": rnd.choice([0.999, 0.95])}
     options |= {"decay": rnd.choice([0, 0.01]), "eps": rnd.choice([1e-8, 1e-5]), "maximize": rnd.random() < 0.3}
     decoupled, amsgrad = rnd.random() < 0.5, rnd.random() < 0.3
-    scale, step = rnd.choice([None, None, 1024.0, 3.0]), rnd.choice([1, 2, 17, 1000])
+    scale, step = rnd.choice([None, None, 1024.0, 3.0]), rnd.choice([1, 2, 17, 102, 1000])
     n = rnd.choice([64, 1001, 20_000])
     p, g, m, v, largest = (numbers(max(n, 64), seed + 100 * k) for k in range(5))
     v, largest = np.abs(v), np.abs(largest)

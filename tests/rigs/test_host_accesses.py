@@ -339,7 +339,7 @@ def test_each_deleted_wait_of_a_step_is_reported(deleted):
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_of_random_programs_exactly_the_unordered_accesses_are_reported(seed):
+def test_exactly_the_unordered_accesses_of_programs_are_reported(seed):
     rnd = random.Random(seed)
     config.h2d_us, config.d2h_us = rnd.choice([(0, 0), (200, 0), (0, 200), (100, 100)])
     hosts = [pinned(rnd.choice([8, 600, 3000])) for _ in range(3)]
