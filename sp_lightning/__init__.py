@@ -6,6 +6,8 @@ Importing this package imports neither torch nor Lightning. It has the strategie
 
 import importlib
 import importlib.util
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 from .lightning.registration import register_when_imported
@@ -51,4 +53,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+class _Package(types.ModuleType):
+    """This package, in which `plan` and `stream` stay functions though folders have the same names."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _PLACES and isinstance(value, types.ModuleType):
+            return  # Python puts a module into its package when it is imported
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 register_when_imported()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -231,13 +229,3 @@ def _no_collections() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-class _Callable(types.ModuleType):
-    """This package, which Python also puts in the place of ``sp_lightning.plan`` when it imports a module of it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Plan:
-        return plan(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable
