@@ -196,10 +196,15 @@ class Handle:
     def _note_new(self, *_: Any) -> None:
         self._is_new = True
 
-    def _before_call(self) -> None:
-        """Place what was added since the last call. Called before the outermost call of a module."""
-        for visit in self._visits.values():
-            visit.chain_again()
+    def _before_call(self, is_entry: bool) -> None:
+        """Place what was added or compiled since the last call. Called before the outermost call of a module.
+
+        Where a loop of the user's calls units, it looks for compiled modules once per step.
+        """
+        if not is_entry or self.steps.has_stepped:
+            self.steps.has_stepped = False
+            for visit in self._visits.values():
+                visit.chain_again()
         if self._is_new:
             self._is_new = False
             self._place_new()

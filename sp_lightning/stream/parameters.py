@@ -56,7 +56,10 @@ class Watched(Lazy):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA or func in ON_HOST or not _is_inside_step(args, kwargs):
+        if func in METADATA:
+            with without_dispatch():
+                return func(*args, **(kwargs or {}))
+        if func in ON_HOST or not _is_inside_step(args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
         leaves: list[Tensor] = []
 
@@ -149,8 +152,7 @@ class HostParameter(Watched, nn.Parameter):
     def weight_of(self) -> Weight | None:
         return weights.get(id(self))
 
-    def __hash__(self) -> int:
-        return id(self)
+    __hash__ = Tensor.__hash__
 
     def __eq__(self, other: Any) -> Any:
         weight = weights.get(id(self))
