@@ -249,8 +249,8 @@ class Activations:
             return contextlib.nullcontext()
         if not admits_hooks():
             raise UnsupportedError(
-                "saved-tensor hooks are disabled around a streamed module (by disable_saved_tensors_hooks, or a transform"
-                " of torch.func), but bring its weights back for backward: call the module outside of that context"
+                "saved-tensor hooks are disabled around a streamed module (by disable_saved_tensors_hooks, or by a"
+                " transform of torch.func), but bring its weights back for backward: call it outside of that context"
             )
         return contextlib.nullcontext() if our_hooks() is not None else SavedTensors(self, None)
 

@@ -137,11 +137,24 @@ def test_a_device_without_room_for_one_unit_is_an_error_with_numbers():
     with streamed(model, "simgpu"), torch.no_grad():
         torch.accelerator.synchronize()
         simgpu.config.capacity = torch.accelerator.memory_allocated() + 4096
-        with pytest.raises(
-            DeviceMemoryError, match=r"blocks\.0 needs 18\.\d+ KiB.*activations='recompute'"
-        ):
+        with pytest.raises(DeviceMemoryError, match=r"blocks\.0 needs 18\.\d+ KiB.*activations='recompute'"):
             model(x)
         simgpu.config.capacity = 1 << 30
+
+
+@pytest.mark.simgpu
+def test_a_device_without_room_for_residents_leaves_a_plain_module():
+    import simgpu
+
+    model = Net()
+    wanted = [param.detach().clone() for param in model.parameters()]
+    torch.accelerator.synchronize()
+    simgpu.config.capacity = torch.accelerator.memory_allocated() + 19000  # of a unit's form, not of all resident ones
+    with pytest.raises(torch.OutOfMemoryError):
+        Handle(model, "simgpu", Settings(window=1, resident=4))
+    simgpu.config.capacity = 1 << 30
+    assert all(type(param) is torch.nn.Parameter for param in model.parameters())
+    assert all(map(torch.equal, model.parameters(), wanted))
 
 
 def test_a_wrong_kind_of_host_memory_is_refused():
