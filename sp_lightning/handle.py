@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from .compat.streaming import forbid_access, storage_id
-from .errors import OptionError
+from .errors import ExactnessError, OptionError
 from .host.device import Device
 from .memory.partition import partition, slots
 from .options import ACTIVATIONS, HOST_MEMORY, HostMemory, check_choice, is_int
@@ -107,6 +107,7 @@ class Handle:
         self.module, self.settings = module, settings
         self.device = Device(device, settings.host_memory)
         self._slots = slots(module)
+        self._check_free()
         cut = partition(module, settings.units)
         streamed = [unit for unit in cut if not unit.resident][settings.resident :]
         narrow = casts_of(module, settings.wire)
@@ -124,8 +125,12 @@ class Handle:
         self._gradients = Gradients(
             self.device, self.steps.thread, self.steps.delivered, self.steps.backward_ended, self.steps.is_eager
         )
-        for unit in self.units:
-            self._connect(unit)
+        try:
+            for unit in self.units:
+                self._connect(unit)
+        except BaseException:
+            self._disconnect()
+            raise
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks = [
             register_module_parameter_registration_hook(self._note_new),
@@ -167,6 +172,23 @@ class Handle:
         if unit.is_resident:
             unit.show()
 
+    def _disconnect(self) -> None:
+        """Make parameters plain again where streaming could not begin."""
+        self.steps.close()
+        for weight in self.weights:
+            if parameters.weights.get(id(weight.host)) is weight:
+                parameters.release(weight)
+        self.device.close()
+
+    def _check_free(self) -> None:
+        """Raise if a parameter is in another stream."""
+        for name, param in self.module.named_parameters():
+            if id(param) in parameters.weights:
+                raise ExactnessError(
+                    f"{name} is in another stream already: a weight can be in one at a time; close() the other handle,"
+                    " or stream one module that contains both"
+                )
+
     def _attach(self) -> None:
         """Put visits before the calls of modules that own weights, or contain modules that do."""
         owner = {id(weight.host): weight.unit for weight in self.weights}
@@ -196,10 +218,15 @@ class Handle:
     def _note_new(self, *_: Any) -> None:
         self._is_new = True
 
-    def _before_call(self) -> None:
-        """Place what was added since the last call. Called before the outermost call of a module."""
-        for visit in self._visits.values():
-            visit.chain_again()
+    def _before_call(self, is_entry: bool) -> None:
+        """Place what was added or compiled since the last call. Called before the outermost call of a module.
+
+        Where a loop of the user's calls units, it looks for compiled modules once per step.
+        """
+        if not is_entry or self.steps.has_stepped:
+            self.steps.has_stepped = False
+            for visit in self._visits.values():
+                visit.chain_again()
         if self._is_new:
             self._is_new = False
             self._place_new()

@@ -48,18 +48,8 @@ as_subclass: Callable[..., Any] = Tensor._make_subclass
 
 # Attributes of tensors that are read without their bytes.
 GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION = "_backward_hooks", "_post_accumulate_grad_hooks"
-_gradient_hooks = operator.attrgetter(GRADIENT_HOOKS)
-_hooks_after = operator.attrgetter(HOOKS_AFTER_ACCUMULATION)
-
-
-def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """List the user's hooks on a tensor's gradient."""
-    return list((_gradient_hooks(tensor) or {}).values())
-
-
-def hooks_after_accumulation(tensor: Tensor) -> list[Callable[[Tensor], None]]:
-    """List the user's hooks that run once a gradient is in `.grad`."""
-    return list((_hooks_after(tensor) or {}).values())
+hooks_of_gradient: Callable[[Tensor], Any] = operator.attrgetter(GRADIENT_HOOKS)  # a dict, or None
+hooks_after_accumulation: Callable[[Tensor], Any] = operator.attrgetter(HOOKS_AFTER_ACCUMULATION)
 
 
 # `module.compile()` puts its callable into this slot, which `module(...)` calls. Without it a visit would not enclose

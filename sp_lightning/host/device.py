@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core.host import host_memory, lock_limit
-from ..errors import HostMemoryError, UnsupportedError
+from ..errors import HostMemoryError, SuperpipelineError, UnsupportedError
 from ..options import HostMemory, format_bytes
 from .memory import PageLock, Slabs
 from .staging import StagingRing
@@ -36,6 +36,10 @@ STAGING_COUNT = 2  # buffers in each direction: one is filled while the other is
 def aligned(nbytes: int) -> int:
     """Round bytes up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class DeviceMemoryError(SuperpipelineError, torch.OutOfMemoryError):
+    """The device has no memory for a unit that is needed now."""
 
 
 class Arrival(Protocol):

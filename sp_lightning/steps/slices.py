@@ -42,10 +42,6 @@ class Slice(NamedTuple):
     stop: int | None
 
     @property
-    def is_whole(self) -> bool:
-        return self.start is None
-
-    @property
     def is_last(self) -> bool:
         return self.start is None or self.stop == self.work.weight.value.numel()
 
@@ -78,7 +74,7 @@ class Slice(NamedTuple):
     def put_state(self, state: dict[str, Any], new: dict[str, Any]) -> None:
         """Put back what a step made, and the numbers that it changed."""
         for key, entry in new.items():
-            if self.is_whole or not isinstance(entry, Tensor):
+            if self.start is None or not isinstance(entry, Tensor):
                 state[key] = entry
             elif isinstance(state.get(key), Tensor) and state[key].shape == entry.shape and not entry.ndim:
                 state[key].copy_(entry)

@@ -51,6 +51,7 @@ class Steps:
         self._early_outcome = Outcome()  # of steps beside this backward
         self._stepped: set[int] = set()  # weights that were stepped beside this backward
         self._options_then: Any = None  # the options with which they were stepped
+        self.has_stepped = True  # whether a step of the user's came since the handle looked
         self._hidden: list[tuple[Any, Any]] = []  # gradients that the optimizer's own code is not to find
         self._failed: tuple[str, BaseException] | None = (
             None  # the unit of a half-applied step, and what ended the step
@@ -183,6 +184,7 @@ class Steps:
                 unit.window.drop(unit)
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.has_stepped = True
         hidden, self._hidden = self._hidden, []
         with without_dispatch():
             for param, grad in hidden:

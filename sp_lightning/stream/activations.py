@@ -72,7 +72,9 @@ class Trip:
         self._device = device
         self._before = before  # the trip whose tensors backward needs next, if its graph still lives
         self._saved: dict[Any, Moved] = {}
-        self._arrivals: list[Arrival] | None = None
+        self._arrivals: list[Arrival] | None = None  # of the copies up
+        self._waiting: Any = None  # the stream that waited for them last
+        self._arriving: list[Tensor] = []  # memory that may not be freed before compute waits for them
 
     def add(self, tensor: Tensor) -> Moved:
         """Send a tensor down, once however often it is saved."""
@@ -91,16 +93,28 @@ class Trip:
     def fetch(self) -> None:
         """Start to copy all of them up."""
         if self._arrivals is None:
-            self._arrivals = [moved.fetch() for moved in self._saved.values()]
+            fetched = [moved.fetch() for moved in self._saved.values()]
+            self._arriving = [there for there, _ in fetched]
+            self._arrivals = [arrival for _, arrival in fetched]
             self._saved = {}
 
     def wait(self) -> None:
         """Have compute wait for them, and start with those of the unit before."""
         self.fetch()
-        for arrival in self._arrivals or ():
-            arrival.wait(self._device.compute)
+        if (here := self._device.compute) != self._waiting:
+            self._waiting = here
+            self._wait_arrivals()
         if (before := self._before()) is not None:
             before.fetch()
+
+    def _wait_arrivals(self) -> None:
+        for arrival in self._arrivals or ():
+            arrival.wait(self._device.compute)
+        self._arriving = []
+
+    def __del__(self) -> None:
+        if self._arriving:
+            self._wait_arrivals()  # of a graph that was dropped: memory goes back to compute's pool
 
 
 class Moved:
@@ -126,15 +140,14 @@ class Moved:
         self._was_written = source._version != self._version
         return source
 
-    def fetch(self) -> Arrival:
-        """Start to copy it up, behind its copy down."""
+    def fetch(self) -> tuple[Tensor, Arrival]:
+        """Start to copy it up, behind its copy down; return its memory and the end of the copy."""
         assert self._here is not None
         device, there = self._device, self._device.empty(self._here.nbytes)
         device.after_compute(device.up)
         arrival = device.send_up(there, self._here, self.went_down)
-        device.keep_for(there, device.up)  # the graph may be dropped before anything waits for the copy
         self._there, self._here = there, None
-        return arrival
+        return there, arrival
 
     def get(self) -> Tensor:
         if self._was_written:
@@ -236,8 +249,8 @@ class Activations:
             return contextlib.nullcontext()
         if not admits_hooks():
             raise UnsupportedError(
-                "saved-tensor hooks are disabled around a streamed module (disable_saved_tensors_hooks of torch), but"
-                " bring its weights back for backward: call the module outside of that context"
+                "saved-tensor hooks are disabled around a streamed module (by disable_saved_tensors_hooks, or by a"
+                " transform of torch.func), but bring its weights back for backward: call it outside of that context"
             )
         return contextlib.nullcontext() if our_hooks() is not None else SavedTensors(self, None)
 

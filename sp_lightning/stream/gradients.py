@@ -22,9 +22,9 @@ from ..compat.streaming import (
     as_subclass,
     at_end_of_backward,
     copy_all,
-    gradient_hooks,
     graph_task,
     hooks_after_accumulation,
+    hooks_of_gradient,
     multiply_all,
     norms_of_all,
     unscale_all,
@@ -152,11 +152,13 @@ class HostGradient(Lazy, Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in METADATA:
-            args, kwargs = _on_host(args), _on_host(kwargs or {})
-            answer = DEFERRED[func](*args, **kwargs) if func in DEFERRED else NotImplemented
-            if answer is not NotImplemented:
-                return answer
+        if func in METADATA:
+            with without_dispatch():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = _on_host(args), _on_host(kwargs or {})
+        answer = DEFERRED[func](*args, **kwargs) if func in DEFERRED else NotImplemented
+        if answer is not NotImplemented:
+            return answer
         return super().__torch_function__(func, types, args, kwargs)
 
     @property
@@ -335,13 +337,13 @@ class Gradients:
                 else:
                     backward.sent.append((weight, gradient))
         for weight in came:
-            for hook in hooks_after_accumulation(weight.host):
+            for hook in list((hooks_after_accumulation(weight.host) or {}).values()):
                 hook(weight.host)
         self._delivered(unit, list(came), is_complete)
 
     def _hooked(self, weight: Weight, grad: Tensor) -> Tensor:
         """Pass a gradient through the user's hooks on the parameter."""
-        for hook in gradient_hooks(weight.host):
+        for hook in list((hooks_of_gradient(weight.host) or {}).values()):
             weight.uses = 0
             changed = hook(grad)
             grad = grad if changed is None else changed

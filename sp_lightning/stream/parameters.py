@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.streaming import storage_id, tree_map_only, without_dispatch
-from ..errors import ExactnessError, UnsupportedError
+from ..errors import UnsupportedError
 from .gradients import Gradients, backwards, recover, release_gradient
 from .lazy import METADATA, Lazy, data_of, found_in, set_data, set_grad
 from .leaf import Weight, call_with_leaves, version_of
@@ -56,7 +56,10 @@ class Watched(Lazy):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA or func in ON_HOST or not _is_inside_step(args, kwargs):
+        if func in METADATA:
+            with without_dispatch():
+                return func(*args, **(kwargs or {}))
+        if func in ON_HOST or not _is_inside_step(args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
         leaves: list[Tensor] = []
 
@@ -149,8 +152,7 @@ class HostParameter(Watched, nn.Parameter):
     def weight_of(self) -> Weight | None:
         return weights.get(id(self))
 
-    def __hash__(self) -> int:
-        return id(self)
+    __hash__ = Tensor.__hash__
 
     def __eq__(self, other: Any) -> Any:
         weight = weights.get(id(self))
@@ -235,11 +237,6 @@ def unit_of(param: Any) -> Unit | None:
 
 def watch(weight: Weight, collector: Gradients) -> None:
     """Have functions of a parameter wait for its bytes."""
-    if id(weight.host) in weights:
-        raise ExactnessError(
-            f"{weight.name} is in another stream already: a weight can be in one at a time; close() the other handle,"
-            " or stream one module that contains both"
-        )
     weights[id(weight.host)] = weight
     collectors[id(weight.host)] = collector
     weight.host.__class__ = _watched(type(weight.host))

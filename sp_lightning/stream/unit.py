@@ -289,7 +289,13 @@ class ResidentUnit(Unit):
     def load(self) -> None:
         """Copy the weights up, and drop the host's bytes."""
         self._home = self.device.compute
-        self.flat = self.device.empty(self.nbytes)
+        try:
+            self.flat = self.device.empty(self.nbytes)
+        except torch.OutOfMemoryError:
+            with without_dispatch():
+                for weight, source in zip(self.weights, self._sources, strict=True):
+                    weight.host.data = source
+            raise
         with without_dispatch(), torch.no_grad(), torch.inference_mode(False):
             for weight, source in zip(self.weights, self._sources, strict=True):
                 self._over(self.flat, weight).copy_(source)

@@ -33,7 +33,7 @@ class Visit:
         is_entry: bool,
         window: Window,
         policy: Activations,
-        before: Callable[[], None],
+        before: Callable[[bool], None],
     ) -> None:
         self.module, self.units, self.is_entry = module, list(units), is_entry
         self._window, self._policy, self._before = window, policy, before
@@ -61,7 +61,7 @@ class Visit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._window.check_thread(self._name)
         if not self._window.is_in_call:
-            self._before()
+            self._before(self.is_entry)
         return self._visited(compiling_as_here(self._call), args, kwargs)
 
     @never_compiled

@@ -12,12 +12,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..compat.streaming import dispatch_mode_count, graph_task, storage_id, without_dispatch_modes
 from ..core.schedule import Schedule
 from ..errors import UnsupportedError
-from ..host.device import Device
+from ..host.device import Device, DeviceMemoryError
+from ..options import format_bytes
 from .leaf import Weight
 from .unit import Unit
 
@@ -132,7 +134,30 @@ class Window:
         for index in decision.evict:
             self._evict(self._units[index])
         for index in decision.load:
-            self._units[index].load()
+            if index in self._schedule.resident:
+                self._load(self._units[index], is_needed=index == unit.index)
+
+    def _load(self, unit: Unit, is_needed: bool) -> None:
+        """Load a unit. Where the device is full, a unit that is needed now takes the place of all idle ones."""
+        try:
+            unit.load()
+        except torch.OutOfMemoryError as error:
+            if not is_needed:
+                self._schedule.invalidate([unit.index])
+                return
+            idle = [index for index in self._schedule.resident if index not in self._in_use and index != unit.index]
+            for index in self._schedule.invalidate(idle):
+                self._evict(self._units[index])
+            try:
+                unit.load()
+            except torch.OutOfMemoryError:
+                used = sum(other.nbytes for other in self._units if other.flat is not None)
+                raise DeviceMemoryError(
+                    f"{unit.name} needs {format_bytes(unit.nbytes, up=True)} on {self._device.torch_device}, which is"
+                    f" full: units in use hold {format_bytes(used)}, and all else is activations, other tensors and the"
+                    " allocator's own. Take smaller batches, activations='recompute' or 'offload', or fewer resident"
+                    " units"
+                ) from error
 
     def weight_of(self, tensor: Tensor) -> Weight | None:
         """Find the weight over whose bytes on the device a tensor is a view."""

@@ -34,12 +34,12 @@ class StreamStrategy(SingleDeviceStrategy):
         super().__init__(device, accelerator, checkpoint_io, precision_plugin)
         self._early, self._wire_dtype, self._options = early, wire_dtype, options
         Settings(**options)
-        self.handle: Handle | None = None
+        self.streamed: Handle | None = None
 
     def model_to_device(self) -> None:
         is_mixed = isinstance(self.precision_plugin, MixedPrecision) and self._wire_dtype == "auto"
         wire = WIRES.get(self.precision_plugin.precision) if is_mixed else None
-        self.handle = Handle(self.model, self.root_device, Settings(wire=wire, **self._options))
+        self.streamed = Handle(self.model, self.root_device, Settings(wire=wire, **self._options))
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
@@ -47,8 +47,8 @@ class StreamStrategy(SingleDeviceStrategy):
 
     def _place_optimizers(self) -> None:
         for optimizer in self.optimizers:
-            self.handle.steps.adopt(optimizer)
-            self.handle.steps.place_state(optimizer)
+            self.streamed.steps.adopt(optimizer)
+            self.streamed.steps.place_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
@@ -56,20 +56,20 @@ class StreamStrategy(SingleDeviceStrategy):
         self._place_optimizers()
 
     def teardown(self) -> None:
-        if self.handle is not None:
-            self.handle.close()
-            self.handle = None
+        if self.streamed is not None:
+            self.streamed.close()
+            self.streamed = None
         super().teardown()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._early and self.lightning_module.automatic_optimization:
-            self.handle.steps.step_beside_backward(optimizer)
+            self.streamed.steps.step_beside_backward(optimizer)
         try:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
-            self.handle.steps.step_beside_backward(None)
+            self.streamed.steps.step_beside_backward(None)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.handle is not None:
-            self.handle.steps.check_applied()
+        if self.streamed is not None:
+            self.streamed.steps.check_applied()
         return super().lightning_module_state_dict()

@@ -1,5 +1,6 @@
 """Slabs are exact, locked and unlocked once; where locks are refused, copies go through a ring with the same bits."""
 
+import copy
 import logging
 import os
 
@@ -10,7 +11,7 @@ from stream_programs import POLICIES, Net, Program, check, device_named, streame
 from sp_lightning.errors import HostMemoryError, OptionError, UnsupportedError
 from sp_lightning.handle import Handle, Settings
 from sp_lightning.host import device as devices
-from sp_lightning.host.device import aligned
+from sp_lightning.host.device import DeviceMemoryError, aligned
 
 
 class SimulatedLock:
@@ -110,6 +111,50 @@ def test_refused_locks_are_an_error_where_the_user_requires_them(monkeypatch):
 def test_a_device_that_cannot_stream_is_refused(name, said):
     with pytest.raises(UnsupportedError, match=said):
         Handle(Net(), name, Settings())
+
+
+@pytest.mark.simgpu
+def test_a_full_device_gives_up_idle_units_with_the_same_bits():
+    import simgpu
+
+    torch.manual_seed(0)
+    model, x = Net(count=8), torch.ones(4, 8, device="simgpu")
+    want = copy.deepcopy(model).to("simgpu")(x)
+    with streamed(model, "simgpu", window=6) as handle, torch.no_grad():
+        torch.accelerator.synchronize()
+        room = 3 * handle.units[0].nbytes + 8192  # of six units
+        simgpu.config.capacity = torch.accelerator.memory_allocated() + room
+        for _ in range(3):
+            assert torch.equal(model(x), want)
+        simgpu.config.capacity = 1 << 30
+
+
+@pytest.mark.simgpu
+def test_a_device_without_room_for_one_unit_is_an_error_with_numbers():
+    import simgpu
+
+    model, x = Net(), torch.ones(4, 8, device="simgpu")
+    with streamed(model, "simgpu"), torch.no_grad():
+        torch.accelerator.synchronize()
+        simgpu.config.capacity = torch.accelerator.memory_allocated() + 4096
+        with pytest.raises(DeviceMemoryError, match=r"blocks\.0 needs 18\.\d+ KiB.*activations='recompute'"):
+            model(x)
+        simgpu.config.capacity = 1 << 30
+
+
+@pytest.mark.simgpu
+def test_a_device_without_room_for_residents_leaves_a_plain_module():
+    import simgpu
+
+    model = Net()
+    wanted = [param.detach().clone() for param in model.parameters()]
+    torch.accelerator.synchronize()
+    simgpu.config.capacity = torch.accelerator.memory_allocated() + 19000  # of a unit's form, not of all resident ones
+    with pytest.raises(torch.OutOfMemoryError):
+        Handle(model, "simgpu", Settings(window=1, resident=4))
+    simgpu.config.capacity = 1 << 30
+    assert all(type(param) is torch.nn.Parameter for param in model.parameters())
+    assert all(map(torch.equal, model.parameters(), wanted))
 
 
 def test_a_wrong_kind_of_host_memory_is_refused():

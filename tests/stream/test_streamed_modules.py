@@ -268,6 +268,35 @@ def test_blocks_of_a_loop_of_the_user_s_are_loaded_ahead(monkeypatch):
         assert all(found)
 
 
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+@pytest.mark.simgpu
+def test_offloaded_activations_of_three_units_are_on_the_device():
+    import simgpu
+
+    model, mib = nn.Sequential(*(Wide() for _ in range(16))), 1 << 20
+    x = torch.ones(1024, 256, device="simgpu")  # 1 MiB, as each tensor that a unit saves
+    with streamed(model, "simgpu", window=2, activations="offload") as handle:
+        for _ in range(2):
+            model(x).sum().backward()
+            model.zero_grad()
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_stats()["active_bytes.all.current"]
+        torch.accelerator.reset_peak_memory_stats()
+        with simgpu.hold(handle.device.down):  # the host runs ahead of all copies
+            loss = model(x).sum()
+            peak = torch.accelerator.memory_stats()["active_bytes.all.peak"] - before
+        loss.backward()
+    assert peak <= 3 * 2 * mib + 2 * mib  # what units saved, and temporaries; 33 MiB if all of it stayed
+
+
 @pytest.mark.parametrize("option, value", [("window", 0), ("transfer", 3), ("chunk", 100), ("activations", "drop")])
 def test_a_wrong_option_is_refused_by_name(option, value):
     with pytest.raises(OptionError, match=option):

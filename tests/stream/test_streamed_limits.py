@@ -1,0 +1,69 @@
+"""Programs beyond the promise: each test states what happens there."""
+
+import pytest
+import torch
+from stream_programs import Net, Program, check, streamed
+from torch import nn
+
+from sp_lightning.errors import UnsupportedError
+
+
+def under_autocast_s_cache(run, model):
+    """Use each weight twice under one context, whose cache a plain run takes the second cast from."""
+
+    def step(model, optimizer, i):
+        with torch.autocast(run.device.type, dtype=torch.bfloat16):
+            loss = model(run.x(i)).float().square().mean() + model(run.x(i + 50)).float().square().mean()
+        return run.train(loss, optimizer)
+
+    return run.loop(model, step)
+
+
+@pytest.mark.simgpu
+def test_autocast_s_cache_gives_other_bits_for_weights_used_twice():
+    with pytest.raises(AssertionError, match="value"):
+        check(Program(under_autocast_s_cache), "simgpu")
+
+
+def test_function_transforms_over_streamed_weights_are_refused():
+    model = Net()
+
+    def loss(weights, x):
+        return torch.func.functional_call(model, weights, (x[None],)).square().mean()
+
+    weights = {name: param.detach() for name, param in model.named_parameters()}
+    with streamed(model, "cpu"), pytest.raises(UnsupportedError, match=r"a transform of torch\.func"):
+        torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, torch.ones(4, 8))
+
+
+def test_gradients_are_in_place_as_backward_ends():
+    model, seen = Net(), []
+    model.blocks[0].up.weight.register_hook(lambda grad: seen.append(model.blocks[4].up.weight.grad))
+    with streamed(model, "cpu"):
+        model(torch.ones(4, 8)).sum().backward()
+        assert seen == [None] and model.blocks[4].up.weight.grad is not None
+
+
+def test_a_parameter_made_of_a_streamed_one_is_torch_s_error():
+    model = Net()
+    with streamed(model, "cpu"), pytest.raises(RuntimeError, match="Creating a Parameter from an instance"):
+        nn.Parameter(model.blocks[0].up.weight)
+
+
+def writes_through_an_array(run, model):
+    """Keep a NumPy array over a weight's bytes, and write to it after each step."""
+    optimizer, weight = run.adamw(model.parameters()), model.blocks[1].up.weight
+    array = weight.detach().numpy() if run.device.type == "cpu" or run.is_streamed else None
+    seen = []
+    for i in range(4):
+        seen.append(run.step(model, optimizer, i))
+        if array is None:
+            weight.detach().mul_(0.5)
+        else:
+            array *= 0.5
+    return seen
+
+
+@pytest.mark.simgpu
+def test_writes_through_an_array_that_is_kept_are_seen():
+    check(Program(writes_through_an_array), "simgpu")
