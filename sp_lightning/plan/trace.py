@@ -231,7 +231,8 @@ class _Recorder:
                     stack.callback(_restore, module, had)
                 for _, parameter in unit.params:
                     if parameter.requires_grad:
-                        heard = parameter.register_post_accumulate_grad_hook(functools.partial(self._came, unit.index))
+                        came = functools.partial(self._came, unit.index)
+                        heard = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
                         stack.callback(heard.remove)
             stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
             yield
@@ -484,9 +485,9 @@ def _fewer_blocks(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[li
     found: nn.ModuleList | None = None
     for child in module.modules():
         if isinstance(child, nn.ModuleList) and len(child) > max(2 * ALIKE, len(found or ())):
-            first = _described(child[0], 0)
+            first = _described(child[0])
             if all(id(block) in places for block in child) and all(
-                _described(block, index) == first for index, block in enumerate(child)
+                _is_alike(first, _described(block), index) for index, block in enumerate(child)
             ):
                 found = child
     if found is None or _whole[0]:
@@ -501,12 +502,12 @@ def _fewer_blocks(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[li
         found._modules = dict(blocks)
 
 
-def _described(block: nn.Module, index: int) -> list[Any]:
-    """Describe a block: two with the same description do the same."""
-    found: list[Any] = []
+def _described(block: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """List what decides which operators the modules of a block run: their types, tensors and plain attributes."""
+    found = []
     for name, child in block.named_modules():
         plain = {
-            key: "index" if isinstance(value, int) and not isinstance(value, bool) and value == index else value
+            key: value
             for key, value in vars(child).items()
             if isinstance(value, int | float | str | bool | tuple | None.__class__) and key != "training"
         }
@@ -515,8 +516,18 @@ def _described(block: nn.Module, index: int) -> list[Any]:
             for key, each in (*child._parameters.items(), *child._buffers.items())
             if each is not None
         ]
-        found.append((name, type(child), plain, tensors))
+        found.append(((name, type(child), tensors), plain))
     return found
+
+
+def _is_alike(first: list[tuple[Any, dict[str, Any]]], other: list[tuple[Any, dict[str, Any]]], index: int) -> bool:
+    """Whether two blocks do the same: they differ at most in numbers that are the blocks' own indices, 0 and this one."""
+    return len(first) == len(other) and all(
+        kind == other_kind
+        and plain.keys() == other_plain.keys()
+        and all(value == other_plain[key] or (value, other_plain[key]) == (0, index) for key, value in plain.items())
+        for (kind, plain), (other_kind, other_plain) in zip(first, other, strict=True)
+    )
 
 
 def _expanded(visits: list[Visit], ran: list[int], everything: list[int]) -> list[Visit] | None:

@@ -15,7 +15,7 @@ from sp_lightning.plan.model import PlannedModel, mapped_in
 from sp_lightning.plan.planner import WORKSPACES
 
 MIB = 2**20
-PRECISIONS = ("32-true",)
+PRECISIONS = "32-true", "bf16-mixed"
 WAYS = [(1, "keep"), (2, "recompute"), (2, "offload"), (3, "recompute+offload")]
 ROOT = Path(__file__).parents[2]
 
