@@ -139,7 +139,7 @@ def measured() -> list[Row]:
     """Read the rows of this strategy, and of plain runs, that have a measured step."""
     files = {path.name: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     results = {(name, place): one for name, file in files.items() for place, one in enumerate(file["results"])}
-    machines = {where: one["machine"] for where, one in results.items() if "machine" in one and where != SPOILT}
+    machines = {where: one["machine"] for where, one in results.items() if one.get("machine") and where != SPOILT}
     machines[SPOILT] = machines[SPOILT[0], LATER]
     return [
         _row(where[0], files[where[0]], result, row, _machine(machines.get(where) or _usual(machines.values())))

@@ -75,17 +75,19 @@ class Campaign:
         waiting.write_text(json.dumps(self._contents, indent=1) + "\n")
         waiting.replace(self._path)
 
-    def in_a_process(self, program: str, flag: str, order: dict[str, Any], **environment: str) -> dict[str, Any]:
+    def in_a_process(
+        self, program: str, flag: str, order: dict[str, Any], limit_s: float | None = None, **environment: str
+    ) -> dict[str, Any]:
         """Run a program with an order in a process of its own; return what it prints last, or its error.
 
-        Raises `subprocess.TimeoutExpired` where that does not end in time.
+        Raises `subprocess.TimeoutExpired` where that does not end within the limit (default: the campaign's time).
         """
         done = subprocess.run(
             [sys.executable, program, flag, json.dumps(order)],
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
-            timeout=max(0.0, self.left_s + GRACE_S),
+            timeout=max(0.0, self.left_s + GRACE_S if limit_s is None else limit_s),
         )
         found: dict[str, Any] = {"error": done.stderr.strip()[-2000:]}
         return found if done.returncode else json.loads(done.stdout.splitlines()[-1])

@@ -18,7 +18,6 @@ import torch
 from compare import Row, compare, differences, ours, setting_of
 from contenders import OURS, Setting
 
-from sp_lightning.errors import SuperpipelineError
 from sp_lightning.options import format_bytes, parse_bytes
 from sp_lightning.plan.machines import MACHINES, Machine
 from sp_lightning.plan.measure import here as measure
@@ -26,6 +25,7 @@ from sp_lightning.plan.measure import here as measure
 __all__ = ["Comparison", "Row", "ahead", "begin", "memory", "merit", "others", "ours", "parser", "speed"]
 
 DEVICE_OFF, STEP_OFF = 0.05, 0.15  # shares by which a plan may differ from the measurement
+MEASURED_S = 120  # for the machine, and at most half of the time that is left: what remains is the rows'
 
 Bar = Callable[["Result"], "Verdict | None"]
 
@@ -35,9 +35,10 @@ class Result:
     """What a comparison has measured so far."""
 
     setting: Setting
-    machine: Machine
+    machine: Machine | None  # None: its rates could not be measured, so that no row has a plan
     rows: Sequence[Row]
     plans: list[dict[str, Any]] = field(default_factory=list)
+    unplanned: str | None = None  # why the rates could not be measured
 
     @property
     def parameters(self) -> int:
@@ -49,7 +50,8 @@ class Result:
         """Return the values for JSON."""
         return {
             "plans": self.plans,
-            "machine": asdict(self.machine),
+            "unplanned": self.unplanned,
+            "machine": None if self.machine is None else asdict(self.machine),
             "setting": asdict(self.setting),
             "model": {"parameters": self.parameters},
             "differences": differences(self.setting, self.rows),
@@ -95,15 +97,16 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def machine(given: str) -> Machine:
-    """Return the profile of this name, or the machine that a campaign measured before the first result of its file."""
+    """Return the profile of this name, or the first machine that a campaign measured, from its result file."""
     if given in MACHINES:
         return MACHINES[given]
     try:
-        numbers = json.loads(pathlib.Path(given).read_text())["results"][0]["machine"]
-    except (OSError, ValueError, LookupError) as error:
+        results = json.loads(pathlib.Path(given).read_text())["results"]
+        measured = [found["machine"] for found in results if found.get("machine")]
+        return Machine(**measured[0])  # of an older version it lacks rates that plans need
+    except (OSError, ValueError, LookupError, TypeError) as error:
         allowed = f"one of {', '.join(MACHINES)}, or a result file with a machine"
-        raise argparse.ArgumentTypeError(f"{given} is not {allowed} ({type(error).__name__})") from error
-    return Machine(**numbers)
+        raise argparse.ArgumentTypeError(f"{given} is not {allowed} ({error})") from error
 
 
 def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparison]) -> int:
@@ -155,21 +158,16 @@ def run_all(run: campaign.Campaign, comparisons: Sequence[Comparison]) -> int:
         run.say(f"== {comparison.label}")
         entry = {"label": comparison.label, "error": "interrupted before anything was measured"}
         run.add(entry)
-        try:
-            result = _compared(run, comparison, entry)
-        except SuperpipelineError as error:
-            entry["error"] = str(error)
-            run.save()
-            lines.append(f"{comparison.label}: {error}")
-            missed = True
-            continue
-        result.plans = predicted.beside(result.setting, result.machine, _done(result, OURS))
+        result = _compared(run, comparison, entry)
+        if result.machine is not None:
+            result.plans = predicted.beside(result.setting, result.machine, _done(result, OURS))
         found = [bar(result) for bar in comparison.bars] + [plan_accuracy(result.plans)]
         verdicts = [verdict for verdict in found if verdict is not None]
         entry |= {**result.as_dict(), "bars": [vars(verdict) for verdict in verdicts]}
         run.save()
         lines += [comparison.label, *(_line(result, row) for row in result.rows)]
         lines += [f"    {verdict}" for verdict in verdicts]
+        lines += [f"    no plans: {result.unplanned}"] if result.unplanned else []
         lines += [f"    DIFFERS {words}" for words in entry["differences"]]
         missed |= bool(entry["differences"]) or not all(verdict.reached for verdict in verdicts)
     run.say(*lines)
@@ -182,7 +180,9 @@ def _compared(run: campaign.Campaign, comparison: Comparison, entry: dict[str, A
     if run.small:
         more |= {"model": "llama-tiny", **dict.fromkeys(("batch", "seq", "device_memory"))}
         more |= {"steps": 2, "repetitions": 2}
-    result = Result(_setting(comparison, **more), _measured(run), comparison.rows)
+    setting = _setting(comparison, **more)
+    machine, unplanned = _measured(run)
+    result = Result(setting, machine, comparison.rows, unplanned=unplanned)
 
     def keep() -> None:
         entry.pop("error", None)
@@ -194,15 +194,19 @@ def _compared(run: campaign.Campaign, comparison: Comparison, entry: dict[str, A
     return result
 
 
-def _measured(run: campaign.Campaign) -> Machine:
-    """Measure the machine, in a process that leaves nothing on the device."""
+def _measured(run: campaign.Campaign) -> tuple[Machine | None, str | None]:
+    """Measure the machine, in a process that leaves nothing on the device; return it, or None and the reason.
+
+    A machine that does something else at the same time has no rates to plan with, but steps can be compared in turns.
+    """
+    limit = min(MEASURED_S, run.left_s / 2)
     try:
-        found = run.in_a_process(__file__, "--measure", {"device": run.device})
-    except subprocess.TimeoutExpired as error:
-        raise SuperpipelineError("the machine was not measured in time") from error
+        found = run.in_a_process(__file__, "--measure", {"device": run.device}, limit_s=limit)
+    except subprocess.TimeoutExpired:
+        return None, f"the machine was not measured within {limit:g} s"
     if "error" in found:
-        raise SuperpipelineError(f"the machine could not be measured: {found['error']}")
-    return Machine(**found)
+        return None, f"the machine could not be measured: {found['error'].splitlines()[-1]}"
+    return Machine(**found), None
 
 
 def _line(result: Result, row: Row) -> str:

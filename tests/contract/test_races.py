@@ -1,8 +1,9 @@
 """No wait is missing: each test fails if one of the runtime's waits is deleted (benchmarks/race_deletions.py does so).
 
-What the device does in the wrong order the checker of the simulated device reports, whatever the timing was; every
-test ends with that (conftest.py). What the host does too early shows in the numbers, as copies and kernels are made
-slow here: a copy reads its source when its time is over. What is kept too long shows in the device's memory.
+The checker of the simulated device reports what the device does in the wrong order, and what the host reads or writes
+in page-locked memory before it has waited for the copy there, whatever the timing was; every test ends with that
+(conftest.py). Copies and kernels are made slow here, so that numbers show it as well: a copy reads its source when its
+time is over. What is kept too long shows in the device's memory.
 """
 
 from __future__ import annotations

@@ -20,13 +20,14 @@ from sp_lightning.errors import OptionError
 pytest.importorskip("transformers")
 
 PROGRAM = pathlib.Path(compare.__file__)
+LIMIT_S = 1200  # ten processes that import all libraries, a minute each where other tests run, and some to spare
 SETTING = compare.setting_of(model="llama-tiny", batch=1, seq=8, steps=2, repetitions=2, device="cpu")
 
 
 def run(tmp_path, *arguments):
     command = [sys.executable, str(PROGRAM), "--json", str(tmp_path / "found.json"), *arguments]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=550)
+    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def taken(name, **options):

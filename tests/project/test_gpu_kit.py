@@ -4,6 +4,7 @@ says no more than result files do."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 slow = pytest.mark.slow
+BUSY = re.compile("which differ by more than|was not measured within")  # refused where something else runs
 
 
 def run(tmp_path, name, *arguments, environment=os.environ):
@@ -101,6 +103,9 @@ def test_a_campaign_measures_and_keeps_what_it_measured(name, few, tmp_path):
     )
     assert first["differences"] == [] and found["facts"]["device"] == "cpu"
     ours = [row["label"] for row in first["rows"] if row["contender"] == "superpipeline" and row["step_s"]]
+    if BUSY.search(first["unplanned"] or ""):  # then there are no rates to plan with
+        assert f"no plans: {first['unplanned']}" in done.stdout and first["plans"] == []
+        return
     assert [plan["label"] for plan in first["plans"]] == ours and all(plan["step_off"] > -1 for plan in first["plans"])
 
 
@@ -121,6 +126,7 @@ def test_a_campaign_runs_through_torchs_cuda(name, few, null_cuda, tmp_path):
         ours = [row for row in result["rows"] if row["contender"] in ("plain", "superpipeline", "fsdp2")]
         assert ours and {row["error"] for row in ours} <= {None, "not begun: no time left"}, done.stdout
         assert result is not found["results"][0] or not any(row["error"] for row in ours), done.stdout
+        assert result["unplanned"] is None or BUSY.search(result["unplanned"]), done.stdout
         assert all(plan["device_off"] is not None for plan in result["plans"])
 
 
@@ -168,12 +174,78 @@ def test_what_a_campaign_would_find_can_be_predicted_anywhere(name, tmp_path):
 def test_a_machine_that_a_campaign_measured_is_planned_for(tmp_path):
     import measured
 
-    there = measured.machine(str(ROOT / "benchmarks" / "results" / "peers-nvidia-h200.json"))
-    assert 700e12 < there.flops_per_s < 800e12 and measured.machine("h200").name == "h200"
-    (tmp_path / "none.json").write_text('{"results": []}')
-    for given in ("h2000", str(tmp_path / "none.json")):
-        with pytest.raises(argparse.ArgumentTypeError, match="or a result file with a machine"):
-            measured.machine(given)
+    listed = measured.machine("h200")
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps({"results": [{"machine": None}, {"machine": dataclasses.asdict(listed)}]}))
+    assert listed.name == "h200" and measured.machine(str(path)) == listed
+
+
+@pytest.mark.parametrize("results", ["[]", '[{"machine": null}]', '[{"machine": {"dram_bytes_per_s": 1}}]'])
+def test_a_file_without_the_rates_of_a_plan_is_refused(results, tmp_path):
+    import measured
+
+    (tmp_path / "none.json").write_text(f'{{"results": {results}}}')
+    with pytest.raises(argparse.ArgumentTypeError, match="or a result file with a machine"):
+        measured.machine(str(tmp_path / "none.json"))
+
+
+def test_an_unknown_machine_is_refused():
+    import measured
+
+    with pytest.raises(argparse.ArgumentTypeError, match=r"h2000 is not one of rtx3060, .*, or a result file"):
+        measured.machine("h2000")
+
+
+NOISY = "sp_lightning.errors.MeasurementError: products reached 2 and then 1 a second, which differ by more than 15%"
+
+
+@pytest.fixture
+def campaign_of(tmp_path, monkeypatch, capsys):
+    """Runs a campaign of one comparison, whose machine is measured by a program of this code."""
+    pytest.importorskip("transformers")
+    import measured
+
+    def take_turn(setting, rows, say, left_s, keep):
+        for row in rows:
+            row.turns.append({"seconds": 0.5, "losses": [3.0], "device_peak": None, "host_peak": 9})
+
+    def run(code):
+        (tmp_path / "program.py").write_text(code)
+        monkeypatch.setattr(measured, "compare", take_turn)
+        monkeypatch.setattr(measured, "__file__", str(tmp_path / "program.py"))
+        path = tmp_path / "result.json"
+        options = measured.parser("").parse_args(["--small", "--device", "cpu", "--json", str(path)])
+        setting = {"precision": "bf16-mixed", "seq": 8, "batch": 1}
+        row = measured.Row("superpipeline", {"window": 1})
+        status = measured.run_all(campaign.Campaign("fits", options), [measured.Comparison("one", setting, [row])])
+        (found,) = json.loads(path.read_text())["results"]
+        return status, found, capsys.readouterr().out
+
+    return run
+
+
+def test_rows_of_a_measured_machine_stand_beside_their_plans(campaign_of):
+    code = "import dataclasses, json\nfrom sp_lightning.plan.machines import MACHINES\n"
+    _, found, _ = campaign_of(code + "print(json.dumps(dataclasses.asdict(MACHINES['h200'])))")
+    (plan,) = found["plans"]
+    assert plan["label"] == "superpipeline window=1" and plan["step_off"] == plan["step_s"] / 0.5 - 1
+    assert found["machine"]["name"] == "h200" and found["unplanned"] is None
+
+
+def test_rows_are_measured_where_the_machine_is_too_noisy(campaign_of):
+    status, found, said = campaign_of(f"import sys\nsys.exit('a traceback\\n{NOISY}')")
+    assert [row["step_s"] for row in found["rows"]] == [{"median": 0.5}] and status == 0
+    assert found["machine"] is None and found["plans"] == []
+    assert f"no plans: {found['unplanned']}" in said and found["unplanned"].endswith(NOISY)
+
+
+def test_rows_are_measured_where_the_machine_takes_too_long(campaign_of, monkeypatch):
+    import measured
+
+    monkeypatch.setattr(measured, "MEASURED_S", 0.2)
+    _, found, _ = campaign_of("import time\ntime.sleep(60)")
+    assert [row["error"] for row in found["rows"]] == [None] and found["plans"] == []
+    assert found["unplanned"] == "the machine was not measured within 0.2 s"
 
 
 # ---- what the notes say of them
