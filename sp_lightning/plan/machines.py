@@ -179,7 +179,7 @@ def _listed(
     host_nbytes: float,
     cores: int | None = None,
 ) -> Machine:
-    """Make a listed machine from its peaks in TFLOP/s and GB/s; a virtual one has so many of a server's cores."""
+    """Make a listed machine from its peaks in TFLOP/s and GB/s, and a virtual one's share of a server's cores."""
     host = host_giga * 1e9 * SUSTAINED_HOST
     return Machine(
         name=name,

@@ -292,7 +292,12 @@ def test_a_config_that_a_block_changes_now_and_then_is_for_the_second_run_what_i
 def test_a_config_that_no_block_changes_is_not_copied_again(device, monkeypatch):
     config, copies = Config(), []
     deepcopy = recompute.copy.deepcopy
-    monkeypatch.setattr(recompute.copy, "deepcopy", lambda value, memo=None: copies.append(value) or deepcopy(value, memo))
+
+    def noted(value, memo=None):
+        copies.append(value)
+        return deepcopy(value, memo)
+
+    monkeypatch.setattr(recompute.copy, "deepcopy", noted)
     net = models.Stack(Configured(config, CHANGES["nothing"]) for _ in range(3)).to(device)
     with sp_lightning.stream(net, device, window=2, activations="recompute"):
         for before in (True, False, False):
