@@ -66,6 +66,10 @@ PARTS = {
         (*STEP, "tests/rigs/wrapped.py"),
     ),
     "programs": Part(("tests/contract/test_random_programs.py",), (*STEP, "tests/rigs/program")),
+    "stream": Part(
+        ("tests/stream",),
+        (*(f"sp_lightning/{name}/" for name in ("host", "stream", "steps")), "sp_lightning/handle.py", "tests/rigs/stream"),
+    ),
     "soak": Part(("tests/runtime/test_soak.py",), ("tests/rigs/soak.py",)),
     "plans": Part(("tests/plan", "tests/core"), ("sp_lightning/plan/", "sp_lightning/core/")),
     "ranks-traits": Part((f"{PARITY}::test_two_ranks_are_ddp_for_every_trait",), RANKS),
