@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-import sp_lightning.plan.measure as measuring
 from sp_lightning.core.host import cache_nbytes, host_memory
 from sp_lightning.errors import HostMemoryError, MeasurementError, OptionError
+from sp_lightning.plan import measure as measuring
 from sp_lightning.plan.machines import CORE, GEN4, GEN5, GIB, MACHINES, RAIL, REACHED, changed, machine_named
 from sp_lightning.plan.measure import Block, here
 
