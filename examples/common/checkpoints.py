@@ -4,7 +4,8 @@
    conversion stay pages of the files until streaming begins, and are copied once, unit by unit. Nothing passes through
    the device.
 2. It is called in ``configure_model``, which the Trainer calls once it knows where weights are to be.
-3. Under ``torch.device("meta")`` a model is made from its config alone: a plan needs no weights (``plan --config``).
+3. Where tensors are made without data (``torch.device("meta")``, FakeTensorMode) a model is made from its config alone:
+   a plan needs no weights (``plan --config``).
 """
 
 import contextlib
@@ -141,7 +142,8 @@ def fill(model: torch.nn.Module, state: dict[str, torch.Tensor], where: str | Pa
 
 def planned() -> bool:
     """Return whether a model is made without weights, to plan its run (Rule 3)."""
-    return torch.get_default_device().type == "meta"
+    made = torch.empty(0)
+    return made.is_meta or type(made) is not torch.Tensor  # such as a fake tensor, which has no data either
 
 
 def from_config(auto_class: Any, name_or_path: str, dtype: str, **options: Any) -> Any:

@@ -9,7 +9,6 @@ arguments: ``__init__``, ``setup`` if that changes weights, and ``configure_mode
 from __future__ import annotations
 
 import importlib.util
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -44,7 +43,6 @@ class PlannedRun:
     accumulate: int  # batches before a step of the optimizer
     copies: int  # of the weights, that callbacks have
     trained_copies: int  # of the trained ones alone, that callbacks say they have, by an attribute of this name
-    steps: int | None  # of the optimizer, in the whole run, or batches of prompts; None: no end
     devices: int = 1  # of each machine, each with such a batch
     nodes: int = 1  # machines
     own_gradients: bool = False  # whether each of several devices has its own
@@ -75,7 +73,7 @@ def find(arguments: Sequence[str]) -> PlannedRun:
         allowed = "a module with a training_step, or one that says what it generates (docs/planning.md)"
         raise OptionError(argument="model", found=type(module).__name__, allowed=allowed)
     before = _weights(module)
-    batch, steps = _first_batch(cli, module, trains)
+    batch = _first_batch(cli, module, trains)
     averages = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
     shards = trainer.strategy.shards
     return PlannedRun(
@@ -90,7 +88,6 @@ def find(arguments: Sequence[str]) -> PlannedRun:
         accumulate=trainer.accumulate_grad_batches if trains else 1,
         copies=len(averages) if trains else 0,
         trained_copies=sum(getattr(one, "trained_copies", 0) for one in trainer.callbacks) if trains else 0,
-        steps=int(steps) if 0 <= steps < math.inf else None,
         devices=trainer.strategy.world_size // trainer.num_nodes,
         nodes=trainer.num_nodes,
         own_gradients=trainer.strategy.writes_gradients,
@@ -149,8 +146,8 @@ def _devices_of(trainer: Any, of_strategy: Any) -> tuple[Any, tuple[str, ...]]:
     return fewest, (note,)
 
 
-def _first_batch(cli: Any, module: Any, trains: bool) -> tuple[Any, float]:
-    """Return the first batch of the Trainer's loader, and the steps of the whole run."""
+def _first_batch(cli: Any, module: Any, trains: bool) -> Any:
+    """Return the first batch of the Trainer's loader."""
     from ..compat.lightning import attach_data, combined_loader, set_epochs
     from ..lightning.names import TrainerFn
 
@@ -165,12 +162,11 @@ def _first_batch(cli: Any, module: Any, trains: bool) -> tuple[Any, float]:
     set_epochs(trainer)
     loop = trainer.fit_loop if trains else trainer.predict_loop
     loop.setup_data()
-    steps = trainer.estimated_stepping_batches if trains else sum(loop.max_batches)
     batch, *_ = next(iter(combined_loader(loop)))
     for name in BATCH_HOOKS:
         for owner in owners:
             batch = getattr(owner, name)(batch, 0)
-    return batch, steps
+    return batch
 
 
 def _weights(module: nn.Module) -> dict[str, tuple[torch.Size, bool]]:

@@ -190,7 +190,6 @@ def _run_of_arguments(args: argparse.Namespace) -> PlannedRun:
         accumulate=args.accumulate or 1,
         copies=0,
         trained_copies=0,
-        steps=None,
         devices=args.devices or 1,
         nodes=args.nodes or 1,
         tensor_parallel_size=args.tensor_parallel_size,

@@ -65,12 +65,12 @@ def find(*more, model="Small", devices=("--trainer.devices", "1")):
     return fit_config.find([*given, "--trainer.enable_progress_bar", "false", *devices, *more])
 
 
-def test_batch_precision_options_and_steps_are_those_of_the_run():
-    more = ["--trainer.precision", "bf16-mixed", "--trainer.strategy.window", "2", "--trainer.max_epochs", "3"]
+def test_batch_precision_and_options_are_those_of_the_run():
+    more = ["--trainer.precision", "bf16-mixed", "--trainer.strategy.window", "2"]
     more += ["--trainer.accumulate_grad_batches", "2", "--trainer.gradient_clip_val", "1.0", "--data.batch_size", "4"]
     run = find(*more)
     assert (run.precision, run.options["window"], run.accumulate, run.clip) == ("bf16-mixed", 2, 2, True)
-    assert run.spec.batch[0].shape == (4, 8) and run.steps == 3 and run.notes == ()
+    assert run.spec.batch[0].shape == (4, 8) and run.notes == ()
 
 
 def test_the_model_is_made_with_its_arguments_and_optimizer():
@@ -91,7 +91,7 @@ def test_what_setup_freezes_is_frozen(freezes):
 
 def test_a_module_that_answers_is_planned_as_predict():
     run = find(model="Answering")
-    assert (run.answer, run.cache, run.steps, run.clip) == (16, "host", 4, False)
+    assert (run.answer, run.cache, run.clip) == (16, "host", False)
     assert "activations" not in run.options
 
 

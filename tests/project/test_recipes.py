@@ -702,6 +702,19 @@ def test_an_argument_that_can_not_be_used_is_named(argument, said):
         fit("finetune_llm", argument)
 
 
+def test_a_model_needs_no_weights_where_tensors_are_fake(tmp_path):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from examples.common import checkpoints
+
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    transformers.LlamaConfig(**sizes, vocab_size=9).save_pretrained(tmp_path)
+    with FakeTensorMode():  # as a plan makes it
+        model = checkpoints.load(transformers.AutoModelForCausalLM, str(tmp_path))
+    assert type(model) is transformers.LlamaForCausalLM and model.training
+
+
 def test_what_transformers_can_not_read_is_named():
     from transformers import AutoConfig
 
