@@ -85,6 +85,7 @@ class PlannedModel:
         self._stepped = False  # a whole step was traced, and decided that
         self._narrow: frozenset[int] = frozenset()
         self._traces: dict[Any, Trace] = {}
+        self._sizes: dict[Any, list[UnitNumbers]] = {}
         self._begin(real=False)
         own = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
         self.name: str = name or own
@@ -115,6 +116,7 @@ class PlannedModel:
         if not any(True for _ in self.module.parameters()):
             raise OptionError(argument="module", found=type(self.module).__name__, allowed="a module with parameters")
         self._traces = {}
+        self._sizes = {}
 
     def _made(self) -> nn.Module:
         if isinstance(self._source, nn.Module):
@@ -243,7 +245,9 @@ class PlannedModel:
                 past = self._prompt(batch, None).past_key_values
                 one = torch.ones(self.rows * scale, 1, dtype=torch.long)
                 batch = {"input_ids": one}
-            return trace(self.module, units, batch, lambda: self._prompt(batch, past), self.tensors, backward=False, grad=False)
+            return trace(
+                self.module, units, batch, lambda: self._prompt(batch, past), self.tensors, backward=False, grad=False
+            )
 
     def _given(self, tensor: Tensor, scale: int, tokens: int) -> Tensor:
         """Return a tensor of the batch without data, with ``scale`` times the rows, and longer prompts."""
@@ -295,7 +299,10 @@ class PlannedModel:
     def sizes(self, options: Options, first: bool = False) -> list[UnitNumbers]:
         """List the bytes of the units on the device: in the first step, or later."""
         self.begins(options)  # which finds out what travels cast
-        found = []
+        key = str(options.units), options.may_cast, first
+        if key in self._sizes:
+            return self._sizes[key]
+        found = self._sizes[key] = []
         for unit in self.units_of(options):
             types = [p.dtype if first and not self._masters else self.travels_as(p, options) for _, p in unit.params]
             pairs = [(p, aligned(p.numel() * dtype.itemsize), dtype) for (_, p), dtype in zip(unit.params, types)]  # noqa: B905  # made of it

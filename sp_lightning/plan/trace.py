@@ -143,7 +143,9 @@ def trace(
         ran, everything = cut
         expanded = _expanded(visits, ran, everything)
         if expanded is None:
-            return trace_whole(module, units, batch, run, tensors, activations=activations, backward=backward, grad=grad)
+            return trace_whole(
+                module, units, batch, run, tensors, activations=activations, backward=backward, grad=grad
+            )
         visits, cache = expanded, cache * len(everything) // len(ran)
         for index in everything[len(ran) :]:
             pairs = zip(units[ran[0]].params, units[index].params, strict=True)
