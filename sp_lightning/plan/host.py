@@ -77,7 +77,7 @@ def optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def _state_nbytes(optimizer: torch.optim.Optimizer) -> float:
-    known = state_nbytes(optimizer)
+    known: float | None = state_nbytes(optimizer)
     if known is not None:
         return known
     takes = inspect.signature(type(optimizer)).parameters

@@ -526,7 +526,7 @@ def _described(block: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def _is_alike(first: list[tuple[Any, dict[str, Any]]], other: list[tuple[Any, dict[str, Any]]], index: int) -> bool:
-    """Whether two blocks do the same: they differ at most in numbers that are the blocks' own indices, 0 and this one."""
+    """Whether two blocks do the same: they differ at most in numbers that are their indices, 0 and this one."""
     return len(first) == len(other) and all(
         kind == other_kind
         and plain.keys() == other_plain.keys()
