@@ -77,13 +77,14 @@ def optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def _state_nbytes(optimizer: torch.optim.Optimizer) -> float:
-    known: float | None = state_nbytes(optimizer)
+    known = state_nbytes(optimizer)
     if known is not None:
         return known
     takes = inspect.signature(type(optimizer)).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in takes}
     each = _stored(lambda parameters: type(optimizer)(parameters, **arguments))
-    return each * sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    trained: int = sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    return each * trained
 
 
 def _one() -> nn.Parameter:
