@@ -8,14 +8,20 @@ A cell is the largest of `MODELS` whose plan fits, with its speed and the hours 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from sp_lightning.core.host import headroom
-from sp_lightning.plan import listed, plan
+from sp_lightning.core.unit_numbers import HostSharing
+from sp_lightning.options import Options
+from sp_lightning.plan import listed
 from sp_lightning.plan.machines import GIB, MACHINES
+from sp_lightning.plan.model import Answers
+from sp_lightning.plan.planner import Job, Planner
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 PAGE = pathlib.Path(__file__).parent / "what-fits.md"
@@ -41,8 +47,10 @@ MODELS = {  # the smallest first
     "Llama 70B": "llama-70b",
 }
 ASKED = ("Llama 8B", "Qwen3 14B", "Qwen3 32B", "Llama 70B")
-WAYS = ("FP32 AdamW", "bf16-true AdamW")
-SHORT = ("FP32 AdamW", "bf16-true AdamW", "answers, bf16")
+WAYS = ("FP32 AdamW", "bf16-true AdamW", "adapters, bf16")
+SHORT = ("FP32 AdamW", "adapters, bf16", "answers, bf16")
+PRECISION = {"FP32 AdamW": "bf16-mixed"}  # of the others: bf16-true
+RANK = 16  # of the adapters, beside all linear layers
 PROMPTS, PROMPT, ANSWER = 32, 512, 256  # of the answers: how many at once, and their tokens
 
 
@@ -55,49 +63,80 @@ class Needs:
     step_s: float
 
 
-def needs(card: str, model: str) -> Iterator[Needs]:
-    """Yield what each of `WAYS` takes."""
-    given = {"machine": card, "activations": "recompute"}
-    for precision in ("bf16-mixed", "bf16-true"):
-        found = plan(MODELS[model], 1, precision=precision, host_memory=ROOMY, **given)
-        yield Needs(found.device_nbytes, found.host.total, found.step_s)
-
-
-def answers(card: str, model: str) -> Needs:
-    """Return what answers take on one card."""
+def needs(model: str, way: str) -> dict[str, Needs]:
+    """Return what a model takes in one of these ways on each card; its traces serve all cards."""
     make = listed.maker(listed.LISTED[MODELS[model]])
-    found = plan(make, _prompts(PROMPTS), **_asking(card))
-    return Needs(found.device_nbytes, found.host.total, found.reading_s + ANSWER * found.step_s)
+    answers = Answers(ANSWER) if way == "answers, bf16" else None
+    if answers:
+        batch: Any = {"input_ids": torch.zeros(PROMPTS, PROMPT, dtype=torch.long)}
+    else:
+        batch = listed.batch_of(listed.LISTED[MODELS[model]], 1, TOKENS)
+    planner = Planner(
+        adapted(make) if way == "adapters, bf16" else make,
+        batch,
+        target="cuda",
+        loss=None,
+        answers=answers,
+        mesh=None,
+        name=model,
+    )
+    found = {}
+    for card in CARDS:
+        job = Job(
+            options=Options.parse() if answers else Options.parse(activations="recompute"),
+            precision=PRECISION.get(way, "bf16-true"),
+            optimizer=None,
+            answers=answers,
+            accumulate=1,
+            clip=False,
+            copies=0,
+            trained_copies=0,
+            devices=1,
+            nodes=1,
+            sharing=HostSharing(),
+            machine=replace(MACHINES[card], host_nbytes=ROOMY),
+            target="cuda",
+            headroom=headroom(ROOMY),
+        )
+        sized, _ = planner.size(job)
+        seconds = sized.time.seconds
+        if sized.reading is not None:
+            seconds = sized.reading.seconds + ANSWER * seconds
+        found[card] = Needs(sized.nbytes, sized.host.total, seconds)
+    return found
 
 
-def _prompts(rows: int) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.zeros(rows, PROMPT, dtype=torch.long)}
+def adapted(make: Callable[[], nn.Module]) -> nn.Module:
+    """Make the model frozen, with low-rank adapters beside its linear layers, and without data."""
+    from peft import LoraConfig, get_peft_model
 
-
-def _asking(card: str) -> dict[str, object]:
-    return {"machine": card, "precision": "bf16-true", "answer": ANSWER, "host_memory": ROOMY}
+    config = LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        return get_peft_model(make(), config, low_cpu_mem_usage=True)
 
 
 def tables() -> tuple[str, str]:
     """Make the long table, with a row for each card and host memory, and the short one."""
-    long, short = (
-        [f"| card | RAM | {' | '.join(ways)} |", f"| --- | --- |{' --- |' * len(ways)}"] for ways in (WAYS, SHORT)
-    )
-    for card in CARDS:
-        found = {model: list(needs(card, model)) for model in MODELS}
-        asked = {model: answers(card, model) for model in ASKED} if card in dict(IN_SHORT) else {}
-        gigabytes = MACHINES[card].device_nbytes // GIB
-        for memory in MEMORIES:
-            free = memory * GIB - headroom(memory * GIB)
-            cells = [_cell({model: ways[number] for model, ways in found.items()}, card, free) for number in range(2)]
-            long.append(f"| {gigabytes} GB (`{card}`) | {memory} GiB | {' | '.join(cells)} |")
-            if (card, memory) in IN_SHORT:
-                of = [*cells, _cell(asked, card, free, PROMPTS * ANSWER, hours=False)]
-                short.append(f"| {gigabytes} GB (`{card}`) | {memory} GiB | {' | '.join(of)} |")
-    return "\n".join(long), "\n".join(short)
+    found = {way: {model: needs(model, way) for model in MODELS} for way in WAYS}
+    found[SHORT[-1]] = {model: needs(model, SHORT[-1]) for model in ASKED}
+    rows = [(card, memory) for card in CARDS for memory in MEMORIES]
+    return _table(found, WAYS, rows), _table(found, SHORT, IN_SHORT)
 
 
-def _cell(of_models: dict[str, Needs], card: str, free: int, tokens: int = TOKENS, hours: bool = True) -> str:
+def _table(found: dict[str, Any], ways: Sequence[str], rows: Sequence[tuple[str, int]]) -> str:
+    lines = [f"| card | RAM | {' | '.join(ways)} |", f"| --- | --- |{' --- |' * len(ways)}"]
+    for card, memory in rows:
+        free = memory * GIB - headroom(memory * GIB)
+        cells = []
+        for way in ways:
+            here = {model: on[card] for model, on in found[way].items()}
+            asks = way == SHORT[-1]
+            cells.append(_cell(here, card, free, PROMPTS * ANSWER if asks else TOKENS, hours=not asks))
+        lines.append(f"| {MACHINES[card].device_nbytes // GIB} GB (`{card}`) | {memory} GiB | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(of_models: dict[str, Needs], card: str, free: int, tokens: int, hours: bool) -> str:
     """Describe the largest model that fits, or a dash."""
     for model, one in reversed(of_models.items()):
         if one.device_nbytes <= MACHINES[card].device_nbytes and one.host_nbytes <= free:

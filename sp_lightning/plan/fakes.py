@@ -275,7 +275,8 @@ class _Kernels(TorchFunctionMode):
         if name in TO_FP32 and kwargs.get("dtype") is None:
             return func(*args, **{**kwargs, "dtype": torch.float32})
         if name == "cross_entropy" and not kwargs.get("label_smoothing") and not args[1].is_floating_point():
-            likely = torch.log_softmax(first, 1 if first.dim() > 1 else 0, dtype=torch.float32)
+            # Its log_softmax is given the logits' own type, which autocast then leaves; the loss itself casts to FP32.
+            likely = _widened(torch.log_softmax(first, 1 if first.dim() > 1 else 0))
             kept = {key: value for key, value in kwargs.items() if key in ("weight", "ignore_index", "reduction")}
             return F.nll_loss(likely, *args[1:], **kept)
         if name in IN_FP32 or name == "cross_entropy":

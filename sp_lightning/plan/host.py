@@ -83,7 +83,8 @@ def _state_nbytes(optimizer: torch.optim.Optimizer) -> float:
     takes = inspect.signature(type(optimizer)).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in takes}
     each = _stored(lambda parameters: type(optimizer)(parameters, **arguments))
-    return each * sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    trained: int = sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    return each * trained
 
 
 def _one() -> nn.Parameter:

@@ -82,8 +82,10 @@ class PlannedModel:
         self._masters = masters and self.half is not None  # weights are FP32 on the host, and half precision here
         self._mesh = mesh
         self._forward = False  # forward replaces training_step
+        self._stepped = False  # a whole step was traced, and decided that
         self._narrow: frozenset[int] = frozenset()
         self._traces: dict[Any, Trace] = {}
+        self._sizes: dict[Any, list[UnitNumbers]] = {}
         self._begin(real=False)
         own = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
         self.name: str = name or own
@@ -114,6 +116,7 @@ class PlannedModel:
         if not any(True for _ in self.module.parameters()):
             raise OptionError(argument="module", found=type(self.module).__name__, allowed="a module with parameters")
         self._traces = {}
+        self._sizes = {}
 
     def _made(self) -> nn.Module:
         if isinstance(self._source, nn.Module):
@@ -157,9 +160,10 @@ class PlannedModel:
 
     # ---- traces
 
-    def begins(self, options: Options) -> Trace:
-        """Return the trace of a run's first step, and find out which weights travel cast."""
-        return self._trace(options, options.activations, first=True)
+    def begins(self, options: Options) -> None:
+        """Find out, from a forward alone, which weights travel cast after a run's first step."""
+        if self.mixed and options.may_cast:
+            self._trace(options, "keep", first=True)
 
     def later(self, options: Options, scale: int = 1, activations: str | None = None, tokens: int = 0) -> Trace:
         """Return the trace of any later step, of ``scale`` times the rows."""
@@ -180,20 +184,22 @@ class PlannedModel:
         may_cast = self.mixed and options.may_cast
         key = activations, str(options.units), scale, tokens, may_cast, first and may_cast
         if key not in self._traces:
-            found = self._found(options, activations, scale, tokens, may_cast and not first)
+            found = self._found(options, activations, scale, tokens, first)
             if first and may_cast:
                 self._narrow = found.narrow
             self._traces[key] = found
         return self._traces[key]
 
-    def _found(self, options: Options, activations: str, scale: int, tokens: int, cast: bool) -> Trace:
+    def _found(self, options: Options, activations: str, scale: int, tokens: int, first: bool) -> Trace:
         """Trace a step in the plainest way that works; the first trace decides the way of all others."""
         why: Exception | None = None
         while True:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # nothing is trained here
-                    return self._traced(options, activations, scale, tokens, cast or self._masters)
+                    found = self._traced(options, activations, scale, tokens, first)
+                self._stepped = not first
+                return found
             except SuperpipelineError:
                 raise
             except UNKNOWN as error:
@@ -201,7 +207,7 @@ class PlannedModel:
             except Exception as error:
                 why = why or error
                 trainable = hasattr(self.module, "training_step") and self._loss is None and not self.answers
-                if self._forward or self._traces or not trainable:
+                if self._forward or self._stepped or not trainable:
                     raise UnsupportedError(
                         f"{self.name} does not run without a Trainer and without data: {_in_a_line(why)}; pass another "
                         "batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
@@ -226,19 +232,22 @@ class PlannedModel:
         self._begin(real=True)
         self.units.cache_clear()
 
-    def _traced(self, options: Options, activations: str, scale: int, tokens: int, cast: bool) -> Trace:
+    def _traced(self, options: Options, activations: str, scale: int, tokens: int, first: bool) -> Trace:
+        cast = self._masters or (self.mixed and options.may_cast and not first)
         units = self.units_of(options)
         with self.tensors, self._cast_weights(units, cast) as units:
             batch = mapped_in(self._batch, functools.partial(self._given, scale=scale, tokens=tokens))
             if not self.answers:
                 run = functools.partial(self._step, batch)
-                return trace(self.module, units, batch, run, self.tensors, activations=activations)
+                return trace(self.module, units, batch, run, self.tensors, activations=activations, backward=not first)
             past = None
             if tokens > 1:
                 past = self._prompt(batch, None).past_key_values
                 one = torch.ones(self.rows * scale, 1, dtype=torch.long)
                 batch = {"input_ids": one}
-            return trace(self.module, units, batch, lambda: self._prompt(batch, past), self.tensors, backward=False)
+            return trace(
+                self.module, units, batch, lambda: self._prompt(batch, past), self.tensors, backward=False, grad=False
+            )
 
     def _given(self, tensor: Tensor, scale: int, tokens: int) -> Tensor:
         """Return a tensor of the batch without data, with ``scale`` times the rows, and longer prompts."""
@@ -290,7 +299,10 @@ class PlannedModel:
     def sizes(self, options: Options, first: bool = False) -> list[UnitNumbers]:
         """List the bytes of the units on the device: in the first step, or later."""
         self.begins(options)  # which finds out what travels cast
-        found = []
+        key = str(options.units), options.may_cast, first
+        if key in self._sizes:
+            return self._sizes[key]
+        found = self._sizes[key] = []
         for unit in self.units_of(options):
             types = [p.dtype if first and not self._masters else self.travels_as(p, options) for _, p in unit.params]
             pairs = [(p, aligned(p.numel() * dtype.itemsize), dtype) for (_, p), dtype in zip(unit.params, types)]  # noqa: B905  # made of it

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,7 +148,7 @@ class Planner:
         """Plan a job."""
         job = job.within_host()
         model = self._model(job)
-        sized, fits = self._sized(job)
+        sized, fits = self.size(job)
         sizes = model.sizes(job.options)
         units = model.units_of(job.options)
         plan = Plan(
@@ -209,8 +211,8 @@ class Planner:
 
     # ---- bytes
 
-    def _sized(self, job: Job) -> tuple[Sized, bool]:
-        """Return the smallest of the fastest windows that fit, or else the smallest; and whether it fits."""
+    def size(self, job: Job) -> tuple[Sized, bool]:
+        """Return the smallest window that fits and is as fast as the largest, or else the smallest; and if it fits."""
         model, options = self._model(job), job.options
         sizes = model.sizes(options)
         streamed = [size for size in sizes if not size.resident]
@@ -223,12 +225,16 @@ class Planner:
         fitting = [window for window in windows if self._nbytes(job, window) <= job.machine.device_nbytes]
         host, disk = self._host(job)
         fits = bool(fitting) and host.total <= job.host_available
-        tried = {window: self._timed(job, window, disk) for window in fitting or windows[:1]}
-        enough = EQUAL * min(time.seconds for time in tried.values())
-        window = min(window for window, time in tried.items() if time.seconds <= enough)
-        reading = self._timed(job, window, disk, reads=True) if job.answers else None
+        works = self._works(job, self._trace(job), disk)
+        tried = fitting or windows[:1]
+        timed = functools.cache(lambda window: self._timed(job, window, works))
+        enough = EQUAL * timed(tried[-1]).seconds  # a larger window takes no longer
+        window = tried[bisect.bisect_left(tried, True, key=lambda window: timed(window).seconds <= enough)]
+        time = timed(window)
+        reads = self._works(job, model.later(options), disk) if job.answers else None
+        reading = self._timed(job, window, reads) if reads else None
         transfer = self._transfer(job, window)
-        return Sized(window, transfer, self._terms(job, window), host, disk, tried[window], reading), fits
+        return Sized(window, transfer, self._terms(job, window), host, disk, time, reading), fits
 
     def _transfer(self, job: Job, window: int) -> int:
         return 1 if job.options.transfer == "auto" else min(job.options.transfer, window)
@@ -294,7 +300,7 @@ class Planner:
 
     # ---- time
 
-    def _timed(self, job: Job, window: int, disk: OnDisk, reads: bool = False) -> StepTime:
+    def _timed(self, job: Job, window: int, works: list[UnitWork]) -> StepTime:
         options, state = job.options, self._state(job)
         on_device = options.optimizer_device == "device"
         run = Run(
@@ -308,12 +314,7 @@ class Planner:
             overlap="forward" if options.optimizer_overlap else "none",
             ranks=job.devices,
         )
-        found = self._model(job).later(options) if reads else self._trace(job)
-        return step_time(self._works(job, found, disk), job.machine, run)
-
-    def works(self, job: Job) -> list[UnitWork]:
-        """Return the uses of units in a step, in the order of forward."""
-        return self._works(job, self._trace(job), self._host(job)[1])
+        return step_time(works, job.machine, run)
 
     def _works(self, job: Job, found: Trace, disk: OnDisk) -> list[UnitWork]:
         model = self._model(job)
@@ -402,7 +403,7 @@ class Planner:
         for what, cost, changed, optimizer in self._candidates(job, plan):
             try:
                 job_now = replace(changed, optimizer=optimizer or changed.optimizer).within_host()
-                sized, fits = self._sized(job_now)
+                sized, fits = self.size(job_now)
             except SuperpipelineError:
                 continue  # not with the others, or the model cannot run that way
             samples = (job_now.rows or plan.rows) / plan.rows

@@ -4,7 +4,7 @@
    depend on the window, so one trace serves every window.
 2. Parameters take nothing here, and neither do casts of them that autograd saves: a run makes those again in backward.
    A gradient counts until its unit's gradients are complete; then they count once, packed, until the next unit's are.
-3. Of many blocks that are alike five run; the others' visits are repeated from those between the first and the last.
+3. Of many blocks that are alike four run; the others' visits are repeated from those between the first and the last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..memory.partition import Unit
 from .fakes import HALVES, FakeTensors, tensors_of
 
 aten = torch.ops.aten
-ALIKE = 5  # blocks that run in the place of more that are alike
+ALIKE = 4  # blocks that run in the place of more that are alike
 FREE = {aten._unsafe_view, aten.set_, aten.resize_, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
 FILLS = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_}
 LOOKS_UP = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward}
@@ -112,6 +112,7 @@ def trace(
     *,
     activations: str = "keep",
     backward: bool = True,
+    grad: bool = True,
 ) -> Trace:
     """Run one step, or a forward alone, and return its trace.
 
@@ -122,7 +123,8 @@ def trace(
         run: Returns the loss, or an output that contains or leads to it.
         tensors: The context, still entered.
         activations: The policy of the strategy's option.
-        backward: False for a step that trains nothing.
+        backward: False for a forward alone.
+        grad: Whether autograd records the forward.
     """
     with _fewer_blocks(module, units) as cut:
         recorder = _Recorder(units, activations)
@@ -130,7 +132,7 @@ def trace(
         given = sum(recorder.add(tensor, fixed=True) for tensor in tensors_in(batch))
         tensors.observe = recorder.observe
         try:
-            with recorder.entered(), torch.set_grad_enabled(backward):
+            with recorder.entered(), torch.set_grad_enabled(grad):
                 recorder.step(run, backward)
         finally:
             tensors.observe = None
@@ -141,7 +143,9 @@ def trace(
         ran, everything = cut
         expanded = _expanded(visits, ran, everything)
         if expanded is None:
-            return trace_whole(module, units, batch, run, tensors, activations=activations, backward=backward)
+            return trace_whole(
+                module, units, batch, run, tensors, activations=activations, backward=backward, grad=grad
+            )
         visits, cache = expanded, cache * len(everything) // len(ran)
         for index in everything[len(ran) :]:
             pairs = zip(units[ran[0]].params, units[index].params, strict=True)
@@ -428,7 +432,8 @@ class _Recorder:
             return
         if func is aten._to_copy.default and results[0].dtype in HALVES and touched[0].dtype is torch.float32:
             self.cast.add(id(touched[0]))
-            self._casts.add(storage_id(results[0].untyped_storage()))
+            if id(touched[0]) not in self.used_as_is:  # else the run leaves the cast to autograd, which saves it
+                self._casts.add(storage_id(results[0].untyped_storage()))
         elif not in_backward() and any(storage_id(t.untyped_storage()) not in read for t in results):
             self.used_as_is.update(id(weight) for weight in touched)
 
@@ -480,7 +485,7 @@ def _all_blocks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fewer_blocks(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[list[int], list[int]] | None]:
-    """Leave five of the longest run of units that are alike; yield the indices of those that run, and of all."""
+    """Leave four of the longest run of units that are alike; yield the indices of those that run, and of all."""
     places = {id(inner): unit.index for unit in units if len(unit.modules) == 1 for _, inner in unit.modules}
     found: nn.ModuleList | None = None
     for child in module.modules():
@@ -521,7 +526,7 @@ def _described(block: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def _is_alike(first: list[tuple[Any, dict[str, Any]]], other: list[tuple[Any, dict[str, Any]]], index: int) -> bool:
-    """Whether two blocks do the same: they differ at most in numbers that are the blocks' own indices, 0 and this one."""
+    """Whether two blocks do the same: they differ at most in numbers that are their indices, 0 and this one."""
     return len(first) == len(other) and all(
         kind == other_kind
         and plain.keys() == other_plain.keys()
