@@ -561,7 +561,9 @@ class Engine:
         return [self.units[index].store for index in order]
 
     def before_host_access(self, parameter: Tensor) -> None:
-        """Wait for the unit's deferred step and collect writes to its stand-ins, before its host bytes are accessed.
+        """Wait for the unit's step and for copies of its bytes, and collect writes to its stand-ins.
+
+        Called before its host bytes are accessed: a backward that failed leaves copies to the device under way.
 
         Raises ExactnessError if this backward stepped the unit.
         """
@@ -569,6 +571,8 @@ class Engine:
         if in_backward() and id(parameter) in self.gradient_return.taken:
             self._needs_unit(unit)
         unit.store.wait_step()
+        if unit.store in self.access.fills:
+            unit.store.on_device.settle()
         for saving in self.access.savings:
             saving.wait_for((parameter,))
         if self.in_visit(parameter):
