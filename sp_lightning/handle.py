@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import os
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -79,10 +78,10 @@ handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 def _before_fork() -> None:
     """Wait for all steps and copies: a forked process has neither threads nor the device."""
-    units = [unit for handle in handles for unit in handle.units]
-    concurrent.futures.wait([unit.pending for unit in units if unit.pending is not None])
-    for unit in units:
-        unit.wait_copy()
+    for handle in list(handles):
+        handle.steps.wait_thread()
+        for unit in handle.units:
+            unit.wait_copy()
 
 
 def _after_fork() -> None:
@@ -112,34 +111,34 @@ class Handle:
         streamed = [unit for unit in cut if not unit.resident][settings.resident :]
         narrow = casts_of(module, settings.wire)
         self.units: list[Unit] = []
-        of_cut: dict[Any, Unit] = {}
-        for part in streamed:
-            of_cut[part] = self._add_unit(Unit, part.name, part.params, narrow)
-        self._entries = {root: of_cut[part] for part in streamed for _, root in part.modules}
+        self.steps = Steps(settings.chunk)
         rest = [named for part in cut if part not in streamed for named in part.params]
-        self.window = Window(self.units, settings.window, settings.transfer, self.device)
-        self._policy = Activations(settings.activations, self.window, self.device)
-        if rest:
-            self._add_unit(ResidentUnit, "(resident)", rest, set())
-        self.steps = Steps(settings.chunk, self.units)
-        self._gradients = Gradients(
-            self.device, self.steps.thread, self.steps.delivered, self.steps.backward_ended, self.steps.is_eager
-        )
+        plain = [(param, param.data) for _, param in rest]
+        self._is_new = False  # whether modules or parameters were added anywhere
+        self._hooks: list[Any] = []
+        self._visits: dict[nn.Module, Visit] = {}
         try:
+            of_cut = {part: self._add_unit(Unit, part.name, part.params, narrow) for part in streamed}
+            self._entries = {root: of_cut[part] for part in streamed for _, root in part.modules}
+            self.window = Window(self.units, settings.window, settings.transfer, self.device)
+            self._policy = Activations(settings.activations, self.window, self.device)
+            if rest:
+                self._add_unit(ResidentUnit, "(resident)", rest, set())
+            self._gradients = Gradients(
+                self.device, self.steps.thread, self.steps.delivered, self.steps.backward_ended, self.steps.is_eager
+            )
             for unit in self.units:
                 self._connect(unit)
+            self._hooks += [
+                register_module_parameter_registration_hook(self._note_new),
+                register_module_module_registration_hook(self._note_new),
+            ]
+            self._move_buffers(self.device.torch_device)
+            self._attach()
         except BaseException:
-            self._disconnect()
+            self._disconnect(plain)
             raise
-        self._is_new = False  # whether modules or parameters were added anywhere
-        self._hooks = [
-            register_module_parameter_registration_hook(self._note_new),
-            register_module_module_registration_hook(self._note_new),
-        ]
         handles.add(self)
-        self._move_buffers(self.device.torch_device)
-        self._visits: dict[nn.Module, Visit] = {}
-        self._attach()
 
     @property
     def weights(self) -> list[Weight]:
@@ -157,6 +156,7 @@ class Handle:
             for name, param in params
         ]
         self.units.append(kind(len(self.units), name, weights, self.device))
+        self.steps.add_unit(self.units[-1])
         return self.units[-1]
 
     def _connect(self, unit: Unit) -> None:
@@ -172,12 +172,19 @@ class Handle:
         if unit.is_resident:
             unit.show()
 
-    def _disconnect(self) -> None:
-        """Make parameters plain again where streaming could not begin."""
+    def _disconnect(self, plain: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Leave a plain module where streaming could not begin: resident weights get these bytes of theirs back."""
+        for hook in self._hooks:
+            hook.remove()
+        for visit in self._visits.values():
+            visit.close()
         self.steps.close()
         for weight in self.weights:
             if parameters.weights.get(id(weight.host)) is weight:
                 parameters.release(weight)
+        for param, data in plain:
+            param.data = data
+        self._move_buffers(torch.device("cpu"))
         self.device.close()
 
     def _check_free(self) -> None:
@@ -240,7 +247,6 @@ class Handle:
         named = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
         if named:
             self._connect(self._add_unit(ResidentUnit, "(added)", named, set()))
-            self.steps.add_unit(self.units[-1])
         self._move_buffers(self.device.torch_device)
         self._attach()
 
@@ -256,7 +262,6 @@ class Handle:
         if self not in handles:
             return
         handles.discard(self)
-        recover()
         with contextlib.ExitStack() as ends:  # which go on, last one first, where one of them raises
             ends.callback(self.device.close)
             ends.callback(self._move_buffers, torch.device("cpu"))
@@ -273,6 +278,7 @@ class Handle:
                 ends.callback(visit.close)
             for hook in self._hooks:
                 ends.callback(hook.remove)
+            ends.callback(recover)
 
     def __enter__(self) -> Handle:
         return self

@@ -52,7 +52,7 @@ class Slice(NamedTuple):
         return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
 
     def gradient(self) -> Tensor:
-        """Return the true gradient; what is yet to be multiplied is multiplied here."""
+        """Return the true gradient; a slice is multiplied by the factors on its way."""
         grad, value = self.work.grad, self.work.weight.value
         if not isinstance(grad, GradientBytes):
             return grad  # type: ignore[no-any-return]
@@ -62,7 +62,7 @@ class Slice(NamedTuple):
         part = grad.flat()[self.start : self.stop]
         part = part if part.dtype == value.dtype else part.to(value.dtype)
         for factor in grad.factors:
-            part.mul_(factor)
+            part = part * factor  # the gradient stays as it is: a step that raises has changed nothing
         return part
 
     def state_of(self, entry: Any) -> Any:
@@ -129,7 +129,7 @@ class SlicedOptimizer:
                     part.of(weight.wire).copy_(param)
         for _, grad, _ in work:
             if isinstance(grad, GradientBytes) and grad.is_full:
-                grad.factors, grad.norm = [], None
+                grad.norm = None  # a fused kernel that scales gradients writes them
 
     def step_on_device(self, work: list[Work], options: list[Options], scaling: Options, state: WaitingState) -> None:
         """Step resident weights where they are, as a plain run steps them."""

@@ -37,6 +37,28 @@ class WaitingState(collections.defaultdict[Any, Any]):
         wait_step_of(key)
         return super().pop(key, *default)
 
+    def __delitem__(self, key: Any) -> None:
+        wait_step_of(key)
+        super().__delitem__(key)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        wait_step_of(key)
+        return super().setdefault(key, default)
+
+    def popitem(self) -> Any:
+        self.wait_steps()
+        return super().popitem()
+
+    def copy(self) -> Any:
+        return collections.defaultdict(dict, self.items())
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as a plain run's state."""
+        return collections.defaultdict, (dict, dict(self.items()))
+
     def keys(self) -> Any:
         self.wait_steps()
         return super().keys()

@@ -43,8 +43,9 @@ class Outcome:
 class Steps:
     """The optimizers of a stream, and the thread that steps them."""
 
-    def __init__(self, chunk: int, units: list[Unit]) -> None:
-        self._chunk, self._units = chunk, dict.fromkeys(units)
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self._units: dict[Unit, None] = {}
         self.thread = ThreadPoolExecutor(1, "superpipeline-steps")
         self._adopted: weakref.WeakKeyDictionary[optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # and hooks
         self._early: tuple[optim.Optimizer, dict[int, int]] | None = None  # and the groups of its weights
@@ -53,17 +54,20 @@ class Steps:
         self._options_then: Any = None  # the options with which they were stepped
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self._hidden: list[tuple[Any, Any]] = []  # gradients that the optimizer's own code is not to find
-        self._failed: tuple[str, BaseException] | None = (
-            None  # the unit of a half-applied step, and what ended the step
-        )
+        # The unit of a half-applied step, and what ended the step.
+        self._failed: tuple[str, BaseException] | None = None
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ]
 
     def add_unit(self, unit: Unit) -> None:
-        """Step a unit, too, that was made after streaming began."""
+        """Step this unit's weights as well."""
         self._units[unit] = None
+
+    def wait_thread(self) -> None:
+        """Wait for what the thread was given so far: steps, and sums of gradients. Raises none of their errors."""
+        self.thread.submit(lambda: None).result()
 
     def close(self) -> None:
         """Finish all steps."""
@@ -283,9 +287,15 @@ class Steps:
             options = [{**group, **_fused(user)} for group, user in zip(options, optimizer.param_groups, strict=True)]
 
         state: Any = optimizer.state
+        before = unit.pending  # of another optimizer
+
+        def step() -> None:
+            if before is not None:
+                before.result()  # raise its error, which nothing has waited for
+            sliced.step(work, options, scaling, state)
 
         def run() -> None:
-            self._run(unit, outcome, lambda: sliced.step(work, options, scaling, state))
+            self._run(unit, outcome, step)
 
         future: Future[None] = unit.begin_step(lambda: self.thread.submit(run))
         for _, grad, _ in work:

@@ -10,10 +10,12 @@ called it, or by the next touch of a weight where an exception ended the backwar
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ from ..compat.streaming import (
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import Device, Ring, aligned
 from .lazy import METADATA, Lazy, grad_of, set_grad
-from .leaf import Weight
+from .leaf import Weight, version_of
 from .unit import Unit
 
 
@@ -69,10 +71,14 @@ class GradientBytes:
 
     def wait(self) -> None:
         """Wait until nothing adds to it or steps with it. A step's error is raised by the unit's `wait_step`."""
-        if self.adding is not None:
-            self.adding.result()
+        self.wait_added()
         if self.step is not None:
             futures.wait([self.step])
+
+    def wait_added(self) -> None:
+        """Wait until nothing adds to it."""
+        if self.adding is not None:
+            self.adding.result()
 
     def settle(self) -> Tensor:
         """Wait for all that is pending, and return the true gradient in host memory."""
@@ -110,7 +116,7 @@ class GradientBytes:
 
     def find_norm(self, compute: Callable[[Tensor], Tensor], is_for_many: bool) -> Tensor:
         """Return the gradient's norm by this function, computed on the device."""
-        if is_for_many and self.norm is not None and not self.factors:
+        if is_for_many and self.norm is not None and not self.factors and not self.norm._version:  # nobody wrote to it
             return self.norm
         there = self.weight.there.device
         if self._is_host or self.is_full:
@@ -155,11 +161,12 @@ class HostGradient(Lazy, Tensor):
         if func in METADATA:
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = _on_host(args), _on_host(kwargs or {})
+        moved: list[Moved] = []
+        args, kwargs = _on_host(args, moved), _on_host(kwargs or {}, moved)
         answer = DEFERRED[func](*args, **kwargs) if func in DEFERRED else NotImplemented
-        if answer is not NotImplemented:
-            return answer
-        return super().__torch_function__(func, types, args, kwargs)
+        if answer is NotImplemented:
+            answer = super().__torch_function__(func, types, args, kwargs)
+        return _keep_writes(answer, moved)
 
     @property
     def is_unread(self) -> bool:
@@ -178,15 +185,39 @@ class HostGradient(Lazy, Tensor):
             content.is_exposed = True
 
 
-def _on_host(value: Any) -> Any:
+class Moved(NamedTuple):
+    """A tensor on a device, and its copy that a function of gradients gets."""
+
+    there: Tensor
+    here: Tensor
+    version: int  # of the copy before the function
+
+
+def _on_host(value: Any, moved: list[Moved]) -> Any:
     """Bring tensors on a device down, which a function gets together with a gradient."""
     if isinstance(value, Tensor):
-        return value if value.device.type == "cpu" else value.to("cpu")
+        if value.device.type == "cpu":
+            return value
+        with without_dispatch():
+            here = value.to("cpu")
+        moved.append(Moved(value, here, version_of(here)))
+        return here
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_on_host, value))
+        return type(value)(_on_host(item, moved) for item in value)
     if isinstance(value, dict):
-        return {key: _on_host(item) for key, item in value.items()}
+        return {key: _on_host(item, moved) for key, item in value.items()}
     return value
+
+
+def _keep_writes(answer: Any, moved: list[Moved]) -> Any:
+    """Copy up what a function wrote to tensors that were brought down, and return them in their copies' place."""
+    for there, here, version in moved:
+        if version_of(here) != version:
+            with torch.no_grad(), without_dispatch():
+                there.copy_(here)
+        if answer is here:
+            answer = there
+    return answer
 
 
 # ---- functions of gradients that need no bytes on the host
@@ -226,6 +257,7 @@ def _multiply(gradients: Any, factor: Any) -> Any:
         return NotImplemented
     factor = factor.clone() if isinstance(factor, Tensor) else factor
     for gradient in gradients:
+        gradient.content.wait_added()  # or the sum would be of a multiplied gradient and of one that is not
         gradient.content.factors.append(factor)
     return gradients
 
@@ -260,8 +292,9 @@ DEFERRED: dict[Any, Callable[..., Any]] = {
 class Backward:
     """A backward, and the gradients of units that wait for the rest of their unit's."""
 
-    def __init__(self, collector: Gradients) -> None:
+    def __init__(self, collector: Gradients, thread: int | None) -> None:
         self.collector = collector
+        self.thread = thread  # which called it
         self.came: dict[Unit, dict[Weight, Tensor]] = {}
         self.streams: set[Any] = set()  # on which they were computed
         self.sent: list[tuple[Weight, Any]] = []  # what is yet to be put into `.grad`
@@ -271,10 +304,17 @@ backwards: dict[int, Backward] = {}  # by autograd's number: those under way, an
 
 
 def recover() -> None:
-    """Deliver the gradients of ended backwards, as a plain run has all that were accumulated before an exception."""
-    while backwards and graph_task() == -1:
-        _, backward = backwards.popitem()
-        backward.collector.end(backward)
+    """Deliver the gradients of ended backwards, as a plain run has all that were accumulated before an exception.
+
+    A thread that is in no backward has ended those that it called; those of another thread may be under way.
+    """
+    if graph_task() != -1:
+        return
+    here = threading.get_ident()
+    for number, backward in list(backwards.items()):
+        if backward.thread == here:
+            del backwards[number]
+            backward.collector.end(backward)
 
 
 class Gradients:
@@ -297,7 +337,7 @@ class Gradients:
         """Take a leaf's gradient; with the last one of a unit, send them down."""
         number, unit = graph_task(), weight.unit
         if (backward := backwards.get(number)) is None:
-            backward = backwards[number] = Backward(self)
+            backward = backwards[number] = Backward(self, unit.window.thread)
             at_end_of_backward(lambda: self.end(backwards.pop(number)))
         backward.streams.add(self._device.compute)
         came = backward.came.setdefault(unit, {})
@@ -315,13 +355,15 @@ class Gradients:
 
     def end(self, backward: Backward) -> None:
         """Send down what came of units that did not get all their gradients, and put all into `.grad`."""
-        try:
+        with contextlib.ExitStack() as ends:  # which go on, last one first, where a hook of the user's raises
+            ends.callback(self._ended)
+            ends.callback(self._deposit_all, backward.sent)
             while backward.came:
                 self._flush(backward, *backward.came.popitem(), is_complete=False)
-            for weight, gradient in backward.sent:
-                self.deposit(weight, gradient)
-        finally:
-            self._ended()
+
+    def _deposit_all(self, sent: list[tuple[Weight, Any]]) -> None:
+        for weight, gradient in sent:
+            self.deposit(weight, gradient)
 
     def _flush(self, backward: Backward, unit: Unit, came: dict[Weight, Tensor], is_complete: bool) -> None:
         here = self._device.compute

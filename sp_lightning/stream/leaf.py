@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compat.streaming import tree_map_only, without_dispatch
-from ..errors import ExactnessError
+from ..errors import ExactnessError, UnsupportedError
 from ..memory.partition import Slot
 from .lazy import METADATA, data_of, found_in
 
@@ -137,6 +137,14 @@ class Lend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         ctx.weight.uses += ctx.uses
         return grads[0].to(ctx.weight.value.dtype), None, None
+
+
+def graph_after_close(name: str) -> UnsupportedError:
+    """Make the error of a backward through a weight that is streamed no longer."""
+    return UnsupportedError(
+        f"a graph over {name} is used after close() of the stream that recorded it: call backward before close(), or"
+        " run the forward again"
+    )
 
 
 def version_of(tensor: Tensor) -> int:

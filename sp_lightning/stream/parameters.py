@@ -17,7 +17,7 @@ from ..compat.streaming import storage_id, tree_map_only, without_dispatch
 from ..errors import UnsupportedError
 from .gradients import Gradients, backwards, recover, release_gradient
 from .lazy import METADATA, Lazy, data_of, found_in, set_data, set_grad
-from .leaf import Weight, call_with_leaves, version_of
+from .leaf import Weight, call_with_leaves, graph_after_close, version_of
 from .leaf import weights as leaf_weights
 from .unit import Unit
 
@@ -239,13 +239,21 @@ def watch(weight: Weight, collector: Gradients) -> None:
     """Have functions of a parameter wait for its bytes."""
     weights[id(weight.host)] = weight
     collectors[id(weight.host)] = collector
+    leaf_weights[id(weight.leaf)] = weight
     weight.host.__class__ = _watched(type(weight.host))
+
+
+def _refuse(name: str, leaf: Tensor) -> None:
+    raise graph_after_close(name)
 
 
 def release(weight: Weight) -> None:
     """Make a parameter and its gradient plain again."""
     if weight.hook is not None:
         weight.hook.remove()
+        if weight.leaf.requires_grad:
+            refuse: Any = functools.partial(_refuse, weight.name)
+            weight.leaf.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
     release_gradient(weight.host)
     weight.host.__class__ = getattr(weight.host, "plain", nn.Parameter)
     del weights[id(weight.host)], collectors[id(weight.host)], leaf_weights[id(weight.leaf)]

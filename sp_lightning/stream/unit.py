@@ -24,7 +24,6 @@ from ..compat.streaming import without_dispatch
 from ..host.device import Arrival, Device, aligned, dense_strides
 from .lazy import set_data
 from .leaf import Absent, Leaf, Narrow, Weight
-from .leaf import weights as leaves
 
 
 class Unit:
@@ -78,7 +77,6 @@ class Unit:
             else:
                 weight.there = weight.leaf = Absent(weight.blank.detach(), requires_grad=False)
         weight.leaf.__dict__ = weight.host.__dict__  # attributes that a forward sets on the weight are the parameter's
-        leaves[id(weight.leaf)] = weight
 
     def _take_bytes(self, weight: Weight) -> None:
         host = weight.host
@@ -115,6 +113,8 @@ class Unit:
             self._cast()
         self._arrived = self._copied = self.device.send_up(self.flat, self.slab)
         self._stamp = self._now()
+        if self.is_open:
+            self.wait_copy()  # nothing makes the user's next write to the array wait
 
     def _now(self) -> tuple[int, list[int]]:
         return self.epoch, [weight.value._version for weight in self.weights]
@@ -232,8 +232,11 @@ class Unit:
     def wait_step(self) -> None:
         """Wait until no step of the unit is pending; raise what it raised."""
         if (pending := self.pending) is not None:
-            self.pending = None
-            pending.result()
+            try:
+                pending.result()
+            finally:
+                if self.pending is pending:  # it was until now: other threads wait as well
+                    self.pending = None
 
     # ---- the modules' parameters
 
@@ -289,13 +292,7 @@ class ResidentUnit(Unit):
     def load(self) -> None:
         """Copy the weights up, and drop the host's bytes."""
         self._home = self.device.compute
-        try:
-            self.flat = self.device.empty(self.nbytes)
-        except torch.OutOfMemoryError:
-            with without_dispatch():
-                for weight, source in zip(self.weights, self._sources, strict=True):
-                    weight.host.data = source
-            raise
+        self.flat = self.device.empty(self.nbytes)
         with without_dispatch(), torch.no_grad(), torch.inference_mode(False):
             for weight, source in zip(self.weights, self._sources, strict=True):
                 self._over(self.flat, weight).copy_(source)

@@ -67,7 +67,7 @@ class Visit:
     @never_compiled
     def _visited(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         recorded = functools.partial(self._recorded, call)
-        if torch.is_grad_enabled() and self.is_entry and not any(unit.depth for unit in self.units):
+        if torch.is_grad_enabled() and self.is_entry and not self.units[0].depth:  # the unit that is entered here
             return self._policy.run(self._recompute, recorded, args, kwargs)
         return recorded(*args, **kwargs)
 

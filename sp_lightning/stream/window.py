@@ -20,7 +20,7 @@ from ..core.schedule import Schedule
 from ..errors import UnsupportedError
 from ..host.device import Device, DeviceMemoryError
 from ..options import format_bytes
-from .leaf import Weight
+from .leaf import Weight, graph_after_close
 from .unit import Unit
 
 LONGEST = 1 << 15  # visits that are remembered
@@ -72,8 +72,10 @@ class Window:
         self._current: tuple[Unit | None, Any] = None, None  # the unit that was visited last, and on which stream
         self._in_use: dict[int, Unit] = {}
         self._caller: int | None = None  # the thread whose call of a streamed module is under way
+        self.thread: int | None = None  # which called a streamed module last, and then calls backward
         self._shown: dict[int, Unit] = {}  # by the address of their storage
         self.is_in_call = False  # whether a call of a streamed module is under way
+        self._is_closed = False
 
     @contextlib.contextmanager
     def using(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -81,6 +83,8 @@ class Window:
         mine = [unit for unit in units if unit.index not in self._in_use]
         try:
             for unit in units:
+                if unit.is_open:
+                    self.look_again(unit)
                 self.visit(unit)
                 self._in_use[unit.index] = unit
             yield
@@ -94,7 +98,7 @@ class Window:
         before = self.is_in_call, self._caller
         self.is_in_call = True
         if graph_task() == -1:
-            self._caller = threading.get_ident()
+            self._caller = self.thread = threading.get_ident()
         try:
             yield
         finally:
@@ -119,6 +123,9 @@ class Window:
             self._visit(unit, here)
 
     def _visit(self, unit: Unit, here: tuple[Unit, Any]) -> None:
+        if self._is_closed:
+            raise graph_after_close(unit.name)
+        self._current = None, None  # until the visit succeeds: it may evict the unit that was visited last
         if not unit.is_resident:
             self._bring(unit)
         unit.show()
@@ -181,7 +188,7 @@ class Window:
 
     def close(self) -> None:
         """Take all units from the device."""
-        self._current = None, None
+        self._current, self._is_closed = (None, None), True
         for unit in self._units:
             self.drop(unit)
 

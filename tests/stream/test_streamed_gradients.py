@@ -1,9 +1,15 @@
 """Gradients that a program reads, writes, keeps, multiplies, assigns and takes norms of are those of the plain run."""
 
+import copy
+import threading
+import time
+
 import pytest
 import torch
 from stream_programs import Net, cases, check, collected, streamed
 from torch import nn
+
+from sp_lightning.handle import Handle, Settings
 
 PROGRAMS = []
 program = collected(PROGRAMS)
@@ -388,3 +394,132 @@ def test_a_graph_of_a_gradient_is_refused():
     model = Net()
     with streamed(model, "cpu"), pytest.raises(UnsupportedError, match=r"create_graph=True.*autograd\.grad"):
         model(torch.ones(4, 8)).square().sum().backward(create_graph=True)
+
+
+def test_a_factor_multiplies_the_sum_of_both_backwards():
+    model, x = Net(), torch.ones(4, 8)
+    plain = copy.deepcopy(model)
+
+    def halved(model, between):
+        model(x).sum().backward()
+        between()
+        model(x * 2).square().sum().backward()
+        return model.blocks[1].up.weight.grad.mul_(0.5).clone()
+
+    want = halved(plain, lambda: None)
+    with streamed(model, "cpu") as handle:
+        assert torch.equal(halved(model, lambda: handle.steps.thread.submit(time.sleep, 0.2)), want)
+
+
+def test_a_step_that_changed_nothing_multiplies_no_gradient(monkeypatch):
+    from sp_lightning.steps.slices import SlicedOptimizer
+
+    model, x = Net(), torch.ones(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with streamed(model, "cpu") as handle:
+        model(x).sum().backward()
+        optimizer.step()
+        handle.finish_step()
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        weight = model.blocks[0].norm.weight
+        want = weight.grad.clone() * 0.5
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        weight.grad.mul_(0.5)
+
+        def refuse(*args):
+            raise MemoryError("on purpose")
+
+        for other in (*model.emb.parameters(), *model.head.parameters()):
+            other.grad = None  # resident weights would be stepped first
+        monkeypatch.setattr(SlicedOptimizer, "_call", refuse)
+        optimizer.step()
+        with pytest.raises(MemoryError):
+            handle.finish_step()
+        assert torch.equal(weight.grad, want)
+
+
+def test_writes_to_norms_do_not_change_the_next_ones():
+    model = Net()
+    with streamed(model, "cpu"):
+        model(torch.ones(4, 8)).sum().backward()
+        grads = [param.grad for param in model.parameters()]
+        want = [norm.clone() for norm in torch._foreach_norm(grads)]
+        torch._foreach_mul_(torch._foreach_norm(grads), 3.0)
+        assert all(map(torch.equal, want, torch._foreach_norm(grads)))
+
+
+@pytest.mark.simgpu
+def test_a_tensor_on_the_device_takes_a_gradient():
+    model = Net()
+    with streamed(model, "simgpu"):
+        model(torch.ones(4, 8, device="simgpu")).sum().backward()
+        grad = model.blocks[1].up.bias.grad
+        kept = torch.zeros(grad.shape, device="simgpu")
+        assert kept.copy_(grad) is kept
+        assert torch.equal(kept.cpu(), grad.clone())
+
+
+@pytest.mark.simgpu
+def test_a_gradient_is_divided_by_its_norm():
+    model = Net()
+    with streamed(model, "simgpu"):
+        model(torch.ones(4, 8, device="simgpu")).sum().backward()
+        grad = model.blocks[1].up.bias.grad
+        want = grad.clone() / grad.norm().cpu()
+        assert torch.equal(grad.div_(grad.norm()).clone(), want)
+
+
+class HalfUsed(nn.Module):
+    """A block of which one layer gets no gradient, so that the unit's are sent as backward ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.used(x)
+
+
+def refuse(_):
+    raise ValueError("on purpose")
+
+
+def test_a_hook_that_raises_loses_no_other_unit_s_gradients():
+    model = Net(HalfUsed)
+    with streamed(model, "cpu"):
+        model.blocks[4].used.weight.register_hook(refuse)
+        with pytest.raises(ValueError, match="on purpose"):
+            model(torch.ones(4, 8)).sum().backward()
+        assert model.head.weight.grad is not None
+
+
+def test_a_thread_may_read_weights_while_another_is_in_backward():
+    model, x = Net(), torch.ones(4, 8)
+    plain = copy.deepcopy(model)
+    plain(x).sum().backward()
+    weight = model.head.weight
+
+    def read(_):
+        reader = threading.Thread(target=weight.norm)
+        reader.start()
+        reader.join()
+
+    with streamed(model, "cpu"):
+        model.blocks[2].up.weight.register_hook(read)
+        model(x).sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_close_goes_on_where_a_hook_on_a_gradient_raises():
+    model = Net(HalfUsed)
+    handle = Handle(model, "cpu", Settings(window=1))
+    model.blocks[0].used.weight.register_hook(refuse)
+    x = model.emb(torch.ones(4, 8))
+    x.register_hook(refuse)
+    with pytest.raises(ValueError, match="on purpose"):
+        model.head(model.blocks[0](x)).sum().backward()
+    with pytest.raises(ValueError, match="on purpose"):
+        handle.close()
+    assert all(type(param) is nn.Parameter for param in model.parameters())

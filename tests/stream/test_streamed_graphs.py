@@ -530,3 +530,34 @@ def test_disabled_hooks_on_saved_tensors_are_refused():
     with streamed(model, "cpu"), torch.autograd.graph.disable_saved_tensors_hooks("no"):
         with pytest.raises(UnsupportedError, match="saved-tensor hooks are disabled"):
             model(torch.ones(4, 8))
+
+
+def test_a_graph_used_after_close_is_refused():
+    model = Net()
+    with streamed(model, "cpu"):
+        losses = [model(torch.ones(4, 8)).sum(), model.blocks[0].up(torch.ones(4, 32)).sum()]
+    for loss in losses:  # by its saved weights, and by its gradients alone
+        with pytest.raises(UnsupportedError, match=r"after close\(\)"):
+            loss.backward()
+
+
+class Tied(nn.Module):
+    """A net whose blocks share a weight that is no unit's."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.scale = nn.Parameter(torch.ones(4))
+        for block in self.net.blocks:
+            block.scale = self.scale
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
+def test_a_unit_that_shares_a_resident_weight_is_recomputed():
+    model, count = Tied(), []
+    model.net.blocks[0].up.register_forward_hook(lambda *_: count.append(1))
+    with streamed(model, "cpu", activations="recompute"):
+        model(torch.ones(4, 8)).sum().backward()
+        assert len(count) == 2

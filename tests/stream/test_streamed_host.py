@@ -160,3 +160,35 @@ def test_a_device_without_room_for_residents_leaves_a_plain_module():
 def test_a_wrong_kind_of_host_memory_is_refused():
     with pytest.raises(OptionError, match="host_memory"):
         Settings(host_memory="mapped")
+
+
+def test_a_unit_stays_usable_after_another_found_no_room(monkeypatch):
+    model, x = Net(), torch.ones(4, 32)
+    want = model.blocks[0](x)
+
+    def refuse(_):
+        raise torch.OutOfMemoryError("on purpose")
+
+    with streamed(model, "cpu") as handle, torch.no_grad():
+        model.blocks[0](x)
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(handle.device, "empty", refuse)
+            model.blocks[1](x)
+        assert torch.equal(model.blocks[0](x), want)
+
+
+def test_a_resident_weight_that_cannot_be_taken_leaves_a_plain_module(monkeypatch):
+    from sp_lightning.stream import unit
+
+    model, whole = Net(), unit.ResidentUnit._take_bytes
+    want = copy.deepcopy(model.state_dict())
+
+    def take(self, weight):
+        if weight.host is model.head.bias:
+            raise RuntimeError("on purpose")
+        whole(self, weight)
+
+    monkeypatch.setattr(unit.ResidentUnit, "_take_bytes", take)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        Handle(model, "cpu", Settings(window=1))
+    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())

@@ -4,7 +4,11 @@ import collections
 import contextlib
 import copy
 import gc
+import pickle
+import threading
+import time
 import weakref
+from concurrent import futures
 
 import pytest
 import torch
@@ -375,3 +379,63 @@ def test_an_interrupt_leaves_a_plain_module():
     with contextlib.suppress(KeyboardInterrupt), streamed(model, "cpu"):
         model(torch.ones(4, 8))
     assert all(type(param) is torch.nn.Parameter for param in model.parameters())
+
+
+# ---- who waits
+
+
+def test_two_threads_wait_for_one_step():
+    with streamed(Net(), "cpu") as handle:
+        unit, step = handle.units[0], futures.Future()
+        unit.begin_step(lambda: step)
+        readers = [threading.Thread(target=unit.wait_step) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+            reader.join(0.1)
+        assert all(reader.is_alive() for reader in readers)
+        unit.end_step()
+        step.set_result(None)
+        for reader in readers:
+            reader.join()
+
+
+def test_an_error_of_the_first_of_two_optimizers_is_raised():
+    model = Net()
+    block = model.blocks[0]
+    first, second = (torch.optim.AdamW(part.parameters(), fused=True) for part in (block.up, block.down))
+    with streamed(model, "cpu") as handle:
+        model(torch.ones(4, 8)).sum().backward()
+        second.step()  # which makes its state, and so waits for nothing below
+        handle.steps.adopt(first)
+        handle.finish_step()
+        handle.steps.thread.submit(time.sleep, 0.2)
+        first.param_groups[0]["betas"] = (None, None)
+        first.step()
+        second.step()
+        with pytest.raises(TypeError):
+            handle.finish_step()
+        first.param_groups[0]["betas"] = (0.9, 0.99)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_copy_of_an_optimizer_s_state_is_plain(copied):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with streamed(model, "cpu"):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        found = copied(optimizer.state)
+        assert type(found) is collections.defaultdict
+        assert len(found) == len(optimizer.state)
+
+
+def test_state_is_deleted_after_the_pending_step():
+    model = Net()
+    optimizer, weight = torch.optim.AdamW(model.parameters()), model.blocks[2].up.weight
+    with streamed(model, "cpu") as handle:
+        model(torch.ones(4, 8)).sum().backward()
+        handle.steps.thread.submit(time.sleep, 0.2)
+        optimizer.step()
+        del optimizer.state[weight]
+        handle.finish_step()
+        assert weight not in optimizer.state

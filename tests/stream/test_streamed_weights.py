@@ -460,3 +460,13 @@ def test_a_failed_stream_leaves_nothing_behind():
         with pytest.raises(ExactnessError):
             stream(other, "cpu").__enter__()
         assert type(other.blocks[0].up.weight) is nn.Parameter
+
+
+@pytest.mark.simgpu
+def test_a_write_through_an_array_is_seen_by_the_next_call():
+    model, x = Net(), torch.randn(4, 32).to("simgpu")
+    with streamed(model, "simgpu"), torch.no_grad():
+        array = model.blocks[0].up.weight.detach().numpy()
+        before = model.blocks[0](x)
+        array[:] = 0
+        assert not torch.equal(model.blocks[0](x).cpu(), before.cpu())
