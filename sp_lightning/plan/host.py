@@ -61,7 +61,7 @@ def state_of(optimizer: Any, module: nn.Module) -> State:
     groups = [group for one in made for group in one.param_groups]
     stepped = {id(p): p for group in groups for p in group["params"] if p.requires_grad}
     nbytes = sum(map(_state_nbytes, made))
-    share = nbytes / max(1, sum(p.nbytes for p in stepped.values()))
+    share = nbytes / max(1, UnitHostBytes.of(stepped.values()).trained)
     return State(type(made[0]).__name__ if made else "", share, frozenset(stepped) if optimizer is None else None)
 
 
@@ -83,8 +83,7 @@ def _state_nbytes(optimizer: torch.optim.Optimizer) -> float:
     takes = inspect.signature(type(optimizer)).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in takes}
     each = _stored(lambda parameters: type(optimizer)(parameters, **arguments))
-    trained: int = sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    return each * trained
+    return each * UnitHostBytes.of(p for group in optimizer.param_groups for p in group["params"]).trained
 
 
 def _one() -> nn.Parameter:
@@ -135,7 +134,7 @@ def host_of(
     for unit in units:
         kept = [p for _, p in unit.params if id(p) not in filed.get(unit.index, {})]
         there = set() if unit.index not in placed.travelling else set(map(id, _travelling(model, options, unit)))
-        wires = sum(_wire_nbytes(model, options, p) for p in kept if id(p) not in there)
+        wires = sum(aligned(_wire_nbytes(model, options, p)) for p in kept if id(p) not in there)
         one = UnitHostBytes.of(kept)
         unstepped = UnitHostBytes.of(p for _, p in unit.params if id(p) not in stepped).trained
         of_units.append(replace(one, wire=wires, unstepped=unstepped))
@@ -243,4 +242,4 @@ def _travelling(model: PlannedModel, options: Options, unit: Unit) -> list[Tenso
 def _wire_nbytes(model: PlannedModel, options: Options, parameter: Tensor | nn.Parameter) -> int:
     """Return the bytes of a weight's wire copy; 0 for one that travels as it is."""
     dtype = model.travels_as(parameter, options)
-    return 0 if dtype is parameter.dtype else aligned(parameter.numel() * dtype.itemsize)
+    return 0 if dtype is parameter.dtype else parameter.numel() * dtype.itemsize

@@ -371,7 +371,9 @@ class _Recorder:
         if key in self._weights or not self._offloads:
             return unit, tensor.detach()
         known = self._live.get(key)
-        if known is None or not known.nbytes or tensor.nbytes < ALIGNMENT:
+        if known is None or tensor.nbytes < ALIGNMENT:
+            return unit, tensor.detach()
+        if self._recomputes and not known.nbytes:  # only arguments that carry a gradient go down
             return unit, tensor.detach()
         place = key, tensor.storage_offset(), *like, tensor._version
         if place in self._away:

@@ -7,6 +7,7 @@ from torch import nn
 
 import sp_lightning
 from sp_lightning.plan import plan
+from sp_lightning.plan.host import OnDisk
 
 
 class Adapted(nn.Module):
@@ -94,50 +95,13 @@ def test_a_step_moves_the_master_weights_that_the_plan_says_to_the_byte(kind, de
     assert expected.host.weights == expected.host.gradients == expected.host.wire == 0
 
 
-class Mixed(nn.Module):
-    """A layer that autocast casts, a norm that it does not, and a weight that a function reads as it is, too."""
-
-    def __init__(self, width, wider):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, wider), nn.Linear(wider, width)
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
-
-    def forward(self, x):
-        x = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return self.frozen(x) * self.down.weight.square().mean()
-
-
-SLOW = pytest.mark.slow
-NO_MASTERS = {"master_weights": False}
-
-
-MASTERS = {"precision": "bf16-true", "master_weights": True}  # which lie on the disk, too
-FLOORS = {  # bytes that a step reads and writes per parameter, what it writes, and steps to a drive's rating
-    ("llama3-8b", "masters"): (16, 18, "145 GB", 8_300),
-    ("llama3-8b", "as they are"): (16, 16, "128 GB", 9_340),
-    ("llama3-70b", "masters"): (16, 18, "1.27 TB", 945),
-    ("llama3-70b", "as they are"): (16, 16, "1.13 TB", 1_060),
-}
-
-
-EIGHT = {"machine": "rtx4090", "host_memory": "64GiB", "activations": "recompute", "loss": "chunked"}
-GIVEN = {"master_weights": True, "optimizer_device": "device"}
-OFFERED = {  # precision and further options, and what is offered with a disk
-    ("bf16-true", ()): "disk=FOLDER",
-    ("bf16-true", ("master_weights",)): "disk=FOLDER",
-    ("bf16-true", ("master_weights", "optimizer_device")): "disk=FOLDER",
-    ("bf16-mixed", ()): "precision='bf16-true', master_weights=True and disk=FOLDER",
-}
-
-
 def test_without_a_budget_nothing_is_on_disk(tmp_path):
     found = planned(model(tmp_path))
-    assert found.disk_nbytes == 0 and found.host.ring == 0 and found.notes == () and found.wear == ""
+    assert found.disk == OnDisk() and found.host.ring == 0 and found.notes == ()
+    assert "(on disk)" not in str(found) and "Wear" not in str(found)
 
 
 def test_a_model_that_is_only_planned_is_taken_to_be_in_files():
     found = planned(model, host_budget="0B")
-    assert found.disk_nbytes > 0
-    for said in ("taken to be in local files", "the disk's speed is assumed, not measured: 7 GB/s read, 5 written"):
-        assert any(said in note for note in found.notes)
+    assert found.disk.weights > 0
+    assert any("taken to be in local files" in note for note in found.notes)
