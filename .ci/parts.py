@@ -68,7 +68,11 @@ PARTS = {
     "programs": Part(("tests/contract/test_random_programs.py",), (*STEP, "tests/rigs/program")),
     "stream": Part(
         ("tests/stream",),
-        (*(f"sp_lightning/{name}/" for name in ("host", "stream", "steps")), "sp_lightning/handle.py", "tests/rigs/stream"),
+        (
+            *(f"sp_lightning/{name}/" for name in ("host", "stream", "steps")),
+            "sp_lightning/handle.py",
+            "tests/rigs/stream",
+        ),
     ),
     "soak": Part(("tests/runtime/test_soak.py",), ("tests/rigs/soak.py",)),
     "plans": Part(("tests/plan", "tests/core"), ("sp_lightning/plan/", "sp_lightning/core/")),

@@ -35,6 +35,7 @@ from .trace import Trace, tensors_in, trace
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 LARGEST_REAL = 2**30  # bytes of weights of a model that may run on the CPU with data
+KEEPS_MORE = "update_conv_state", "update_indexer"  # of a cache's layers that cannot wait on the host
 PASSES = 3  # over the units: from the third on all are alike
 PACKAGE = Path(__file__).parents[1]
 
@@ -115,6 +116,11 @@ class PlannedModel:
             self.module = self._made()
         if not any(True for _ in self.module.parameters()):
             raise OptionError(argument="module", found=type(self.module).__name__, allowed="a module with parameters")
+        if any(is_dtensor(parameter) for parameter in self.module.parameters()):
+            raise UnsupportedError(
+                "layers that are cut across devices cannot be planned yet: plan the whole model, of which each device "
+                "holds its share of the window and of the gradients"
+            )
         self._traces = {}
         self._sizes = {}
 
@@ -280,6 +286,8 @@ class PlannedModel:
             assert self.answers is not None
             allowed = f"left out: {self.name} is no decoder of transformers that continues texts"
             raise OptionError(argument="answer", found=self.answers.tokens, allowed=allowed)
+        if self.answers and self.answers.cache == "host":
+            _check_cache(model.config)
         kept = {name: value for name, value in batch.items() if name != "labels"}
         with torch.no_grad():
             return model(**kept, past_key_values=past, use_cache=True, logits_to_keep=1)
@@ -451,3 +459,12 @@ def _copied(module: nn.Module, tensors: FakeTensors) -> nn.Module:
             f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}); pass a function without "
             "arguments that makes it"
         ) from error
+
+
+def _check_cache(config: Any) -> None:
+    """Raise an error for layers that keep more than keys and values, which alone can wait on the host."""
+    from transformers import DynamicCache
+
+    layers = DynamicCache(config=config).layers
+    if any(hasattr(layer, name) for layer in layers for name in KEEPS_MORE):
+        raise OptionError(argument="cache", found="host", allowed="'device': the layers keep more than keys and values")

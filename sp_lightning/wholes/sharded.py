@@ -43,7 +43,6 @@ from ..compat.tensors import (
     draws_at_random,
     exchange_shards,
     is_dtensor,
-    is_fake,
     is_fully_sharded,
     laid_out,
     local_of,
@@ -82,11 +81,7 @@ class Sharded(Whole):
     def of(cls, name: str, parameter: nn.Parameter) -> Sharded:
         """Take a DTensor parameter; its shard is told whether it trains."""
         shard = local_of(parameter)
-        if (
-            not (type(shard) is Tensor or is_fake(shard))
-            or shard.layout is not torch.strided
-            or shard.grad_fn is not None
-        ):
+        if type(shard) is not Tensor or shard.layout is not torch.strided or shard.grad_fn is not None:
             raise PartitionError(
                 f"{name} is a DTensor whose shard is a {type(shard).__name__} and not a plain dense tensor: use one, "
                 "or a plain parameter"

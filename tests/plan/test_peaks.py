@@ -53,7 +53,7 @@ def test_on_the_simulated_device(name):
     for window, activations in WAYS:
         simgpu.reset()
         run = measured(NETS[name], window, activations, "32-true", torch.device("simgpu", 0))
-        assert planned(NETS[name], window, activations, "32-true", "simgpu") == pytest.approx(run, rel=0.02)
+        assert is_near(planned(NETS[name], window, activations, "32-true", "simgpu"), run)
 
 
 RUN = """

@@ -140,6 +140,8 @@ def test_a_plan_has_the_host_memory_of_ranks_whose_weights_are_in_files(tmp_path
     found = processes.run(2, ranked_runs.host_memory_in_files, OPTIONS, str(tmp_path))
     assert found[0] == found[1] and found[0]["in files"] > 0
     net = in_files.filed_together(case, str(tmp_path)).make()
-    planned = sp_lightning.plan(net, case.batch(0), loss=case.loss, optimizer="AdamW", machine="rtx4090", devices=2, **OPTIONS)
+    planned = sp_lightning.plan(
+        net, case.batch(0), loss=case.loss, optimizer="AdamW", machine="rtx4090", devices=2, **OPTIONS
+    )
     terms = {name: getattr(planned.host, name) for name in found[0] if name != "in files"}
     assert terms == {name: nbytes for name, nbytes in found[0].items() if name != "in files"}

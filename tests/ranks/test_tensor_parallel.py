@@ -88,20 +88,6 @@ def test_a_checkpoint_that_transformers_cuts_trains_as_without_streaming(name, s
     check(name, simulated, options, accumulate=2)
 
 
-def test_a_plan_of_a_model_that_transformers_cut_takes_a_function():
-    for error in processes.run(2, sharded.refused_by_a_plan, "planned llama", {}):
-        assert error.startswith("UnsupportedError: Logits cannot be copied: ") and "pass a function" in error
-
-
-def test_a_plan_refuses_what_a_run_with_shards_does():
-    for error in processes.run(2, sharded.refused_by_a_plan, "in blocks", {"host_budget": "1GiB"}):
-        assert error.startswith("PartitionError: 1.up.weight is a DTensor") and "disk= or host_budget=" in error
-    for error in processes.run(2, sharded.refused_by_a_plan, "in blocks", {"devices": 3}):
-        assert error.startswith("OptionError: devices must be a multiple of 2, among which the module's layers are cut")
-    for error in processes.run(2, sharded.refused_by_a_plan, "in blocks", {"tensor_parallel_size": 2}):
-        assert error.startswith("OptionError: tensor_parallel_size must be left out in a process of a group")
-
-
 @pytest.mark.simgpu
 @pytest.mark.parametrize(
     ("name", "options", "settings"),
@@ -296,27 +282,6 @@ def test_fabric_names_the_dtensor():
     for error in processes.run(2, sharded.refused_by_fabric):
         assert error.startswith("PartitionError: 1.up.weight is a DTensor") and "Fabric" in error
         assert "call sp_lightning.stream in a loop of your own" in error
-
-
-@pytest.mark.simgpu
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("in blocks", {"window": 1}),
-        ("in sequence", {"window": 2}),
-        ("in sequence", {"window": 1, "activations": "recompute"}),
-        ("tied", {"window": 1, "activations": "offload"}),
-        ("sharded loss", {"window": 1}),
-        ("llama", {"window": 3}),
-        ("vit", {"window": 1}),
-        ("vit", {"window": 1, "activations": "recompute"}),
-    ],
-)
-def test_a_rank_plans_the_bytes_of_a_run_alone(name, options):
-    first, second = processes.run(2, sharded.planned, name, options)
-    assert first["peak"] == pytest.approx(first["planned"], rel=0.05)
-    assert first["host"] == pytest.approx(first["planned host"], rel=0.05)
-    assert first["sent"] == second["sent"] == first["planned sent"] > 0
 
 
 @pytest.mark.simgpu

@@ -64,6 +64,7 @@ def reset():
     """Waits for all queued work; then counters and peaks start anew, and ``config`` is as it was at first."""
     for name, value in _defaults.items():
         setattr(config, name, value)
+    _note_stacks()
     error = _drain()
     for clear in (_C.races, _C.counts, _C.trace, _C.reset_peak_stats):
         clear()
@@ -203,9 +204,19 @@ def _checked(call, write):
 def _check_system_calls():
     for name in ("write", "writev", "pwrite", "pwritev", "readv", "preadv"):
         setattr(os, name, _checked(getattr(os, name), write="read" in name))
-    file = os.memfd_create("simgpu stacks")
-    faulthandler.register(_STACK_SIGNAL, file, all_threads=False)
-    _C.note_stacks(_STACK_SIGNAL, file)
+    _note_stacks()
+
+
+def _note_stacks():
+    """Has threads write down where they are, into a file of this process: a test may have taken signal or file away."""
+    global _stacks
+    try:
+        os.fstat(_stacks)
+    except OSError:
+        _stacks = os.memfd_create("simgpu stacks")
+    faulthandler.unregister(_STACK_SIGNAL)
+    faulthandler.register(_STACK_SIGNAL, _stacks, all_threads=False)
+    _C.note_stacks(_STACK_SIGNAL, _stacks)
 
 
 @atexit.register
@@ -215,6 +226,7 @@ def _finish():  # queued work may be written in Python
 
 
 _pid = os.getpid()
+_stacks = -1  # the file
 _STACK_SIGNAL = signal.SIGRTMAX - 1  # at which a thread writes down where it is
 _check_system_calls()
 sys.modules["torch.simgpu"] = _device_module()
