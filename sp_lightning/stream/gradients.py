@@ -161,7 +161,7 @@ class HostGradient(Lazy, Tensor):
         if func in METADATA:
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
-        moved: list[Moved] = []
+        moved: list[BroughtDown] = []
         args, kwargs = _on_host(args, moved), _on_host(kwargs or {}, moved)
         answer = DEFERRED[func](*args, **kwargs) if func in DEFERRED else NotImplemented
         if answer is NotImplemented:
@@ -185,7 +185,7 @@ class HostGradient(Lazy, Tensor):
             content.is_exposed = True
 
 
-class Moved(NamedTuple):
+class BroughtDown(NamedTuple):
     """A tensor on a device, and its copy that a function of gradients gets."""
 
     there: Tensor
@@ -193,14 +193,14 @@ class Moved(NamedTuple):
     version: int  # of the copy before the function
 
 
-def _on_host(value: Any, moved: list[Moved]) -> Any:
+def _on_host(value: Any, moved: list[BroughtDown]) -> Any:
     """Bring tensors on a device down, which a function gets together with a gradient."""
     if isinstance(value, Tensor):
         if value.device.type == "cpu":
             return value
         with without_dispatch():
             here = value.to("cpu")
-        moved.append(Moved(value, here, version_of(here)))
+        moved.append(BroughtDown(value, here, version_of(here)))
         return here
     if isinstance(value, (list, tuple)):
         return type(value)(_on_host(item, moved) for item in value)
@@ -209,7 +209,7 @@ def _on_host(value: Any, moved: list[Moved]) -> Any:
     return value
 
 
-def _keep_writes(answer: Any, moved: list[Moved]) -> Any:
+def _keep_writes(answer: Any, moved: list[BroughtDown]) -> Any:
     """Copy up what a function wrote to tensors that were brought down, and return them in their copies' place."""
     for there, here, version in moved:
         if version_of(here) != version:
