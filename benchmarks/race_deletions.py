@@ -38,7 +38,6 @@ _CLOSURE = "tests/contract/test_writes_outside_visits.py::test_a_view_that_is_wr
 _KEPT = "tests/contract/test_random_programs.py::test_an_alias_that_a_step_keeps_under_autocast_today"
 _STREAMS = "forward_and_backward_on_a_stream_of_the_user units_that_are_read_on_several_streams_at_once".split()
 _STREAMS += ["what_is_recomputed_for_another_stream_is_in_order_with_it"]
-_AGAIN = "tests/lightning/test_checkpoints_beside.py::test_units_that_are_made_anew_wait_for_the_file"
 TESTS = (
     "tests/contract/test_races.py",
     "tests/optim/test_deferred_step.py",
@@ -47,7 +46,6 @@ TESTS = (
     *(f"tests/contract/test_unusual_use.py::test_{name}" for name in _STREAMS),
     _CLOSURE,
     _KEPT,
-    _AGAIN,
 )
 _OF_RANKS = (
     "waits steps_in_backward deferred_steps nodes schedules stream_by_hand features_with_ddp refusals failures "
@@ -78,8 +76,6 @@ END = [""]  # its last line, after those of tests
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "result", "exception"}
 WAITS |= {"settle", "wait_load", "_let_readers_finish", "let_go", "land", "finish"}
 WAITS |= {"wait_step", "before_host_access", "_complete", "before_user_code", "quiesce", "_wait_for_copies"}
-OF_SAVINGS = {"finish_savings", "wait_for"}  # checkpoints that are written beside training
-WAITS |= OF_SAVINGS
 # Files, by their paths in the package, in which no step waits: they observe, plan or compare.
 BESIDE = {"observe/progress.py", "runtime/recorder.py", "hf/report.py"}
 # Waits of one rank for others: these calls, and all waits of these files, and of these functions of other files.
@@ -108,14 +104,9 @@ OF_SHARDS = {"runtime/same_path.py", "compat/tensors.py: arrived", "lightning/st
 _IN_FILES = ("tests/disk/test_waits_for_files.py", "tests/disk/test_file_store.py")
 _ON_DISK = ("tests/disk/test_waits_for_files.py", "tests/optim/test_portions.py", "tests/disk/test_state_in_runs.py")
 _GRADIENTS = ("tests/disk/test_waits_for_files.py", "tests/disk/test_gradients_on_disk.py")
-_CHECKPOINTS = (
-    "tests/disk/test_waits_for_files.py",
-    "tests/disk/test_checkpoint_file.py",
-    "tests/lightning/test_checkpoints.py",
-)
+_CHECKPOINTS = ("tests/disk/test_waits_for_files.py", "tests/lightning/test_checkpoints.py")
 FOR_FILES = {
     "disk/activation_blocks.py": ("tests/disk/test_activations_on_disk.py",),
-    "disk/checkpoint_file.py": _CHECKPOINTS,
     "disk/direct_file.py": ("tests/disk/test_waits_for_files.py", "tests/disk/test_source_files.py"),
     "disk/direct_ring.py": ("tests/disk/test_direct_ring.py", *_IN_FILES),
     "disk/homes.py": _IN_FILES,
@@ -126,10 +117,7 @@ FOR_FILES = {
     "gradients/slab_on_disk.py": _GRADIENTS,
     "lightning/checkpoint_io.py": _CHECKPOINTS,
     "optim/state_on_disk.py": _ON_DISK,
-    "storage/checkpoint_beside.py": ("tests/lightning/test_checkpoints_beside.py",),
 }
-# The strategy's waits for the checkpoint that is being written are waits for files as well.
-OF_WRITER = "self._writer."
 # What else orders things there: these calls, and locks and contexts that close something when they end.
 OF_FILES = {"drain", "recover", "_end_write", "check", "shutdown", "close", "closing", "flush", "fsync", "_sync"}
 OF_FILES |= {"_sync_folder", "increment_version", "keep_from_forks", "madvise", "set_stream", "_leave_files"}
@@ -197,8 +185,6 @@ def waits(package: pathlib.Path, beside: Collection[str] = BESIDE, of: str = "st
 
 def kind(wait: Wait) -> str:
     """Return what the wait is for: other "ranks", other "nodes", "shards", "files", or "steps"."""
-    if wait.text.startswith(OF_WRITER) or called(wait) in OF_SAVINGS:
-        return "files"
     if not OF_SHARDS.isdisjoint(places(wait)):
         return "shards"
     if wait.file in FOR_FILES:
@@ -254,7 +240,7 @@ def is_wait(node: ast.AST, file: str) -> TypeGuard[ast.expr]:
 def tests_of(wait: Wait) -> Collection[str]:
     """Return the tests that may see that a wait is missing."""
     tests = {"steps": TESTS, "ranks": TESTS_OF_RANKS, "shards": TESTS_OF_SHARDS, "nodes": TESTS_OF_NODES}
-    return tests.get(kind(wait)) or FOR_FILES.get(wait.file, FOR_FILES["storage/checkpoint_beside.py"])
+    return tests.get(kind(wait)) or FOR_FILES[wait.file]
 
 
 class Deletion(ast.NodeTransformer):

@@ -90,10 +90,6 @@ class DiskError(SuperpipelineError, RuntimeError):
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
-class CheckpointError(SuperpipelineError, RuntimeError):
-    """A checkpoint that was being written beside training could not be completed; what had its name is intact."""
-
-
 class SourceFileError(SuperpipelineError, RuntimeError):
     """A file that weights are read from is not the file that it was when they were loaded."""
 

@@ -78,11 +78,6 @@ def is_setting_up() -> bool:
     return False
 
 
-def logs_models(logger: Any) -> bool:
-    """Whether a logger logs checkpoints: one of Lightning's if it is told to, and any other, as far as is known."""
-    return bool(getattr(logger, "_log_model", True))
-
-
 # Of a callback that averages weights. Without it the whole model would go to the device.
 average_device: Callable[[Any], Any] = operator.attrgetter("_device")
 

@@ -7,8 +7,6 @@
 3. Only this file depends on how CPython counts references (3.10 to 3.14, with the global interpreter lock) and on
    torch's private ``Tensor._use_count`` and ``torch._C._storage_Use_Count`` (tried with 2.11 and 2.15).
    Without them nothing could be stepped beside other work, and no unit could leave the device.
-4. While a file with a tensor's bytes is written, one more tensor keeps these (`KeptBytes`). It reads them, and no code
-   of the user's has it: it does not count.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from .tensors import has_storage, storage_id
 
 _use_count: Any = vars(torch._C.TensorBase)["_use_count"]  # no annotation of torch's has it in 2.14
 _storage_uses: Any = torch._C._storage_Use_Count
-_kept: set[int] = set()  # the storages of kept bytes
 OWN_PARAMETER_USES = 2  # in C++: by the Python object, and by the node that accumulates the gradient
 
 
@@ -48,48 +45,8 @@ def storage_uses(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def uses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
-    """Count the tensors and objects that refer to each storage (Rules 2 and 4)."""
-    uses = list(map(operator.add, map(_storage_uses, map(storage_id, storages)), map(sys.getrefcount, storages)))
-    if _kept:  # looked up after the counting: bytes that are released meanwhile count as shared, never as unshared
-        uses = [count - (storage_id(storage) in _kept) for count, storage in zip(uses, storages, strict=True)]
-    return uses
-
-
-class KeptBytes:
-    """A tensor's bytes, kept alive until they are released, and what shows whether they were written (Rule 4)."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        """Keep the bytes of a tensor that is alone in its storage."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._tensor: Tensor | None = tensor.detach()  # which has the version counter of the tensor
-        storage = tensor.untyped_storage()
-        self._place, self._id = (storage.data_ptr(), storage.nbytes()), storage_id(storage)
-        self.note_version()
-        _kept.add(self._id)
-
-    def place(self) -> tuple[int, int]:
-        """Return the address and the number of the bytes."""
-        return self._place
-
-    def note_version(self) -> None:
-        """Take the bytes for what they are to be from now on."""
-        tensor = self._tensor
-        self._version = -1 if tensor is None else tensor._version
-
-    def were_written(self) -> bool:
-        """Whether the tensor was written in place since, as far as its version counter shows."""
-        tensor = self._tensor
-        return tensor is not None and tensor._version != self._version
-
-    def are_shared(self) -> bool:
-        """Whether something beside one tensor refers to the bytes."""
-        tensor = self._tensor
-        return tensor is not None and shares_storage(tensor)
-
-    def release(self) -> None:
-        """Let go of the bytes. Safe twice."""
-        _kept.discard(self._id)
-        self._tensor = None
+    """Count the tensors and objects that refer to each storage (Rule 2)."""
+    return list(map(operator.add, map(_storage_uses, map(storage_id, storages)), map(sys.getrefcount, storages)))
 
 
 @functools.cache

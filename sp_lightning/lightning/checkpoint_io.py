@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import math
 import os
@@ -16,16 +15,13 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from ..compat.lightning import epochs_done, is_last_batch, is_local, local_name, logs_models
+from ..compat.lightning import epochs_done, is_local, local_name
 from ..core.unit_numbers import state_nbytes
-from ..errors import CheckpointError, OptionError, SuperpipelineError
+from ..errors import SuperpipelineError
 from .names import (
-    Callback,
     LightningModule,
-    Logger,
     ModelCheckpoint,
     ModelParallelStrategy,
-    TensorBoardLogger,
     TorchCheckpointIO,
 )
 
@@ -33,7 +29,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..options import Options
-    from ..storage.checkpoint_beside import CheckpointBeside
 
 log = logging.getLogger(__name__)
 
@@ -59,24 +54,12 @@ class MappedCheckpointIO(TorchCheckpointIO):
 
     copied_later: Container[str] = COPIED_BY_LIGHTNING  # entries that whoever loads a checkpoint copies by itself
 
-    def __init__(self, direct: bool = False) -> None:
-        """Write large tensors past the page cache if `direct` (disk/checkpoint_file.py)."""
-        self.direct = direct
-
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a local checkpoint straight from the tensors; leave any other path to Lightning, which copies first."""
         local = local_path(path)
         if storage_options is not None or local is None:
             return super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         with new_file(local) as file:
-            self._save(checkpoint, file)
-
-    def _save(self, checkpoint: dict[str, Any], file: IO[bytes]) -> None:
-        if self.direct:
-            from ..disk.checkpoint_file import save
-
-            save(checkpoint, file)
-        else:
             torch.save(checkpoint, file)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
@@ -89,160 +72,6 @@ class MappedCheckpointIO(TorchCheckpointIO):
         # whose file is gone would kill the process.
         others = {key: value for key, value in checkpoint.items() if key not in self.copied_later}
         return {**checkpoint, **apply_to_collection(others, torch.Tensor, on_host)}
-
-
-class WrittenAtOnce:
-    """Checkpoints that are complete before training goes on."""
-
-    def setup(self, trainer: Any) -> None:
-        """Begin a fit."""
-
-    def teardown(self) -> None:
-        """End a fit."""
-
-    def keep(self, handle: Any) -> None:
-        """Keep weights and optimizer state as they are, as a checkpoint is about to be put together."""
-
-    def begin(self, checkpoint: dict[str, Any], path: Any, options: Any, done: Callable[[], None]) -> bool:
-        """Begin to write a checkpoint beside training, and call ``done`` once it is complete; return False if not."""
-        return False
-
-    def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
-        """Remove a checkpoint."""
-        remove(path)
-
-    def finish(self, raises: bool = True) -> None:
-        """Wait until no checkpoint is being written; raise the error that ended the write, or log it."""
-
-
-class WrittenBeside(WrittenAtOnce):
-    """Checkpoints that are written while training goes on (storage/checkpoint_beside.py).
-
-    The last one of a run, one that goes to a remote folder, and one that a logger reads are complete before the run
-    goes on, and all are before any callback finds that training ended. Until a file is complete, a `ModelCheckpoint`
-    finds that it exists, as in a plain run, and what it replaces is not removed.
-    """
-
-    def __init__(self) -> None:
-        self._trainer: Any = None  # during a fit
-        self._first: Callback | None = None  # of its callbacks
-        self._next: CheckpointBeside | None = None  # the one that is being put together
-        self._last: CheckpointBeside | None = None  # that was begun
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave what is being written out of a copy."""
-        return dict.fromkeys(vars(self))
-
-    def setup(self, trainer: Any) -> None:
-        self._trainer, io = trainer, trainer.strategy.checkpoint_io
-        if type(io) is not MappedCheckpointIO:
-            allowed = f"'wait' with the checkpoint plugin {type(io).__name__}, which writes in its own way"
-            raise OptionError(argument="checkpoints", found="beside", allowed=allowed)
-        for callback in self._callbacks:
-            if callback.save_last == "link":
-                allowed = "'wait' with ModelCheckpoint(save_last='link'), whose link would lead to no file at first"
-                raise OptionError(argument="checkpoints", found="beside", allowed=allowed)
-            callback.file_exists = _FileExists(callback, self.is_being_written)
-        self._first = _EndOfTraining(self.finish)
-        trainer.callbacks = [self._first, *trainer.callbacks]
-
-    def teardown(self) -> None:
-        if self._trainer is not None:
-            for callback in self._callbacks:
-                vars(callback).pop("file_exists", None)
-            self._trainer.callbacks = [one for one in self._trainer.callbacks if one is not self._first]
-        self._trainer = self._first = None
-
-    @property
-    def _callbacks(self) -> list[Any]:
-        return [one for one in self._trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-
-    @property
-    def _is_read_at_once(self) -> bool:
-        """Whether a logger may read a checkpoint when it is told of it: of Lightning's, each that logs models."""
-        idle = Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint
-        loggers = self._trainer.loggers
-        return any(
-            logs_models(one) for one in loggers if getattr(one.after_save_checkpoint, "__func__", None) not in idle
-        )
-
-    def is_being_written(self, path: Any) -> bool:
-        """Whether a file that is not complete yet will have this path."""
-        return self._last is not None and self._last.is_being_written and self._last.path == local_path(path)
-
-    def keep(self, handle: Any) -> None:
-        if self._trainer is None or handle is None or self._trainer.sanity_checking:
-            return
-        from ..storage.checkpoint_beside import CheckpointBeside  # other runs need nothing of it
-
-        handle.finish_step()
-        self.finish(raises=not self._trainer.interrupted)
-        engine, shadows = handle.engine, handle.steps.shadows
-        self._next = CheckpointBeside(engine.access, engine.counters, [unit.store for unit in engine.units], shadows)
-
-    def begin(self, checkpoint: dict[str, Any], path: Any, options: Any, done: Callable[[], None]) -> bool:
-        local, kept, self._next = local_path(path), self._next, None
-        if kept is None:
-            return False
-        if local is None or options is not None or is_last_save(self._trainer) or self._is_read_at_once:
-            kept.let_go()
-            return False
-        kept.begin(checkpoint, local, new_file(local))
-        kept.afterwards.append(done)
-        self._last = kept
-        return True
-
-    def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
-        if self._last is None or not self._last.is_open:
-            remove(path)
-        else:
-            self._last.afterwards.append(functools.partial(remove, path))
-
-    def finish(self, raises: bool = True) -> None:
-        kept, self._next = self._next, None
-        if kept is not None:
-            kept.let_go()
-        last, self._last = self._last, None
-        try:
-            if last is not None:
-                last.finish()
-        except CheckpointError as error:
-            if raises:
-                raise
-            log.error("superpipeline: %s", error)
-
-
-class _EndOfTraining(Callback):
-    """Call a function when training has ended, before other callbacks and the module find that it did."""
-
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._ended = ended
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._ended()
-
-
-class _FileExists:
-    """Replace a callback's ``file_exists``, which chooses a name that is not taken; a copy has its own again."""
-
-    def __init__(self, callback: Any, is_being_written: Callable[[Any], bool]) -> None:
-        self._callback, self._is_being_written = callback, is_being_written
-
-    def __call__(self, filepath: Any, trainer: Any) -> bool:
-        there = self._is_being_written(filepath)
-        return there or bool(type(self._callback).file_exists(self._callback, filepath, trainer))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._callback, "file_exists")
-
-
-def is_last_save(trainer: Any) -> bool:
-    """Whether no training step follows a checkpoint that is saved now, as far as is known."""
-    epochs, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    stops = trainer.interrupted or trainer.should_stop or trainer.received_sigterm
-    steps = loop.max_steps != -1 and loop.global_step >= loop.max_steps
-    in_last = epochs.max_epochs not in (None, -1) and epochs.epoch_progress.current.ready >= epochs.max_epochs
-    return bool(stops or steps or (in_last and is_last_batch(loop)))
 
 
 class WholeFiles:

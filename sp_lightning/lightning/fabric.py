@@ -327,7 +327,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def checkpoint_io(self) -> CheckpointIO:
         """The checkpoint plugin that was passed to Fabric, or the default one, which maps local files."""
         if self._checkpoint_io is None:
-            self._checkpoint_io = MappedCheckpointIO(direct=self.options.uses_files)
+            self._checkpoint_io = MappedCheckpointIO()
         return self._checkpoint_io
 
     @checkpoint_io.setter

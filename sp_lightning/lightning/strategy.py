@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import os
@@ -28,14 +27,14 @@ from ..compat.lightning import (
     setup_model,
 )
 from ..compat.modules import convert_tensors
-from ..errors import OptionError, PeerError, TornStepError
+from ..errors import PeerError, TornStepError
 from ..memory.device import check_supported, numbered
 from ..memory.watched_parameters import is_watched
 from ..nodes.transport import KEEPALIVE
 from ..observe.progress import waiting
 from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
-from ..options import Options, check_choice, format_bytes
+from ..options import Options, format_bytes
 from ..ranks.new_weights import check_readable
 from ..runtime.handle import Handle, materialize, move_others, own_state
 from . import master_weights as masters
@@ -45,8 +44,6 @@ from .checkpoint_io import (
     MappedCheckpointIO,
     ShardFiles,
     WholeFiles,
-    WrittenAtOnce,
-    WrittenBeside,
     checkpoints_to_come,
     size_so_far,
     state_to_load,
@@ -123,10 +120,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             and sends the others the new ones (docs/several-machines.md). The bits are the same. State cannot be read
             but by a checkpoint, which the first machine writes whole. For torch's optimizers that update each element
             by itself, with state in memory.
-        checkpoints: "wait": training goes on once a checkpoint is complete. "beside": it goes on while weights and
-            optimizer state are still being written, and each weight's next step waits until its bytes are in the file
-            (docs/lightning.md). The bytes are those of one step, and a file has its name only once it is complete;
-            the last one of a run is complete when the run ends. For one device and local folders.
         timeout: With several devices, how long a rank waits for the others.
         keepalive: With several machines, how long nothing comes of one that counts as lost.
         tensor_parallel_size: How many devices have a shard of each layer that the module cuts: its ``configure_model``
@@ -163,7 +156,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         host_budget: str | int | None = None,
         disk: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
         divide_state: bool = False,
-        checkpoints: Literal["wait", "beside"] = "wait",
         timeout: timedelta = default_pg_timeout,
         keepalive: timedelta = KEEPALIVE,
         tensor_parallel_size: int | Literal["auto"] | None = None,
@@ -197,9 +189,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             disk=disk,
             divide_state=divide_state,
         )
-        check_choice("checkpoints", checkpoints, ("wait", "beside"))
-        self.checkpoints = checkpoints
-        self._writer = WrittenBeside() if checkpoints == "beside" else WrittenAtOnce()
         self.handle: Handle | None = None  # of the latest run; closed when that run ended
         self._last_checkpoint: str | None = None  # of this run
         self._device_given = device is not None
@@ -211,12 +200,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def __getstate__(self) -> dict[str, Any]:
         """Leave the handle out of a copy: it streams the original's module."""
         return {**super().__getstate__(), "handle": None}
-
-    def _check_devices(self) -> None:
-        super()._check_devices()
-        if self.is_distributed and self.checkpoints != "wait":
-            allowed = "'wait' with several devices: checkpoints beside training are built for one device so far"
-            raise OptionError(argument="checkpoints", found=self.checkpoints, allowed=allowed)
 
     # ---- setup and teardown
 
@@ -290,7 +273,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         self.model = setup_model(self)(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._writer.setup(trainer)
             self._check_room(trainer)
         self.setup_precision_plugin()
 
@@ -363,7 +345,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             if self.handle is not None:
                 self.handle.close()
         finally:
-            self._writer.teardown()
             self._revert_batch_norms()
             for callback in self._averages:
                 set_average_device(callback, None)
@@ -410,11 +391,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The Trainer's checkpoint plugin, or the default one, which maps local files instead of reading them."""
-        direct = self.options.uses_files
         if self._checkpoint_io is None:
-            self._checkpoint_io = MappedCheckpointIO(direct)
+            self._checkpoint_io = MappedCheckpointIO()
         elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = MappedCheckpointIO(direct)  # a wrapper without one of the user's
+            self._checkpoint_io.checkpoint_io = MappedCheckpointIO()  # a wrapper without one of the user's
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -423,7 +403,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint without emptying the device's memory cache."""
-        self._writer.finish()  # it may be the one that is being written
         self._note_checkpoint(checkpoint_path)
         found = self._files.load(checkpoint_path, self.checkpoint_io.load_checkpoint, weights_only)
         if self._files.in_shards and self._streaming is not None:  # they are loaded
@@ -445,7 +424,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state for a checkpoint."""
         self._check_whole()
-        self._writer.keep(self._streaming)
         return self._files.state_of((), super().lightning_module_state_dict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -491,19 +469,12 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
         ours = self._callback
         if ours is not None and "callbacks" in checkpoint and (chosen := ours.state_dict()):
             checkpoint["callbacks"][ours.state_key] = chosen  # after the run, the callback is not in the Trainer
-        done = functools.partial(self._note_checkpoint, filepath)
-        if self._writer.begin(checkpoint, filepath, storage_options, done):
-            return
         sizes: list[int] = []
         apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"
         with waiting(what, sum(sizes), lambda: size_so_far(filepath), self._may_show, self._display):
             self._files.save(checkpoint, filepath, super().save_checkpoint, storage_options)
-        done()
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint as the base class does, once the one that replaces it is complete."""
-        self._writer.remove(filepath, super().remove_checkpoint)
+        self._note_checkpoint(filepath)
 
     def _why_not_saved(self, with_optimizers: bool = True) -> str | None:
         """Say why no checkpoint may be saved: a step was torn (torn_step.py), or state cannot be brought together."""
@@ -565,7 +536,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state and copy it on the host: the optimizer writes to it, and a mapped file may vanish."""
-        self._writer.finish()
         handles = [] if self._streaming is None else [self._streaming]
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
@@ -621,7 +591,6 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     def on_exception(self, exception: BaseException) -> None:
         """Complete what is being written, and put checkpoint callbacks back."""
-        self._writer.finish(raises=False)
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         trainer.callbacks += self._withheld

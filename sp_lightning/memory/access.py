@@ -6,13 +6,10 @@
 3. Fills read host bytes. A host copy waits for its own before its epoch moves (host_copy.py, Rule 3). User code, and an
    optimizer's, may write any: where such code is about to go on, all fills are waited for (phases.py, Rule 6). Nothing
    else has to remember them.
-4. A checkpoint that is written beside training reads host bytes, too (storage/checkpoint_beside.py). It is entered
-   until it has ended: an optimizer's step, and whatever else is about to write a weight, waits for that weight's bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 
@@ -39,19 +36,6 @@ class Fill(Protocol):
         """Wait until the fill reads no host bytes any more."""
 
 
-class Saving(Protocol):
-    """A checkpoint that is being written beside training."""
-
-    def check(self) -> None:
-        """Leave the ledger if it has ended, and raise the error that ended it."""
-
-    def wait_for(self, parameters: Iterable[Any]) -> None:
-        """Wait until the bytes of these parameters, and of their optimizer state, are in the file."""
-
-    def finish(self) -> None:
-        """Wait until it has ended, leave the ledger, and raise the error that ended it."""
-
-
 class Access:
     """The ledger of one module."""
 
@@ -61,12 +45,6 @@ class Access:
         self.step_has_begun = False  # in a backward, while the optimizer's own code has yet to step the rest
         self.steps: dict[object, StepBeside] = {}  # that write the host bytes of a unit, by its store
         self.fills: dict[object, Fill] = {}  # that may still read them, likewise
-        self.savings: set[Saving] = set()  # at most one
-
-    def finish_savings(self) -> None:
-        """Wait until no checkpoint is being written (Rule 4)."""
-        for saving in list(self.savings):
-            saving.finish()
 
     @property
     def changes_gradients(self) -> bool:

@@ -139,9 +139,6 @@ class ShadowStep:
         # Returns the types of those of a group's parameters whose state a step makes, if it steps all others of a type
         # in another way then: none of them is stepped by itself before (device_step.py, Rule 5).
         self.begins: Callable[[Optimizer, Group, Any, Iterable[Tensor]], set[torch.dtype]] | None = None
-        # Called with the groups before any of their parameters is stepped, on any thread: waits until a checkpoint has
-        # their bytes.
-        self.before: Callable[[list[Group]], None] | None = None
 
     def attach(self, optimizer: Optimizer) -> "ShadowStep":
         """Register the hooks with an optimizer; return this object."""
@@ -172,8 +169,6 @@ class ShadowStep:
             loss = None if closure is None else closure()
             steps = shadow.shadow_steps
             shadow.param_groups, shadow.state = steps[0].rest(optimizer)
-            if steps[0].before is not None:
-                steps[0].before(shadow.param_groups)
             for step in steps:
                 if not all(map(step.steps_narrow, shadow.param_groups)):
                     widen_all(shadow.param_groups)
@@ -200,8 +195,6 @@ class ShadowStep:
         shadow.param_groups, shadow.state = [group for group in groups if group["params"]], state
         if not self._steps_narrow:
             widen_all(shadow.param_groups)
-        if self.before is not None:
-            self.before(shadow.param_groups)
         if self.first is not None:
             shadow.param_groups = self.first(shadow, conversions)
         shadow.param_groups, shadow.state = self.regroup(shadow, conversions)

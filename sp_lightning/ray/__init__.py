@@ -36,12 +36,6 @@ class RaySuperpipelineStrategy(SuperpipelineStrategy):
         DDP (Rule 3)."""
         return self._axes.share(self.world_size, self.global_rank)
 
-    def _check_devices(self) -> None:
-        super()._check_devices()
-        if self.checkpoints != "wait":
-            allowed = "'wait' with Ray, which reads a checkpoint as soon as it is saved"
-            raise OptionError(argument="checkpoints", found=self.checkpoints, allowed=allowed)
-
     def _take_devices(self, devices: list[torch.device]) -> list[torch.device]:
         device = get_device()
         if devices[0].type != device.type:

@@ -152,8 +152,6 @@ class Engine:
                 if self._open or self.backward_pass in self.access.gradients:
                     self.reset()  # what an interrupted step left
                 self.begin_pass(kind)
-            for saving in tuple(self.access.savings):
-                saving.check()
             self.team.note_forward(ended=False)
         self.phases.begin_step()
 
@@ -402,8 +400,6 @@ class Engine:
 
     def about_to_write_back(self, store: HostCopy, index: int, before: Tensor) -> None:
         """Report a weight that model code wrote, while its host copy still has the value from before."""
-        for saving in self.access.savings:
-            saving.wait_for((store.params[index],))
         self.recompute.written.report((store, index), before)
 
     def require(self, unit: StreamedUnit) -> None:
@@ -573,8 +569,6 @@ class Engine:
         unit.store.wait_step()
         if unit.store in self.access.fills:
             unit.store.on_device.settle()
-        for saving in self.access.savings:
-            saving.wait_for((parameter,))
         if self.in_visit(parameter):
             with quietly():
                 unit.stand_ins.collect_in_visit()

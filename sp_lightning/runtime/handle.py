@@ -561,7 +561,6 @@ class Handle:
     def _detach(self) -> None:
         try:
             self.finish_step()
-            self.engine.access.finish_savings()
         finally:
             self._stop_streaming()
 

@@ -10,9 +10,6 @@
 4. In a loop of the user's own nothing says what comes between ``backward`` and ``step``: no unit is stepped beside
    backward. Each step may be deferred, as if it ran inside ``overlapping``: code that reads or writes weights,
    gradients or state waits for it.
-5. While a checkpoint is written beside training, a shadow's step waits for each weight's bytes before it steps that
-   weight. Any other step, an optimizer's first one, and one with hooks of the user's begin once the whole file is
-   written.
 """
 
 from __future__ import annotations
@@ -108,8 +105,6 @@ class OptimizerSteps:
             self.engine.team.check_optimizer(optimizer)
             self._prepare(optimizer)  # adds hooks to the optimizer, which run after this one, still in this step
             host_gradients.hand_over(optimizer)
-            if self.engine.access.savings:
-                self._wait_for_file(optimizer)
         self.engine.begin_optimizer(optimizer)
         if self._shadows.get(optimizer) is None:  # a shadow step waits after the closure
             self._wait_for_copies()
@@ -137,7 +132,6 @@ class OptimizerSteps:
                     shadow.close()
                 raise
             self._shadows[optimizer] = shadow
-            self.engine.access.finish_savings()  # a file that was begun before does not make this step wait
             if not optimizer.state:
                 malloc.by_themselves()  # the first step makes the state
 
@@ -148,17 +142,6 @@ class OptimizerSteps:
                 f"{type(optimizer).__name__} has capturable=True, with which torch steps on a device alone, and it "
                 "steps on the host: set optimizer_device='device', or capturable=False"
             )
-
-    def _wait_for_file(self, optimizer: Optimizer) -> None:
-        """Wait for a checkpoint, unless each weight's step waits by itself and no hook may write weights (Rule 5)."""
-        others = self.other_hooks(optimizer) or self.other_hooks(optimizer, after=True)
-        if self._shadows[optimizer] is None or others:
-            self.engine.access.finish_savings()
-
-    @property
-    def shadows(self) -> dict[Optimizer, ShadowStep]:
-        """The optimizers each of whose weights is stepped by itself, with what steps it."""
-        return {optimizer: shadow for optimizer, shadow in self._shadows.items() if shadow is not None}
 
     def _wait_for_copies(self) -> None:
         """Wait for the copies of the user's code (Rule 2): by now they are all that the caller's stream has queued."""

@@ -21,7 +21,6 @@ from torch.optim import AdamW
 import sp_lightning
 from sp_lightning.core.telemetry import Counters
 from sp_lightning.disk import direct_ring, scratch_file, state_ring
-from sp_lightning.disk.checkpoint_file import save
 from sp_lightning.disk.direct_file import Mount
 from sp_lightning.disk.direct_ring import DirectRing, Target, pieces
 from sp_lightning.disk.scratch_file import ScratchFile
@@ -42,7 +41,7 @@ from sp_lightning.ranks.board import ONE_RANK
 def begun():
     """The names of threads of ours that were begun since."""
     before = set(threading.enumerate())
-    whose = ("state", "read", "disk", "save", "gradients")
+    whose = ("state", "read", "disk", "gradients")
     ours = tuple(f"superpipeline-{name}" for name in whose)
     return lambda: [t.name for t in threading.enumerate() if t not in before and t.name.startswith(ours)]
 
@@ -658,8 +657,7 @@ def test_after_a_run_no_file_is_open_but_those_of_its_weights_and_no_thread_is_l
         for _ in range(2):
             net(x.bfloat16() if what == "masters" else x).float().square().mean().backward()
             optimizer.step()
-        torch.save({}, tmp_path / "unrelated")
-        save_directly(net.state_dict(), tmp_path / "saved")
+        torch.save(net.state_dict(), tmp_path / "saved")
         assert open_files(tmp_path) and handle.stats()["disk_read"] > 0
     filed = [str(tmp_path / f"weights-{number}") for number in range(2)] if what == "files" else []
     assert sorted(open_files(tmp_path)) == filed and not begun()
@@ -676,29 +674,6 @@ def test_files_of_weights_are_closed_if_one_of_them_is_gone(tmp_path):
     with pytest.raises(SourceFileError):
         sp_lightning.stream(net, "cpu", host_budget="0B")
     assert open_files(tmp_path) == []
-
-
-def save_directly(checkpoint, path):
-    with open(path, "w+b") as file:
-        save(checkpoint, file)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_after_a_checkpoint_no_file_is_open_and_no_thread_is_left(fails, begun, tmp_path, monkeypatch):
-    from sp_lightning.disk import checkpoint_file
-
-    made, original = [], checkpoint_file.CopiesToFile.__init__
-    monkeypatch.setattr(
-        checkpoint_file.CopiesToFile, "__init__", lambda self, *given: (made.append(self), original(self, *given))[1]
-    )
-    checkpoint = {"weights": torch.randn(5_000_000)}
-    if fails:
-        disk = Disk(monkeypatch, "pwrite", fails=(0,))
-        disk.lets_go(LONG_S)
-    with pytest.raises(OSError) if fails else contextlib.nullcontext():
-        save_directly(checkpoint, tmp_path / "saved")
-    assert made and open_files(tmp_path) == []
-    assert not begun()
 
 
 @pytest.mark.parametrize("how", ["no way to tell it", "no direct trial"])

@@ -564,17 +564,6 @@ def test_locks_and_contexts_of_files_are_deleted(deletions, package):
     assert "_lock" not in left and left.count("nullcontext(") == 2 and "nullcontext(file) as it" in left
 
 
-def test_waits_of_a_strategy_for_its_checkpoint_are_of_files(deletions, package):
-    (package / "lightning").mkdir()
-    code = "class It:\n    def load_checkpoint(self):\n        self._writer.finish()\n        self.handle.settle()\n"
-    (package / "lightning/strategy.py").write_text(code)
-    [found] = deletions.waits(package, BESIDE, of="files")
-    assert found.text == "self._writer.finish()" and deletions.tests_of(found) == (
-        "tests/lightning/test_checkpoints_beside.py",
-    )
-    assert [wait.text for wait in deletions.waits(package, BESIDE, of="shards")] == ["self.handle.settle()"]
-
-
 @pytest.mark.parametrize("stray", ["turns.py", "memory/measure.py", "memory/__init__.py"])
 def test_a_file_beside_that_is_not_there_or_does_not_wait_is_an_error(stray, deletions, package):
     with pytest.raises(ValueError, match=rf"BESIDE names files of .* that have no wait or do not exist: \['{stray}'\]"):

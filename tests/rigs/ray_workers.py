@@ -40,7 +40,6 @@ class Run(NamedTuple):
     nodes: int = 1  # that the workers pretend to be
     victim: int | None = None  # the rank that is killed once
     accelerator: str = "auto"
-    checkpoints: str = "wait"
 
 
 RUNS = {
@@ -52,7 +51,6 @@ RUNS = {
     "alone under ddp": Run(1, "ddp"),
     "alone": Run(1),
     "other accelerator": Run(accelerator="simgpu"),
-    "checkpoints beside": Run(1, checkpoints="beside"),
 }
 
 
@@ -79,7 +77,7 @@ def work(config: dict[str, Any]) -> None:
         strategy = (
             RayDDPStrategy(find_unused_parameters=True)
             if run.strategy == "ddp"
-            else RaySuperpipelineStrategy(units=case.units, window=2, checkpoints=run.checkpoints)
+            else RaySuperpipelineStrategy(units=case.units, window=2)
         )
         trainer = L.Trainer(
             strategy=strategy,
