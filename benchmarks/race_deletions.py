@@ -106,7 +106,6 @@ _ON_DISK = ("tests/disk/test_waits_for_files.py", "tests/optim/test_portions.py"
 _GRADIENTS = ("tests/disk/test_waits_for_files.py", "tests/disk/test_gradients_on_disk.py")
 _CHECKPOINTS = ("tests/disk/test_waits_for_files.py", "tests/lightning/test_checkpoints.py")
 FOR_FILES = {
-    "disk/activation_blocks.py": ("tests/disk/test_activations_on_disk.py",),
     "disk/direct_file.py": ("tests/disk/test_waits_for_files.py", "tests/disk/test_source_files.py"),
     "disk/direct_ring.py": ("tests/disk/test_direct_ring.py", *_IN_FILES),
     "disk/homes.py": _IN_FILES,

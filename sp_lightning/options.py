@@ -53,7 +53,7 @@ class Options:
     host_memory: HostMemory = "auto"  # of weights and gradients; has no effect where the CPU computes
     compile_units: bool = False
     host_budget: int | None = None  # host bytes, beyond which weights stay in their files, and state goes to the disk
-    disk: str | tuple[str, ...] | None = None  # folders for optimizer state, and then weights, that exceed the budget
+    disk: str | None = None  # a folder for optimizer state, and then weights, that exceed the budget
 
     divide_state: bool = False  # among machines: each has a share of the state of optimizers
 
@@ -66,11 +66,6 @@ class Options:
     def spills(self) -> bool:
         """Whether a disk takes what exceeds the budget."""
         return self.disk is not None
-
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """The folders of that disk."""
-        return (self.disk,) if isinstance(self.disk, str) else self.disk or ()
 
     @property
     def takes_what_is_free(self) -> bool:
@@ -110,7 +105,7 @@ class Options:
             raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
         self._normalise("memory_budget", _budget("memory_budget", self.memory_budget, "> 0"))
         self._normalise("host_budget", _budget("host_budget", self.host_budget, ">= 0"))
-        self._normalise("disk", _folders("disk", self.disk))
+        self._normalise("disk", _folder("disk", self.disk))
         self._normalise("units", _units(self.units))
         check_choice("activations", self.activations, ACTIVATIONS)
         check_choice("host_memory", self.host_memory, HOST_MEMORY)
@@ -203,18 +198,13 @@ def _budget(argument: str, value: object, bound: Literal["> 0", ">= 0"]) -> int 
     raise OptionError(argument=argument, found=value, allowed=allowed)
 
 
-def _folders(argument: str, value: Any) -> str | tuple[str, ...] | None:
+def _folder(argument: str, value: Any) -> str | None:
     if value is None:
         return None
-    folders = (value,) if isinstance(value, (str, os.PathLike)) else value
-    if isinstance(folders, Sequence) and folders and all(isinstance(one, (str, os.PathLike)) for one in folders):
-        found = [os.fspath(folder) for folder in folders]
-        if all(isinstance(folder, str) and folder for folder in found):
-            paths = tuple(os.path.abspath(os.path.expanduser(folder)) for folder in found)
-            if len({os.path.realpath(path) for path in paths}) == len(paths):
-                return paths if len(paths) > 1 else paths[0]
-    allowed = "None, the path of a folder on a local disk, or a sequence of such paths, each of them once"
-    raise OptionError(argument=argument, found=value, allowed=allowed)
+    folder = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(folder, str) and folder:
+        return os.path.abspath(os.path.expanduser(folder))
+    raise OptionError(argument=argument, found=value, allowed="None, or the path of a folder on a local disk")
 
 
 def _units(value: Any) -> Literal["auto"] | tuple[str, ...] | UnitFinder:

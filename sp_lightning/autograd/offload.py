@@ -10,16 +10,13 @@
    backward ends: that stream waits for the copy before its memory is given out again.
 4. Units may be called on several of the caller's streams. Then the allocator is told which other stream uses a tensor.
    A copy through staging buffers, which is on a stream of its own, keeps what it copies until it ended.
-5. Where the bytes of a tensor lie on the host is its *place*: memory of its own or, in a run with a disk, blocks of
-   which some are on the disk (disk/activation_blocks.py). What is in memory comes up as soon as backward arrives at the
-   unit, all else when it is unpacked.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,36 +30,11 @@ from ..memory.staging import Arrival
 from ..memory.watched_parameters import quietly
 
 
-class PlaceOnHost(Protocol):
-    """The place of a saved tensor's bytes on the host (Rule 5)."""
-
-    arrived: Arrival  # the copy is on the host; a way up that begins earlier carries old bytes
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the bytes are in memory."""
-
-    def send(self, target: Tensor) -> Arrival:
-        """Start the copy of the bytes to a row on the device."""
-
-
-class Places(Protocol):
-    """The memory, or what else there is, in which saved tensors are placed (Rule 5)."""
-
-    @property
-    def host_nbytes(self) -> int:
-        """Bytes of memory."""
-
-    def receive(self, source: Tensor) -> PlaceOnHost:
-        """Start the copy of a row of bytes on the device to a place."""
-
-
-class PlaceInMemory:
-    """Memory of a tensor's own."""
-
-    is_near = True
+class PlaceOnHost:
+    """The host memory of a saved tensor."""
 
     def __init__(self, device: Device, counters: Counters, source: Tensor) -> None:
+        """Start the copy of a row of bytes on the device to the host."""
         self._device, self._counters = device, counters
         self.nbytes = source.nbytes
         self._host = device.passing(source.nbytes)
@@ -70,25 +42,9 @@ class PlaceInMemory:
         self.arrived = device.send_down([(self._host, source)], under_way)
 
     def send(self, target: Tensor) -> Arrival:
+        """Start the copy of the bytes to a row on the device, once they are on the host."""
         under_way = self._counters.listener.work("up", "", "activations", target.nbytes)
         return self._device.send_up([(target, self._host)], under_way, after=self.arrived)
-
-
-class PlacesInMemory:
-    """Memory for each saved tensor by itself."""
-
-    def __init__(self, device: Device, counters: Counters) -> None:
-        self._device, self._counters = device, counters
-        self._there: weakref.WeakSet[PlaceInMemory] = weakref.WeakSet()
-
-    @property
-    def host_nbytes(self) -> int:
-        return sum(place.nbytes for place in self._there)
-
-    def receive(self, source: Tensor) -> PlaceInMemory:
-        place = PlaceInMemory(self._device, self._counters, source)
-        self._there.add(place)
-        return place
 
 
 @dataclass(eq=False)
@@ -111,10 +67,10 @@ class OffloadedTensor:
 class Offload:
     """The saved tensors of units on their way to the host and back (Rule 1)."""
 
-    def __init__(self, device: Device, counters: Counters, places: Places) -> None:
+    def __init__(self, device: Device, counters: Counters) -> None:
         self.device = device
         self.counters = counters
-        self._places = places
+        self._there: weakref.WeakSet[PlaceOnHost] = weakref.WeakSet()
         self.active = False  # whether a unit's forward is running, whose saved tensors go down
         self._visit: dict[Any, OffloadedTensor] = {}  # saved by the running unit
         self._left: list[OffloadedTensor] = []  # by the unit before
@@ -124,7 +80,7 @@ class Offload:
     @property
     def host_nbytes(self) -> int:
         """Bytes of host memory that saved tensors have."""
-        return self._places.host_nbytes
+        return sum(place.nbytes for place in self._there)
 
     def begin(self) -> None:
         """Begin a unit's forward: what autograd saves from here on goes down."""
@@ -191,7 +147,8 @@ class Offload:
     def _send(self, tensor: Tensor, span: Tensor) -> OffloadedTensor:
         self.device.down.wait_event(self.device.compute.record_event())
         row = span.view(torch.uint8)
-        place = self._places.receive(row)
+        place = PlaceOnHost(self.device, self.counters, row)
+        self._there.add(place)
         self.counters.bytes_offloaded += row.nbytes
         like = Field("", tensor.dtype, tuple(tensor.shape), tensor.stride(), 0, row.nbytes)
         return OffloadedTensor(like, tensor._version, span.data_ptr() % ALIGNMENT, place, tensor.detach())

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cores", type=int, help="physical cores for the optimizer (default: all of the machine's)")
     parser.add_argument("--copies", type=int, help="copies of the weights, such as an EMA callback's (default: 0)")
     parser.add_argument("--units", nargs="+", help="class names of the units (default: auto)")
-    parser.add_argument("--disk", nargs="+", help="folders on local SSDs, usually one, for what exceeds the host")
+    parser.add_argument("--disk", help="a folder on a local SSD, for what exceeds the host")
     for name, text in COUNTS.items():
         parser.add_argument(f"--{name}", type=int, help=text)
     for name, text in (*OF_STRATEGY.items(), *OF_RUN.items(), *OF_MACHINE.items()):

@@ -37,7 +37,7 @@ import torch
 from ..core.unit_numbers import ONE_PROCESS, STATES, HostBytes, HostSharing, UnitHostBytes, factored_nbytes, host_bytes
 from ..memory.partition import Unit
 from ..memory.weights import BY_ITSELF
-from . import activation_blocks, state_ring
+from . import state_ring
 from .direct_file import BLOCK, blocks
 from .direct_ring import BUFFERS, PIECE, READERS
 from .scratch_file import in_file
@@ -116,8 +116,6 @@ class Budgeted:
     factored: int = 0  # bytes that stay in memory of state that is not of its weights' shapes, of these units
     buffer: int = 0  # bytes of a buffer through which state is stepped
     fits: bool = True  # the budget is met, or none to meet (Rule 3)
-    room: int = 0  # bytes of memory that activations may have, if they may go to the disk
-    block: int = 0  # bytes of a block of them
 
 
 def within(
@@ -263,7 +261,6 @@ def choose(
     castable: Collection[int] = (),
     shared: Collection[int] = (),
     sharing: HostSharing = ONE_PROCESS,
-    offloads: bool = False,
     stay: Collection[int] = (),
 ) -> Budgeted:
     """Choose the units of a model whose weights stay in files: in a run, and in a plan of it.
@@ -279,7 +276,6 @@ def choose(
         castable: The ids of weights that may come to travel in autocast's type.
         shared: The ids of weights that stay in memory: other code may refer to them.
         sharing: The ranks whose budget it is (Rule 8).
-        offloads: Activations wait on the host, or on the disk.
         stay: The ids of weights that are in files, where units are made anew.
     """
     travels = functools.partial(_travels_as, compute_dtype, may_cast)
@@ -318,17 +314,12 @@ def choose(
     whole = sharing.together(whole, max((unit.trained for unit in units_whole), default=0) if trains else 0)
     movable = 0 if sharing.several else sum(placement.masters + placement.as_is for placement in placements)
     spills = spills and bool(whole.optimizer if trains else movable)
-    waiting = sharing.ranks * activation_blocks.least_nbytes(budget) * offloads * spills * trains
-    whole = replace(whole, activations=waiting)
     largest = max((placement.in_files for placement in placements), default=0)
     converts = compute_dtype is not None or may_cast  # in a buffer of its own
     ring = sharing.ranks * (BUFFERS + converts) * min(PIECE, largest + 2 * BLOCK)
     masters_ring = sharing.ranks * BUFFERS * min(PIECE, largest_moved)
     travel_ring = sharing.ranks * BUFFERS * min(PIECE, largest_travel)
-    placed = within(placements, budget, whole, ring, spills, masters_ring, travel_ring, sharing)
-    left = budget - min(budget // SPARE_PART, MOST_SPARE) - placed.host.total
-    room = (waiting + max(0, left)) // sharing.ranks * (waiting > 0)
-    return replace(placed, room=room, block=activation_blocks.block_nbytes(budget))
+    return within(placements, budget, whole, ring, spills, masters_ring, travel_ring, sharing)
 
 
 def _travels_as(compute_dtype: torch.dtype | None, may_cast: bool, dtype: torch.dtype) -> torch.dtype:

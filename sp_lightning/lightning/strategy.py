@@ -113,9 +113,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             what is free less the system's share.
         disk: A folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``, and then of
             gradients and weights that train: it lies there in a nameless file while the run lasts, and is stepped in
-            portions, with the same bits (docs/disk.md). So do activations on the host for which nothing of the budget
-            is left. With several devices, state and activations alone go there. A file over several folders, on a disk
-            each, lies in stripes in all of them.
+            portions, with the same bits (docs/disk.md). With several devices, state alone goes there.
         divide_state: With several machines: each has a share of the optimizer's state, steps that share of the weights
             and sends the others the new ones (docs/several-machines.md). The bits are the same. State cannot be read
             but by a checkpoint, which the first machine writes whole. For torch's optimizers that update each element

@@ -21,7 +21,7 @@ import mmap
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
@@ -131,39 +131,31 @@ def _unlock_foreign(lock: PageLock, address: int, process: int) -> None:
         lock.unlock(address)
 
 
-class MappedPiece(NamedTuple):
-    """A piece of a file: its descriptor, its first byte there, and where in the memory it begins."""
+class MappedRange(NamedTuple):
+    """A range of a file to map: the file's descriptor, and the first byte there."""
 
     descriptor: int
     offset: int = 0
-    at: int = 0
 
 
 def mapped(
-    pieces: Sequence[MappedPiece],
+    source: MappedRange,
     nbytes: int,
     flags: int,
     what: str = "host memory that the ranks share",
     reserved: int | None = None,
 ) -> tuple[Tensor, list[Callable[[], object]]]:
-    """Map pieces of files side by side; return the memory, and what is called before it is unmapped.
+    """Map a range of a file; return the memory, and what is called before it is unmapped.
 
-    Each piece ends where the next one begins; the first one begins at the address ``reserved``, if one is given. The
-    memory is unmapped with the last tensor over it. The mapping holds no descriptor (that of `mmap.mmap` does, and a
-    process may have few). Forked processes do not get it (Rule 4).
+    The memory begins at the address ``reserved``, if one is given, and is unmapped with the last tensor over it. The
+    mapping holds no descriptor (that of `mmap.mmap` does, and a process may have few). Forked processes do not get it
+    (Rule 4).
     """
-    address: int | None = None
-    for descriptor, offset, at in pieces:  # the first one has the whole range
-        begin = reserved if address is None else address
-        place, how = (None, flags) if begin is None else (begin + at, flags | MAP_FIXED)
-        found = libc().mmap(place, nbytes - at, mmap.PROT_READ | mmap.PROT_WRITE, how, descriptor, offset)
-        if found == ctypes.c_void_p(-1).value:
-            number = ctypes.get_errno()
-            if address is not None:
-                libc().munmap(address, nbytes)
-            raise HostMemoryError(f"cannot map {nbytes} bytes of the {what} ({os.strerror(number)})")
-        address = found if address is None else address
-    assert address is not None
+    how = flags if reserved is None else flags | MAP_FIXED
+    address = libc().mmap(reserved, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, how, *source)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise HostMemoryError(f"cannot map {nbytes} bytes of the {what} ({os.strerror(number)})")
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     flat = _tensor_over(memory)
     libc().madvise(address, nbytes, mmap.MADV_DONTFORK)

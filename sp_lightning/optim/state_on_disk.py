@@ -49,7 +49,7 @@ from ..core.telemetry import Counters
 from ..core.unit_numbers import state_nbytes
 from ..disk.direct_file import BLOCK, FileRange, blocks
 from ..disk.direct_ring import Buffer
-from ..disk.scratch_file import FILES, Extent, ScratchFile, check_room, make_room, moving_nbytes, shares
+from ..disk.scratch_file import FILES, Extent, ScratchFile, check_room, make_room, moving_nbytes
 from ..disk.state_ring import BlockRun, StateRing, as_few_runs
 from ..errors import DiskError
 from ..memory.layout import is_dense
@@ -253,16 +253,16 @@ class StateOnDisk(StateInMemory):
         together = {self, *beside}
         for one in together:
             one.expect(optimizers)
-        for folder, nbytes in shares(self._file.folders, sum(one.to_come for one in together)).items():
-            check_room(folder, nbytes, checkpoints(folder))
+        folder = self._file.folder
+        check_room(folder, sum(one.to_come for one in together), checkpoints(folder))
 
     @property
     def to_come(self) -> int:  # type: ignore[override]
         """The bytes of state that known optimizers will make, and of gradients, that are not on the disk yet."""
-        folders, total = self._file.folders, self.gradients_to_come()
+        total = self.gradients_to_come()
         for optimizer in list(self._file.optimizers):
             made = state_nbytes(optimizer, self.parameters, shaped=True) or 0  # Rule 1
-            total += max(0, made - moving_nbytes(folders, _state(optimizer, self.parameters), self._file))
+            total += max(0, made - moving_nbytes(self._file.folder, _state(optimizer, self.parameters), self._file))
         return total
 
     @property
@@ -279,8 +279,7 @@ class StateOnDisk(StateInMemory):
         if not hasattr(optimizer, HOOKS_AFTER_LOADING):  # a wrapper of another one, which has the state and steps it
             return
         self._file.optimizers.add(optimizer)
-        for folder, nbytes in shares(self._file.folders, self.to_come).items():
-            make_room(folder, nbytes)
+        make_room(self._file.folder, self.to_come)
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self.adopt))
         if shadow is None:
             self._hooks.append(optimizer.register_step_post_hook(self._adopt_after))
@@ -301,7 +300,7 @@ class StateOnDisk(StateInMemory):
                 "page cache, which takes several times as long",
                 type(optimizer).__name__,
                 what,
-                ", ".join(self._file.folders),
+                self._file.folder,
             )
 
     def close(self) -> None:
@@ -641,7 +640,7 @@ def left_nbytes(folder: str, parameters: Sequence[Tensor]) -> int:
     """
     weights, ids = [[true_data(parameter)] for parameter in parameters], {id(parameter) for parameter in parameters}
     optimizers = {optimizer for file in list(FILES) for optimizer in file.optimizers}
-    return moving_nbytes([folder], [*weights, *(state for one in optimizers for state in _state(one, ids))])
+    return moving_nbytes(folder, [*weights, *(state for one in optimizers for state in _state(one, ids))])
 
 
 def _state(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[list[Tensor]]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..core.unit_numbers import STATES, HostBytes, HostSharing, UnitHostBytes, aligned, host_bytes, state_nbytes
 from ..disk import state_ring
-from ..disk.activation_blocks import in_memory_nbytes, written_nbytes
 from ..disk.placement import Budgeted, choose, may_move, may_travel
 from ..errors import OptionError
 from ..memory.partition import Unit
@@ -138,9 +137,8 @@ def host_of(
         one = UnitHostBytes.of(kept)
         unstepped = UnitHostBytes.of(p for _, p in unit.params if id(p) not in stepped).trained
         of_units.append(replace(one, wire=wires, unstepped=unstepped))
-    in_memory = in_memory_nbytes(stowed, placed.block, placed.room) if placed.room else stowed
     ring = placed.host.ring // sharing.ranks
-    host = host_bytes(of_units, states=state.share, activations=in_memory, ring=ring)
+    host = host_bytes(of_units, states=state.share, activations=stowed, ring=ring)
     if narrow_gradients:
         came = sum(size.down_nbytes for size in model.sizes(options))
         host = replace(host, gradients=min(host.gradients, came))
@@ -148,8 +146,7 @@ def host_of(
         return host, OnDisk()
     movable = 0.0 if sharing.several and state.name not in CUT else state.share
     on_disk = _on_disk(model, options, units, placed, filed, stepped, State(state.name, movable))
-    activations = written_nbytes(stowed, placed.block, placed.room) if placed.room else 0
-    return _without_disk(host, placed, of_units, movable), replace(on_disk, activations=activations)
+    return _without_disk(host, placed, of_units, movable), on_disk
 
 
 def _placed(
@@ -170,7 +167,6 @@ def _placed(
         model.answers is None and options.spills,
         castable=_narrow(model, options, units),
         sharing=sharing,
-        offloads=options.offloads,
     )
     if placed.units and any(frozen[index] for index in placed.units):
         model.note("frozen weights are taken to be in local files as they are")

@@ -50,7 +50,7 @@ from typing import Any
 from ..compat.modules import calls_of_distributed
 from ..core.host import allow_all_descriptors
 from ..errors import PeerError
-from ..memory.pinned import MappedPiece
+from ..memory.pinned import MappedRange
 from ..nodes.arrivals import Arrivals
 from ..nodes.transport import KEEPALIVE, NodePlace, NodeTransport
 from .shared_memory import SharedSlab, make, paged
@@ -189,7 +189,7 @@ class Ranks(OneRank):
     def share(self, nbytes: int, keep: bool = False) -> SharedSlab:
         """Make a slab that all ranks share, as `descriptor` does; ``keep``: with room for further faces."""
         nbytes = paged(max(nbytes, 1))
-        return SharedSlab([MappedPiece(self.descriptor(nbytes))], nbytes, self.rank == 0, keep)
+        return SharedSlab(MappedRange(self.descriptor(nbytes)), nbytes, self.rank == 0, keep)
 
     def descriptor(self, nbytes: int) -> int:
         """Make memory that all ranks share, and return its descriptor, which the caller closes; see `pass_on`."""

@@ -140,7 +140,7 @@ class SlabInFile(StateSlab):
     """The same in a segment of their scratch file (Rule 7)."""
 
     def __init__(self, segment: SharedSegment, layout: Layout) -> None:
-        super().__init__(SharedSlab(segment.pieces, layout.nbytes, False), layout)
+        super().__init__(SharedSlab(segment.source, layout.nbytes, False), layout)
         self._file, self._begin = segment.file, segment.begin
         self._held: set[int] = set()
         truth = self.shared.truth

@@ -35,7 +35,7 @@ from torch import Tensor
 from ..errors import HostMemoryError, UnsupportedError
 from ..memory.device import Device
 from ..memory.layout import Field, Layout
-from ..memory.pinned import MappedPiece, libc, mapped
+from ..memory.pinned import MappedRange, libc, mapped
 from ..memory.weights import Stamp
 
 PAGE = mmap.PAGESIZE
@@ -61,26 +61,27 @@ class SlabRange(NamedTuple):
 class SharedSlab:
     """One slab of all ranks: its truth and its face in this process (Rule 1)."""
 
-    def __init__(self, pieces: Sequence[MappedPiece], nbytes: int, is_first: bool, keep: bool = False) -> None:
-        """Map pieces of files, and close their descriptors unless there is to be another face."""
+    def __init__(self, source: MappedRange, nbytes: int, is_first: bool, keep: bool = False) -> None:
+        """Map a range of a file, and close its descriptor unless there is to be another face."""
         self.nbytes, self.is_first = nbytes, is_first
-        self.truth, self.before_unmapping = mapped(pieces, nbytes, mmap.MAP_SHARED)
-        self.face, _ = mapped(pieces, nbytes, mmap.MAP_PRIVATE)
-        self._pieces: Sequence[MappedPiece] = pieces  # for further faces
+        self.truth, self.before_unmapping = mapped(source, nbytes, mmap.MAP_SHARED)
+        self.face, _ = mapped(source, nbytes, mmap.MAP_PRIVATE)
+        self._source: MappedRange | None = source  # for further faces
         if not keep:
             self.forget()
 
     def forget(self) -> None:
         """Make no further faces. Safe twice."""
-        for descriptor in {piece.descriptor for piece in self._pieces}:
-            os.close(descriptor)
-        self._pieces = ()
+        if self._source is not None:
+            os.close(self._source.descriptor)
+        self._source = None
 
     def keep_face(self) -> None:
         """Leave the face to its users, with the bytes that it shows now, and make another one."""
         bytes_ = self.face[::PAGE]
         bytes_.copy_(bytes_.clone())  # a page of its own for each that was touched
-        self.face, _ = mapped(self._pieces, self.nbytes, mmap.MAP_PRIVATE)
+        assert self._source is not None
+        self.face, _ = mapped(self._source, self.nbytes, mmap.MAP_PRIVATE)
 
     def lock(self, device: Device) -> None:
         """Page-lock the truth, for copies by the device itself; a lock on the face would make each page private."""
@@ -143,7 +144,7 @@ class Box:
         self.of: list[Tensor] = []
         for other in range(size):
             descriptor = descriptor_of(self._nbytes)
-            self.of.append(mapped([MappedPiece(descriptor)], self._nbytes, mmap.MAP_SHARED)[0])
+            self.of.append(mapped(MappedRange(descriptor), self._nbytes, mmap.MAP_SHARED)[0])
             if other == rank:
                 self._descriptor = descriptor
             else:
@@ -176,7 +177,7 @@ class Box:
         room, start = min(((room, start) for start, room in self._holes if room >= nbytes), default=(0, self._end))
         if start + nbytes > self._nbytes:
             raise UnsupportedError("the gradients of this model change their types too often for several devices")
-        region, before = mapped([MappedPiece(self._descriptor, start)], nbytes, mmap.MAP_SHARED)
+        region, before = mapped(MappedRange(self._descriptor, start), nbytes, mmap.MAP_SHARED)
         lock_in(self._device, region, before)
         self._starts[region.data_ptr()] = start
         self._idle[region.data_ptr()] = 0

@@ -102,7 +102,7 @@ class Engine:
             team.begin(stores, self.access, self.gradient_return, options.optimizer_overlap, storage.state)
         self._by_storage = {storage_id(unit.store.on_device.storage): unit for unit in self.units}
         self._by_parameter = {id(p): unit for unit in self.units for p in unit.stand_ins.hosts}
-        offload = Offload(device, counters, storage.activations(device, counters))
+        offload = Offload(device, counters)
         self.recompute = Recompute(device, offload if options.activations == "recompute+offload" else None)
         self.autocast_weights = AutocastWeights(options.may_cast and compute_dtype is None, self._retype)
         casts = self.autocast_weights.casts
@@ -383,7 +383,7 @@ class Engine:
             self.require(unit)
             for reference in waiting:
                 tensor = reference()
-                if tensor is not None and tensor.place.is_near:
+                if tensor is not None:
                     self.saved.offload.fetch(tensor)
 
         for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autograd.offload import Places, PlacesInMemory
-from ..core.telemetry import Counters
 from ..core.unit_numbers import HostSharing
 from ..gradients.slab import GradientSlab
 from ..memory.device import Device
@@ -79,10 +77,6 @@ class InMemory:
     def gradients_of(self, store: HostCopy, device: Device) -> GradientSlab:
         """Make the memory in which a unit's gradients arrive."""
         return GradientSlab(store, device)
-
-    def activations(self, device: Device, counters: Counters) -> Places:
-        """Return where activations lie that wait on the host for backward."""
-        return PlacesInMemory(device, counters)
 
     def check_state(self, optimizers: Iterable[Optimizer]) -> None:
         """Raise HostMemoryError if a budget has no room for what these optimizers will have in memory.

@@ -14,23 +14,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..autograd.autocast_weights import castable
-from ..autograd.offload import Places
 from ..compat.modules import is_compiled
 from ..compat.references import shares_storage, sharing_bytes
 from ..core import malloc
 from ..core.host import headroom, host_memory
 from ..core.telemetry import Counters
 from ..core.unit_numbers import UnitHostBytes, state_nbytes
-from ..disk.activation_blocks import ActivationBlocks
 from ..disk.placement import Budgeted, choose, may_move, may_travel
 from ..disk.scratch_file import (
-    OneProcess,
     ScratchFile,
     check_folder,
     check_room,
     in_memory_nbytes,
     make_room,
-    shares,
 )
 from ..disk.source_files import Found, check_available, find
 from ..disk.weight_files import WeightFiles, find_local
@@ -101,8 +97,7 @@ class WithinBudget(InMemory):
         casts = () if is_compiled(self._module) else castable(self._module)
         shared = self._bound_to_memory(parameters, keep)
         kinds = *self._types, self._trains, self.spills
-        offloads = self._options.offloads
-        placed = choose(units, filed, self._budget, *kinds, casts, shared, self._sharing, offloads, self.in_files)
+        placed = choose(units, filed, self._budget, *kinds, casts, shared, self._sharing, self.in_files)
         if not placed.fits:
             raise HostMemoryError(self._not_met(placed, [p for p in parameters if id(p) not in found]))
         stay = set(map(id, self._params(placed.units)))
@@ -252,25 +247,24 @@ class WithDisk(WithinBudget):
 
     spills = True
     _gradients: GradientRing | None = None  # through which they go to the disk
-    _activations: ActivationBlocks | None = None  # that are offloaded
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._made: set[int] = set()  # units whose gradients are there
 
     def choose(self, units: Sequence[Unit], ranks: Sharers) -> None:
-        for folder in self._options.folders:
-            check_folder(folder)
+        assert self._options.disk is not None
+        check_folder(self._options.disk)
         self._ranks = ranks.ranks
         if self._options.takes_what_is_free and not self._units:  # once: what the run takes then is within it
             memory, parameters = host_memory(), [parameter for unit in units for _, parameter in unit.params]
             self._budget = max(1, ranks.least(memory.free + _here_nbytes(parameters) - headroom(memory.total)))
         super().choose(units, ranks)
         if not self.state.is_on_disk:
-            for folder, nbytes in shares(self._options.folders, self.on_disk).items():
-                if not make_room(folder, nbytes):
-                    spilled = self._params({*self.placed.spilled, *self.placed.masters, *self.placed.travelling})
-                    check_room(folder, nbytes - left_nbytes(folder, spilled))
+            folder, nbytes = self._options.disk, self.on_disk
+            if not make_room(folder, nbytes):
+                spilled = self._params({*self.placed.spilled, *self.placed.masters, *self.placed.travelling})
+                check_room(folder, nbytes - left_nbytes(folder, spilled))
 
     def _bound_to_memory(self, parameters: Sequence[nn.Parameter], keep: bool) -> set[int]:
         bound = sharing_bytes(parameters) | find_foreign(parameters) if keep else set()  # placement.py, Rule 5
@@ -292,7 +286,8 @@ class WithDisk(WithinBudget):
     def open(self) -> None:
         placed = self.placed
         if placed.on_disk and not self.state.is_on_disk:
-            file = ScratchFile(self._options.folders, self._ranks)
+            assert self._options.disk is not None
+            file = ScratchFile(self._options.disk, self._ranks)
             self.state = self.files.scratch = self._on_disk(file, placed.buffer)
             self._gradients = GradientRing(file, self._device, self._counters, placed.gradient_buffer)
             self.state.gradients_to_come = self._gradients_to_come
@@ -311,24 +306,10 @@ class WithDisk(WithinBudget):
         self._made.add(store.unit.index)
         return SlabOnDisk(store, device, self._gradients)
 
-    def activations(self, device: Device, counters: Counters) -> Places:
-        block, room = self.placed.block, self.placed.room
-        if not room:
-            return super().activations(device, counters)
-        if self._activations is None:
-            self._activations = ActivationBlocks(self._make_file, device, counters, block, room)
-        self._activations.resize(room)
-        return self._activations
-
-    def _make_file(self) -> ScratchFile:
-        return ScratchFile(self._options.folders, OneProcess(), holds_activations=True)
-
     def close_weights(self) -> None:
         super().close_weights()
         if self._gradients is not None:
             self._gradients.close()  # the device unlocks its buffers; those that are made next are locked
-        if self._activations is not None:
-            self._activations.free_unused()
 
     def _gradients_to_come(self) -> int:
         return sum(nbytes for index, nbytes in self.placed.gradients.items() if index not in self._made)
@@ -336,8 +317,6 @@ class WithDisk(WithinBudget):
     def close(self) -> None:
         if self._gradients is not None:
             self._gradients.close()
-        if self._activations is not None:
-            self._activations.close()
         super().close()
 
     def _on_disk(self, file: ScratchFile, buffer_nbytes: int) -> StateOnDisk:

@@ -13,7 +13,7 @@ from families import FAMILIES
 
 import models
 import parity
-from sp_lightning.disk import activation_blocks, scratch_file, state_ring
+from sp_lightning.disk import state_ring
 
 STEPS_TOO = "simgpu, which steps too"  # with optimizer_device="device"
 WINDOWS = {"1": 1, "2": 2, "all": 64}
@@ -30,9 +30,6 @@ PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "bf16-true, masters", "16-mi
 def small_buffers(monkeypatch):
     monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
     monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
-    for name, value in {"BLOCK_NBYTES": 4096, "SMALLEST": 4096, "LEAST": 2}.items():
-        monkeypatch.setattr(activation_blocks, name, value)
-    monkeypatch.setattr(scratch_file, "STRIPE", 2 * scratch_file.SEGMENT)
 
 
 def check(case, accelerator, precision="32-true", optimizer="adamw", accumulate=1, clip=None, **options):
@@ -64,14 +61,6 @@ def check(case, accelerator, precision="32-true", optimizer="adamw", accumulate=
     return actual.telemetry
 
 
-def folders(count):
-    """Make folders over which the file is striped."""
-    found = [os.path.abspath(f"disk{number}") for number in range(count)]
-    for folder in found:
-        os.makedirs(folder, exist_ok=True)
-    return found
-
-
 def cells():
     """Every third net in one of the settings; slow are all pairs of them over three nets, and all pairs with nets."""
     settings = {
@@ -84,7 +73,6 @@ def cells():
         "overlap": [True, False],
         "fused": [False, True],
         "activations": ["keep", "recompute", "offload"],
-        "folders": [1, 2, 3],
     }
     few = ["mlp", "tied_embedding", "mixture_of_experts"]
     often = [legal(row) for row in parity.each_value(case=list(models.ZOO)[::3], **settings)]
@@ -129,7 +117,6 @@ def test_training_with_its_state_on_disk_is_plain_training(cell):
         cell["clip"],
         window=WINDOWS[cell["window"]],
         activations=cell["activations"],
-        disk=folders(cell["folders"]),
         optimizer_overlap=cell["overlap"],
         fused_optimizer=cell["fused"],
         **({"optimizer_device": "device"} if steps_too else {}),

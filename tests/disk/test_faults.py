@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import sp_lightning
-from sp_lightning.disk import activation_blocks, state_ring
+from sp_lightning.disk import state_ring
 from sp_lightning.disk.direct_ring import buffer_over
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.errors import DiskError
@@ -105,8 +105,6 @@ def test_a_disk_that_fails_as_weights_move_there_leaves_the_module(error, device
 @pytest.mark.few(2)
 def test_a_run_goes_on_after_a_disk_was_full_while_units_were_made_anew(options, device, monkeypatch):
     """The forward that makes them raises, and the next one makes them; what the run has on the disk stays there."""
-    monkeypatch.setattr(activation_blocks, "BLOCK_NBYTES", 1 << 12)
-    monkeypatch.setattr(activation_blocks, "LEAST", 2)
     found = []
     for disk in ({}, {"host_budget": "0B", "disk": os.getcwd()}):
         net = stack()
@@ -134,7 +132,7 @@ def test_a_folder_that_is_gone_before_state_is_made_is_named_and_a_run_goes_on_o
         net, options = stack(), {}
         if disk is not None:
             disk.mkdir()
-            options = {"disk": [os.getcwd(), str(disk)], "host_budget": "0B"}
+            options = {"disk": str(disk), "host_budget": "0B"}
         with sp_lightning.stream(net, device, window=2, **options) as handle:
             optimizer = torch.optim.AdamW(net.parameters())
             if disk is not None:
@@ -253,12 +251,10 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 import sp_lightning
-from sp_lightning.disk import activation_blocks, scratch_file, state_ring
+from sp_lightning.disk import state_ring
 
 torch.set_num_threads(1)
 state_ring.BUFFER = state_ring.SMALLEST = 1 << 16
-activation_blocks.BLOCK_NBYTES, activation_blocks.LEAST = 4096, 2
-scratch_file.STRIPE = 2 * scratch_file.SEGMENT
 folder, kill_at, precision = sys.argv[1], *sys.argv[3:]
 epochs = int(sys.argv[2])
 phase, seen, lock = ["begin"], [], threading.Lock()
@@ -329,7 +325,7 @@ class Phases(Callback):
 last = os.path.join(folder, "checkpoints", "last.ckpt")
 master_weights = precision == "bf16-true"
 strategy = sp_lightning.SuperpipelineStrategy(
-    disk=[os.path.join(folder, "a"), os.path.join(folder, "b")],
+    disk=os.path.join(folder, "disk"),
     host_budget="0B",
     activations="offload",
     master_weights=master_weights,
@@ -362,7 +358,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_bits(precision, 
     """Fifty kills in each, spread over two steps with their checkpoints; each life goes on from the last checkpoint."""
     folders = {name: tmp_path / name for name in ("killed", "undisturbed", "short")}
     for folder in folders.values():
-        for name in ("a", "b", "checkpoints"):
+        for name in ("disk", "checkpoints"):
             (folder / name).mkdir(parents=True)
 
     def live(name, epochs, kill_at):
@@ -378,7 +374,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_to_the_same_bits(precision, 
             done = program.wait(120)
         finally:
             program.kill()
-        assert os.listdir(folders[name] / "a") == os.listdir(folders[name] / "b") == []
+        assert os.listdir(folders[name] / "disk") == []
         assert not [one for one in os.listdir("/dev/shm") if str(program.pid) in one or "superpipeline" in one]
         return done
 

@@ -307,28 +307,6 @@ def test_a_second_handle_asks_only_for_what_is_to_come(master_weights, quota):
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
 
 
-@pytest.mark.parametrize("full", [0, 1])
-def test_each_of_several_disks_needs_room_for_its_share(full, tmp_path, monkeypatch):
-    folders = [str(tmp_path / name) for name in ("one", "other")]
-    list(map(os.mkdir, folders))
-    found = scratch_file.mount_of
-    mounts = lambda path: found(path)._replace(device=os.makedev(8, folders.index(path) + 1))  # noqa: E731
-    monkeypatch.setattr(scratch_file, "mount_of", mounts)
-    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    with sp_lightning.stream(net, "cpu", disk=folders, host_budget="0B", wire_dtype="as-is") as handle:
-        needed = handle.storage.on_disk
-    for free in (-(-needed // 2), needed // 2 - 1):
-        rooms = {folders[full]: free, folders[1 - full]: 1 << 30}
-        monkeypatch.setattr(scratch_file, "free_nbytes", rooms.__getitem__)
-        options = {"disk": folders, "host_budget": "0B", "wire_dtype": "as-is"}
-        if free * 2 >= needed:
-            sp_lightning.stream(copy.deepcopy(net), "cpu", **options).close()
-        else:
-            with pytest.raises(DiskError, match="Optimizer state needs") as caught:
-                sp_lightning.stream(copy.deepcopy(net), "cpu", **options)
-            assert caught.value.path == folders[full]
-
-
 # ---- Fabric, whose optimizers are known when they are set up
 
 

@@ -21,12 +21,10 @@ from sp_lightning.errors import DiskError, OptionError
 from sp_lightning.ranks.board import ONE_RANK
 
 
-@pytest.fixture(params=[1, 2, 3])
-def file(request, tmp_path, tmp_path_factory, monkeypatch):
-    """A file in one folder, or striped over several."""
-    monkeypatch.setattr(scratch_file, "STRIPE", 2 * scratch_file.SEGMENT)
-    folders = [tmp_path, *(tmp_path_factory.mktemp("other") for _ in range(request.param - 1))]
-    with contextlib.closing(ScratchFile([str(folder) for folder in folders], ONE_RANK)) as made:
+@pytest.fixture
+def file(tmp_path):
+    """A file in a folder."""
+    with contextlib.closing(ScratchFile(str(tmp_path), ONE_RANK)) as made:
         yield made
 
 
@@ -71,10 +69,10 @@ def test_only_its_own_whole_tensors_have_a_place(file):
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_space_is_free_again_once_no_tensor_is_left(is_closed, file):
-    descriptors = [os.dup(part.descriptor) for part in file._parts]
+    descriptor = os.dup(file.descriptor)
 
     def allocated():
-        return sum(os.fstat(descriptor).st_blocks * 512 for descriptor in descriptors)
+        return os.fstat(descriptor).st_blocks * 512
 
     before = allocated()
     kept, gone = file.tensors([torch.empty(1 << 20)]), file.tensors([torch.empty(1 << 20)])
@@ -88,8 +86,7 @@ def test_space_is_free_again_once_no_tensor_is_left(is_closed, file):
     gc.collect()
     assert allocated() - before < 5 << 20 and address not in file._places
     assert file.place_of(kept[0]) is not None and bool((kept[0] == 1).all())
-    for descriptor in descriptors:
-        os.close(descriptor)
+    os.close(descriptor)
 
 
 def test_many_tensors_are_few_mappings(tmp_path, monkeypatch):
@@ -240,8 +237,9 @@ def test_a_write_that_fails_says_where(number, file, monkeypatch):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "pwritev", fail)
-    offset = next(file._stripes(place.offset, 1)).offset
-    said = f"could not be written at byte {offset}: {re.escape(os.strerror(number))} .*name another one, and go on"
+    said = (
+        f"could not be written at byte {place.offset}: {re.escape(os.strerror(number))} .*name another one, and go on"
+    )
     with pytest.raises(DiskError, match=said) as caught:
         file.write(buffer.memory, place.offset, 5 * BLOCK)
     assert caught.value.errno == number and caught.value.writes
@@ -257,125 +255,13 @@ def room(descriptor):
 
 
 def test_a_segment_of_several_ranks_is_in_the_file_to_its_end_and_gets_room_as_it_is_held(tmp_path):
-    with contextlib.closing(ScratchFile([str(tmp_path)], ONE_RANK)) as file:
+    with contextlib.closing(ScratchFile(str(tmp_path), ONE_RANK)) as file:
         segment = file.share(100 * BLOCK, 1)
-        (piece,) = segment.pieces
-        size, before = room(piece.descriptor)
+        size, before = room(segment.source.descriptor)
         assert size >= segment.begin + 100 * BLOCK and before < 50 * BLOCK
         file.hold(segment.begin, 50 * BLOCK, torch.empty(0), None)
-        assert room(piece.descriptor)[1] >= before + 50 * BLOCK - BLOCK
-        os.close(piece.descriptor)
-
-
-def test_a_segment_of_several_ranks_has_descriptors_of_its_own_parts_alone(two):
-    before = len(os.listdir("/proc/self/fd"))
-    (piece,) = two.share(BLOCK, 1).pieces
-    assert len(os.listdir("/proc/self/fd")) == before + 1
-    os.close(piece.descriptor)
-
-
-# ---- several folders (scratch_file.py, Rule 7)
-
-
-@pytest.fixture
-def two(tmp_path, monkeypatch):
-    monkeypatch.setattr(scratch_file, "STRIPE", 2 * scratch_file.SEGMENT)
-    folders = [str(tmp_path / name) for name in ("one", "other")]
-    list(map(os.mkdir, folders))
-    with contextlib.closing(ScratchFile(folders, ONE_RANK)) as made:
-        yield made
-
-
-def test_stripes_lie_in_turn_in_each_folder_and_in_no_part_twice(two):
-    stripe, first = scratch_file.STRIPE, two._parts[0]
-    (tensor,) = two.tensors([torch.empty(5 * stripe // 4)])
-    place = two.place_of(tensor)
-    found = list(two._stripes(place.offset, place.nbytes))
-    assert [one.part is first for one in found] == [True, False, True, False, True]
-    assert [one.offset // stripe for one in found] == [1, 1, 2, 2, 3] and [one.at // stripe for one in found] == list(
-        range(5)
-    )
-    tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float32))
-    for part, offset, at, nbytes in found:
-        there = os.pread(part.descriptor, nbytes, offset)
-        assert torch.equal(
-            torch.frombuffer(bytearray(there), dtype=torch.float32), tensor[at // 4 : (at + nbytes) // 4]
-        )
-
-
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("broken", [0, 1])
-def test_a_transfer_that_fails_in_either_folder_names_it_and_waits_for_the_others(
-    broken, number, call, two, monkeypatch
-):
-    (tensor,) = two.tensors([torch.empty(6 * scratch_file.STRIPE // 4)])
-    place, buffer = two.place_of(tensor), memory(6 * scratch_file.STRIPE)
-    real, part, under_way, begun = getattr(os, call), two._parts[broken], [], threading.Event()
-
-    def fail(fd, views, at):
-        if fd == part._direct:
-            begun.wait(10)
-            raise OSError(number, os.strerror(number))
-        begun.set()
-        time.sleep(0.2)
-        under_way.append(at)
-        return real(fd, views, at)
-
-    monkeypatch.setattr(os, call, fail)
-    move = two.read if call == "preadv" else two.write
-    with pytest.raises(DiskError, match=re.escape(os.strerror(number))) as caught:
-        move(buffer.memory, place.offset, place.nbytes)
-    assert caught.value.path == f"the scratch file in {two.folders[broken]}" and caught.value.errno == number
-    assert len(under_way) == 3  # nothing moves this memory any more
-
-
-@pytest.mark.parametrize("full", [0, 1])
-def test_a_folder_without_room_is_named(full, two, monkeypatch):
-    allocate = os.posix_fallocate
-
-    def fail(fd, begin, nbytes):
-        if fd == two._parts[full].descriptor:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return allocate(fd, begin, nbytes)
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(DiskError, match="Optimizer state needs") as caught:
-        two.tensors([torch.empty(1 << 20)])
-    assert caught.value.path == two.folders[full] and caught.value.errno == errno.ENOSPC
-
-
-def test_when_it_is_closed_no_folder_has_an_open_file_and_no_thread_is_left(two):
-    (tensor,) = two.tensors([torch.empty(6 * scratch_file.STRIPE // 4)])
-    buffer = memory(tensor.nbytes)
-    two.read(buffer.memory, two.place_of(tensor).offset, tensor.nbytes)
-
-    def threads():
-        return [one for one in threading.enumerate() if one.name.startswith("superpipeline-stripe")]
-
-    files = [number for part in two._parts for number in (part.descriptor, part._direct)]
-    assert threads() and all(os.path.exists(f"/proc/self/fd/{number}") for number in files)
-    two.close()
-    assert not threads() and not any(os.path.exists(f"/proc/self/fd/{number}") for number in files)
-
-
-def test_a_second_folder_that_cannot_be_used_leaves_nothing(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OptionError, match="there is no such folder"):
-        ScratchFile([str(tmp_path), str(tmp_path / "nothing")], ONE_RANK)
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize(
-    "devices, expected", [([1, 2], [50, 50]), ([1, 1], [100]), ([1, 2, 1], [67, 34]), ([3], [100])]
-)
-def test_each_disk_has_its_share(devices, expected, monkeypatch):
-    monkeypatch.setattr(scratch_file, "mount_of", lambda folder: Mount("ext4", devices[int(folder)]))
-    found = scratch_file.shares([str(number) for number in range(len(devices))], 100)
-    assert list(found.values()) == expected and list(found) == [
-        str(devices.index(one)) for one in dict.fromkeys(devices)
-    ]
+        assert room(segment.source.descriptor)[1] >= before + 50 * BLOCK - BLOCK
+        os.close(segment.source.descriptor)
 
 
 def test_a_disk_that_is_full_says_how_much_is_missing(file, monkeypatch, tmp_path):
@@ -383,9 +269,8 @@ def test_a_disk_that_is_full_says_how_much_is_missing(file, monkeypatch, tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
-    share = 4 // len(file._parts)  # of the first folder's disk
     with pytest.raises(
-        DiskError, match=rf"Optimizer state needs {share}\.\d\d MiB there, and .*iB are free: nothing was stepped"
+        DiskError, match=r"Optimizer state needs 4\.\d\d MiB there, and .*iB are free: nothing was stepped"
     ):
         file.tensors([torch.empty(1 << 20)])
     with pytest.raises(DiskError, match=r"Free 1024\.00 PiB or name another disk or raise host_budget by 1024\.00 PiB"):

@@ -211,16 +211,6 @@ def test_ranks_that_find_unlike_memory_have_one_budget(size, nodes):
     assert first and others == [first] * (size - 1)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=SLOW)])
-def test_ranks_share_a_file_in_several_folders(count):
-    folders = [os.path.abspath(f"disk{number}") for number in range(count)]
-    list(map(os.mkdir, folders))
-    settings = {"optimizer": "adamw", "precision": "32-true", "accelerator": "cpu"}
-    found = ranked_disk.check(ranked_runs.fit, "llama", options(disk=folders, window=2), **settings)
-    assert found[0].telemetry["disk_read"] > 0 and found[0].telemetry["disk_written"] > 0
-    assert [os.listdir(folder) for folder in folders] == [[]] * count
-
-
 def test_what_ranks_do_not_cut_has_its_state_in_memory():
     for found in processes.run(2, ranked_disk.state_of_adafactor, os.getcwd()):
         assert found == (

@@ -88,7 +88,7 @@ def test_a_platform_without_memfd(monkeypatch):
 def test_more_memory_than_can_be_mapped():
     descriptor = shared_memory.make(1 << 12)
     with pytest.raises(HostMemoryError, match="cannot map"):
-        shared_memory.mapped([shared_memory.MappedPiece(descriptor)], 1 << 62, 0)
+        shared_memory.mapped(shared_memory.MappedRange(descriptor), 1 << 62, 0)
     os.close(descriptor)
     with pytest.raises(HostMemoryError, match="cannot share"):
         shared_memory.make(-1)

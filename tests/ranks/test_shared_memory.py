@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sp_lightning.memory.device import Device
-from sp_lightning.memory.pinned import MappedPiece
+from sp_lightning.memory.pinned import MappedRange
 from sp_lightning.ranks import shared_memory
 from sp_lightning.ranks.shared_memory import PAGE, Box, SharedSlab, SlabRange, make
 
@@ -22,7 +22,7 @@ def test_written_pages_are_found_and_given_up(scans, monkeypatch):
     monkeypatch.setattr(shared_memory, "_kernel_scans", lambda: scans)
     monkeypatch.setattr(shared_memory, "BLOCK", 100)
     monkeypatch.setattr(shared_memory, "FOUND", 70)
-    slab = SharedSlab([MappedPiece(make(PAGES * PAGE))], PAGES * PAGE, is_first=True)
+    slab = SharedSlab(MappedRange(make(PAGES * PAGE)), PAGES * PAGE, is_first=True)
     slab.truth.fill_(1)
     assert int(slab.face[:: 3 * PAGE].sum()) and slab.private() == []  # a read makes no page private
     written = sorted(random.Random(0).sample(range(PAGES), 900))

@@ -28,7 +28,7 @@ import parity
 import sp_lightning
 from sp_lightning.core import host
 from sp_lightning.core.host import headroom
-from sp_lightning.disk import activation_blocks, direct_file, scratch_file, state_ring
+from sp_lightning.disk import direct_file, state_ring
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.errors import HostMemoryError
 from sp_lightning.optim import torn_step
@@ -40,10 +40,8 @@ OPTIONS = {"host_budget": "0B", "disk": "."}
 
 @contextlib.contextmanager
 def small_portions() -> Iterator[None]:
-    """Have buffers of the smallest size, stripes of a few blocks, and activations in blocks of a page."""
-    pages = mock.patch.multiple(activation_blocks, BLOCK_NBYTES=4096, SMALLEST=4096, LEAST=2)
-    small = mock.patch.object(scratch_file, "STRIPE", 2 * scratch_file.SEGMENT)
-    with mock.patch.object(state_ring, "BUFFER", state_ring.SMALLEST), small, pages:
+    """Have buffers of the smallest size."""
+    with mock.patch.object(state_ring, "BUFFER", state_ring.SMALLEST):
         yield
 
 
