@@ -20,7 +20,7 @@ HEAD = """# Reference
 What `sp_lightning` makes public, from its docstrings: `python docs/make_api.py` writes this page. Everything else may
 change.
 `sp_lightning.pytorch_lightning` has the same strategies and the same callback for `pytorch_lightning`;
-`sp_lightning.ray.RaySuperpipelineStrategy` is the strategy for [Ray Train](several-machines.md#ray-train).
+`sp_lightning.ray.RaySuperpipelineStrategy` is the strategy for [Ray Train](several-devices.md#ray-train).
 """
 MADE_FOR_YOU = ("sp_lightning.Handle", "sp_lightning.Plan")  # by `stream` and `plan`
 OF_LIGHTNING = ("SuperpipelineStrategy", "SuperpipelineFabricStrategy", "SuperpipelineCallback")  # whose hooks it calls

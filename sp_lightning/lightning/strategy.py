@@ -115,7 +115,7 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
             gradients and weights that train: it lies there in a nameless file while the run lasts, and is stepped in
             portions, with the same bits (docs/disk.md). With several devices, state alone goes there.
         divide_state: With several machines: each has a share of the optimizer's state, steps that share of the weights
-            and sends the others the new ones (docs/several-machines.md). The bits are the same. State cannot be read
+            and sends the others the new ones (docs/several-devices.md). The bits are the same. State cannot be read
             but by a checkpoint, which the first machine writes whole. For torch's optimizers that update each element
             by itself, with state in memory.
         timeout: With several devices, how long a rank waits for the others.
