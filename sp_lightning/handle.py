@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from .compat.streaming import forbid_access, storage_id
+from .compat.streaming import call_slot, forbid_access, storage_id
 from .errors import ExactnessError, OptionError
 from .host.device import Device
 from .memory.partition import partition, slots
@@ -118,15 +118,14 @@ class Handle:
         self._hooks: list[Any] = []
         self._visits: dict[nn.Module, Visit] = {}
         try:
+            policy = Activations(settings.activations, self.device)
+            self.window = Window(settings.window, settings.transfer, self.device, policy)
             of_cut = {part: self._add_unit(Unit, part.name, part.params, narrow) for part in streamed}
             self._entries = {root: of_cut[part] for part in streamed for _, root in part.modules}
-            self.window = Window(self.units, settings.window, settings.transfer, self.device)
-            self._policy = Activations(settings.activations, self.window, self.device)
+            self.window.begin(self.units)
             if rest:
                 self._add_unit(ResidentUnit, "(resident)", rest, set())
-            self._gradients = Gradients(
-                self.device, self.steps.thread, self.steps.delivered, self.steps.backward_ended, self.steps.is_eager
-            )
+            self._gradients = Gradients(self.device, self.steps)
             for unit in self.units:
                 self._connect(unit)
             self._hooks += [
@@ -155,20 +154,20 @@ class Handle:
             Weight(name, param, self._slots[param], wire if wire is not None and id(param) in narrow else param.dtype)
             for name, param in params
         ]
-        self.units.append(kind(len(self.units), name, weights, self.device))
+        self.units.append(kind(len(self.units), name, weights, self.device, self.window))
         self.steps.add_unit(self.units[-1])
         return self.units[-1]
 
     def _connect(self, unit: Unit) -> None:
         """Hear of a unit's gradients, and of readers of its weights."""
-        unit.window, unit.saving = self.window, self._policy.saving
         for weight in unit.weights:
             if weight.leaf.is_floating_point() or weight.leaf.is_complex():
                 weight.leaf.requires_grad_(True)
                 take: Any = functools.partial(self._gradients.take, weight)
                 weight.hook = weight.leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
                 weight.leaf.requires_grad_(False)
-            parameters.watch(weight, self._gradients)
+            weight.collector = self._gradients
+            parameters.watch(weight)
         if unit.is_resident:
             unit.show()
 
@@ -210,9 +209,7 @@ class Handle:
                 self._visits[module].units[:] = units
             elif units:
                 where = name or type(module).__name__
-                self._visits[module] = Visit(
-                    module, where, units, bool(entry), self.window, self._policy, self._before_call
-                )
+                self._visits[module] = Visit(module, where, units, bool(entry), self.window, self._before_call)
 
     def _move_buffers(self, device: torch.device) -> None:
         for module in self.module.modules():
@@ -233,7 +230,8 @@ class Handle:
         if not is_entry or self.steps.has_stepped:
             self.steps.has_stepped = False
             for visit in self._visits.values():
-                visit.chain_again()
+                if call_slot(visit.module) is not visit:
+                    visit.chain()
         if self._is_new:
             self._is_new = False
             self._place_new()
@@ -244,6 +242,8 @@ class Handle:
         known = {id(weight.host) for weight in self.weights}
         for weight in self.weights:
             weight.slots = self._slots.get(weight.host, [])
+        for unit in self.units:
+            unit.note_slots()
         named = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
         if named:
             self._connect(self._add_unit(ResidentUnit, "(added)", named, set()))

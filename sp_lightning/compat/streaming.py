@@ -54,9 +54,7 @@ hooks_after_accumulation: Callable[[Tensor], Any] = operator.attrgetter(HOOKS_AF
 
 # `module.compile()` puts its callable into this slot, which `module(...)` calls. Without it a visit would not enclose
 # the hooks of the module and checkpoints in its class's `__call__`; copies and pickles of the module leave it out.
-def call_slot(module: nn.Module) -> Any:
-    """Return what a call of the module runs in place of torch's own code; None: nothing."""
-    return module._compiled_call_impl
+call_slot: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl")  # None: a call runs torch's own code
 
 
 def set_call_slot(module: nn.Module, call: Any) -> None:

@@ -16,22 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.dynamo import never_compiled_hook
-from ..compat.streaming import admits_hooks, top_hooks
+from ..compat.streaming import admits_hooks, storage_id, top_hooks
 from ..errors import UnsupportedError
 from ..host.device import Arrival, Device, Ring, dense_strides
 from .leaf import Weight
 from .recompute import Recompute
-from .window import Window
+from .residency import shown
 
 WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
 SMALLEST = 1 << 10  # bytes; less is not worth a copy
 
 
-def check_version(tensor: Tensor, version: int, shape: torch.Size) -> None:
-    """Raise torch's own error if a saved tensor was written since."""
-    if tensor._version != version:
-        found = f"a tensor of shape {list(shape)} is at version {tensor._version}; expected version {version} instead"
-        raise RuntimeError(f"{WRITTEN}: {found}")
+NOTHING = contextlib.nullcontext()
+
+
+def was_written(version: int, expected: int, shape: torch.Size) -> RuntimeError:
+    """Make torch's own error of a saved tensor that was written since."""
+    return RuntimeError(
+        f"{WRITTEN}: a tensor of shape {list(shape)} is at version {version}; expected version {expected} instead"
+    )
 
 
 class Kept:
@@ -43,7 +46,8 @@ class Kept:
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def get(self) -> Tensor:
-        check_version(self.tensor, self.version, self.tensor.shape)
+        if (version := self.tensor._version) != self.version:
+            raise was_written(version, self.version, self.tensor.shape)
         return self.tensor
 
 
@@ -60,8 +64,9 @@ class SavedWeight:
         unit = self.weight.unit
         unit.window.visit(unit)
         dtype, shape, stride, offset = self.place
-        check_version(self.weight.there, self.version, shape)
-        memory: Tensor = unit.memory
+        if (version := self.weight.there._version) != self.version:
+            raise was_written(version, self.version, shape)
+        memory: Tensor = unit.memory.flat
         return memory.view(dtype).as_strided(shape, stride, offset)
 
 
@@ -158,48 +163,34 @@ class Moved:
         return self._there.view(dtype).as_strided(shape, stride)
 
 
-def _is_plain_view(tensor: Tensor, weight: Weight) -> bool:
-    """Whether a tensor has a weight's bytes as they are, and its version."""
-    return tensor._version == weight.there._version and not tensor.is_conj() and not tensor.is_neg()
-
-
 class Handed:
     """A saved tensor that hooks of others have, of which only a write by the unit's forward is noted."""
 
-    __slots__ = ("_form", "_source", "_version", "_was_written", "packed")
+    __slots__ = ("form", "packed", "source", "version", "was_written")
 
     def __init__(self, tensor: Tensor, packed: Any) -> None:
         self.packed = packed
-        self._source: Tensor | None = tensor.detach()
-        self._form, self._version, self._was_written = tensor.shape, tensor._version, False
-
-    def let_go(self) -> None:
-        """Refer to the tensor no longer: the forward is over."""
-        if self._source is not None:
-            self._was_written = self._source._version != self._version
-            self._source = None
-
-    def check_written(self) -> None:
-        """Raise torch's own error if the forward wrote to the tensor after it was saved."""
-        if self._was_written:
-            raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self._form)}")
+        self.source: Tensor | None = tensor.detach()  # until the forward is over
+        self.form, self.version, self.was_written = tensor.shape, tensor._version, False
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The hooks on saved tensors under which a unit runs."""
 
-    def __init__(self, policy: Activations, trip: Trip | None) -> None:
+    def __init__(self, policy: Activations, outer: Any, trip: Trip | None = None) -> None:
         self._policy, self._trip = policy, trip
-        self.outer = hooks_of_others()  # which get what is no weight
+        self.outer = outer  # hooks of others, which get what is no weight
         self._handed: list[Handed] = []
         super().__init__(self.pack, self._unpack)
 
     @never_compiled_hook
     def pack(self, tensor: Tensor) -> Any:
-        weight = self._policy.window.weight_of(tensor) if tensor.layout is torch.strided else None
-        if weight is not None and _is_plain_view(tensor, weight):
-            weight.unit.keep_for_stream()
-            return SavedWeight(tensor, weight)
+        memory = shown.get(storage_id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+        if memory is not None:
+            weight = memory.weight_of(tensor)
+            if tensor._version == weight.there._version and not tensor.is_conj() and not tensor.is_neg():
+                memory.keep_for_stream()
+                return SavedWeight(tensor, weight)
         if self.outer is not None:
             self._handed.append(Handed(tensor, self.outer[0](tensor)))
             return self._handed[-1]
@@ -209,50 +200,42 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     @never_compiled_hook
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, (SavedWeight, Kept, Moved)):
-            return packed.get()
-        packed.check_written()
-        found: Tensor = self.outer[1](packed.packed)
-        return found
+        if not isinstance(packed, Handed):
+            return packed.get()  # type: ignore[no-any-return]
+        if packed.was_written:
+            raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(packed.form)}")
+        return self.outer[1](packed.packed)  # type: ignore[no-any-return]
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         for handed in self._handed:
-            handed.let_go()
+            if handed.source is not None:
+                handed.was_written, handed.source = handed.source._version != handed.version, None
         self._handed.clear()
-
-
-def our_hooks() -> SavedTensors | None:
-    """Return our hooks on saved tensors, if they are the innermost."""
-    hooks = top_hooks(False)
-    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
-    return owner if isinstance(owner, SavedTensors) else None
-
-
-def hooks_of_others() -> Any:
-    """Return the innermost hooks on saved tensors that are not ours; None: there are none."""
-    return top_hooks(False) if (ours := our_hooks()) is None else ours.outer
 
 
 class Activations:
     """Policy for the activations of units between forward and backward."""
 
-    def __init__(self, policy: str, window: Window, device: Device) -> None:
+    def __init__(self, policy: str, device: Device) -> None:
         self.recomputes, self.offloads = "recompute" in policy, "offload" in policy
-        self.window, self.device = window, device
+        self.device = device
         self._ring = Ring()
         self._last: Callable[[], Trip | None] = lambda: None
 
     def saving(self) -> Any:
         """Return the hooks under which a weight is used, unless ours are there or nothing is recorded."""
         if not torch.is_grad_enabled():
-            return contextlib.nullcontext()
+            return NOTHING
         if not admits_hooks():
             raise UnsupportedError(
                 "saved-tensor hooks are disabled around a streamed module (by disable_saved_tensors_hooks, or by a"
                 " transform of torch.func), but bring its weights back for backward: call it outside of that context"
             )
-        return contextlib.nullcontext() if our_hooks() is not None else SavedTensors(self, None)
+        top = top_hooks(False)
+        if top is not None and isinstance(getattr(top[0], "__self__", None), SavedTensors):
+            return NOTHING
+        return SavedTensors(self, top)
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor goes to the host: on the device, worth a copy, and without gaps or overlaps."""
@@ -267,13 +250,17 @@ class Activations:
 
     def run(self, recompute: Recompute, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a unit's forward, for which autograd records."""
-        if hooks_of_others() is not None:  # inside a checkpoint of the user's, to whom the unit is left
+        if not (self.recomputes or self.offloads):
             return call(*args, **kwargs)
+        top = top_hooks(False)
+        ours = None if top is None else getattr(top[0], "__self__", None)
+        if (ours.outer if isinstance(ours, SavedTensors) else top) is not None:  # inside a checkpoint of the user's
+            return call(*args, **kwargs)  # to whom the unit is left
         if not self.offloads:
-            return recompute.run(call, args, kwargs, Kept) if self.recomputes else call(*args, **kwargs)
+            return recompute.run(call, args, kwargs, Kept)
         trip = Trip(self.device, self._last)
         self._last = weakref.ref(trip)
-        hooks = SavedTensors(self, trip)
+        hooks = SavedTensors(self, None, trip)
         try:
             with hooks:
                 return recompute.run(call, args, kwargs, hooks.pack) if self.recomputes else call(*args, **kwargs)

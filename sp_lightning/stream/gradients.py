@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Executor, Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from ..compat.streaming import (
     without_dispatch,
 )
 from ..errors import ExactnessError, UnsupportedError
-from ..host.device import Device, Ring, aligned
+from ..host.device import Arrival, Device, Ring, aligned
 from .lazy import METADATA, Lazy, grad_of, set_grad
 from .leaf import Weight, version_of
 from .unit import Unit
@@ -51,23 +51,30 @@ class Norm(Tensor):
 
 
 class GradientBytes:
-    """The bytes that backwards left of a weight's gradient: in host memory, or on the device for a resident weight."""
+    """The bytes that backwards left of a weight's gradient.
 
-    def __init__(self, weight: Weight, raw: Tensor, arrived: Any, norm: Tensor | None) -> None:
-        self.weight = weight
-        self.raw: Tensor | None = raw  # in the type in which it came, and where it is stepped
-        self._is_host = raw.device.type == "cpu" and not weight.unit.is_resident
-        self.is_full = self._is_host and raw.dtype == weight.value.dtype  # whether `full` has the bytes
-        self.full = raw if self.is_full else torch.empty_like(weight.value, device="cpu")
-        if not self.is_full:
-            self.full.untyped_storage().resize_(0)  # until somebody asks for it
-        self.arrived = arrived
+    `full` is what the user sees: in host memory, in the weight's type, and without bytes until somebody asks for it.
+    `raw` has the truth, times `factors`; it is `full` once that has its bytes.
+    """
+
+    def __init__(self, weight: Weight, raw: Tensor, arrived: Arrival, norm: Tensor | None) -> None:
+        self.weight, self.raw, self.arrived = weight, raw, arrived
+        if raw.device.type == "cpu" and raw.dtype == weight.value.dtype and not weight.unit.is_resident:
+            self.full = raw
+        else:
+            self.full = torch.empty_like(weight.value, device="cpu")
+            self.full.untyped_storage().resize_(0)
         self.norm = norm  # by the kernel for many tensors
-        self.factors: list[Any] = []  # by which it is still to be multiplied
+        self.factors: list[Any] = []
         self.is_stepped_early = False  # whether a step has read it that the user has not called yet
         self.is_exposed = False  # whether the user may have a view of it
         self.adding: Future[None] | None = None  # of another gradient to it
         self.step: Future[None] | None = None  # the step that reads it
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `full` has the bytes."""
+        return self.raw is self.full
 
     def wait(self) -> None:
         """Wait until nothing adds to it or steps with it. A step's error is raised by the unit's `wait_step`."""
@@ -88,60 +95,63 @@ class GradientBytes:
     def true(self) -> Tensor:
         """Return the true gradient in host memory. Called by the optimizer's thread, or when nothing is pending."""
         self.arrived.synchronize()
-        if not self.is_full:
+        if self.raw is not self.full:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
-            self.full.copy_(self._held)
-            self.raw, self.is_full = None, True
-        self._multiply(self.full)
+            self.full.copy_(self.raw)
+            self.raw = self.full
+        self.multiply()
         self.norm = None  # the caller may change the gradient
         return self.full
 
-    @property
-    def _held(self) -> Tensor:
-        assert self.raw is not None
-        return self.raw
-
-    def _multiply(self, gradient: Tensor) -> None:
+    def multiply(self) -> None:
+        """Multiply by the factors that were noted."""
         for factor in self.factors:
-            gradient.mul_(factor)
+            self.raw.mul_(factor)
         if self.factors:
             self.factors, self.norm = [], None
 
     def on_device(self) -> Tensor:
-        """Return the true gradient of a resident weight on the device."""
-        if self.is_full:
-            return self.settle().to(self.weight.there.device)
-        self._multiply(self._held)
-        return self._held
+        """Return the true gradient on the device."""
+        return self.settle().to(self.weight.there.device)
 
     def find_norm(self, compute: Callable[[Tensor], Tensor], is_for_many: bool) -> Tensor:
         """Return the gradient's norm by this function, computed on the device."""
         if is_for_many and self.norm is not None and not self.factors and not self.norm._version:  # nobody wrote to it
             return self.norm
-        there = self.weight.there.device
-        if self._is_host or self.is_full:
-            return compute(self.settle().to(there))
         return compute(self.on_device())
 
-    def add(self, other: GradientBytes) -> None:
-        """Add the gradient of another backward. Called by the optimizer's thread."""
-        total = self.true()
-        other.arrived.synchronize()
-        total.add_(other._held)
-
-    def add_on_device(self, other: GradientBytes) -> None:
-        """Add the gradient of another backward to a resident weight's."""
+    def accumulate(self, came: GradientBytes, worker: Executor) -> None:
+        """Add the gradient of another backward, beside what follows."""
+        if self.factors or self.step is not None:
+            self.settle()
+            self.step = None
         self.norm = None
-        if self.is_full:
-            self.full.add_(other.settle())
-        else:
-            self._multiply(self._held)
-            self._held.add_(other._held)
+        self.adding = worker.submit(self._add, came)
+
+    def _add(self, came: GradientBytes) -> None:
+        total = self.true()
+        came.arrived.synchronize()
+        total.add_(came.raw)
 
     def flat(self) -> Tensor:
         """Return all elements in the order of memory, in the type in which they came."""
-        found = self.full if self.is_full else self._held
-        return found.as_strided((found.numel(),), (1,))
+        return self.raw.as_strided((self.raw.numel(),), (1,))
+
+
+class ResidentGradientBytes(GradientBytes):
+    """The gradient of a resident weight: on the device until it is read on the host."""
+
+    def on_device(self) -> Tensor:
+        if self.is_full:
+            return super().on_device()
+        self.multiply()
+        return self.raw
+
+    def accumulate(self, came: GradientBytes, worker: Executor) -> None:
+        """Add the gradient of another backward, where the sum is."""
+        self.step = self.norm = None
+        self.multiply()
+        self.raw.add_(came.settle() if self.is_full else came.raw)
 
 
 class HostGradient(Lazy, Tensor):
@@ -300,7 +310,8 @@ class Backward:
         self.sent: list[tuple[Weight, Any]] = []  # what is yet to be put into `.grad`
 
 
-backwards: dict[int, Backward] = {}  # by autograd's number: those under way, and those that an exception ended
+# By autograd's number and the stream: those under way, and those that an exception ended.
+backwards: dict[tuple[int, Gradients], Backward] = {}
 
 
 def recover() -> None:
@@ -311,34 +322,42 @@ def recover() -> None:
     if graph_task() != -1:
         return
     here = threading.get_ident()
-    for number, backward in list(backwards.items()):
+    for key, backward in list(backwards.items()):
         if backward.thread == here:
-            del backwards[number]
+            del backwards[key]
             backward.collector.end(backward)
+
+
+class Stepper(Protocol):
+    """The steps of a stream, as gradients know them."""
+
+    @property
+    def thread(self) -> Executor:
+        """The thread that runs steps, one after the other, and sums of gradients between them."""
+
+    def is_eager(self) -> bool:
+        """Whether this backward's gradients may be stepped as they come."""
+
+    def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
+        """Take note of a unit's gradients: all of them, or those that came by the end."""
+
+    def backward_ended(self) -> None:
+        """Take note of the end."""
 
 
 class Gradients:
     """Takes the leaves' gradients to the user's parameters."""
 
-    def __init__(
-        self,
-        device: Device,
-        worker: Executor,
-        delivered: Callable[[Unit, list[Weight], bool], None],
-        ended: Callable[[], None],
-        is_eager: Callable[[], bool],
-    ) -> None:
-        self._device, self._worker = device, worker
+    def __init__(self, device: Device, steps: Stepper) -> None:
+        self._device, self._steps = device, steps
         self._ring = Ring()
-        self._delivered, self._ended = delivered, ended  # called once a unit's gradients came, and at the end
-        self._is_eager = is_eager  # whether steps wait for gradients inside of backward
 
     def take(self, weight: Weight, leaf: Tensor) -> None:
         """Take a leaf's gradient; with the last one of a unit, send them down."""
-        number, unit = graph_task(), weight.unit
-        if (backward := backwards.get(number)) is None:
-            backward = backwards[number] = Backward(self, unit.window.thread)
-            at_end_of_backward(lambda: self.end(backwards.pop(number)))
+        key, unit = (graph_task(), self), weight.unit
+        if (backward := backwards.get(key)) is None:
+            backward = backwards[key] = Backward(self, unit.window.thread)
+            at_end_of_backward(lambda: self.end(backwards.pop(key)))
         backward.streams.add(self._device.compute)
         came = backward.came.setdefault(unit, {})
         with without_dispatch():
@@ -356,14 +375,10 @@ class Gradients:
     def end(self, backward: Backward) -> None:
         """Send down what came of units that did not get all their gradients, and put all into `.grad`."""
         with contextlib.ExitStack() as ends:  # which go on, last one first, where a hook of the user's raises
-            ends.callback(self._ended)
+            ends.callback(self._steps.backward_ended)
             ends.callback(self._deposit_all, backward.sent)
             while backward.came:
                 self._flush(backward, *backward.came.popitem(), is_complete=False)
-
-    def _deposit_all(self, sent: list[tuple[Weight, Any]]) -> None:
-        for weight, gradient in sent:
-            self.deposit(weight, gradient)
 
     def _flush(self, backward: Backward, unit: Unit, came: dict[Weight, Tensor], is_complete: bool) -> None:
         here = self._device.compute
@@ -372,18 +387,21 @@ class Gradients:
             for grad in came.values():
                 self._device.keep_for(grad, here)
         with torch.no_grad(), without_dispatch():
-            grads = [self._hooked(weight, grad) for weight, grad in came.items()]
-            for weight, gradient in zip(came, self._send(unit, list(came), grads), strict=True):
-                if hooks_after_accumulation(weight.host) or self._is_eager():
-                    self.deposit(weight, gradient)
-                else:
-                    backward.sent.append((weight, gradient))
-        for weight in came:
-            for hook in list((hooks_after_accumulation(weight.host) or {}).values()):
-                hook(weight.host)
-        self._delivered(unit, list(came), is_complete)
+            for weight, grad in came.items():
+                came[weight] = self._hooked(weight, grad)
+            sent = self._send(unit, came)
+            after = [weight.host for weight in came if hooks_after_accumulation(weight.host)]
+        if after or self._steps.is_eager():
+            self._deposit_all(sent)
+            for host in after:
+                for hook in list(hooks_after_accumulation(host).values()):
+                    hook(host)
+        else:
+            backward.sent += sent
+        self._steps.delivered(unit, list(came), is_complete)
 
-    def _hooked(self, weight: Weight, grad: Tensor) -> Tensor:
+    @staticmethod
+    def _hooked(weight: Weight, grad: Tensor) -> Tensor:
         """Pass a gradient through the user's hooks on the parameter."""
         for hook in list((hooks_of_gradient(weight.host) or {}).values()):
             weight.uses = 0
@@ -394,19 +412,21 @@ class Gradients:
         weight.uses = 0
         return grad
 
-    def _send(self, unit: Unit, weights: list[Weight], grads: list[Tensor]) -> list[Any]:
+    def _send(self, unit: Unit, came: dict[Weight, Tensor]) -> list[tuple[Weight, Any]]:
         """Send a unit's gradients down, or note those of resident weights; return them in their order."""
-        dense = [(weight, grad) for weight, grad in zip(weights, grads, strict=True) if grad.layout is torch.strided]
-        norms = norms_of_all([grad.to(weight.value.dtype) for weight, grad in dense], 2.0) if dense else ()
-        raws, arrived = self._kept(dense) if unit.is_resident else self._packed(dense)
-        found = {
-            id(weight): GradientBytes(weight, raw, arrived, norm)
-            for (weight, _), raw, norm in zip(dense, raws, norms, strict=True)
-        }
-        return [
-            found.get(id(weight)) or grad.to("cpu", weight.value.dtype)
-            for weight, grad in zip(weights, grads, strict=True)
-        ]
+        dense = [(weight, grad) for weight, grad in came.items() if grad.layout is torch.strided]
+        sent: dict[Weight, Any] = dict(came)
+        if dense:
+            norms = norms_of_all([grad.to(weight.value.dtype) for weight, grad in dense], 2.0)
+            kind = ResidentGradientBytes if unit.is_resident else GradientBytes
+            raws, arrived = self._kept(dense) if unit.is_resident else self._packed(dense)
+            for (weight, _), raw, norm in zip(dense, raws, norms, strict=True):
+                sent[weight] = kind(weight, raw, arrived, norm)
+        if len(dense) < len(came):
+            for weight, grad in came.items():
+                if grad.layout is not torch.strided:
+                    sent[weight] = grad.to("cpu", weight.value.dtype)
+        return list(sent.items())
 
     def _kept(self, dense: list[tuple[Weight, Tensor]]) -> tuple[list[Tensor], Any]:
         """Keep gradients on the device, as fresh memory in the order of their weights."""
@@ -421,53 +441,42 @@ class Gradients:
             places.append(total)
             total += aligned(grad.nbytes)
         there, here = self._device.empty(total), self._device.passing(total)
-        packed = [_view(there, at, weight.value, grad.dtype) for at, (weight, grad) in zip(places, dense, strict=True)]
-        if dense:
-            copy_all(packed, [grad for _, grad in dense])
+        packed, views = [], []
+        for at, (weight, grad) in zip(places, dense, strict=True):
+            form = weight.value.shape, weight.value.stride(), at // grad.itemsize
+            packed.append(there.view(grad.dtype).as_strided(*form))
+            views.append(here.view(grad.dtype).as_strided(*form))
+        copy_all(packed, [grad for _, grad in dense])
         self._device.after_compute(self._device.down)
         arrived = self._device.send_down(here, there)
         self._ring.hold(there, [arrived], self._device.compute)
-        views = [_view(here, at, weight.value, grad.dtype) for at, (weight, grad) in zip(places, dense, strict=True)]
         return views, arrived
 
     def assign(self, weight: Weight, grad: Tensor) -> Tensor:
         """Make a parameter's gradient of a tensor on the device, which the user assigns."""
         with torch.no_grad(), without_dispatch():
-            (made,) = self._send(weight.unit, [weight], [grad])
+            ((_, made),) = self._send(weight.unit, {weight: grad})
             return HostGradient.of(made) if isinstance(made, GradientBytes) else made
 
-    def deposit(self, weight: Weight, came: Any) -> None:
-        """Make it the parameter's gradient, or add it to the gradient that is there."""
-        host = weight.host
+    def _deposit_all(self, sent: list[tuple[Weight, Any]]) -> None:
+        """Make these the parameters' gradients, or add them to the gradients that are there."""
         with without_dispatch(), torch.no_grad():
-            there = grad_of(host)
-            if there is None:
-                set_grad(host, HostGradient.of(came) if isinstance(came, GradientBytes) else came)
-            elif isinstance(came, GradientBytes) and isinstance(there, HostGradient):
-                self._accumulate(there.content, came)
-            else:
-                self._add_tensors(host, there, came)
+            for weight, came in sent:
+                host = weight.host
+                there = grad_of(host)
+                if there is None:
+                    set_grad(host, HostGradient.of(came) if isinstance(came, GradientBytes) else came)
+                elif isinstance(came, GradientBytes) and isinstance(there, HostGradient):
+                    there.content.accumulate(came, self._steps.thread)
+                else:
+                    _add_tensors(host, there, came)
 
-    def _accumulate(self, total: GradientBytes, came: GradientBytes) -> None:
-        if total.factors or total.step is not None:
-            total.wait()
-            if total.weight.unit.is_resident and not total.is_full:
-                total.on_device()
-            else:
-                total.true()
-            total.step = None
-        total.norm = None
-        if total.weight.unit.is_resident:
-            total.add_on_device(came)
-        else:
-            total.adding = self._worker.submit(total.add, came)
 
-    @staticmethod
-    def _add_tensors(host: nn.Parameter, there: Any, came: Any) -> None:
-        if isinstance(there, HostGradient):
-            there.before()
-        new = came.settle() if isinstance(came, GradientBytes) else came
-        set_grad(host, there + new if there.is_sparse and not new.is_sparse else there.add_(new))
+def _add_tensors(host: nn.Parameter, there: Any, came: Any) -> None:
+    if isinstance(there, HostGradient):
+        there.before()
+    new = came.settle() if isinstance(came, GradientBytes) else came
+    set_grad(host, there + new if there.is_sparse and not new.is_sparse else there.add_(new))
 
 
 def release_gradient(host: nn.Parameter) -> None:
@@ -475,8 +484,3 @@ def release_gradient(host: nn.Parameter) -> None:
     with without_dispatch():
         if isinstance(grad := grad_of(host), HostGradient):
             set_grad(host, grad.content.settle() if hasattr(grad, "content") else grad.detach())
-
-
-def _view(flat: Tensor, at: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    end = at + like.numel() * dtype.itemsize
-    return flat[at:end].view(dtype).as_strided(like.shape, like.stride())

@@ -12,6 +12,7 @@ from ..compat.streaming import GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION, without
 _tensor: Any = Tensor  # whose attributes are descriptors, as type checkers do not know
 data_of, set_data = _tensor.data.__get__, _tensor.data.__set__
 grad_of, set_grad = _tensor.grad.__get__, _tensor.grad.__set__
+stored_version = _tensor._version.__get__
 
 _READ = "requires_grad shape dtype device layout ndim is_leaf is_sparse grad_fn nbytes is_cuda _version".split()
 

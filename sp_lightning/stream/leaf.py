@@ -11,11 +11,14 @@ backward is that of the cast; any other function gets the weight in its own type
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ..compat.streaming import tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
@@ -25,49 +28,76 @@ from .lazy import METADATA, data_of, found_in
 CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights
 CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights in these alone
 
-weights: dict[int, Weight] = {}  # by the id of their leaf, whose attributes are the user's parameter's
+
+class Visitor(Protocol):
+    """The window of a stream, as leaves and units know it."""
+
+    is_in_call: bool  # whether a call of a streamed module is under way
+
+    def using(self, units: Sequence[Any]) -> AbstractContextManager[None]:
+        """Keep units on the device meanwhile, under hooks that save their weights as references."""
+
+    def visit(self, unit: Any) -> None:
+        """Have a unit on the device for what compute does next."""
+
+    def look_again(self, unit: Any) -> None:
+        """Note that the host may write a unit's weights."""
+
+    def drop(self, unit: Any) -> None:
+        """Take a unit from the device."""
+
+
+class Collector(Protocol):
+    """The way of gradients to the user's parameters, as a parameter knows it."""
+
+    def assign(self, weight: Weight, grad: Tensor) -> Tensor:
+        """Make a parameter's gradient of a tensor on the device, which the user assigns."""
 
 
 class Weight:
     """A parameter of the user's, and the leaf that stands for it on the device."""
 
     unit: Any  # the one that it travels with (unit.py)
+    collector: Collector  # of its gradients
     at: int  # its first byte in the unit
     value: Tensor  # the host's bytes: a plain tensor with the parameter's version
     wire: Tensor  # what travels: the same bytes, or a copy in another type
     leaf: Leaf  # which gets the gradient
     there: Tensor  # the weight on the device: the leaf itself, or what is lent for it
     blank: Tensor  # data of the same form without bytes
+    form: tuple[torch.Size, tuple[int, ...], int]  # shape, strides and first element of what travels
 
     def __init__(self, name: str, host: nn.Parameter, slots: list[Slot], dtype: torch.dtype) -> None:
         self.name, self.host, self.slots, self.dtype = name, host, slots, dtype
         self.is_narrow = dtype != host.dtype
         self.nbytes = host.numel() * dtype.itemsize
         self.shown = -1  # version of the host's bytes that the leaf shows
-        self.is_exposed = False  # whether the leaf may have been written behind its version
         self.hook: Any = None  # on the leaf, by which its gradient is taken
         self.uses = 0  # gradients that came through what was lent
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
 
-    def check_written(self, given: Tensor, version: int) -> None:
+    def show_version(self, version: int) -> None:
+        """Give the leaf a new version: it shows other bytes than at its last visit."""
+        if self.shown >= 0:
+            increment_version(self.there)
+        self.shown = version
+
+    def keep_written(self) -> None:
         """Keep what a function wrote to the tensor that it was given for the weight; raise if that is not possible."""
-        if version_of(given) != version:
-            if self.is_narrow:
-                raise ExactnessError(
-                    f"{self.name} was written on the device, where it is {self.dtype} for autocast and the write would"
-                    " be lost: set wire_dtype='as-is', or write to it between steps"
-                )
-            if not self.unit.depth:
-                self.unit.keep_write(self)
+        if self.is_narrow:
+            raise ExactnessError(
+                f"{self.name} was written on the device, where it is {self.dtype} for autocast and the write would be"
+                " lost: set wire_dtype='as-is', or write to it between steps"
+            )
+        if not self.unit.depth:  # or the end of the call keeps it
+            self.unit.keep_write(self)
 
 
 class Leaf(nn.Parameter):
     """A weight on the device. Only reads of `.data` are noted, whose writes no version shows."""
 
-    @property
-    def weight(self) -> Weight:
-        """The weight that the leaf stands for."""
-        return weights[id(self)]
+    __slots__ = ("weight",)  # its attributes are the user's parameter's
+    weight: Weight
 
     def __hash__(self) -> int:
         return id(self.weight.host)  # a dict of the user's has the parameter
@@ -77,7 +107,7 @@ class Leaf(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        self.weight.is_exposed = True
+        self.weight.unit.exposed.add(self.weight)
         with without_dispatch():
             found: Tensor = data_of(self)
         return found
@@ -90,13 +120,14 @@ class Leaf(nn.Parameter):
 class Absent(Leaf):
     """A leaf without bytes: a function that gets it runs while its unit is on the device."""
 
+    __slots__ = ()
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         with without_dispatch():
             if func in METADATA:
-                return func(*args, **kwargs)
-            return call_with_leaves(list(found_in((args, kwargs), Absent)), func, args, kwargs)
+                return func(*args, **(kwargs or {}))
+            return call_with_leaves(func, args, kwargs or {})
 
     def given_to(self, func: Any) -> Tensor:
         """Return what a function gets, now that the unit is on the device."""
@@ -105,6 +136,8 @@ class Absent(Leaf):
 
 class Narrow(Absent):
     """The leaf of a weight that travels in autocast's type."""
+
+    __slots__ = ()
 
     @property
     def data(self) -> Tensor:
@@ -152,10 +185,17 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def call_with_leaves(leaves: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
+def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function with leaves, while their units are on the device; keep what it writes to them."""
-    unit = leaves[0].weight.unit
-    units = list(dict.fromkeys(leaf.weight.unit for leaf in leaves if not leaf.weight.unit.depth))
+    leaves, is_nested = [], False
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Leaf):
+            leaves.append(value)
+        else:
+            is_nested = is_nested or isinstance(value, (list, tuple, dict))
+    if is_nested:
+        leaves = list(found_in((args, kwargs), Leaf))
+    units = dict.fromkeys(unit for leaf in leaves if not (unit := leaf.weight.unit).depth)
     given: list[tuple[Weight, Tensor, int]] = []
 
     def give(leaf: Leaf) -> Tensor:
@@ -163,15 +203,16 @@ def call_with_leaves(leaves: list[Any], func: Any, args: Any, kwargs: Any) -> An
         given.append((leaf.weight, made, version_of(made)))
         return made
 
-    with unit.window.using(units), unit.saving():
-        if any(isinstance(value, (list, tuple, dict)) for value in (*args, *kwargs.values())):
+    with leaves[0].weight.unit.window.using(list(units)):
+        if is_nested:
             args, kwargs = tree_map_only(Leaf, give, (args, kwargs))
         else:
             args = [give(value) if isinstance(value, Leaf) else value for value in args]
             kwargs = {key: give(value) if isinstance(value, Leaf) else value for key, value in kwargs.items()}
         result = func(*args, **kwargs)
         for weight, made, version in given:
-            weight.check_written(made, version)
+            if version_of(made) != version:
+                weight.keep_written()
     return result
 
 

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from ..compat.streaming import storage_id, tree_map_only, without_dispatch
 from ..errors import UnsupportedError
-from .gradients import Gradients, backwards, recover, release_gradient
+from .gradients import backwards, recover, release_gradient
 from .lazy import METADATA, Lazy, data_of, found_in, set_data, set_grad
 from .leaf import Weight, call_with_leaves, graph_after_close, version_of
-from .leaf import weights as leaf_weights
 from .unit import Unit
 
 weights: dict[int, Weight] = {}  # by the id of the parameter
-collectors: dict[int, Gradients] = {}  # by the id of the parameter: what takes its gradients
 
 ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # through which the user may write at any time, unseen
 
@@ -61,9 +59,10 @@ class Watched(Lazy):
                 return func(*args, **(kwargs or {}))
         if func in ON_HOST or not _is_inside_step(args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
-        leaves: list[Tensor] = []
+        has_leaves = False
 
         def on_device(tensor: Watched) -> Any:
+            nonlocal has_leaves
             if (weight := tensor.weight_of()) is None:
                 return tensor
             if isinstance(tensor, Alias):
@@ -71,12 +70,12 @@ class Watched(Lazy):
                 with without_dispatch():
                     return tensor.to(weight.leaf.device)
             _prepare(weight)
-            leaves.append(weight.leaf)
+            has_leaves = True
             return weight.leaf
 
         args, kwargs = tree_map_only(Watched, on_device, (args, kwargs or {}))
         with without_dispatch():
-            return call_with_leaves(leaves, func, args, kwargs) if leaves else func(*args, **kwargs)
+            return call_with_leaves(func, args, kwargs) if has_leaves else func(*args, **kwargs)
 
     def before(self) -> None:
         if (weight := self.weight_of()) is not None:
@@ -141,6 +140,9 @@ class HostParameter(Watched, nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if backwards:
             recover()
+        if func in METADATA and (func != set_grad or args[1] is None):
+            with without_dispatch():
+                return func(*args, **(kwargs or {}))
         if func == set_grad:
             return _assign_gradient(*args)
         if func is torch.autograd.grad:
@@ -218,7 +220,7 @@ def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:
     weight = weights.get(id(param))
     with without_dispatch():
         if weight is not None and grad is not None and grad.device.type != "cpu":
-            grad = collectors[id(param)].assign(weight, grad)
+            grad = weight.collector.assign(weight, grad)
         set_grad(param, grad)
 
 
@@ -235,11 +237,9 @@ def unit_of(param: Any) -> Unit | None:
     return None if weight is None else weight.unit
 
 
-def watch(weight: Weight, collector: Gradients) -> None:
+def watch(weight: Weight) -> None:
     """Have functions of a parameter wait for its bytes."""
     weights[id(weight.host)] = weight
-    collectors[id(weight.host)] = collector
-    leaf_weights[id(weight.leaf)] = weight
     weight.host.__class__ = _watched(type(weight.host))
 
 
@@ -256,4 +256,4 @@ def release(weight: Weight) -> None:
             weight.leaf.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
     release_gradient(weight.host)
     weight.host.__class__ = getattr(weight.host, "plain", nn.Parameter)
-    del weights[id(weight.host)], collectors[id(weight.host)], leaf_weights[id(weight.leaf)]
+    del weights[id(weight.host)]

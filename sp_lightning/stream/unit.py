@@ -1,16 +1,14 @@
 """A unit: weights that travel as one, in a page-locked slab on the host and in fresh memory on the device.
 
-1. Evicting a unit drops the reference to its memory: what still has a view of it keeps it.
-2. The memory is of compute's pool, as all that the model allocates: whenever it is let go of, its next user is queued
-   behind its last reader. A copy up waits for what compute had queued when the memory was allocated.
-3. A unit on the device is stale when its weights' versions have moved since the copy, or its epoch, which steps move
+1. Only `evict` lets go of the unit's memory on the device (residency.py); the window calls it, between visits.
+2. A unit on the device is stale when its weights' versions have moved since the copy, or its epoch, which steps move
    and writes that no version shows.
-4. Whatever writes to the slab first waits for copies that read it (`wait_copy`), and for the unit's step (`wait_step`).
+3. Whatever writes to the slab first waits for copies that read it (`wait_copy`), and for the unit's step (`wait_step`).
+4. A load of a unit that is being stepped takes memory at once; the last of its steps starts the copy, as it ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,8 +20,57 @@ from torch.autograd.graph import increment_version
 
 from ..compat.streaming import without_dispatch
 from ..host.device import Arrival, Device, aligned, dense_strides
-from .lazy import set_data
-from .leaf import Absent, Leaf, Narrow, Weight
+from ..memory.partition import exchange
+from .lazy import stored_version
+from .leaf import Absent, Narrow, Visitor, Weight
+from .residency import Presence, Residency
+
+
+class Pending:
+    """The last step of a unit, which may not have ended, and those before it."""
+
+    def __init__(self) -> None:
+        self.last: Future[None] | None = None  # until something has waited for it
+        self._count = 0  # steps that are under way
+        self._then: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, submit: Callable[[], Future[None]]) -> Future[None]:
+        """Note a step, which this function starts."""
+        with self._lock:
+            self._count += 1
+        self.last = submit()
+        return self.last
+
+    def end(self) -> None:
+        """Note the end of a step, and run what waits for the last one. Called by the step's thread."""
+        with self._lock:
+            self._count -= 1
+            if not self._count and self._then is not None:
+                then, self._then = self._then, None
+                then()
+
+    def after(self, action: Callable[[], None]) -> None:
+        """Run an action now, or as the last step ends, by the step's thread. Does not block."""
+        with self._lock:
+            if self._count:
+                self._then = action
+            else:
+                action()
+
+    def cancel(self) -> None:
+        """Drop the action that waits. Blocks while it runs."""
+        with self._lock:
+            self._then = None
+
+    def wait(self) -> None:
+        """Wait until no step is under way; raise what the last one raised."""
+        if (last := self.last) is not None:
+            try:
+                last.result()
+            finally:
+                if self.last is last:  # it was until now: other threads wait as well
+                    self.last = None
 
 
 class Unit:
@@ -31,28 +78,20 @@ class Unit:
 
     is_resident = False
 
-    def __init__(self, index: int, name: str, weights: list[Weight], device: Device) -> None:
-        self.index, self.name, self.weights, self.device = index, name, weights, device
+    def __init__(self, index: int, name: str, weights: list[Weight], device: Device, window: Visitor) -> None:
+        self.index, self.name, self.weights, self.device, self.window = index, name, weights, device, window
         self.nbytes = sum(aligned(weight.nbytes) for weight in weights)
-        self.flat: Tensor | None = None  # its memory on the device, from a load to the eviction
-        self.is_shown = False  # whether the leaves have that memory
-        self.window: Any = None  # which visits it
-        self.saving: Callable[[], Any] = contextlib.nullcontext  # hooks on saved tensors around a use by other code
+        self.steps = Pending()
         self.depth = 0  # calls of its modules that are under way
         self.trained = 0  # weights that require grad
         self.calls = 0  # forwards since steps are taken beside backward
         self.epoch = 0
         self.is_final = False  # stepped beside this backward, which may go on with the bytes on the device
         self.is_open = False  # the user has an array over the bytes, and may write at any time
+        self.exposed: set[Weight] = set()  # whose leaves' bytes the user may write behind their versions, in this call
         self.has_new_wire = False  # whether weights that travel in another type may have been written
-        self.pending: Future[None] | None = None  # its last step
-        self._home: Any = None  # the stream of the memory on the device
-        self._arrived: Any = None  # the end of the copy up
-        self._copied: Arrival | None = None  # the same, until the host has waited for it
+        self._copied: Arrival | None = None  # the end of the copy up, until the host has waited for it
         self._stamp: tuple[int, list[int]] | None = None  # epoch and versions of what was copied; None: not yet copied
-        self._jobs = 0  # steps that are under way
-        self._is_wanted = False  # whether to copy it up after the last of them
-        self._lock = threading.Lock()
         self._allocate()
         at, blank = 0, device.empty(self.nbytes)
         for weight in weights:
@@ -60,6 +99,12 @@ class Unit:
             self._adopt(weight, blank)
             at += aligned(weight.nbytes)
         blank.untyped_storage().resize_(0)
+        self.memory = Residency(device, weights, self.nbytes)
+        self._hosts: list[Any] = [weight.host for weight in weights]
+        self._leaves: list[Any] = [weight.leaf for weight in weights]
+        self._there = [weight.there for weight in weights]
+        self._values = [weight.value for weight in weights]
+        self.note_slots()
 
     # ---- making
 
@@ -70,12 +115,15 @@ class Unit:
         """Move a parameter's bytes into the slab, and make its leaf."""
         with torch.inference_mode(False):
             self._take_bytes(weight)
-            weight.blank = self._over(blank, weight)
+            weight.form = weight.wire.shape, weight.wire.stride(), weight.at // weight.dtype.itemsize
+            empty = torch.empty(0, dtype=weight.dtype, device=blank.device)  # with a version of its own
+            weight.blank = empty.set_(blank.untyped_storage(), weight.form[2], *weight.form[:2])
             if weight.is_narrow:
                 weight.there = weight.blank.detach()
                 weight.leaf = Narrow(_without_bytes(weight.value, self.device.torch_device), requires_grad=False)
             else:
                 weight.there = weight.leaf = Absent(weight.blank.detach(), requires_grad=False)
+        weight.leaf.weight = weight
         weight.leaf.__dict__ = weight.host.__dict__  # attributes that a forward sets on the weight are the parameter's
 
     def _take_bytes(self, weight: Weight) -> None:
@@ -88,40 +136,32 @@ class Unit:
             host.data = weight.wire
         weight.value = host.detach()
 
-    def _over(self, flat: Tensor, weight: Weight) -> Tensor:
-        """Make a tensor over a weight's place in device memory, with a version of its own."""
-        empty = torch.empty(0, dtype=weight.dtype, device=flat.device)
-        place = weight.at // weight.dtype.itemsize
-        return empty.set_(flat.untyped_storage(), place, weight.wire.shape, weight.wire.stride())
+    def note_slots(self) -> None:
+        """Note anew where the modules have the parameters."""
+        self._slots = [(index, slot) for index, weight in enumerate(self.weights) for slot in weight.slots]
 
-    # ---- memory on the device
+    # ---- on the device
 
-    def load(self) -> None:
-        """Start to copy the weights up; while they are being stepped, have the step do so at its end."""
-        with self._lock:
-            self._home = self.device.compute
-            self.flat = self.device.empty(self.nbytes)
-            self.device.up.wait_event(self._home.record_event())
-            self._stamp = None
-            self._is_wanted = self._jobs > 0
-            if not self._is_wanted:
-                self._copy()
+    def load(self, here: Any) -> None:
+        """Start to copy the weights up, into memory of the stream ``here``."""
+        self.memory.allocate(here)
+        self._stamp = None
+        self.steps.after(self._copy)
 
     def _copy(self) -> None:
-        assert self.flat is not None
         if self.has_new_wire:
             self._cast()
-        self._arrived = self._copied = self.device.send_up(self.flat, self.slab)
+        self.memory.arrived = self._copied = self.device.send_up(self.memory.flat, self.slab)
         self._stamp = self._now()
         if self.is_open:
             self.wait_copy()  # nothing makes the user's next write to the array wait
 
     def _now(self) -> tuple[int, list[int]]:
-        return self.epoch, [weight.value._version for weight in self.weights]
+        return self.epoch, list(map(stored_version, self._values))
 
     def is_stale(self) -> bool:
         """Whether what is on the device, or on its way there, is no longer what the host has."""
-        if self.flat is None or self.is_final or self._stamp is None:
+        if self.memory.state is Presence.ABSENT or self.is_final or self._stamp is None:
             return False
         return self.is_open or self._stamp != self._now()
 
@@ -133,67 +173,31 @@ class Unit:
             if weight.is_narrow:
                 weight.wire.copy_(weight.value)
 
+    def show(self, here: Any = None) -> None:
+        """Have the leaves show the weights to what is launched on the stream ``here``: by default the caller's.
+
+        Blocks while the unit's step is under way.
+        """
+        here = self.device.compute if here is None else here
+        if self.memory.state is Presence.ABSENT:
+            self.load(here)
+        if self._stamp is None or not self.is_final:
+            self.wait_step()
+        assert self._stamp is not None
+        self.memory.show(here, self._stamp[1])
+
+    def evict(self) -> None:
+        """Let go of the memory on the device."""
+        self.steps.cancel()
+        self.memory.release()
+
+    # ---- on the host
+
     def wait_copy(self) -> None:
         """Wait until no copy reads the slab, which is about to be written."""
         if (copied := self._copied) is not None:
             copied.synchronize()
             self._copied = None
-
-    def show(self) -> None:
-        """Have compute wait for the weights, and give the bytes to the leaves.
-
-        Leaves of weights that were written get a new version, as in a plain run.
-        """
-        if self.flat is None:
-            self.load()
-        if self._stamp is None or not self.is_final:
-            self.wait_step()
-        self._arrived.wait(self.device.compute)
-        self.keep_for_stream()
-        if not self.is_shown:
-            self.is_shown = True
-            self._give_bytes()
-
-    def keep_for_stream(self) -> None:
-        """Keep the memory until work on the calling thread's stream is done, where that is a stream of the user's."""
-        if (here := self.device.compute) != self._home:
-            self.device.keep_for(self.memory, here)
-
-    @property
-    def memory(self) -> Tensor:
-        """The unit's memory on the device, where it is."""
-        assert self.flat is not None
-        return self.flat
-
-    def _give_bytes(self) -> None:
-        assert self._stamp is not None
-        with without_dispatch(), torch.inference_mode(False):
-            for weight, version in zip(self.weights, self._stamp[1], strict=True):
-                set_data(weight.there, self._over(self.memory, weight))
-                if not weight.is_narrow:
-                    weight.there.__class__ = Leaf
-                self._show_version(weight, version)
-
-    def _show_version(self, weight: Weight, version: int) -> None:
-        if version != weight.shown:
-            if weight.shown >= 0:
-                increment_version(weight.there)
-            weight.shown = version
-
-    def evict(self) -> None:
-        """Let go of the memory on the device."""
-        with self._lock, without_dispatch():
-            self._is_wanted = False
-            if self.flat is not None and self._stamp is not None and not self.is_shown:
-                self._arrived.wait(self._home)  # the memory's next user is queued behind the copy
-            self.flat = None
-            for weight in self.weights if self.is_shown else ():
-                set_data(weight.there, weight.blank)
-                if not weight.is_narrow:
-                    weight.there.__class__ = Absent
-            self.is_shown = False
-
-    # ---- what the host does with the bytes
 
     def before_host_access(self, weight: Weight) -> None:
         """Wait until the host may read and write a weight's bytes."""
@@ -208,68 +212,56 @@ class Unit:
         with torch.no_grad(), without_dispatch():
             weight.value.copy_(weight.there)
         weight.shown = weight.value._version
-        weight.is_exposed = False
         self._stamp = self._now()
 
     # ---- steps
 
+    @property
+    def pending(self) -> Future[None] | None:
+        """The last step, unless something has waited for it."""
+        return self.steps.last
+
     def begin_step(self, step: Callable[[], Future[None]]) -> Future[None]:
         """Note a step, which this function starts."""
-        with self._lock:
-            self._jobs += 1
-            self.epoch += 1
-        self.pending = step()
-        return self.pending
+        self.epoch += 1
+        return self.steps.begin(step)
 
     def end_step(self) -> None:
-        """Copy the unit up if a load waits for its last step. Called by the step's thread."""
-        with self._lock:
-            self._jobs -= 1
-            if self._is_wanted and not self._jobs:
-                self._is_wanted = False
-                self._copy()
+        """Note a step's end. Called by its thread."""
+        self.steps.end()
 
     def wait_step(self) -> None:
         """Wait until no step of the unit is pending; raise what it raised."""
-        if (pending := self.pending) is not None:
-            try:
-                pending.result()
-            finally:
-                if self.pending is pending:  # it was until now: other threads wait as well
-                    self.pending = None
+        if self.steps.last is not None:
+            self.steps.wait()
 
     # ---- the modules' parameters
 
-    def bind(self) -> None:
-        """Put the leaves into the modules."""
+    def bind(self) -> list[int]:
+        """Put the leaves into the modules. Return their versions, for `written_since`."""
+        self.trained = 0
+        self.exposed.clear()
         with without_dispatch():
-            self.trained = 0
             for weight in self.weights:
                 trains = weight.host.requires_grad
                 self.trained += trains
                 if weight.leaf.requires_grad != trains:
                     weight.leaf.requires_grad_(trains)
-                for slot in weight.slots:
-                    if slot.get() is weight.host:
-                        slot.set(weight.leaf)
+            exchange(self._slots, self._hosts, self._leaves)
+            return list(map(stored_version, self._there))
 
     def unbind(self) -> None:
         """Put the user's parameters back."""
-        for weight in self.weights:
-            for slot in weight.slots:
-                if slot.get() is weight.leaf:
-                    slot.set(weight.host)
+        exchange(self._slots, self._leaves, self._hosts)
 
-    def written(self) -> list[Any]:
-        """List what changes for a leaf when the user's forward writes to it."""
+    def written_since(self, versions: list[int]) -> list[Weight]:
+        """List the weights that the user's forward wrote to, or may have."""
         with without_dispatch():
-            return [(weight.there._version, weight.is_exposed) for weight in self.weights]
-
-    def keep_writes(self, before: list[Any]) -> None:
-        """Copy to the host what was written to leaves since `written`."""
-        for weight, then, now in zip(self.weights, before, self.written(), strict=True):
-            if then != now:
-                self.keep_write(weight)
+            now = list(map(stored_version, self._there))
+        if now == versions and not self.exposed:
+            return []
+        changed = zip(self.weights, versions, now, strict=True)
+        return [weight for weight, before, after in changed if before != after or weight in self.exposed]
 
 
 class ResidentUnit(Unit):
@@ -289,33 +281,36 @@ class ResidentUnit(Unit):
         weight.value = host.detach()
         weight.is_ahead = True
 
-    def load(self) -> None:
+    def load(self, here: Any) -> None:
         """Copy the weights up, and drop the host's bytes."""
-        self._home = self.device.compute
-        self.flat = self.device.empty(self.nbytes)
+        self.memory.allocate(here)
         with without_dispatch(), torch.no_grad(), torch.inference_mode(False):
             for weight, source in zip(self.weights, self._sources, strict=True):
-                self._over(self.flat, weight).copy_(source)
+                self._on_device(weight).copy_(source)
         self._sources.clear()
-        self._arrived = self._home.record_event()
+        self.memory.arrived = here.record_event()
         self._stamp = self._now()
 
-    def show(self) -> None:
-        if self.flat is not None and self.is_stale():
+    def _on_device(self, weight: Weight) -> Tensor:
+        return self.memory.flat.view(weight.dtype).as_strided(*weight.form)
+
+    def show(self, here: Any = None) -> None:
+        if self.memory.state is not Presence.ABSENT and self.is_stale():
             self._refresh()
-        super().show()
+        super().show(here)
 
     def is_stale(self) -> bool:
         return self.is_open or self._stamp != self._now()
 
     def _refresh(self) -> None:
         """Copy up what the host has written; the memory and the leaves stay."""
-        with without_dispatch(), torch.no_grad(), torch.inference_mode(False):
-            for weight in self.weights:
-                if not weight.is_ahead:
-                    self._over(self.memory, weight).copy_(weight.value)
-                self._show_version(weight, weight.value._version)
         self._stamp = self._now()
+        with without_dispatch(), torch.no_grad(), torch.inference_mode(False):
+            for weight, version in zip(self.weights, self._stamp[1], strict=True):
+                if not weight.is_ahead:
+                    self._on_device(weight).copy_(weight.value)
+                if version != weight.shown:
+                    weight.show_version(version)
 
     def evict(self) -> None:
         """Bring all bytes down, and let go of the memory on the device. Called at the end of the stream."""
@@ -326,7 +321,7 @@ class ResidentUnit(Unit):
     def before_host_access(self, weight: Weight) -> None:
         """Bring a weight's bytes down if the device has newer ones."""
         if weight.is_ahead:
-            if self.flat is None:
+            if self.memory.state is Presence.ABSENT:
                 self.show()
             self.wait_step()
             weight.is_ahead = False
@@ -334,12 +329,12 @@ class ResidentUnit(Unit):
             if not storage.nbytes():
                 storage.resize_(weight.nbytes)
             with without_dispatch(), torch.no_grad():
-                weight.wire.copy_(self._over(self.memory, weight))
+                weight.wire.copy_(self._on_device(weight))
         self.window.look_again(self)
 
     def keep_write(self, weight: Weight) -> None:
         """Note that the device has newer bytes of a weight than the host."""
-        weight.is_ahead, weight.is_exposed = True, False
+        weight.is_ahead = True
         with without_dispatch():
             increment_version(weight.value)
         weight.shown = weight.value._version

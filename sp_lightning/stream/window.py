@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..compat.streaming import dispatch_mode_count, graph_task, storage_id, without_dispatch_modes
+from ..compat.streaming import dispatch_mode_count, graph_task, without_dispatch_modes
 from ..core.schedule import Schedule
 from ..errors import UnsupportedError
 from ..host.device import Device, DeviceMemoryError
 from ..options import format_bytes
-from .leaf import Weight, graph_after_close
+from .activations import Activations
+from .leaf import graph_after_close
+from .residency import Presence
 from .unit import Unit
 
 LONGEST = 1 << 15  # visits that are remembered
@@ -65,48 +65,68 @@ class Trace:
 class Window:
     """Loads units ahead of their visits, and evicts others."""
 
-    def __init__(self, units: Sequence[Unit], window: int, transfer: int, device: Device) -> None:
-        self._units, self._device = units, device
-        self._schedule = Schedule([unit.nbytes for unit in units], window, transfer)
+    def __init__(self, window: int, transfer: int, device: Device, policy: Activations) -> None:
+        self._units: Sequence[Unit] = ()
+        self._sizes, self._device, self.policy = (window, transfer), device, policy
         self._trace = Trace()
         self._current: tuple[Unit | None, Any] = None, None  # the unit that was visited last, and on which stream
         self._in_use: dict[int, Unit] = {}
-        self._caller: int | None = None  # the thread whose call of a streamed module is under way
+        self.caller: int | None = None  # the thread whose call of a streamed module is under way
         self.thread: int | None = None  # which called a streamed module last, and then calls backward
-        self._shown: dict[int, Unit] = {}  # by the address of their storage
         self.is_in_call = False  # whether a call of a streamed module is under way
         self._is_closed = False
 
+    def begin(self, units: Sequence[Unit]) -> None:
+        """Stream these units from now on; units without memory of their own that are added stay beside them."""
+        self._units = units
+        self._schedule = Schedule([unit.nbytes for unit in units], *self._sizes)
+
     @contextlib.contextmanager
     def using(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Visit units, and keep them on the device meanwhile."""
-        mine = [unit for unit in units if unit.index not in self._in_use]
+        """Visit units and keep them on the device meanwhile, under hooks that save their weights as references."""
+        mine = self.hold(units)
+        try:
+            with self.policy.saving():
+                yield
+        finally:
+            self.let_go(mine)
+
+    def hold(self, units: Sequence[Unit]) -> list[Unit]:
+        """Visit units, and keep them on the device. Return those that were not kept before."""
+        mine = []
         try:
             for unit in units:
                 if unit.is_open:
                     self.look_again(unit)
                 self.visit(unit)
-                self._in_use[unit.index] = unit
-            yield
-        finally:
-            for unit in mine:
-                self._in_use.pop(unit.index, None)
+                if unit.index not in self._in_use:
+                    self._in_use[unit.index] = unit
+                    mine.append(unit)
+        except BaseException:
+            self.let_go(mine)
+            raise
+        return mine
 
-    @contextlib.contextmanager
-    def in_call(self) -> Iterator[None]:
-        """Note the call of a streamed module."""
-        before = self.is_in_call, self._caller
+    def let_go(self, units: Sequence[Unit]) -> None:
+        """Keep units on the device no longer."""
+        for unit in units:
+            self._in_use.pop(unit.index, None)
+
+    def begin_call(self) -> tuple[bool, int | None]:
+        """Note a call of a streamed module. Return what `end_call` restores."""
+        before = self.is_in_call, self.caller
         self.is_in_call = True
         if graph_task() == -1:
-            self._caller = self.thread = threading.get_ident()
-        try:
-            yield
-        finally:
-            self.is_in_call, self._caller = before
+            self.caller = self.thread = threading.get_ident()
+        return before
+
+    def end_call(self, before: tuple[bool, int | None]) -> None:
+        """Note the end of a call."""
+        self.is_in_call, self.caller = before
 
     def check_thread(self, where: str) -> None:
         """Raise if a call on another thread is under way. A backward runs on threads of autograd's, while one waits."""
-        if self._caller not in (None, threading.get_ident()) and graph_task() == -1:
+        if self.caller not in (None, threading.get_ident()) and graph_task() == -1:
             raise UnsupportedError(
                 f"two threads are in one streamed model, one of them at {where}: call it from one thread at a time"
             )
@@ -127,52 +147,43 @@ class Window:
             raise graph_after_close(unit.name)
         self._current = None, None  # until the visit succeeds: it may evict the unit that was visited last
         if not unit.is_resident:
-            self._bring(unit)
-        unit.show()
-        self._shown[storage_id(unit.memory.untyped_storage())] = unit
+            self._bring(unit, here[1])
+        unit.show(here[1])
         self._current = here
 
-    def _bring(self, unit: Unit) -> None:
+    def _bring(self, unit: Unit, stream: Any) -> None:
         if unit.index not in self._in_use and unit.is_stale():
             self.drop(unit)
         if period := self._trace.add(unit.index):
             self._schedule.begin(period, wrap=True)
         decision = self._schedule.visit(unit.index, self._in_use)
         for index in decision.evict:
-            self._evict(self._units[index])
+            self._units[index].evict()
         for index in decision.load:
             if index in self._schedule.resident:
-                self._load(self._units[index], is_needed=index == unit.index)
+                self._load(self._units[index], stream, is_needed=index == unit.index)
 
-    def _load(self, unit: Unit, is_needed: bool) -> None:
+    def _load(self, unit: Unit, stream: Any, is_needed: bool) -> None:
         """Load a unit. Where the device is full, a unit that is needed now takes the place of all idle ones."""
         try:
-            unit.load()
+            unit.load(stream)
         except torch.OutOfMemoryError as error:
             if not is_needed:
                 self._schedule.invalidate([unit.index])
                 return
             idle = [index for index in self._schedule.resident if index not in self._in_use and index != unit.index]
             for index in self._schedule.invalidate(idle):
-                self._evict(self._units[index])
+                self._units[index].evict()
             try:
-                unit.load()
+                unit.load(stream)
             except torch.OutOfMemoryError:
-                used = sum(other.nbytes for other in self._units if other.flat is not None)
+                used = sum(other.nbytes for other in self._units if other.memory.state is not Presence.ABSENT)
                 raise DeviceMemoryError(
                     f"{unit.name} needs {format_bytes(unit.nbytes, up=True)} on {self._device.torch_device}, which is"
                     f" full: units in use hold {format_bytes(used)}, and all else is activations, other tensors and the"
                     " allocator's own. Take smaller batches, activations='recompute' or 'offload', or fewer resident"
                     " units"
                 ) from error
-
-    def weight_of(self, tensor: Tensor) -> Weight | None:
-        """Find the weight over whose bytes on the device a tensor is a view."""
-        unit = self._shown.get(storage_id(tensor.untyped_storage()))
-        if unit is None:
-            return None
-        at = tensor.storage_offset() * tensor.itemsize
-        return unit.weights[bisect_right(unit.weights, at, key=lambda weight: weight.at) - 1]
 
     def look_again(self, unit: Unit) -> None:
         """Compare the versions of a unit's weights at its next visit: the host may have written them."""
@@ -184,15 +195,10 @@ class Window:
         self._current = None, None
         if not unit.is_resident:
             for index in self._schedule.invalidate([unit.index]):
-                self._evict(self._units[index])
+                self._units[index].evict()
 
     def close(self) -> None:
         """Take all units from the device."""
         self._current, self._is_closed = (None, None), True
         for unit in self._units:
             self.drop(unit)
-
-    def _evict(self, unit: Unit) -> None:
-        if unit.is_shown:
-            self._shown.pop(storage_id(unit.memory.untyped_storage()), None)
-        unit.evict()

@@ -250,14 +250,15 @@ def test_nothing_travels_that_did_not_change(monkeypatch):
 
 @pytest.mark.simgpu
 def test_blocks_of_a_loop_of_the_user_s_are_loaded_ahead(monkeypatch):
+    from sp_lightning.stream.residency import Presence
     from sp_lightning.stream.window import Window
 
     model, x, found = Net(count=8), torch.ones(4, 32, device="simgpu"), []
     bring = Window._bring
 
-    def noted(window, unit):
-        found.append(unit.flat is not None)
-        bring(window, unit)
+    def noted(window, unit, stream):
+        found.append(unit.memory.state is not Presence.ABSENT)
+        bring(window, unit, stream)
 
     monkeypatch.setattr(Window, "_bring", noted)
     with streamed(model, "simgpu", window=3), torch.no_grad():

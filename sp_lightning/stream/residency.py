@@ -1,0 +1,98 @@
+"""The memory of a unit on the device, and whether the leaves show it.
+
+    state     memory   leaves          left by
+    ABSENT    none     without bytes   `allocate`
+    LOADING   fresh    without bytes   `show`, once compute waits for the copy up; `release`
+    SHOWN     fresh    with the bytes  `release`
+
+`release` drops the reference to the memory, and nothing else frees it: what still has a view of it keeps it. The memory
+is of compute's pool, as all that the model allocates: whenever it is let go of, its next user is queued behind its last
+reader. A copy up waits for what compute had queued when the memory was allocated.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.streaming import storage_id, without_dispatch
+from ..host.device import Arrival, Device
+from .lazy import set_data
+from .leaf import Absent, Leaf, Weight
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
+shown: dict[int, Residency] = {}  # by the address of their storage
+
+
+class Presence(enum.Enum):
+    """Where a unit is between the host and its leaves."""
+
+    ABSENT = enum.auto()
+    LOADING = enum.auto()
+    SHOWN = enum.auto()
+
+
+class Residency:
+    """A unit's memory on the device."""
+
+    def __init__(self, device: Device, weights: Sequence[Weight], nbytes: int) -> None:
+        self._device, self._weights, self._nbytes = device, weights, nbytes
+        self._places = [weight.at for weight in weights]
+        self.state = Presence.ABSENT
+        self.flat = NOTHING
+        self.arrived: Arrival | None = None  # the end of the copy up; None: the copy is yet to begin
+        self._home: Any = None  # the stream of the memory
+
+    def allocate(self, here: Any) -> None:
+        """Take memory of the stream ``here``, on which the caller launches kernels; copies up wait for what it has."""
+        self.flat = self._device.empty(self._nbytes)
+        self.state, self.arrived, self._home = Presence.LOADING, None, here
+        self._device.up.wait_event(here.record_event())
+
+    def show(self, here: Any, versions: Sequence[int]) -> None:
+        """Have compute wait for the copy, and give the bytes to the leaves.
+
+        Leaves of weights that were written get a new version, as in a plain run.
+        """
+        assert self.arrived is not None
+        self.arrived.wait(here)
+        if here != self._home:
+            self._device.keep_for(self.flat, here)
+        if self.state is Presence.SHOWN:
+            return
+        self.state = Presence.SHOWN
+        shown[storage_id(self.flat.untyped_storage())] = self
+        with without_dispatch(), torch.inference_mode(False):
+            for weight, version in zip(self._weights, versions, strict=True):
+                set_data(weight.there, self.flat.view(weight.dtype).as_strided(*weight.form))
+                if not weight.is_narrow:
+                    weight.there.__class__ = Leaf
+                if version != weight.shown:
+                    weight.show_version(version)
+
+    def keep_for_stream(self) -> None:
+        """Keep the memory until work on the calling thread's stream is done, where that is a stream of the user's."""
+        if (here := self._device.compute) != self._home:
+            self._device.keep_for(self.flat, here)
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        if self.state is Presence.LOADING and self.arrived is not None:
+            self.arrived.wait(self._home)  # the memory's next user is queued behind the copy
+        if self.state is Presence.SHOWN:
+            del shown[storage_id(self.flat.untyped_storage())]
+            with without_dispatch():
+                for weight in self._weights:
+                    set_data(weight.there, weight.blank)
+                    if not weight.is_narrow:
+                        weight.there.__class__ = Absent
+        self.state, self.flat = Presence.ABSENT, NOTHING
+
+    def weight_of(self, tensor: Tensor) -> Weight:
+        """Return the weight over whose bytes a tensor is a view."""
+        return self._weights[bisect_right(self._places, tensor.storage_offset() * tensor.itemsize) - 1]
