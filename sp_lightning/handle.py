@@ -111,7 +111,7 @@ class Handle:
         streamed = [unit for unit in cut if not unit.resident][settings.resident :]
         narrow = casts_of(module, settings.wire)
         self.units: list[Unit] = []
-        self.steps = Steps(settings.chunk)
+        self.steps = Steps(settings.chunk, self.device.torch_device)
         rest = [named for part in cut if part not in streamed for named in part.params]
         plain = [(param, param.data) for _, param in rest]
         self._is_new = False  # whether modules or parameters were added anywhere

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -42,6 +43,9 @@ copy_all = torch._foreach_copy_
 norms_of_all = torch._foreach_norm
 multiply_all = torch._foreach_mul_
 unscale_all = torch._amp_foreach_non_finite_check_and_unscale_
+
+# Without it nothing would tell on which devices torch's optimizers step lists of tensors where the user chose nothing.
+devices_with_lists: Callable[[], list[str]] = _get_foreach_kernels_supported_devices
 
 # Without it no tensor could answer for bytes that are still on their way.
 as_subclass: Callable[..., Any] = Tensor._make_subclass

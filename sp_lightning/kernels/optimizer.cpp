@@ -17,6 +17,7 @@
 //    multiplied by the factor of clipping, if there is one.
 // 8. The norm of a gradient is the root of sums that ATen has in as many lanes as a vector has numbers. How many those
 //    are, and whether their products and those of the last numbers are fused, native.py finds by comparing bits.
+// 9. The kinds from `kListsAdam` on round as CUDA's kernels do: see "CUDA's arithmetic".
 //
 // build.py compiles this file once for each set of instructions. Threads are those of torch's OpenMP, whose entry the
 // loader passes in (`sp_lightning_use`), and no function of the C++ library is called: a library needs libc and libm alone.
@@ -38,8 +39,10 @@ namespace {
 constexpr int64_t kBlock = 512;
 constexpr int kTaken = 32;  // blocks at once: neighbouring blocks share pages
 
-enum Kind : int32_t { kAdam, kSgd, kAdagrad, kRmsprop };
-enum Flag : int32_t { kMaximize = 1, kDecoupled = 2, kNesterov = 4, kCentered = 8, kMomentum = 16, kDecay = 32 };
+enum Kind : int32_t { kAdam, kSgd, kAdagrad, kRmsprop, kListsAdam, kFusedAdam, kCudaSgd };
+enum Flag : int32_t {
+  kMaximize = 1, kDecoupled = 2, kNesterov = 4, kCentered = 8, kMomentum = 16, kDecay = 32, kAmsgrad = 64, kFirst = 128
+};
 enum Wire : int32_t { kNone, kBFloat16, kFloat16, kWires };
 enum Root : int32_t { kRounded, kNewton, kNewtonFused, kNewton14, kMkl, kRoots };
 
@@ -338,10 +341,16 @@ void widen(const uint16_t* in, float* out, int64_t n, int32_t type, bool) {
 }
 #endif
 
-// Returns the gradients of a block, as they are if they are FP32, else made in a buffer in the first-level cache (Rule 7).
+// Returns the gradients of a block, as they are if nothing is to be done, else made in a buffer in the first-level cache
+// (Rule 7).
 const float* gradient_of(const Tensors& t, int64_t at, int64_t n, float* wide) {
-  if (t.grad_type == kNone) return static_cast<const float*>(t.grad) + at;
-  widen(static_cast<const uint16_t*>(t.grad) + at, wide, n, t.grad_type, false);
+  if (t.grad_type == kNone) {
+    const float* as_it_is = static_cast<const float*>(t.grad) + at;
+    if (t.factor == 1) return as_it_is;
+    std::copy(as_it_is, as_it_is + n, wide);
+  } else {
+    widen(static_cast<const uint16_t*>(t.grad) + at, wide, n, t.grad_type, false);
+  }
   if (t.factor != 1) {
     for (int64_t i = 0; i < n; i++) wide[i] *= t.factor;
   }
@@ -467,6 +476,101 @@ void rmsprop(const Request& request, const Tensors& t, const float* __restrict__
   }
 }
 
+// ---- CUDA's arithmetic (Rule 9)
+//
+// A product contracts with the sum that follows; quotients and roots round correctly. The operators on lists are those
+// of torch's `foreach` optimizers. Fused Adam and AdamW have options in FP32, averages as fma(b, m, fma(-b, g, g)), and
+// CUDA's `powf` (`power`). Both kinds of SGD compute alike.
+
+inline float cuda_addcmul(float a, float x, float y, float value) {
+  return value == 1 ? __builtin_fmaf(x, y, a) : __builtin_fmaf(value, x * y, a);
+}
+
+inline float cuda_addcdiv(float a, float x, float y, float value) {
+  return value == 1 ? a + x / y : __builtin_fmaf(value, x / y, a);
+}
+
+template <int32_t Flags>
+void lists_adam(const Request&, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
+  float* __restrict__ p = t.param + at;
+  float *__restrict__ m = t.state[0] + at, *__restrict__ v = t.state[1] + at;
+  float* __restrict__ largest = Flags & kAmsgrad ? t.state[2] + at : nullptr;
+  const float decay = t.scalar[0], shrink = t.scalar[1], w1 = t.scalar[2], b2 = t.scalar[3], w2 = t.scalar[4];
+  const float correction = t.scalar[5], eps = t.scalar[6], size = t.scalar[7];
+  for (int64_t i = 0; i < n; i++) {
+    const float grad = gradient<true, Flags>(g[i], p[i], decay);
+    m[i] = lerp<true>(m[i], grad, w1);
+    float square = v[i] = cuda_addcmul(v[i] * b2, grad, grad, w2);
+    if (Flags & kAmsgrad) square = largest[i] = largest[i] < square || square != square ? square : largest[i];
+    const float shrunk = Flags & kDecoupled ? p[i] * shrink : p[i];
+    p[i] = cuda_addcdiv(shrunk, m[i], std::sqrt(square) / correction + eps, size);
+  }
+}
+
+template <int32_t Flags>
+void fused_adam(const Request&, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
+  float* __restrict__ p = t.param + at;
+  float *__restrict__ m = t.state[0] + at, *__restrict__ v = t.state[1] + at;
+  float* __restrict__ largest = Flags & kAmsgrad ? t.state[2] + at : nullptr;
+  const float decay = t.scalar[0], rate = t.scalar[1], b1 = t.scalar[2], b2 = t.scalar[3], eps = t.scalar[4];
+  const float size = t.scalar[5], correction = t.scalar[6];
+  for (int64_t i = 0; i < n; i++) {
+    const float shrunk = Flags & kDecoupled ? __builtin_fmaf(p[i], -(rate * decay), p[i]) : p[i];
+    const float grad = gradient<true, Flags>(g[i], p[i], decay), product = grad * grad;
+    m[i] = __builtin_fmaf(m[i], b1, __builtin_fmaf(grad, -b1, grad));
+    float square = v[i] = __builtin_fmaf(v[i], b2, __builtin_fmaf(product, -b2, product));
+    if (Flags & kAmsgrad) square = largest[i] = largest[i] < square ? square : largest[i];
+    p[i] = shrunk - m[i] * size / (std::sqrt(square) / correction + eps);
+  }
+}
+
+template <int32_t Flags>
+void cuda_sgd(const Request&, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
+  float* __restrict__ p = t.param + at;
+  float* __restrict__ b = Flags & kMomentum ? t.state[0] + at : nullptr;
+  const float decay = t.scalar[0], momentum = t.scalar[1], damped = t.scalar[2], rate = t.scalar[3];
+  for (int64_t i = 0; i < n; i++) {
+    float grad = gradient<true, Flags>(g[i], p[i], decay);
+    if (Flags & kMomentum) {
+      b[i] = Flags & kFirst ? grad : __builtin_fmaf(damped, grad, b[i] * momentum);
+      grad = Flags & kNesterov ? __builtin_fmaf(b[i], momentum, grad) : b[i];
+    }
+    p[i] = __builtin_fmaf(grad, rate, p[i]);
+  }
+}
+
+// CUDA's powf of a number from 0 to 1 and a whole exponent from 1 on: by a logarithm of two FP32 numbers.
+float power(float base, float exponent) {
+  if (base < 1e-30f) return exponent == 1 ? base : 0;
+  int32_t bits;
+  std::memcpy(&bits, &base, sizeof bits);
+  const int32_t scale = (bits - 0x3f3504f3) & static_cast<int32_t>(0xff800000);  // base = 2 ** scale * near, near 1
+  bits -= scale;
+  float near;
+  std::memcpy(&near, &bits, sizeof near);
+  const float x = near - 1, inverse = 1 / (near + 1), u = inverse * (x + x), square = u * u, log2e = 1.4426950216293335f;
+  const float rest = inverse * __builtin_fmaf(x, -u, (x - u) + (x - u)), whole = static_cast<float>(scale) * 0x1p-23f;
+  const float first = __builtin_fmaf(u, log2e, whole);
+  float low = __builtin_fmaf(rest, log2e, __builtin_fmaf(u, log2e, whole - first));
+  low = __builtin_fmaf(u, 1.9251366722983221e-08f, low);
+  float series = 0.0006568862590938807f;
+  for (float c : {0.0032181653659790754f, 0.018033718690276146f, 0.12022458761930466f}) {
+    series = __builtin_fmaf(square, series, c);
+  }
+  series *= square;
+  low = __builtin_fmaf(u, series, __builtin_fmaf(rest, series * 3, low));
+  const float high = first + low;  // the logarithm is high + low
+  low -= high - first;
+  const float product = exponent * high, turns = std::nearbyint(product);
+  const float part = __builtin_fmaf(exponent, low, __builtin_fmaf(exponent, high, -product)) + (product - turns);
+  float result = 0.00015239251661114395f;
+  for (float c : {0.0013391353422775865f, 0.0096188392490148545f, 0.055503588169813156f, 0.24022644758224487f,
+                  0.6931471824645996f, 1.f}) {
+    result = __builtin_fmaf(result, part, c);
+  }
+  return static_cast<float>(std::ldexp(static_cast<double>(result), static_cast<int>(turns)));
+}
+
 // ---- from a request to its loop
 
 using Loop = void (*)(const Request&, const Tensors&, const float*, int64_t, int64_t);
@@ -476,8 +580,10 @@ Loop loop_of(int32_t flags) {
   constexpr int32_t own = kMaximize | kDecay | (Kind == kAdam      ? kDecoupled
                                                 : Kind == kSgd     ? kNesterov
                                                 : Kind == kRmsprop ? kCentered | kMomentum
-                                                                   : 0);
-  if constexpr (Next <= kDecay) {
+                                                : Kind == kCudaSgd ? kNesterov | kMomentum | kFirst
+                                                : Kind >= kListsAdam ? kDecoupled | kAmsgrad
+                                                                     : 0);
+  if constexpr (Next <= kFirst) {
     if constexpr ((own & Next) != 0) {
       if (flags & Next) return loop_of<Kind, Fused, Flags | Next, Next * 2>(flags);
     }
@@ -486,6 +592,9 @@ Loop loop_of(int32_t flags) {
     if constexpr (Kind == kAdam) return adam<Fused, Flags>;
     if constexpr (Kind == kSgd) return sgd<Fused, Flags>;
     if constexpr (Kind == kAdagrad) return adagrad<Fused, Flags>;
+    if constexpr (Kind == kListsAdam) return lists_adam<Flags>;
+    if constexpr (Kind == kFusedAdam) return fused_adam<Flags>;
+    if constexpr (Kind == kCudaSgd) return cuda_sgd<Flags>;
     return rmsprop<Fused, Flags>;
   }
 }
@@ -497,6 +606,9 @@ Loop loop_for(int32_t kind, int32_t flags) {
     case kSgd: return loop_of<kSgd, Fused, 0>(flags);
     case kAdagrad: return loop_of<kAdagrad, Fused, 0>(flags);
     case kRmsprop: return loop_of<kRmsprop, Fused, 0>(flags);
+    case kListsAdam: return loop_of<kListsAdam, true, 0>(flags);
+    case kFusedAdam: return loop_of<kFusedAdam, true, 0>(flags);
+    case kCudaSgd: return loop_of<kCudaSgd, true, 0>(flags);
   }
   return nullptr;
 }
@@ -538,6 +650,12 @@ extern "C" int32_t sp_lightning_step(Request* request) {
   });
   request->done = 1;
   return 0;
+}
+
+// Computes the powers of fused Adam's betas as CUDA does: the step's size, and the root of the second average's correction.
+extern "C" void sp_lightning_cuda_corrections(float rate, float beta1, float beta2, float step, float* out) {
+  out[0] = rate / (1 - power(beta1, step));
+  out[1] = std::sqrt(1 - power(beta2, step));
 }
 
 // Computes the norms of gradients in bfloat16, each on one thread. Returns 0, or 1 as above.

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, optim
 
+from ..compat.streaming import devices_with_lists
 from ..stream.gradients import GradientBytes
 from ..stream.leaf import Weight
+from .compiled import Options, loop_for
+from .compiled import step as step_compiled
 from .state import WaitingState
 
-FUSED = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}  # which torch fuses on the host
-ELEMENTWISE = FUSED | {optim.RMSprop, optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop, optim.Adadelta}
+ELEMENTWISE = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adamax, optim.NAdam}
+ELEMENTWISE |= {optim.RAdam, optim.ASGD, optim.Rprop, optim.Adadelta}
 BY_WEIGHT = {optim.Adafactor, optim.Muon, optim.SparseAdam}  # which treat each weight by itself
-Options: TypeAlias = dict[str, Any]
 
 SCALING = ("grad_scale", "found_inf")  # what a GradScaler tells a fused optimizer
 
@@ -80,60 +82,79 @@ class Slice(NamedTuple):
                 state[key].copy_(entry)
 
 
+def is_known(optimizer: optim.Optimizer) -> bool:
+    """Whether an optimizer's step treats each weight by itself."""
+    return type(optimizer) in ELEMENTWISE | BY_WEIGHT
+
+
+def code_of_step(optimizer: optim.Optimizer) -> Any:
+    """Return an optimizer's step without the hooks of the user's."""
+    step: Any = type(optimizer).step
+    return getattr(step, "__wrapped__", step)
+
+
 class SlicedOptimizer:
-    """The user's optimizer, over slices of what it has."""
+    """One step of the user's optimizer, with its options as they were when the user called it, over slices."""
 
-    def __init__(self, user: optim.Optimizer, chunk: int) -> None:
-        self.user, self._chunk = user, chunk
-        step = type(user).step
-        self._step: Any = getattr(step, "__wrapped__", step)  # without the hooks of the user's step
+    def __init__(self, user: optim.Optimizer, chunk: int, device: torch.device) -> None:
+        self._user, self._chunk, self._device = user, chunk, device
+        self.has_written = False  # whether any weight was stepped
         self._is_elementwise = type(user) in ELEMENTWISE
-        self.is_known = self._is_elementwise or type(user) in BY_WEIGHT
+        self._options = [self._noted(group) for group in user.param_groups]
+        self._loops = [loop_for(type(user), group, device) for group in self._options]
+        given = {name: getattr(user, name, None) for name in SCALING}
+        self._scaling = {name: value for name, value in given.items() if value is not None}
+        self._scaling_here = {name: value.to("cpu") for name, value in self._scaling.items()}
 
-    def options(self, is_host: bool) -> list[Options]:
-        """Note the options of the groups as they are now."""
-        found = [
-            {key: _noted(value) for key, value in group.items() if key != "params"} for group in self.user.param_groups
-        ]
-        for group in found if is_host and type(self.user) in FUSED else ():
-            if group["fused"] is None and group["foreach"] is None and not group["differentiable"]:
-                group["fused"] = True
-        return found
+    def _noted(self, group: Options) -> Options:
+        """Note the options of a group; where the user chose no kernels, choose those that the device takes."""
+        noted = {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        is_free = noted.get("foreach", False) is None and noted.get("fused") is None
+        if is_free and not noted.get("differentiable") and not isinstance(noted["lr"], Tensor):
+            noted["foreach"] = self._device.type in devices_with_lists()
+        return noted
 
-    def scaling(self, device: torch.device) -> Options:
-        """Note what a GradScaler told the optimizer for this step."""
-        given = {name: getattr(self.user, name, None) for name in SCALING}
-        return {name: value.to(device) for name, value in given.items() if value is not None}
-
-    def step(self, work: list[Work], options: list[Options], scaling: Options, state: WaitingState) -> None:
-        """Step weights on the host, with options as they were when the user called the step."""
-        for run in self._runs(work, state):
-            params: list[list[Tensor]] = [[] for _ in options]
-            states: dict[Tensor, Any] = collections.defaultdict(dict)
-            ordered = sorted(run, key=lambda part: part.work.group)
-            made = []
-            for part in ordered:
-                weight = part.work.weight
-                param = part.of(weight.value)
-                param.grad = part.gradient()
-                if own := state.peek(weight.host):
-                    states[param] = {key: part.state_of(entry) for key, entry in own.items()}
-                params[part.work.group].append(param)
-                made.append(param)
-            self._call(options, params, states, scaling)
-            for part, param in zip(ordered, made, strict=True):
-                weight = part.work.weight
-                if (new := states.get(param)) and part.is_last:
-                    part.put_state(state.make(weight.host), new)
-                if weight.is_narrow:
-                    part.of(weight.wire).copy_(param)
+    def step(self, work: list[Work], state: WaitingState) -> None:
+        """Step weights on the host."""
+        is_infinite = bool(self._scaling_here.get("found_inf", 0))
+        scale = self._scaling_here.get("grad_scale")
+        left = work if is_infinite else step_compiled(self._loops, work, scale, state)
+        self.has_written |= len(left) < len(work)
+        for run in self._runs(left, state):
+            self._step_slices(run, state)
+            self.has_written = True
         for _, grad, _ in work:
             if isinstance(grad, GradientBytes) and grad.is_full:
                 grad.norm = None  # a fused kernel that scales gradients writes them
 
-    def step_on_device(self, work: list[Work], options: list[Options], scaling: Options, state: WaitingState) -> None:
+    def _step_slices(self, run: list[Slice], state: WaitingState) -> None:
+        params: list[list[Tensor]] = [[] for _ in self._options]
+        states: dict[Tensor, Any] = collections.defaultdict(dict)
+        ordered = sorted(run, key=lambda part: part.work.group)
+        made = []
+        for part in ordered:
+            weight = part.work.weight
+            param = part.of(weight.value)
+            param.grad = part.gradient()
+            if own := state.peek(weight.host):
+                states[param] = {key: part.state_of(entry) for key, entry in own.items()}
+            params[part.work.group].append(param)
+            made.append(param)
+        self._call(params, states, self._scaling_here)
+        for part, param in zip(ordered, made, strict=True):
+            weight = part.work.weight
+            if (new := states.get(param)) and part.is_last:
+                part.put_state(state.make(weight.host), new)
+            if weight.is_narrow:
+                part.of(weight.wire).copy_(param)
+
+    def step_on_device(self, work: list[Work], state: WaitingState) -> None:
         """Step resident weights where they are, as a plain run steps them."""
-        params: list[list[Tensor]] = [[] for _ in options]
+        params: list[list[Tensor]] = [[] for _ in self._options]
         states: dict[Tensor, Any] = collections.defaultdict(dict)
         made = []
         for weight, grad, group in work:
@@ -143,23 +164,15 @@ class SlicedOptimizer:
                 states[param] = dict(own)
             params[group].append(param)
             made.append(param)
-        self._call(options, params, states, scaling)
+        self._call(params, states, {name: value.to(self._device) for name, value in self._scaling.items()})
         for (weight, _, _), param in zip(work, made, strict=True):
             if new := states.get(param):
                 state.make(weight.host).update(new)
 
-    def _call(
-        self,
-        options: list[Options],
-        params: list[list[Tensor]],
-        states: dict[Tensor, Any],
-        scaling: Options,
-    ) -> None:
+    def _call(self, params: list[list[Tensor]], states: dict[Tensor, Any], scaling: Options) -> None:
         """Call the class's step on other parameters and state than the user's."""
-        other = object.__new__(type(self.user))
-        other.__dict__ = {**vars(self.user), "state": states, **scaling}
-        other.param_groups = [{**group, "params": own} for group, own in zip(options, params, strict=True)]
-        self._step(other)
+        groups = [{**group, "params": own} for group, own in zip(self._options, params, strict=True)]
+        code_of_step(self._user)(shadow_of(self._user, groups, state=states, **scaling))
 
     def _runs(self, work: list[Work], state: WaitingState) -> Iterator[list[Slice]]:
         """Cut weights into runs of slices of about a chunk's elements; a step that makes state is of a whole."""
@@ -190,5 +203,8 @@ class SlicedOptimizer:
         return all(entry.stride() == value.stride() for entry in alike)
 
 
-def _noted(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def shadow_of(optimizer: optim.Optimizer, groups: list[Options], **attributes: Any) -> Any:
+    """Make an optimizer that has other groups, and is the user's otherwise."""
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__ = {**vars(optimizer), **attributes, "param_groups": groups}
+    return shadow

@@ -3,9 +3,10 @@
 1. A step of a unit is pending from its submission until something needs its results: a load, a read of a weight, its
    gradient or its state.
 2. Resident weights are stepped on the device, by the calling thread, as in a plain run.
-3. A step beside backward takes gradients as they come. The user's own call of `step` finds those weights stepped;
+3. The optimizer's own code gets a shadow of the optimizer, which has the parameters that are not streamed.
+4. A step beside backward takes gradients as they come. The user's own call of `step` finds those weights stepped;
    until it comes, the step is half applied: it is neither saved nor followed by another backward.
-4. A step that failed after it changed a weight leaves the weights half stepped: nothing steps or saves them again
+5. A step that failed after it changed a weight leaves the weights half stepped: nothing steps or saves them again
    before weights and state are loaded. One that changed nothing leaves no mark, as a plain run's.
 """
 
@@ -15,7 +16,7 @@ import collections
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,37 +26,47 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..compat.streaming import without_dispatch
 from ..errors import ExactnessError, TornStepError
 from ..stream.gradients import GradientBytes, HostGradient, recover
-from ..stream.leaf import Weight
+from ..stream.leaf import Weight, stepped_already
 from ..stream.parameters import unit_of, weights
 from ..stream.unit import Unit
-from .slices import SlicedOptimizer, Work
+from .slices import SlicedOptimizer, Work, is_known, shadow_of
 from .state import WaitingState
 
 
 @dataclass
 class Outcome:
-    """The state of a step of several units: an error ends those that have not begun."""
+    """What a step of several units has done: an error ends those that have not begun."""
 
-    has_changed: bool = False  # whether a unit was stepped
+    versions: dict[Weight, int] = field(default_factory=dict)  # of the weights that it changed, after that
     error: BaseException | None = None
+    where: str = ""  # the unit of the error
+    has_state: bool = False  # whether state was loaded since
+
+    def note(self, whose: list[Weight]) -> None:
+        """Note that weights were changed."""
+        self.versions.update((weight, weight.value._version) for weight in whose)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether state was loaded, and all weights that were changed have been written since."""
+        return self.has_state and all(weight.value._version != version for weight, version in self.versions.items())
 
 
 class Steps:
     """The optimizers of a stream, and the thread that steps them."""
 
-    def __init__(self, chunk: int) -> None:
-        self._chunk = chunk
+    def __init__(self, chunk: int, device: torch.device) -> None:
+        self._chunk, self._device = chunk, device
         self._units: dict[Unit, None] = {}
-        self.thread = ThreadPoolExecutor(1, "superpipeline-steps")
+        # The thread rounds as the device does, which keeps denormals.
+        self.thread = ThreadPoolExecutor(1, "superpipeline-steps", torch.set_flush_denormal, (False,))
         self._adopted: weakref.WeakKeyDictionary[optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # and hooks
         self._early: tuple[optim.Optimizer, dict[int, int]] | None = None  # and the groups of its weights
         self._early_outcome = Outcome()  # of steps beside this backward
-        self._stepped: set[int] = set()  # weights that were stepped beside this backward
+        self._stepped: dict[Weight, GradientBytes] = {}  # weights that were stepped beside this backward
         self._options_then: Any = None  # the options with which they were stepped
         self.has_stepped = True  # whether a step of the user's came since the handle looked
-        self._hidden: list[tuple[Any, Any]] = []  # gradients that the optimizer's own code is not to find
-        # The unit of a half-applied step, and what ended the step.
-        self._failed: tuple[str, BaseException] | None = None
+        self._failed = Outcome()  # of the last step that ended half-way
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -97,7 +108,7 @@ class Steps:
         weight = weights.get(id(param))
         return weight if weight is not None and weight.unit in self._units else None
 
-    def adopt(self, optimizer: optim.Optimizer) -> SlicedOptimizer:
+    def adopt(self, optimizer: optim.Optimizer) -> None:
         """Have readers of an optimizer's state wait."""
         if not isinstance(optimizer.state, WaitingState):
             optimizer.state = WaitingState(optimizer)
@@ -108,7 +119,6 @@ class Steps:
                 optimizer.register_load_state_dict_pre_hook(lambda owner, _: _wait_steps(owner)),
                 optimizer.register_load_state_dict_post_hook(self._loaded),
             ]
-        return SlicedOptimizer(optimizer, self._chunk)
 
     def place_state(self, optimizer: optim.Optimizer) -> None:
         """Put each weight's state where the weight is stepped."""
@@ -125,75 +135,76 @@ class Steps:
                     state[key] = value.to(home)
 
     def _loaded(self, optimizer: optim.Optimizer) -> None:
-        self._failed = None
+        self._failed.has_state = self._early_outcome.has_state = True
         self.place_state(optimizer)
 
     def _before(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Step what is streamed, and give the optimizer's own code a shadow with the rest."""
         recover()
         groups = self._groups(optimizer)
         if not groups:
             return None
+        self.has_stepped = True
         self.check_whole()
-        if not self.adopt(optimizer).is_known:  # an optimizer that may look at all weights at once
+        self.adopt(optimizer)
+        if not is_known(optimizer):  # it may look at all weights at once
             return None
+        rest = [
+            {**group, "params": [param for param in group["params"] if self._weight(param) is None]}
+            for group in args[0].param_groups  # those of a shadow, where the optimizer is another stream's as well
+        ]
+        shadow = shadow_of(args[0], rest)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._take(optimizer, groups)
-            return None
+            return (shadow, *args[1:]), kwargs
 
         def closure_and_step() -> Any:
             result = closure()
             self._take(optimizer, groups)
             return result
 
-        if len(args) > 1:
-            return (args[0], closure_and_step, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closure_and_step}
+        return (shadow, closure_and_step), {}
 
     def _take(self, optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
-        """Step what is streamed; the optimizer's own code finds no gradients there."""
-        if self._stepped and self._options_then != _numbers(optimizer):
-            raise ExactnessError(
-                "options of the optimizer changed after weights were stepped beside backward with the options before:"
-                " set optimizer_overlap=False"
-            )
+        """Step the streamed weights that have gradients, but for those that were stepped beside backward."""
+        self._check_options(optimizer)
+        self.adopt(optimizer)
         work: dict[Unit, list[Weight]] = {}
-        self._hidden = []
         state: Any = optimizer.state
         with without_dispatch():
             for group in optimizer.param_groups:
                 for param in group["params"]:
-                    if param.grad is not None:
-                        state.reserve(param)
+                    if param.grad is None:
+                        continue
+                    state.reserve(param)
                     weight = self._weight(param)
-                    if weight is not None and (grad := param.grad) is not None:
-                        self._hidden.append((param, grad))
-                        if isinstance(grad, HostGradient):
-                            grad.content.is_stepped_early = False
-                        if id(weight) not in self._stepped:
-                            work.setdefault(weight.unit, []).append(weight)
-            self._submit_all(work, optimizer, groups)
-            for param, _ in self._hidden:
-                param.grad = None
-        self._stepped.clear()
+                    if weight is not None and not weight.is_half_applied:
+                        work.setdefault(weight.unit, []).append(weight)
+            self._step_units(work, SlicedOptimizer(optimizer, self._chunk, self._device), groups, state)
+        self._forget_early_steps()
 
-    def _submit_all(self, work: dict[Unit, list[Weight]], optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
+    def _step_units(
+        self, work: dict[Unit, list[Weight]], step: SlicedOptimizer, groups: dict[int, int], state: Any
+    ) -> None:
         """Step resident units, whose errors are raised here, and then start the steps of the others."""
         outcome = Outcome()
-        for unit in sorted(work, key=lambda unit: (not unit.is_resident, unit.index)):
-            if unit.is_resident:
-                self._step_on_device(unit, work[unit], optimizer, groups)
-            else:
-                self._submit(unit, work[unit], optimizer, groups, outcome)
-                unit.window.drop(unit)
+        try:
+            for unit in sorted(work, key=lambda unit: (not unit.is_resident, unit.index)):
+                if unit.is_resident:
+                    self._step_on_device(unit, work[unit], step, groups, state, outcome)
+                else:
+                    self._submit(unit, work[unit], step, groups, state, outcome)
+                    unit.window.drop(unit)
+        except BaseException as error:  # of a resident unit, or an interrupt: what has not begun does not begin
+            outcome.error = outcome.error or error
+            self.wait_thread()
+            if outcome.versions:
+                self._failed = outcome
+            raise
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.has_stepped = True
-        hidden, self._hidden = self._hidden, []
-        with without_dispatch():
-            for param, grad in hidden:
-                param.grad = grad
-        if optimizer in self._adopted and not SlicedOptimizer(optimizer, self._chunk).is_known:
+        if optimizer in self._adopted and not is_known(optimizer):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             for unit in {unit for param in params if (unit := unit_of(param)) is not None}:
                 unit.epoch += 1  # the user's own code stepped it
@@ -202,12 +213,16 @@ class Steps:
 
     def step_beside_backward(self, optimizer: optim.Optimizer | None) -> None:
         """From here on gradients are final as they come, and this optimizer steps them; None: no longer."""
-        self._early, self._early_outcome = None, Outcome()
+        self._early = None
         self.backward_ended()
         for unit in self._units:
             unit.calls = 0
-        if optimizer is not None and self.adopt(optimizer).is_known:
-            self._early = optimizer, self._groups(optimizer)
+        if optimizer is not None:
+            self.check_applied()
+            self._early_outcome = Outcome()
+            self.adopt(optimizer)
+            if is_known(optimizer):
+                self._early = optimizer, self._groups(optimizer)
 
     def is_eager(self) -> bool:
         """Whether this backward's gradients may be stepped as they come."""
@@ -216,21 +231,32 @@ class Steps:
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
         """Step a unit's weights now, if their gradients are final."""
         for weight in whose:
-            if id(weight) in self._stepped:
-                raise ExactnessError(
-                    f"{weight.name} got another gradient after it was stepped beside the first backward: set"
-                    " optimizer_overlap=False"
-                )
+            if weight.is_half_applied:
+                raise stepped_already(weight.name)
         if self._early is None or not is_complete or unit.calls != 1 or unit.is_resident:
             return
         optimizer, groups = self._early
         mine = [weight for weight in whose if id(weight) in groups]
         if mine and all(isinstance(weight.host.grad, HostGradient) for weight in mine):
-            self._stepped.update(map(id, mine))
-            unit.is_final, self._options_then = True, _numbers(optimizer)
             for weight in mine:
-                weight.host.grad.content.is_stepped_early = True  # type: ignore[union-attr]
-            self._submit(unit, mine, optimizer, groups, self._early_outcome)
+                content = self._stepped[weight] = weight.host.grad.content  # type: ignore[union-attr]
+                content.is_stepped_early = weight.is_half_applied = True
+            unit.is_final, self._options_then = True, _numbers(optimizer)
+            step = SlicedOptimizer(optimizer, self._chunk, self._device)
+            self._submit(unit, mine, step, groups, optimizer.state, self._early_outcome)
+
+    def _check_options(self, optimizer: optim.Optimizer) -> None:
+        """Raise if weights were stepped beside backward with other options."""
+        if self._stepped and self._options_then != _numbers(optimizer):
+            raise ExactnessError(
+                "options of the optimizer changed after weights were stepped beside backward with the options before:"
+                " set optimizer_overlap=False"
+            )
+
+    def _forget_early_steps(self) -> None:
+        for weight, content in self._stepped.items():
+            content.is_stepped_early = weight.is_half_applied = False
+        self._stepped.clear()
 
     def backward_ended(self) -> None:
         """Drop units that were stepped beside the backward: the device has their weights of before."""
@@ -242,21 +268,25 @@ class Steps:
     # ---- half-applied steps
 
     def check_whole(self) -> None:
-        """Raise if a step ended half-way."""
-        if self._failed is not None:
-            where, error = self._failed
+        """Raise if a step ended half-way, and weights and state were not loaded since."""
+        if self._failed.is_replaced:
+            self._failed = Outcome()
+        if (error := self._failed.error) is not None:
             raise TornStepError(
-                f"an optimizer step ended half-way, at {where}, by {type(error).__name__}: {error}. Weights and"
-                " optimizer state are those of no step: load the last checkpoint"
+                f"an optimizer step ended half-way, at {self._failed.where}, by {type(error).__name__}: {error}."
+                " Weights and optimizer state are those of no step: load the last checkpoint into both"
             ) from error
 
     def check_applied(self) -> None:
         """Raise if a step is half applied: weights and state may not be saved."""
         self.check_whole()
+        if self._stepped and self._early_outcome.is_replaced:
+            self._forget_early_steps()
         if self._stepped:
             raise TornStepError(
                 "an exception came between a backward, beside which weights were stepped, and optimizer.step(): weights"
-                " and optimizer state are those of no step. Load the last checkpoint, or set optimizer_overlap=False"
+                " and optimizer state are those of no step. Load the last checkpoint into both, or set"
+                " optimizer_overlap=False"
             )
 
     def _check_saving(self, optimizer: optim.Optimizer) -> None:
@@ -276,26 +306,22 @@ class Steps:
         self,
         unit: Unit,
         whose: list[Weight],
-        optimizer: optim.Optimizer,
+        sliced: SlicedOptimizer,
         groups: dict[int, int],
+        state: Any,
         outcome: Outcome,
     ) -> None:
         """Start a unit's step, which does nothing where an error has ended the step of a unit before it."""
-        sliced, work = SlicedOptimizer(optimizer, self._chunk), self._noted_work(whose, groups)
-        options, scaling = sliced.options(is_host=True), sliced.scaling(torch.device("cpu"))
-        if any(getattr(grad, "is_sparse", False) for _, grad, _ in work):
-            options = [{**group, **_fused(user)} for group, user in zip(options, optimizer.param_groups, strict=True)]
-
-        state: Any = optimizer.state
+        work = self._noted_work(whose, groups)
         before = unit.pending  # of another optimizer
 
         def step() -> None:
             if before is not None:
                 before.result()  # raise its error, which nothing has waited for
-            sliced.step(work, options, scaling, state)
+            sliced.step(work, state)
 
         def run() -> None:
-            self._run(unit, outcome, step)
+            self._run(unit, whose, sliced, outcome, step)
 
         future: Future[None] = unit.begin_step(lambda: self.thread.submit(run))
         for _, grad, _ in work:
@@ -305,35 +331,52 @@ class Steps:
         if unit.is_open or not is_watched:
             unit.wait_step()  # nothing watches gradients that the user made, or arrays that the user has
 
-    def _run(self, unit: Unit, outcome: Outcome, step: Callable[[], None]) -> None:
+    def _run(
+        self, unit: Unit, whose: list[Weight], sliced: SlicedOptimizer, outcome: Outcome, step: Callable[[], None]
+    ) -> None:
         """Step a unit. Runs on the thread."""
         try:
             if outcome.error is not None:
                 return
             unit.wait_copy()
-            before = [weight.value._version for weight in unit.weights]
+            before = [weight.value._version for weight in whose]
             with torch.no_grad(), without_dispatch():
                 try:
                     step()
-                    outcome.has_changed = True
+                    outcome.note(whose)
                 except BaseException as error:
-                    outcome.error = error
-                    if outcome.has_changed or before != [weight.value._version for weight in unit.weights]:
-                        self._failed = unit.name, error
+                    outcome.error, outcome.where = error, unit.name
+                    if sliced.has_written or before != [weight.value._version for weight in whose]:
+                        outcome.note(whose)
+                    if outcome.versions:
+                        self._failed = outcome
                     raise
         finally:
             unit.end_step()
 
     def _step_on_device(
-        self, unit: Unit, whose: list[Weight], optimizer: optim.Optimizer, groups: dict[int, int]
+        self,
+        unit: Unit,
+        whose: list[Weight],
+        sliced: SlicedOptimizer,
+        groups: dict[int, int],
+        state: Any,
+        outcome: Outcome,
     ) -> None:
-        sliced, work = SlicedOptimizer(optimizer, self._chunk), self._noted_work(whose, groups)
+        work = self._noted_work(whose, groups)
         unit.show()
-        state: Any = optimizer.state
-        with torch.no_grad():
-            sliced.step_on_device(work, sliced.options(is_host=False), sliced.scaling(unit.device.torch_device), state)
-        for weight in whose:
-            unit.keep_write(weight)
+        before = [weight.there._version for weight in whose]
+        is_done = False
+        try:
+            with torch.no_grad():
+                sliced.step_on_device(work, state)
+            is_done = True
+        finally:
+            if is_done or before != [weight.there._version for weight in whose]:
+                for weight in whose:
+                    unit.keep_write(weight)
+                outcome.where = unit.name
+                outcome.note(whose)
 
 
 def _wait_steps(optimizer: optim.Optimizer) -> None:
@@ -342,9 +385,7 @@ def _wait_steps(optimizer: optim.Optimizer) -> None:
 
 def _numbers(optimizer: optim.Optimizer) -> Any:
     """List the options whose change can be seen."""
-    return [[v for v in group.values() if isinstance(v, (int, float, str, tuple))] for group in optimizer.param_groups]
-
-
-def _fused(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's own choice of fused kernels, which take no sparse gradients."""
-    return {"fused": group.get("fused")} if "fused" in group else {}
+    return [
+        [value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"]
+        for group in optimizer.param_groups
+    ]

@@ -19,7 +19,7 @@ from ..compat.dynamo import never_compiled_hook
 from ..compat.streaming import admits_hooks, storage_id, top_hooks
 from ..errors import UnsupportedError
 from ..host.device import Arrival, Device, Ring, dense_strides
-from .leaf import Weight
+from .leaf import Weight, stepped_already
 from .recompute import Recompute
 from .residency import shown
 
@@ -63,6 +63,8 @@ class SavedWeight:
     def get(self) -> Tensor:
         unit = self.weight.unit
         unit.window.visit(unit)
+        if self.weight.is_half_applied and not unit.is_final:
+            raise stepped_already(self.weight.name)
         dtype, shape, stride, offset = self.place
         if (version := self.weight.there._version) != self.version:
             raise was_written(version, self.version, shape)

@@ -74,6 +74,7 @@ class Weight:
         self.shown = -1  # version of the host's bytes that the leaf shows
         self.hook: Any = None  # on the leaf, by which its gradient is taken
         self.uses = 0  # gradients that came through what was lent
+        self.is_half_applied = False  # stepped beside a backward, and the user has not called the step yet
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
 
     def show_version(self, version: int) -> None:
@@ -177,6 +178,13 @@ def graph_after_close(name: str) -> UnsupportedError:
     return UnsupportedError(
         f"a graph over {name} is used after close() of the stream that recorded it: call backward before close(), or"
         " run the forward again"
+    )
+
+
+def stepped_already(name: str) -> ExactnessError:
+    """Make the error of a second backward through a weight that was stepped beside the first."""
+    return ExactnessError(
+        f"{name} got another gradient after it was stepped beside the first backward: set optimizer_overlap=False"
     )
 
 

@@ -331,14 +331,85 @@ def test_a_step_that_failed_half_way_is_neither_stepped_on_nor_saved(monkeypatch
             optimizer.state_dict()
 
 
-def test_loading_state_ends_a_half_applied_step(monkeypatch):
+def test_loading_both_weights_and_state_ends_a_half_applied_step(monkeypatch):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    saved = copy.deepcopy(optimizer.state_dict())
+    state, weights = (copy.deepcopy(one.state_dict()) for one in (optimizer, model))
     with streamed(model, "cpu"):
         failed_after_one_unit(monkeypatch, model, optimizer)
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(state)
+        with pytest.raises(TornStepError):
+            optimizer.step()
+        model.load_state_dict(weights)
         optimizer.step()
+
+
+def test_loading_ends_a_step_that_was_half_applied_beside_backward():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state, weights = (copy.deepcopy(one.state_dict()) for one in (optimizer, model))
+    with streamed(model, "cpu") as handle:
+        for is_loaded in (False, True):
+            handle.steps.step_beside_backward(optimizer)
+            model(torch.ones(4, 8)).sum().backward()
+            handle.steps.step_beside_backward(None)  # an exception came before the step
+            optimizer.zero_grad()
+            if is_loaded:
+                model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            if not is_loaded:
+                with pytest.raises(TornStepError, match="Load the last checkpoint"):
+                    handle.steps.step_beside_backward(optimizer)
+                model.load_state_dict(weights)
+        handle.steps.step_beside_backward(optimizer)
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+
+
+def test_a_step_that_raises_leaves_gradients_in_place():
+    model, other = Net(), torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    optimizer = torch.optim.SGD([*model.parameters(), other], 0.1, foreach=False)
+    with streamed(model, "cpu"):
+        model(torch.ones(4, 8)).sum().backward()
+        other.grad = torch.ones(3, dtype=torch.int64)
+        with pytest.raises(RuntimeError, match="integral input tensors"):
+            optimizer.step()  # which cannot add half numbers to whole ones
+        assert all(param.grad is not None for param in model.parameters())
+
+
+def test_an_interrupt_between_units_is_a_step_half_applied(monkeypatch):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with streamed(model, "cpu") as handle:
+        model(torch.ones(4, 8)).sum().backward()
+        dropped = []
+
+        def drop(unit):
+            dropped.append(unit)
+            if len(dropped) == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(handle.window, "drop", drop)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        monkeypatch.undo()
+        with pytest.raises(TornStepError, match="half-way"):
+            optimizer.step()
+
+
+def test_an_interrupt_of_a_wait_leaves_the_step_pending():
+    with streamed(Net(), "cpu") as handle:
+        unit, step = handle.units[0], futures.Future()
+        unit.begin_step(lambda: step)
+        step.result, whole = lambda: (_ for _ in ()).throw(KeyboardInterrupt), step.result
+        with pytest.raises(KeyboardInterrupt):
+            unit.wait_step()
+        assert unit.pending is step
+        step.result = whole
+        unit.end_step()
+        step.set_result(None)
+        unit.wait_step()
+        assert unit.pending is None
 
 
 # ---- what is left behind

@@ -1,0 +1,322 @@
+"""Optimizer steps on the host in compiled code (kernels/optimizer.cpp) that rounds as the device does.
+
+Torch's optimizers round in another way on CUDA than on the CPU. A weight that is stepped here has the bits of a plain
+run on the device, because the code was compared with the device itself: once for each optimizer, kind of kernels and
+set of branches, with other numbers than the run's, as learning rates and betas may change with every step. Where a bit
+differs, or there is no such code, torch's own operators step on the host, and one log line says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn, optim
+from torch.autograd.graph import increment_version
+
+from ..kernels.build import Unavailable
+from ..kernels.loader import compiled, load, unforked
+from ..stream.gradients import GradientBytes
+from ..stream.leaf import Weight
+
+log = logging.getLogger(__name__)
+
+Options: TypeAlias = dict[str, Any]
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of gradients and wire copies, as the code has them
+LISTS_ADAM, FUSED_ADAM, SGD = 4, 5, 6  # the loops
+MAXIMIZE, DECOUPLED, NESTEROV, MOMENTUM, DECAY, AMSGRAD, FIRST = 1, 2, 4, 16, 32, 64, 128  # their branches
+COMPARED = 1 << 14  # elements of each kind
+
+
+class Tensors(ctypes.Structure):
+    """One weight with its gradient, state and numbers, as the code reads them."""
+
+    _fields_ = [
+        ("param", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("state", ctypes.c_void_p * 3),
+        ("count", ctypes.c_int64),
+        ("scalar", ctypes.c_float * 8),
+        ("wire", ctypes.c_void_p),
+        ("wire_type", ctypes.c_int32),
+        ("wire_has_nan", ctypes.c_int32),
+        ("grad_type", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+    ]
+
+
+class Request(ctypes.Structure):
+    """One step of several weights by one loop, as the code reads it."""
+
+    _fields_ = [
+        ("tensors", ctypes.POINTER(Tensors)),
+        ("count", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("root", ctypes.c_int32),
+        ("fused", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("mkl", ctypes.c_void_p),
+        ("done", ctypes.c_int32),
+    ]
+
+
+class Loop(NamedTuple):
+    """How the code steps the weights of a group."""
+
+    kind: int
+    flags: int
+    state: tuple[str, ...]  # the names of what is as large as the weight
+    has_count: bool  # whether the state has the number of steps
+    scalars: Callable[[float], tuple[float, ...]]  # after this number of steps
+
+
+# ---- torch's optimizers as loops
+
+
+def _adam(group: Options, is_fused: bool) -> Loop:
+    lr, (beta1, beta2), decay, eps = group["lr"], group["betas"], group["weight_decay"], group["eps"]
+    decays = (DECOUPLED if group["decoupled_weight_decay"] else DECAY) if decay else 0
+    flags = decays | MAXIMIZE * group["maximize"] | AMSGRAD * group["amsgrad"]
+
+    def by_lists(step: float) -> tuple[float, ...]:
+        size, correction = -(lr / (1 - beta1**step)), (1 - beta2**step) ** 0.5
+        return decay, 1 - lr * decay, 1 - beta1, beta2, 1 - beta2, correction, eps, size
+
+    def by_fused_kernel(step: float) -> tuple[float, ...]:
+        found = (ctypes.c_float * 2)()
+        _code().sp_lightning_cuda_corrections(*map(ctypes.c_float, (lr, beta1, beta2, step)), found)
+        return decay, lr, beta1, beta2, eps, *found
+
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
+    kind, scalars = (FUSED_ADAM, by_fused_kernel) if is_fused else (LISTS_ADAM, by_lists)
+    return Loop(kind, flags, names, True, scalars)
+
+
+def _sgd(group: Options, is_fused: bool) -> Loop:
+    lr, decay, momentum, dampening = group["lr"], group["weight_decay"], group["momentum"], group["dampening"]
+    damped = ctypes.c_float(dampening).value if is_fused else dampening
+    flags = DECAY * bool(decay) | MAXIMIZE * group["maximize"] | NESTEROV * group["nesterov"]
+    flags, names = (flags | MOMENTUM, ("momentum_buffer",)) if momentum else (flags, ())
+    return Loop(SGD, flags, names, False, lambda step: (decay, momentum, 1 - damped, -lr))
+
+
+LOOPS: dict[type[optim.Optimizer], Callable[[Options, bool], Loop]] = {
+    optim.Adam: _adam,
+    optim.AdamW: _adam,
+    optim.SGD: _sgd,
+}
+NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening")  # options that the loops take as numbers
+# Numbers with which loops are compared: those of most runs, and others for which kernels take another branch.
+TRIED: dict[type[optim.Optimizer], list[Options]] = {
+    optim.Adam: [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}, {"lr": 0.1, "betas": (0.3, 0.0), "eps": 1e-3}],
+    optim.SGD: [{"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, {"lr": 1.0, "momentum": 0.3, "dampening": 0.0}],
+}
+TRIED[optim.AdamW] = TRIED[optim.Adam]
+
+
+def loop_for(cls: Any, group: Options, device: torch.device) -> Loop | None:
+    """Return the loop with the bits of the device's kernels for a group; None: torch's operators have to step it.
+
+    Compares them if that was not done before, which waits for the device.
+    """
+    values = [group[name] for name in NUMBERS if name in group] + list(group.get("betas") or ())
+    are_numbers = all(isinstance(value, (int, float)) for value in values)
+    is_usual = are_numbers and not group.get("differentiable") and not group.get("capturable")
+    if device.type == "cpu" or cls not in LOOPS or not is_usual or not (group["fused"] or group["foreach"]):
+        return None
+    loop = LOOPS[cls](group, bool(group["fused"]))
+    return loop if _is_same(cls, loop.kind, loop.flags, bool(group["fused"]), device) else None
+
+
+# ---- the code, and its comparison with the device
+
+
+@functools.cache
+def _code() -> Any:
+    path = compiled()
+    with unforked:
+        return load(path)
+
+
+@functools.cache
+def _is_same(cls: Any, kind: int, flags: int, is_fused: bool, device: torch.device) -> bool:
+    """Whether a loop has the bits of the device's kernels with these branches."""
+    try:
+        _code()
+        reason = "" if _compare(cls, flags, is_fused, device) else f"its bits are not those of {device} here"
+    except Unavailable as error:
+        reason = str(error)
+    if reason:
+        log.warning(
+            "superpipeline: %s steps on the host by torch's own operators, which round in another way than those of"
+            " %s and take longer than compiled code: %s",
+            cls.__name__,
+            device.type,
+            reason,
+        )
+    return not reason
+
+
+def _compare(cls: Any, flags: int, is_fused: bool, device: torch.device) -> bool:
+    """Take some steps with numbers of every kind here and on the device; return whether all bits are equal."""
+    generator = torch.Generator().manual_seed(0)
+    for numbers in TRIED[cls]:
+        here = list(_samples(generator))
+        there = [nn.Parameter(value.to(device)) for value in here]
+        theirs = cls(there, fused=is_fused, foreach=not is_fused)
+        group = theirs.param_groups[0]
+        options = {**numbers, "weight_decay": 0.1 if flags & (DECAY | DECOUPLED) else 0}
+        options |= {"maximize": bool(flags & MAXIMIZE), "amsgrad": bool(flags & AMSGRAD)}
+        options |= {"nesterov": bool(flags & NESTEROV)} | ({} if flags & MOMENTUM else {"momentum": 0})
+        options |= {"decoupled_weight_decay": bool(flags & DECOUPLED)}
+        group.update((name, value) for name, value in options.items() if name in group)
+        loop, states = LOOPS[cls](group, is_fused), [_new_state(LOOPS[cls](group, is_fused), value) for value in here]
+        for count in range(3):
+            grads = list(_samples(generator))
+            for param, grad in zip(there, grads, strict=True):
+                param.grad = grad.to(device)
+            cls.step.__wrapped__(theirs)
+            first = FIRST if loop.kind == SGD and loop.flags & MOMENTUM and not count else 0
+            parts = [
+                Part(value, grad, 1.0, state, count + 1.0, loop.flags | first)
+                for value, grad, state in zip(here, grads, states, strict=True)
+            ]
+            _run(loop, loop.flags | first, parts)
+            for param, part in zip(there, parts, strict=True):
+                pairs = [(part.value, param)] + [(part.state[name], theirs.state[param][name]) for name in loop.state]
+                if not all(_same_bits(mine, other.detach().cpu()) for mine, other in pairs):
+                    return False
+    return True
+
+
+def _samples(generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield numbers of usual size, and numbers of any bits: denormals, infinities and NaNs are among them."""
+    for count in (COMPARED, 1001):
+        usual = torch.randn(count, generator=generator, device="cpu", dtype=torch.float32)
+        bits = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator, device="cpu", dtype=torch.int32)
+        yield torch.cat([usual, usual * 1e-20, bits.view(torch.float32)])
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
+
+
+# ---- steps
+
+
+class Part(NamedTuple):
+    """A weight that the code steps."""
+
+    value: Tensor
+    grad: Tensor
+    factor: float
+    state: Options  # what the step leaves
+    number: float  # of the step, from 1
+    flags: int
+    weight: Weight | None = None
+
+
+def step(loops: list[Loop | None], work: list[Any], scale: Tensor | None, state: Any) -> list[Any]:
+    """Step the weights that compiled code can step; return the others.
+
+    Args:
+        loops: Those of the optimizer's groups.
+        work: The weights (`slices.Work`).
+        scale: A GradScaler's, by which a fused optimizer divides gradients.
+        state: The optimizer's.
+    """
+    left: list[Any] = []
+    runs: dict[tuple[int, int], list[Part]] = {}  # by group and branches
+    for item in work:
+        loop = loops[item.group]
+        part = None if loop is None else _part(loop, item, scale, state.peek(item.weight.host))
+        if part is None:
+            left.append(item)
+        else:
+            runs.setdefault((item.group, part.flags), []).append(part)
+    for (group, flags), parts in runs.items():
+        loop = loops[group]
+        assert loop is not None
+        _run(loop, flags, parts)
+        for part in parts:
+            assert part.weight is not None
+            if loop.has_count:
+                part.state["step"].add_(1)
+            if part.state:
+                state.make(part.weight.host).update(part.state)
+    return left
+
+
+def _part(loop: Loop, item: Any, scale: Tensor | None, own: Options) -> Part | None:
+    """Prepare a weight; None: the code does not step such a weight, gradient or state."""
+    value = item.weight.value
+    if value.dtype is not torch.float32 or getattr(item.weight.host, "plain", None) is not nn.Parameter:
+        return None
+    is_new = not own if loop.has_count else all(own.get(name) is None for name in loop.state)
+    names = (*loop.state, "step") if loop.has_count else loop.state
+    state: Options = _new_state(loop, value) if is_new else {name: own.get(name) for name in names}
+    if not all(isinstance(entry, Tensor) and entry.device.type == "cpu" for entry in state.values()):
+        return None
+    if any(state[name].dtype is not torch.float32 or state[name].stride() != value.stride() for name in loop.state):
+        return None
+    found = _gradient(item.grad, value, scale)
+    if found is None:
+        return None
+    number = ctypes.c_float(state["step"].item() + 1).value if loop.has_count else 1.0
+    flags = loop.flags | (FIRST if loop.kind == SGD and loop.state and is_new else 0)
+    return Part(value, *found, state, number, flags, item.weight)
+
+
+def _new_state(loop: Loop, value: Tensor) -> Options:
+    """Make a weight's state as torch's optimizers begin with it."""
+    made = {name: torch.zeros_like(value) for name in loop.state}
+    if not loop.has_count:
+        return made
+    is_double = torch.get_default_dtype() is torch.float64 and loop.kind != FUSED_ADAM
+    count = torch.zeros((), dtype=torch.float64 if is_double else torch.float32, device="cpu")
+    return {"step": count, **made}
+
+
+def _gradient(grad: Any, value: Tensor, scale: Tensor | None) -> tuple[Tensor, float] | None:
+    """Return a weight's gradient in the order of its memory, and the factor by which it is to be multiplied."""
+    if not isinstance(grad, GradientBytes):
+        if scale is not None or grad.layout is not torch.strided or grad.dtype is not torch.float32:
+            return None
+        return torch.empty_like(value).copy_(grad), 1.0
+    grad.arrived.synchronize()
+    bytes_there = grad.full if grad.is_full else grad.raw
+    assert bytes_there is not None
+    if scale is not None:
+        return grad.true().div_(scale), 1.0  # as the fused kernel does, and the user's gradient is unscaled, too
+    if len(grad.factors) > 1 or bytes_there.dtype not in TYPES:
+        return grad.true(), 1.0
+    return bytes_there, float(grad.factors[0]) if grad.factors else 1.0
+
+
+def _run(loop: Loop, flags: int, parts: list[Part]) -> None:
+    """Step weights with the same branches, on torch's threads."""
+    tensors = (Tensors * len(parts))()
+    scalars = {part.number: loop.scalars(part.number) for part in parts}
+    for each, part in zip(tensors, parts, strict=True):
+        each.param, each.grad, each.count = part.value.data_ptr(), part.grad.data_ptr(), part.value.numel()
+        each.grad_type, each.factor = TYPES[part.grad.dtype], part.factor
+        for place, name in enumerate(loop.state):
+            each.state[place] = part.state[name].data_ptr()
+        for place, number in enumerate(scalars[part.number]):
+            each.scalar[place] = number
+        if part.weight is not None and part.weight.is_narrow:
+            each.wire, each.wire_type = part.weight.wire.data_ptr(), TYPES[part.weight.wire.dtype]
+    request = Request(tensors, len(parts), loop.kind, flags, 0, 1, torch.get_num_threads(), None, 0)
+    _code().sp_lightning_step(ctypes.byref(request))
+    assert request.done, "this thread does not round to the nearest number"
+    increment_version([part.value for part in parts])
+    increment_version([part.state[name] for part in parts for name in loop.state])
+    for each, part in zip(tensors, parts, strict=True):
+        if each.wire_has_nan and part.weight is not None:
+            part.weight.wire.copy_(part.value)  # which NaN torch makes of one depends on where it lies

@@ -1,0 +1,183 @@
+"""Steps on the host with the device's arithmetic: a simulated device that rounds as CUDA does is the plain run."""
+
+import logging
+
+import pytest
+import torch
+from stream_programs import Net, Run, cases, check, collected, streamed
+
+from sp_lightning.steps import compiled
+from sp_lightning.stream.gradients import HostGradient
+
+PROGRAMS = []
+program = collected(PROGRAMS)
+simgpu = pytest.importorskip("simgpu")
+pytestmark = pytest.mark.simgpu
+
+
+@pytest.fixture
+def arithmetic():
+    """Round as CUDA does; fail if torch's operators step what the code knows."""
+    compiled._is_same.cache_clear()
+    with simgpu.cuda_arithmetic():
+        yield
+        torch.accelerator.synchronize()
+    compiled._is_same.cache_clear()
+
+
+@pytest.fixture
+def stepped(monkeypatch):
+    """Count the weights that compiled code stepped, and those that it left."""
+    counts = {"compiled": 0, "left": 0}
+    whole = compiled.step
+
+    def step(loops, work, scale, state):
+        left = whole(loops, work, scale, state)
+        counts["left"] += len(left)
+        counts["compiled"] += len(work) - len(left)
+        return left
+
+    monkeypatch.setattr("sp_lightning.steps.slices.step_compiled", step)
+    return counts
+
+
+KINDS = {"lists": {}, "fused": {"fused": True}}
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adam_with_decay": (torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "adam_amsgrad": (torch.optim.Adam, {"amsgrad": True, "maximize": True}),
+    "sgd": (torch.optim.SGD, {}),
+    "sgd_momentum": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    "sgd_nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_have_the_devices_bits(arithmetic, stepped, name, kind):
+    cls, options = OPTIMIZERS[name]
+
+    @collected([])()
+    def steps(run, model):
+        return run.loop(model, optimizer=run.noted(cls(model.parameters(), 1e-2, **options, **KINDS[kind])))
+
+    programs = []
+    collected(programs)()(lambda run, model: steps(run, model))
+    check(programs[0], "simgpu")
+    assert stepped["compiled"] and not stepped["left"]
+
+
+@program()
+def schedules_change_rates_and_betas(run, model):
+    optimizer = run.noted(torch.optim.AdamW(model.parameters(), 1e-2))
+
+    def step(model, optimizer, i):
+        group = optimizer.param_groups[0]
+        group["lr"], group["betas"] = 1e-2 / (i + 1), (0.9 - 0.01 * i, 0.99 - 0.01 * i)
+        return run.step(model, optimizer, i)
+
+    return run.loop(model, step, optimizer)
+
+
+@program(Net, "keep", "recompute")
+def clipped_by_norm(run, model):
+    optimizer = run.noted(torch.optim.AdamW(model.parameters(), 1e-2))
+
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss + norm
+
+    return run.loop(model, step, optimizer)
+
+
+@program(Net, "keep", "offload")
+def accumulated_and_clipped(run, model):
+    optimizer = run.noted(torch.optim.AdamW(model.parameters(), 1e-2))
+
+    def step(model, optimizer, i):
+        for part in range(3):
+            loss = model(run.x(3 * i + part)).square().mean() / 3
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss + norm
+
+    return run.loop(model, step, optimizer)
+
+
+@program(Net, resident=2)
+def some_units_are_resident(run, model):
+    return run.loop(model, optimizer=run.noted(torch.optim.AdamW(model.parameters(), 1e-2)))
+
+
+@program()
+def scaled_for_a_fused_optimizer(run, model):
+    optimizer = run.noted(torch.optim.AdamW(model.parameters(), 1e-2, fused=True))
+    scaler, seen = torch.amp.GradScaler(run.device.type, init_scale=3000.0, growth_interval=2), []
+    for i in range(5):
+        loss = model(run.x(i) * (float("inf") if i == 2 else 1)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen += [model.blocks[1].up.weight.grad.clone(), torch.tensor(scaler.get_scale())]
+        optimizer.zero_grad()
+    return seen
+
+
+@program()
+def state_is_loaded_half_way(run, model):
+    first = torch.optim.AdamW(model.parameters(), 1e-2)
+    seen = [run.step(model, first, i) for i in range(2)]
+    second = run.noted(torch.optim.AdamW(model.parameters(), 1e-2))
+    second.load_state_dict(first.state_dict())
+    return seen + [run.step(model, second, i) for i in range(3)]
+
+
+@pytest.mark.parametrize("program, policy", cases(PROGRAMS))
+def test_programs_have_the_devices_bits(arithmetic, stepped, program, policy):
+    check(program, "simgpu", policy)
+    assert stepped["compiled"]
+
+
+def test_comparisons_are_of_kinds_and_not_of_numbers(arithmetic, monkeypatch):
+    compared, whole = [], compiled._compare
+    monkeypatch.setattr(compiled, "_compare", lambda *kind: compared.append(kind) or whole(*kind))
+    schedules = next(one for one in PROGRAMS if one.name == "schedules_change_rates_and_betas")
+    check(schedules, "simgpu")
+    assert len(compared) == 1
+
+
+def test_other_bits_are_left_to_torch_and_said_once(stepped, caplog):
+    """Without CUDA's arithmetic the simulated device has that of torch's operators on the CPU."""
+    compiled._is_same.cache_clear()
+    with caplog.at_level(logging.WARNING, "sp_lightning"):
+        check(next(one for one in PROGRAMS if one.name == "clipped_by_norm"), "simgpu")
+    compiled._is_same.cache_clear()
+    assert not stepped["compiled"]
+    (said,) = [record.getMessage() for record in caplog.records if "torch's own operators" in record.getMessage()]
+    assert "AdamW" in said and "simgpu" in said
+
+
+def test_the_cpu_as_device_has_the_cpu_s_arithmetic(stepped):
+    check(next(one for one in PROGRAMS if one.name == "clipped_by_norm"), "cpu")
+    assert not stepped["compiled"]
+
+
+def test_gradients_in_half_precision_are_stepped_as_they_came(arithmetic, stepped):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with streamed(model, "simgpu", wire=torch.bfloat16):
+        with torch.autocast("simgpu", torch.bfloat16, cache_enabled=False):
+            loss = model(Run(torch.device("simgpu", 0), True).x(0)).square().mean()
+        loss.backward()
+        grad = model.blocks[2].up.weight.grad
+        assert type(grad) is HostGradient
+        optimizer.step()
+        model(Run(torch.device("simgpu", 0), True).x(0))
+        assert grad.content.raw.dtype is torch.bfloat16 and not grad.content.is_full
+    assert stepped["compiled"] and not stepped["left"]
