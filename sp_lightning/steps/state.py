@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 import collections
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import optim
 
 from ..stream.parameters import unit_of, weights
 
+# Methods of a dict that make an entry, given its key; that look for one; and that take all of them.
+MAKERS = "__getitem__ __setitem__ setdefault".split()
+FINDERS = "__contains__ __delitem__ get pop".split()
+WHOLE = (
+    "__iter__ __reversed__ __len__ __eq__ __ne__ __or__ __ror__ __ior__ keys values items clear popitem update".split()
+)
+
 
 class WaitingState(collections.defaultdict[Any, Any]):
-    """The `state` of an optimizer with streamed weights."""
+    """The `state` of an optimizer with streamed weights: what reads or writes an entry waits for the weight's step."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         super().__init__(dict, optimizer.state)
-        self._reserved: list[Any] = []
-
-    def __getitem__(self, key: Any) -> Any:
-        wait_step_of(key)
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        wait_step_of(key)
-        return super().get(key, default)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        wait_step_of(key)
-        super().__setitem__(key, value)
-
-    def clear(self) -> None:
-        self.wait_steps()
-        super().clear()
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        wait_step_of(key)
-        return super().pop(key, *default)
-
-    def __delitem__(self, key: Any) -> None:
-        wait_step_of(key)
-        super().__delitem__(key)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        wait_step_of(key)
-        return super().setdefault(key, default)
-
-    def popitem(self) -> Any:
-        self.wait_steps()
-        return super().popitem()
+        self._reserved: set[Any] = set()
 
     def copy(self) -> Any:
         return collections.defaultdict(dict, self.items())
@@ -59,44 +36,62 @@ class WaitingState(collections.defaultdict[Any, Any]):
         """Copy and pickle as a plain run's state."""
         return collections.defaultdict, (dict, dict(self.items()))
 
-    def keys(self) -> Any:
-        self.wait_steps()
-        return super().keys()
+    def wait_step_of(self, key: Any) -> None:
+        """Wait for the step of a streamed parameter, whose entry stays."""
+        if (unit := unit_of(key)) is not None:
+            unit.wait_step()
+        self._reserved.discard(key)
 
-    def values(self) -> Any:
-        self.wait_steps()
-        return super().values()
+    def wait_entry(self, key: Any) -> None:
+        """Wait for the step of a streamed parameter, which may have made no entry."""
+        if (unit := unit_of(key)) is not None:
+            unit.wait_step()
+        self._forget_empty([key])
 
-    def items(self) -> Any:
-        self.wait_steps()
-        return super().items()
-
-    def wait_steps(self) -> None:
+    def wait_steps(self, *_: Any) -> None:
         """Wait for all steps, also of weights without state."""
         for weight in list(weights.values()):
             weight.unit.wait_step()
-        for key in self._reserved:
-            if not super().get(key):
-                super().pop(key, None)
-        self._reserved.clear()
+        self._forget_empty(list(self._reserved))
+
+    # ---- without waiting
 
     def reserve(self, key: Any) -> None:
         """Give a key its place, in the order of a plain run, until a step has made the entry or made none."""
-        if key not in self:
-            super().__setitem__(key, {})
-            self._reserved.append(key)
+        if not dict.__contains__(self, key):
+            dict.__setitem__(self, key, {})
+            self._reserved.add(key)
+
+    def _forget_empty(self, keys: list[Any]) -> None:
+        """Give up the places of these keys where a step has made no entry."""
+        for key in self._reserved.intersection(keys):
+            self._reserved.discard(key)
+            if not dict.get(self, key):
+                dict.pop(self, key, None)
 
     def peek(self, key: Any) -> dict[str, Any]:
-        """Return an entry without waiting; an empty one if there is none."""
-        return super().get(key) or {}
+        """Return an entry; an empty one if there is none."""
+        return dict.get(self, key) or {}
 
     def make(self, key: Any) -> dict[str, Any]:
-        """Return an entry without waiting; make it if there is none."""
-        found: dict[str, Any] = super().setdefault(key, {})
+        """Return an entry; make it if there is none."""
+        found: dict[str, Any] = dict.setdefault(self, key, {})
         return found
 
 
-def wait_step_of(key: Any) -> None:
-    """Wait for the step of a streamed parameter."""
-    if (unit := unit_of(key)) is not None:
-        unit.wait_step()
+def _waiting(name: str, wait: Callable[..., None]) -> Callable[..., Any]:
+    """Make a method of a dict wait first."""
+    method = getattr(collections.defaultdict, name)
+
+    @functools.wraps(method)
+    def waits(self: WaitingState, *args: Any, **kwargs: Any) -> Any:
+        wait(self, *args[:1])
+        return method(self, *args, **kwargs)
+
+    return waits
+
+
+WAITS = {WaitingState.wait_step_of: MAKERS, WaitingState.wait_entry: FINDERS, WaitingState.wait_steps: WHOLE}
+for wait, names in WAITS.items():
+    for name in names:
+        setattr(WaitingState, name, _waiting(name, wait))

@@ -69,7 +69,9 @@ class Pending:
             try:
                 last.result()
             finally:
-                if self.last is last:  # it was until now: other threads wait as well
+                if (
+                    self.last is last and last.done()
+                ):  # other threads wait as well, and an interrupt ends the wait alone
                     self.last = None
 
 

@@ -500,6 +500,39 @@ def test_a_copy_of_an_optimizer_s_state_is_plain(copied):
         assert len(found) == len(optimizer.state)
 
 
+READS = {
+    "iterated": lambda state, weight: list(state) and dict.get(state, weight)["step"].item(),
+    "counted": lambda state, weight: len(state) and dict.get(state, weight)["step"].item(),
+    "asked": lambda state, weight: weight in state and dict.get(state, weight)["step"].item(),
+    "got": lambda state, weight: state.get(weight)["step"].item(),
+    "updated": lambda state, weight: state.update({}) or dict.get(state, weight)["step"].item(),
+    "reversed": lambda state, weight: list(reversed(state)) and dict.get(state, weight)["step"].item(),
+    "compared": lambda state, weight: state != {} and dict.get(state, weight)["step"].item(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_whoever_reads_state_waits_for_the_pending_step(read):
+    model = Net()
+    optimizer, weight = torch.optim.AdamW(model.parameters()), model.blocks[2].up.weight
+    with streamed(model, "cpu") as handle:
+        for step in (1, 2):
+            model(torch.ones(4, 8)).sum().backward()
+            handle.steps.thread.submit(time.sleep, 0.1)
+            optimizer.step()
+            assert READS[read](optimizer.state, weight) == step
+
+
+def test_a_step_that_makes_no_state_leaves_none():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with streamed(model, "cpu"):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        assert model.emb.weight not in optimizer.state
+        assert len(optimizer.state) == 0
+
+
 def test_state_is_deleted_after_the_pending_step():
     model = Net()
     optimizer, weight = torch.optim.AdamW(model.parameters()), model.blocks[2].up.weight
