@@ -188,7 +188,7 @@ class Schedule:
 
     def _prefetch(self, unit: int, in_use: Container[int]) -> tuple[list[int], list[int]]:
         """Load the units that are due or free (Rules 3 and 4)."""
-        if self._resident.keys() >= self._ahead_units:
+        if self.window == 1 or self._resident.keys() >= self._ahead_units:
             return [], []
         order, length = self._order, len(self._order)
         wanted = [position for position in self._ahead if order[position % length] != unit][: self.window - 1]

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -65,8 +67,7 @@ class IdleEvent:
 class IdleStream(contextlib.nullcontext[None]):
     """The CPU's stream: work is done when it is issued."""
 
-    def record_event(self) -> IdleEvent:
-        return IdleEvent()
+    record_event = IdleEvent
 
     def wait_event(self, event: IdleEvent) -> None:
         """Return at once."""
@@ -148,7 +149,10 @@ class Device:
         has_number = self.is_host or found.index is not None
         self.torch_device = found if has_number else torch.device(found.type, torch.accelerator.current_device_index())
         self.up, self.down = self._new_stream(), self._new_stream()
-        self._idle = IdleStream()
+        # Returns the stream on which the calling thread launches kernels; called for each gradient, so it is C code.
+        self.current_stream: Callable[[], Any] = functools.partial(torch.accelerator.current_stream, self.torch_device)
+        if self.is_host:
+            self.current_stream = itertools.repeat(IdleStream()).__next__
         self._host_memory = host_memory
         self._can_lock = not self.is_host and host_memory != "pageable"
         self._refusal = "host_memory='pageable'"  # why memory is not locked
@@ -162,7 +166,7 @@ class Device:
     @property
     def compute(self) -> Any:
         """The stream on which the calling thread launches kernels."""
-        return self._idle if self.is_host else torch.accelerator.current_stream(self.torch_device)
+        return self.current_stream()
 
     def synchronize(self) -> None:
         """Wait for what the calling thread's stream has queued."""
@@ -261,7 +265,7 @@ class Device:
 
     def after_compute(self, stream: Any) -> None:
         """Make what is queued on a copy stream from here on run after what compute has queued."""
-        stream.wait_event(self.compute.record_event())
+        stream.wait_event(self.current_stream().record_event())
 
     def _copies_by_itself(self, host: Tensor) -> bool:
         """Whether the device copies from and to this host memory without blocking the caller."""

@@ -95,7 +95,7 @@ class Trip:
         """Let go of the tensors on the device as soon as they were copied: the forward is over."""
         if self._saved:
             moved = list(self._saved.values())
-            ring.hold([one.let_go() for one in moved], [one.went_down for one in moved], self._device.compute)
+            ring.hold([one.let_go() for one in moved], [one.went_down for one in moved], self._device.current_stream())
 
     def fetch(self) -> None:
         """Start to copy all of them up."""
@@ -108,7 +108,7 @@ class Trip:
     def wait(self) -> None:
         """Have compute wait for them, and start with those of the unit before."""
         self.fetch()
-        if (here := self._device.compute) != self._waiting:
+        if (here := self._device.current_stream()) != self._waiting:
             self._waiting = here
             self._wait_arrivals()
         if (before := self._before()) is not None:
@@ -116,7 +116,7 @@ class Trip:
 
     def _wait_arrivals(self) -> None:
         for arrival in self._arrivals or ():
-            arrival.wait(self._device.compute)
+            arrival.wait(self._device.current_stream())
         self._arriving = []
 
     def __del__(self) -> None:

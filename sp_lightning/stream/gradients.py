@@ -358,7 +358,7 @@ class Gradients:
         if (backward := backwards.get(key)) is None:
             backward = backwards[key] = Backward(self, unit.window.thread)
             at_end_of_backward(lambda: self.end(backwards.pop(key)))
-        backward.streams.add(self._device.compute)
+        backward.streams.add(self._device.current_stream())
         came = backward.came.setdefault(unit, {})
         with without_dispatch():
             grad, leaf.grad = leaf.grad, None
@@ -381,15 +381,16 @@ class Gradients:
                 self._flush(backward, *backward.came.popitem(), is_complete=False)
 
     def _flush(self, backward: Backward, unit: Unit, came: dict[Weight, Tensor], is_complete: bool) -> None:
-        here = self._device.compute
+        here = self._device.current_stream()
         for stream in backward.streams - {here}:
             here.wait_event(stream.record_event())
             for grad in came.values():
                 self._device.keep_for(grad, here)
         with torch.no_grad(), without_dispatch():
             for weight, grad in came.items():
-                came[weight] = self._hooked(weight, grad)
-            sent = self._send(unit, came)
+                if hooks_of_gradient(weight.host) or weight.is_narrow:
+                    came[weight] = self._hooked(weight, grad)
+            sent = self._send(unit, came, here)
             after = [weight.host for weight in came if hooks_after_accumulation(weight.host)]
         if after or self._steps.is_eager():
             self._deposit_all(sent)
@@ -412,14 +413,14 @@ class Gradients:
         weight.uses = 0
         return grad
 
-    def _send(self, unit: Unit, came: dict[Weight, Tensor]) -> list[tuple[Weight, Any]]:
+    def _send(self, unit: Unit, came: dict[Weight, Tensor], here: Any) -> list[tuple[Weight, Any]]:
         """Send a unit's gradients down, or note those of resident weights; return them in their order."""
         dense = [(weight, grad) for weight, grad in came.items() if grad.layout is torch.strided]
         sent: dict[Weight, Any] = dict(came)
         if dense:
             norms = norms_of_all([grad.to(weight.value.dtype) for weight, grad in dense], 2.0)
             kind = ResidentGradientBytes if unit.is_resident else GradientBytes
-            raws, arrived = self._kept(dense) if unit.is_resident else self._packed(dense)
+            raws, arrived = self._kept(dense, here) if unit.is_resident else self._packed(dense, here)
             for (weight, _), raw, norm in zip(dense, raws, norms, strict=True):
                 sent[weight] = kind(weight, raw, arrived, norm)
         if len(dense) < len(came):
@@ -428,13 +429,12 @@ class Gradients:
                     sent[weight] = grad.to("cpu", weight.value.dtype)
         return list(sent.items())
 
-    def _kept(self, dense: list[tuple[Weight, Tensor]]) -> tuple[list[Tensor], Any]:
+    def _kept(self, dense: list[tuple[Weight, Tensor]], stream: Any) -> tuple[list[Tensor], Any]:
         """Keep gradients on the device, as fresh memory in the order of their weights."""
-        return [
-            torch.empty_like(weight.there).copy_(grad) for weight, grad in dense
-        ], self._device.compute.record_event()
+        kept = [torch.empty_like(weight.there).copy_(grad) for weight, grad in dense]
+        return kept, stream.record_event()
 
-    def _packed(self, dense: list[tuple[Weight, Tensor]]) -> tuple[list[Tensor], Any]:
+    def _packed(self, dense: list[tuple[Weight, Tensor]], stream: Any) -> tuple[list[Tensor], Any]:
         """Pack gradients on the device, and start to copy them down as one."""
         places, total = [], 0
         for _, grad in dense:
@@ -447,15 +447,15 @@ class Gradients:
             packed.append(there.view(grad.dtype).as_strided(*form))
             views.append(here.view(grad.dtype).as_strided(*form))
         copy_all(packed, [grad for _, grad in dense])
-        self._device.after_compute(self._device.down)
+        self._device.down.wait_event(stream.record_event())
         arrived = self._device.send_down(here, there)
-        self._ring.hold(there, [arrived], self._device.compute)
+        self._ring.hold(there, [arrived], stream)
         return views, arrived
 
     def assign(self, weight: Weight, grad: Tensor) -> Tensor:
         """Make a parameter's gradient of a tensor on the device, which the user assigns."""
         with torch.no_grad(), without_dispatch():
-            ((_, made),) = self._send(weight.unit, {weight: grad})
+            ((_, made),) = self._send(weight.unit, {weight: grad}, self._device.current_stream())
             return HostGradient.of(made) if isinstance(made, GradientBytes) else made
 
     def _deposit_all(self, sent: list[tuple[Weight, Any]]) -> None:

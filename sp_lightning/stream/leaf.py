@@ -12,7 +12,7 @@ backward is that of the cast; any other function gets the weight in its own type
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +25,9 @@ from ..errors import ExactnessError, UnsupportedError
 from ..memory.partition import Slot
 from .lazy import METADATA, data_of, found_in
 
-CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights
+CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights; they write to none
 CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights in these alone
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Visitor(Protocol):
@@ -77,12 +78,6 @@ class Weight:
         self.is_half_applied = False  # stepped beside a backward, and the user has not called the step yet
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
 
-    def show_version(self, version: int) -> None:
-        """Give the leaf a new version: it shows other bytes than at its last visit."""
-        if self.shown >= 0:
-            increment_version(self.there)
-        self.shown = version
-
     def keep_written(self) -> None:
         """Keep what a function wrote to the tensor that it was given for the weight; raise if that is not possible."""
         if self.is_narrow:
@@ -105,6 +100,10 @@ class Leaf(nn.Parameter):
 
     def __eq__(self, other: Any) -> Any:
         return True if other is self.weight.host or other is self else super().__eq__(other)
+
+    def given_to(self, func: Any) -> Tensor:
+        """Return what a function gets, now that the unit is on the device."""
+        return self
 
     @property
     def data(self) -> Tensor:
@@ -129,10 +128,6 @@ class Absent(Leaf):
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
             return call_with_leaves(func, args, kwargs or {})
-
-    def given_to(self, func: Any) -> Tensor:
-        """Return what a function gets, now that the unit is on the device."""
-        return self
 
 
 class Narrow(Absent):
@@ -173,6 +168,15 @@ class Lend(torch.autograd.Function):
         return grads[0].to(ctx.weight.value.dtype), None, None
 
 
+def show_versions(weights: Sequence[Weight], versions: Sequence[int]) -> None:
+    """Give a new version to leaves that show other bytes than at their last visit, as in a plain run."""
+    for weight, version in zip(weights, versions, strict=True):
+        if version != weight.shown:
+            if weight.shown >= 0:
+                increment_version(weight.there)
+            weight.shown = version
+
+
 def graph_after_close(name: str) -> UnsupportedError:
     """Make the error of a backward through a weight that is streamed no longer."""
     return UnsupportedError(
@@ -199,26 +203,29 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
     for value in (*args, *kwargs.values()):
         if isinstance(value, Leaf):
             leaves.append(value)
-        else:
-            is_nested = is_nested or isinstance(value, (list, tuple, dict))
+        elif isinstance(value, (list, tuple, dict)):
+            is_nested = True
     if is_nested:
         leaves = list(found_in((args, kwargs), Leaf))
-    units = dict.fromkeys(unit for leaf in leaves if not (unit := leaf.weight.unit).depth)
-    given: list[tuple[Weight, Tensor, int]] = []
+    units = []
+    for leaf in leaves:
+        if not (unit := leaf.weight.unit).depth and unit not in units:
+            units.append(unit)
+    written: list[tuple[Weight, Tensor, int]] = []  # or not: with the version before
 
     def give(leaf: Leaf) -> Tensor:
-        made = leaf.given_to(func) if isinstance(leaf, Absent) else leaf
-        given.append((leaf.weight, made, version_of(made)))
+        made = leaf.given_to(func)
+        if func not in CASTING:
+            written.append((leaf.weight, made, version_of(made)))
         return made
 
-    with leaves[0].weight.unit.window.using(list(units)):
-        if is_nested:
+    with leaves[0].weight.unit.window.using(units) if units else NOTHING:
+        if is_nested or kwargs:
             args, kwargs = tree_map_only(Leaf, give, (args, kwargs))
         else:
             args = [give(value) if isinstance(value, Leaf) else value for value in args]
-            kwargs = {key: give(value) if isinstance(value, Leaf) else value for key, value in kwargs.items()}
         result = func(*args, **kwargs)
-        for weight, made, version in given:
+        for weight, made, version in written:
             if version_of(made) != version:
                 weight.keep_written()
     return result

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..compat.streaming import storage_id, without_dispatch
 from ..host.device import Arrival, Device
 from .lazy import set_data
-from .leaf import Absent, Leaf, Weight
+from .leaf import Absent, Leaf, Weight, show_versions
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 shown: dict[int, Residency] = {}  # by the address of their storage
@@ -47,37 +47,37 @@ class Residency:
         self.flat = NOTHING
         self.arrived: Arrival | None = None  # the end of the copy up; None: the copy is yet to begin
         self._home: Any = None  # the stream of the memory
+        self._shown_on: Any = None  # the stream that waited for the copy last
 
     def allocate(self, here: Any) -> None:
         """Take memory of the stream ``here``, on which the caller launches kernels; copies up wait for what it has."""
         self.flat = self._device.empty(self._nbytes)
         self.state, self.arrived, self._home = Presence.LOADING, None, here
+        self._shown_on = None
         self._device.up.wait_event(here.record_event())
 
     def show(self, here: Any, versions: Sequence[int]) -> None:
-        """Have compute wait for the copy, and give the bytes to the leaves.
-
-        Leaves of weights that were written get a new version, as in a plain run.
-        """
-        assert self.arrived is not None
-        self.arrived.wait(here)
-        if here != self._home:
-            self._device.keep_for(self.flat, here)
+        """Have compute wait for the copy, and give the bytes and these versions to the leaves."""
+        if here != self._shown_on:
+            assert self.arrived is not None
+            self.arrived.wait(here)
+            self._shown_on = here
+            if here != self._home:
+                self._device.keep_for(self.flat, here)
         if self.state is Presence.SHOWN:
             return
         self.state = Presence.SHOWN
         shown[storage_id(self.flat.untyped_storage())] = self
         with without_dispatch(), torch.inference_mode(False):
-            for weight, version in zip(self._weights, versions, strict=True):
+            for weight in self._weights:
                 set_data(weight.there, self.flat.view(weight.dtype).as_strided(*weight.form))
                 if not weight.is_narrow:
                     weight.there.__class__ = Leaf
-                if version != weight.shown:
-                    weight.show_version(version)
+            show_versions(self._weights, versions)
 
     def keep_for_stream(self) -> None:
         """Keep the memory until work on the calling thread's stream is done, where that is a stream of the user's."""
-        if (here := self._device.compute) != self._home:
+        if (here := self._device.current_stream()) != self._home:
             self._device.keep_for(self.flat, here)
 
     def release(self) -> None:

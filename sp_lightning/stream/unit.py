@@ -20,9 +20,8 @@ from torch.autograd.graph import increment_version
 
 from ..compat.streaming import without_dispatch
 from ..host.device import Arrival, Device, aligned, dense_strides
-from ..memory.partition import exchange
 from .lazy import stored_version
-from .leaf import Absent, Narrow, Visitor, Weight
+from .leaf import Absent, Narrow, Visitor, Weight, show_versions
 from .residency import Presence, Residency
 
 
@@ -180,7 +179,7 @@ class Unit:
 
         Blocks while the unit's step is under way.
         """
-        here = self.device.compute if here is None else here
+        here = self.device.current_stream() if here is None else here
         if self.memory.state is Presence.ABSENT:
             self.load(here)
         if self._stamp is None or not self.is_final:
@@ -249,12 +248,21 @@ class Unit:
                 self.trained += trains
                 if weight.leaf.requires_grad != trains:
                     weight.leaf.requires_grad_(trains)
-            exchange(self._slots, self._hosts, self._leaves)
+            self._exchange(self._hosts, self._leaves)
             return list(map(stored_version, self._there))
 
     def unbind(self) -> None:
         """Put the user's parameters back."""
-        exchange(self._slots, self._leaves, self._hosts)
+        self._exchange(self._leaves, self._hosts)
+
+    def _exchange(self, there: list[Any], given: list[Any]) -> None:
+        """Put other tensors into the modules' places, but not where the user's code put others."""
+        for index, slot in self._slots:
+            if slot.inside is not None:
+                if slot.get() is there[index]:
+                    slot.set(given[index])
+            elif slot.holder.get(slot.key) is there[index]:
+                slot.holder[slot.key] = given[index]
 
     def written_since(self, versions: list[int]) -> list[Weight]:
         """List the weights that the user's forward wrote to, or may have."""
@@ -308,11 +316,10 @@ class ResidentUnit(Unit):
         """Copy up what the host has written; the memory and the leaves stay."""
         self._stamp = self._now()
         with without_dispatch(), torch.no_grad(), torch.inference_mode(False):
-            for weight, version in zip(self.weights, self._stamp[1], strict=True):
+            for weight in self.weights:
                 if not weight.is_ahead:
                     self._on_device(weight).copy_(weight.value)
-                if version != weight.shown:
-                    weight.show_version(version)
+            show_versions(self.weights, self._stamp[1])
 
     def evict(self) -> None:
         """Bring all bytes down, and let go of the memory on the device. Called at the end of the stream."""

@@ -56,7 +56,7 @@ class Visit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._window.is_in_call:
             self._before(self.is_entry)
-        elif self._window.caller != get_ident():
+        elif self._window.caller not in (None, get_ident()):
             self._window.check_thread(self._name)
         call = self._call if compiling_callback() is None else compiling_as_here(self._call)
         return self._visited(call, args, kwargs)
@@ -80,7 +80,7 @@ class Visit:
         window = self._window
         bound: list[tuple[Unit, list[int]]] = []
         opened = [unit for unit in self.units if not unit.depth]
-        held, before = window.hold(opened), window.begin_call()
+        noted = window.begin_call(opened)
         try:
             for unit in opened:
                 unit.depth = 1
@@ -89,20 +89,16 @@ class Visit:
             return call(*args, **kwargs)
         finally:
             try:
-                self._unbind(opened, bound)
+                for unit in opened:
+                    unit.depth = 0
+                    unit.unbind()
+                for unit, versions in bound:
+                    if written := unit.written_since(versions):
+                        self._keep_writes(unit, written)
             finally:
-                window.end_call(before)
-                window.let_go(held)
-
-    def _unbind(self, opened: list[Unit], bound: list[tuple[Unit, list[int]]]) -> None:
-        for unit in opened:
-            unit.depth = 0
-            unit.unbind()
-        for unit, versions in bound:
-            if written := unit.written_since(versions):
-                self._keep_writes(unit, written)
-        if torch.is_autocast_enabled(self._policy.device.torch_device.type):
-            torch.clear_autocast_cache()  # of casts of leaves, which would keep memory
+                window.end_call(noted)
+            if torch.is_autocast_enabled(self._policy.device.torch_device.type):
+                torch.clear_autocast_cache()  # of casts of leaves, which would keep memory
 
     def _keep_writes(self, unit: Unit, written: list[Weight]) -> None:
         if self._policy.recomputes and torch.is_grad_enabled() and self.is_entry:

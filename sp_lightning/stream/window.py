@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,6 +62,14 @@ class Trace:
         return next((n for n, unit in enumerate(reversed(before)) if unit != now[-1 - n]), len(before))
 
 
+class Call(NamedTuple):
+    """A call of a streamed module."""
+
+    held: list[Unit]  # on the device until its end
+    was_in_call: bool  # whether it is inside another call
+    caller: int | None  # the thread of that one
+
+
 class Window:
     """Loads units ahead of their visits, and evicts others."""
 
@@ -112,17 +120,18 @@ class Window:
         for unit in units:
             self._in_use.pop(unit.index, None)
 
-    def begin_call(self) -> tuple[bool, int | None]:
-        """Note a call of a streamed module. Return what `end_call` restores."""
-        before = self.is_in_call, self.caller
+    def begin_call(self, units: Sequence[Unit]) -> Call:
+        """Hold units, and note the call of a streamed module."""
+        call = Call(self.hold(units), self.is_in_call, self.caller)
         self.is_in_call = True
         if graph_task() == -1:
             self.caller = self.thread = threading.get_ident()
-        return before
+        return call
 
-    def end_call(self, before: tuple[bool, int | None]) -> None:
-        """Note the end of a call."""
-        self.is_in_call, self.caller = before
+    def end_call(self, call: Call) -> None:
+        """Note the end of a call, and let go of its units."""
+        self.is_in_call, self.caller = call.was_in_call, call.caller
+        self.let_go(call.held)
 
     def check_thread(self, where: str) -> None:
         """Raise if a call on another thread is under way. A backward runs on threads of autograd's, while one waits."""
@@ -133,7 +142,7 @@ class Window:
 
     def visit(self, unit: Unit) -> None:
         """Have the unit on the device for what compute does next."""
-        here = unit, self._device.compute
+        here = unit, self._device.current_stream()
         if here == self._current:
             return
         if dispatch_mode_count():  # a selective checkpoint, or fake tensors
@@ -152,9 +161,10 @@ class Window:
         self._current = here
 
     def _bring(self, unit: Unit, stream: Any) -> None:
+        period = self._trace.add(unit.index)
         if unit.index not in self._in_use and unit.is_stale():
             self.drop(unit)
-        if period := self._trace.add(unit.index):
+        if period:
             self._schedule.begin(period, wrap=True)
         decision = self._schedule.visit(unit.index, self._in_use)
         for index in decision.evict:
