@@ -27,7 +27,7 @@ from .stream import parameters
 from .stream.activations import Activations
 from .stream.gradients import Gradients, recover
 from .stream.leaf import Weight, casts_of
-from .stream.unit import ResidentUnit, Unit
+from .stream.unit import HeldUnit, ResidentUnit, Unit
 from .stream.visits import Visit
 from .stream.window import Window
 
@@ -46,6 +46,8 @@ class Settings:
         activations: What becomes of what autograd saves inside a unit.
         wire: The type in which weights of linear layers and convolutions travel, for runs under autocast to that type;
             None: each in its own.
+        master_weights: FP32 weights are so on the host alone, where they are stepped; they travel and compute in the
+            type ``wire``.
         host_memory: "pinned": page-locked, or an error; "pageable": not locked; "auto": locked as far as possible.
         chunk: Elements that the host steps at a time: what fits a core's cache. A multiple of 64, because torch's fused
             kernels round the last elements of a vector in another way.
@@ -57,6 +59,7 @@ class Settings:
     resident: int = 0
     activations: str = "keep"
     wire: torch.dtype | None = None
+    master_weights: bool = False
     host_memory: HostMemory = "auto"
     chunk: int = 1 << 18
 
@@ -69,6 +72,9 @@ class Settings:
             raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
         if self.chunk % 64:
             raise OptionError(argument="chunk", found=self.chunk, allowed="a multiple of 64")
+        if self.master_weights and self.wire not in (torch.bfloat16, torch.float16):
+            allowed = "torch.bfloat16 or torch.float16 with master_weights=True"
+            raise OptionError(argument="wire", found=self.wire, allowed=allowed)
         check_choice("activations", self.activations, ACTIVATIONS)
         check_choice("host_memory", self.host_memory, HOST_MEMORY)
 
@@ -109,7 +115,7 @@ class Handle:
         self._check_free()
         cut = partition(module, settings.units)
         streamed = [unit for unit in cut if not unit.resident][settings.resident :]
-        narrow = casts_of(module, settings.wire)
+        narrow = set() if settings.master_weights else casts_of(module, settings.wire)
         self.units: list[Unit] = []
         self.steps = Steps(settings.chunk, self.device.torch_device)
         rest = [named for part in cut if part not in streamed for named in part.params]
@@ -124,7 +130,7 @@ class Handle:
             self._entries = {root: of_cut[part] for part in streamed for _, root in part.modules}
             self.window.begin(self.units)
             if rest:
-                self._add_unit(ResidentUnit, "(resident)", rest, set())
+                self._add_unit(self._kind_of_rest, "(resident)", rest, set())
             self._gradients = Gradients(self.device, self.steps)
             for unit in self.units:
                 self._connect(unit)
@@ -146,14 +152,20 @@ class Handle:
 
     # ---- making
 
+    @property
+    def _kind_of_rest(self) -> type[Unit]:
+        """How weights stay on the device: with masters in another type, whose truth is on the host."""
+        return HeldUnit if self.settings.master_weights else ResidentUnit
+
     def _add_unit(
         self, kind: type[Unit], name: str, params: Iterable[tuple[str, nn.Parameter]], narrow: set[int]
     ) -> Unit:
-        wire = self.settings.wire
-        weights = [
-            Weight(name, param, self._slots[param], wire if wire is not None and id(param) in narrow else param.dtype)
-            for name, param in params
-        ]
+        wire, has_masters = self.settings.wire, self.settings.master_weights
+        weights = []
+        for name, param in params:
+            is_narrow = param.dtype is torch.float32 if has_masters else id(param) in narrow
+            dtype = wire if wire is not None and is_narrow else param.dtype
+            weights.append(Weight(name, param, self._slots[param], dtype, has_masters))
         self.units.append(kind(len(self.units), name, weights, self.device, self.window))
         self.steps.add_unit(self.units[-1])
         return self.units[-1]
@@ -168,7 +180,7 @@ class Handle:
                 weight.leaf.requires_grad_(False)
             weight.collector = self._gradients
             parameters.watch(weight)
-        if unit.is_resident:
+        if unit.is_held:
             unit.show()
 
     def _disconnect(self, plain: list[tuple[nn.Parameter, Tensor]]) -> None:
@@ -198,7 +210,7 @@ class Handle:
     def _attach(self) -> None:
         """Put visits before the calls of modules that own weights, or contain modules that do."""
         owner = {id(weight.host): weight.unit for weight in self.weights}
-        resident = [unit for unit in self.units if unit.is_resident]
+        resident = [unit for unit in self.units if unit.is_held]
         inside = {module for root in self._entries for module in root.modules()}
         for name, module in self.module.named_modules():
             own = [owner[id(p)] for p in module._parameters.values() if p is not None and id(p) in owner]
@@ -246,7 +258,7 @@ class Handle:
             unit.note_slots()
         named = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
         if named:
-            self._connect(self._add_unit(ResidentUnit, "(added)", named, set()))
+            self._connect(self._add_unit(self._kind_of_rest, "(added)", named, set()))
         self._move_buffers(self.device.torch_device)
         self._attach()
 
@@ -268,7 +280,7 @@ class Handle:
             for weight in self.weights:
                 ends.callback(parameters.release, weight)
             for unit in self.units:
-                if unit.is_resident:
+                if unit.is_held:
                     ends.callback(unit.evict)
             ends.callback(self.window.close)
             ends.callback(self.steps.close)

@@ -68,9 +68,12 @@ class Weight:
     blank: Tensor  # data of the same form without bytes
     form: tuple[torch.Size, tuple[int, ...], int]  # shape, strides and first element of what travels
 
-    def __init__(self, name: str, host: nn.Parameter, slots: list[Slot], dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, host: nn.Parameter, slots: list[Slot], dtype: torch.dtype, is_master: bool = False
+    ) -> None:
         self.name, self.host, self.slots, self.dtype = name, host, slots, dtype
-        self.is_narrow = dtype != host.dtype
+        self.is_narrow = dtype != host.dtype  # it travels in another type than the host has
+        self.is_lent = self.is_narrow and not is_master  # modules have it in the host's type, and are lent the other
         self.nbytes = host.numel() * dtype.itemsize
         self.shown = -1  # version of the host's bytes that the leaf shows
         self.hook: Any = None  # on the leaf, by which its gradient is taken
@@ -80,13 +83,18 @@ class Weight:
 
     def keep_written(self) -> None:
         """Keep what a function wrote to the tensor that it was given for the weight; raise if that is not possible."""
-        if self.is_narrow:
-            raise ExactnessError(
-                f"{self.name} was written on the device, where it is {self.dtype} for autocast and the write would be"
-                " lost: set wire_dtype='as-is', or write to it between steps"
-            )
+        if self.is_lent:
+            raise self.lost_write()
         if not self.unit.depth:  # or the end of the call keeps it
             self.unit.keep_write(self)
+
+    def lost_write(self) -> ExactnessError:
+        """Make the error of a write to what travels in another type."""
+        what, option = ("autocast", "wire_dtype='as-is'") if self.is_lent else ("computing", "master_weights=False")
+        return ExactnessError(
+            f"{self.name} was written on the device, where it is {self.dtype} for {what} and the write would be lost:"
+            f" set {option}, or write to it between steps"
+        )
 
 
 class Leaf(nn.Parameter):

@@ -77,7 +77,8 @@ class Pending:
 class Unit:
     """Weights that travel as one."""
 
-    is_resident = False
+    is_held = False  # whether the window lets it stay on the device
+    is_resident = False  # whether its truth is on the device
 
     def __init__(self, index: int, name: str, weights: list[Weight], device: Device, window: Visitor) -> None:
         self.index, self.name, self.weights, self.device, self.window = index, name, weights, device, window
@@ -119,7 +120,7 @@ class Unit:
             weight.form = weight.wire.shape, weight.wire.stride(), weight.at // weight.dtype.itemsize
             empty = torch.empty(0, dtype=weight.dtype, device=blank.device)  # with a version of its own
             weight.blank = empty.set_(blank.untyped_storage(), weight.form[2], *weight.form[:2])
-            if weight.is_narrow:
+            if weight.is_lent:
                 weight.there = weight.blank.detach()
                 weight.leaf = Narrow(_without_bytes(weight.value, self.device.torch_device), requires_grad=False)
             else:
@@ -210,6 +211,10 @@ class Unit:
     def keep_write(self, weight: Weight) -> None:
         """Copy to the host what was written to a leaf."""
         self.wait_copy()
+        if weight.is_narrow:
+            if not torch.equal(weight.there.detach().to("cpu").view(torch.uint8), weight.wire.view(torch.uint8)):
+                raise weight.lost_write()
+            return
         with torch.no_grad(), without_dispatch():
             weight.value.copy_(weight.there)
         weight.shown = weight.value._version
@@ -274,10 +279,21 @@ class Unit:
         return [weight for weight, before, after in changed if before != after or weight in self.exposed]
 
 
+class HeldUnit(Unit):
+    """Weights that stay on the device in the type that computes, while the host has and steps the true ones."""
+
+    is_held = True
+
+    def show(self, here: Any = None) -> None:
+        if self.is_stale():
+            self.evict()
+        super().show(here)
+
+
 class ResidentUnit(Unit):
     """Weights that never leave the device, where their truth is: the host has their bytes once they were read."""
 
-    is_resident = True
+    is_held = is_resident = True
 
     def _allocate(self) -> None:
         self._sources: list[Tensor] = []

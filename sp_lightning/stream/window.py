@@ -155,7 +155,7 @@ class Window:
         if self._is_closed:
             raise graph_after_close(unit.name)
         self._current = None, None  # until the visit succeeds: it may evict the unit that was visited last
-        if not unit.is_resident:
+        if not unit.is_held:
             self._bring(unit, here[1])
         unit.show(here[1])
         self._current = here
@@ -203,7 +203,7 @@ class Window:
     def drop(self, unit: Unit) -> None:
         """Take a unit from the device: its weights change."""
         self._current = None, None
-        if not unit.is_resident:
+        if not unit.is_held:
             for index in self._schedule.invalidate([unit.index]):
                 self._units[index].evict()
 
