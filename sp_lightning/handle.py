@@ -18,7 +18,8 @@ from torch.nn.modules.module import (
 )
 
 from .compat.streaming import call_slot, forbid_access, storage_id
-from .errors import ExactnessError, OptionError
+from .compat.tensors import consists_of_tensors
+from .errors import ExactnessError, OptionError, UnsupportedError
 from .host.device import Device
 from .memory.partition import partition, slots
 from .options import ACTIVATIONS, HOST_MEMORY, HostMemory, check_choice, is_int
@@ -29,7 +30,9 @@ from .stream.gradients import Gradients, recover
 from .stream.leaf import Weight, casts_of
 from .stream.unit import HeldUnit, ResidentUnit, Unit
 from .stream.visits import Visit
+from .stream.wholes import Part, WholeWeight, check_moves, pack_weights
 from .stream.window import Window
+from .wholes.whole import Whole
 
 LEAST = {"window": 1, "transfer": 1, "resident": 0, "chunk": 64}
 
@@ -111,6 +114,9 @@ class Handle:
     def __init__(self, module: nn.Module, device: torch.device | str, settings: Settings) -> None:
         self.module, self.settings = module, settings
         self.device = Device(device, settings.host_memory)
+        pack_weights(module)
+        if not self.device.is_host:
+            check_moves(module)
         self._slots = slots(module)
         self._check_free()
         cut = partition(module, settings.units)
@@ -118,7 +124,10 @@ class Handle:
         narrow = set() if settings.master_weights else casts_of(module, settings.wire)
         self.units: list[Unit] = []
         self.steps = Steps(settings.chunk, self.device.torch_device)
-        rest = [named for part in cut if part not in streamed for named in part.params]
+        kept = [part for part in cut if part not in streamed]
+        rest = [named for part in kept for named in part.params]
+        wholes = [whole for part in kept for whole in part.wholes]
+        of_wholes = {id(tensor) for whole in wholes for _, tensor in whole.parts}
         plain = [(param, param.data) for _, param in rest]
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
@@ -126,11 +135,14 @@ class Handle:
         try:
             policy = Activations(settings.activations, self.device)
             self.window = Window(settings.window, settings.transfer, self.device, policy)
-            of_cut = {part: self._add_unit(Unit, part.name, part.params, narrow) for part in streamed}
+            of_cut = {part: self._add_unit(Unit, part.name, part.params, narrow, part.wholes) for part in streamed}
             self._entries = {root: of_cut[part] for part in streamed for _, root in part.modules}
             self.window.begin(self.units)
-            if rest:
-                self._add_unit(self._kind_of_rest, "(resident)", rest, set())
+            if plain_rest := [(name, param) for name, param in rest if id(param) not in of_wholes]:
+                self._add_unit(self._kind_of_rest, "(resident)", plain_rest, set())
+            if wholes:
+                held = [(name, param) for name, param in rest if id(param) in of_wholes]
+                self._add_unit(HeldUnit, "(resident, quantised)", held, set(), wholes)
             self._gradients = Gradients(self.device, self.steps)
             for unit in self.units:
                 self._connect(unit)
@@ -158,21 +170,36 @@ class Handle:
         return HeldUnit if self.settings.master_weights else ResidentUnit
 
     def _add_unit(
-        self, kind: type[Unit], name: str, params: Iterable[tuple[str, nn.Parameter]], narrow: set[int]
+        self,
+        kind: type[Unit],
+        name: str,
+        params: Iterable[tuple[str, nn.Parameter]],
+        narrow: set[int],
+        wholes: Iterable[Whole] = (),
     ) -> Unit:
         wire, has_masters = self.settings.wire, self.settings.master_weights
+        parts: dict[int, Weight] = {id(named[1]): Part(*named) for whole in wholes for named in whole.parts}
         weights = []
-        for name, param in params:
+        for own_name, param in params:
             is_narrow = param.dtype is torch.float32 if has_masters else id(param) in narrow
             dtype = wire if wire is not None and is_narrow else param.dtype
-            weights.append(Weight(name, param, self._slots[param], dtype, has_masters))
+            if id(param) in parts:
+                weights.append(parts[id(param)])
+            else:
+                weights.append(Weight(own_name, param, self._slots[param], dtype, has_masters))
         self.units.append(kind(len(self.units), name, weights, self.device, self.window))
+        for whole in wholes:
+            own = [parts[id(tensor)] for _, tensor in whole.parts]
+            made = WholeWeight(whole, self._slots[whole.parameter], own, self.device.torch_device)
+            self.units[-1].wholes.append(made)
         self.steps.add_unit(self.units[-1])
         return self.units[-1]
 
     def _connect(self, unit: Unit) -> None:
         """Hear of a unit's gradients, and of readers of its weights."""
         for weight in unit.weights:
+            if weight.is_part:
+                continue
             if weight.leaf.is_floating_point() or weight.leaf.is_complex():
                 weight.leaf.requires_grad_(True)
                 take: Any = functools.partial(self._gradients.take, weight)
@@ -191,8 +218,7 @@ class Handle:
             visit.close()
         self.steps.close()
         for weight in self.weights:
-            if parameters.weights.get(id(weight.host)) is weight:
-                parameters.release(weight)
+            parameters.release(weight)
         for param, data in plain:
             param.data = data
         self._move_buffers(torch.device("cpu"))
@@ -210,6 +236,7 @@ class Handle:
     def _attach(self) -> None:
         """Put visits before the calls of modules that own weights, or contain modules that do."""
         owner = {id(weight.host): weight.unit for weight in self.weights}
+        owner |= {id(whole.host): unit for unit in self.units for whole in unit.wholes}
         resident = [unit for unit in self.units if unit.is_held]
         inside = {module for root in self._entries for module in root.modules()}
         for name, module in self.module.named_modules():
@@ -252,11 +279,18 @@ class Handle:
         """Stream parameters that replaced others, and keep new ones on the device."""
         self._slots = slots(self.module)
         known = {id(weight.host) for weight in self.weights}
+        known |= {id(whole.host) for unit in self.units for whole in unit.wholes}
         for weight in self.weights:
             weight.slots = self._slots.get(weight.host, [])
         for unit in self.units:
             unit.note_slots()
         named = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
+        for name, param in named:
+            if consists_of_tensors(param):
+                raise UnsupportedError(
+                    f"{name} is a {type(param).__name__}, which consists of several tensors, and came after streaming"
+                    " began: quantise and load such weights before the module is streamed"
+                )
         if named:
             self._connect(self._add_unit(self._kind_of_rest, "(added)", named, set()))
         self._move_buffers(self.device.torch_device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..compat.dynamo import never_compiled_hook
 from ..compat.streaming import admits_hooks, storage_id, top_hooks
+from ..compat.tensors import consists_of_tensors, flattened
 from ..errors import UnsupportedError
 from ..host.device import Arrival, Device, Ring, dense_strides
 from .leaf import Weight, stepped_already
@@ -70,6 +71,20 @@ class SavedWeight:
             raise was_written(version, self.version, shape)
         memory: Tensor = unit.memory.flat
         return memory.view(dtype).as_strided(shape, stride, offset)
+
+
+class SavedWhole:
+    """A weight that consists of several tensors, or its transpose, as what each of the tensors was packed to."""
+
+    __slots__ = ("device", "form", "parts")
+
+    def __init__(self, form: Any, parts: list[Any], device: torch.device) -> None:
+        self.form, self.parts, self.device = form, parts, device
+
+    def made(self, unpack: Callable[[Any], Tensor]) -> Tensor:
+        """Make it again."""
+        whole: Tensor = self.form.whole(map(unpack, self.parts), self.device)
+        return whole
 
 
 class Trip:
@@ -187,6 +202,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     @never_compiled_hook
     def pack(self, tensor: Tensor) -> Any:
+        if consists_of_tensors(tensor):
+            return self._pack_whole(tensor)
         memory = shown.get(storage_id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
         if memory is not None:
             weight = memory.weight_of(tensor)
@@ -200,8 +217,16 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             return self._trip.add(tensor)
         return Kept(tensor)
 
+    def _pack_whole(self, tensor: Tensor) -> Any:
+        form, parts = flattened(tensor)
+        if not any(storage_id(part.untyped_storage()) in shown for _, part in parts):
+            return Kept(tensor)
+        return SavedWhole(form, [self.pack(part) for _, part in parts], self._policy.device.torch_device)
+
     @never_compiled_hook
     def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, SavedWhole):
+            return packed.made(self._unpack)
         if not isinstance(packed, Handed):
             return packed.get()  # type: ignore[no-any-return]
         if packed.was_written:

@@ -66,6 +66,7 @@ class Weight:
     leaf: Leaf  # which gets the gradient
     there: Tensor  # the weight on the device: the leaf itself, or what is lent for it
     blank: Tensor  # data of the same form without bytes
+    is_part = False  # whether it is one of the tensors that a weight of the user's consists of (wholes.py)
     form: tuple[torch.Size, tuple[int, ...], int]  # shape, strides and first element of what travels
 
     def __init__(

@@ -248,7 +248,9 @@ def _refuse(name: str, leaf: Tensor) -> None:
 
 
 def release(weight: Weight) -> None:
-    """Make a parameter and its gradient plain again."""
+    """Make a parameter and its gradient plain again, if it is streamed."""
+    if weights.get(id(weight.host)) is not weight:
+        return
     if weight.hook is not None:
         weight.hook.remove()
         if weight.leaf.requires_grad:

@@ -71,7 +71,7 @@ class Residency:
         with without_dispatch(), torch.inference_mode(False):
             for weight in self._weights:
                 set_data(weight.there, self.flat.view(weight.dtype).as_strided(*weight.form))
-                if not weight.is_lent:
+                if weight.there is weight.leaf and not weight.is_part:
                     weight.there.__class__ = Leaf
             show_versions(self._weights, versions)
 
@@ -89,7 +89,7 @@ class Residency:
             with without_dispatch():
                 for weight in self._weights:
                     set_data(weight.there, weight.blank)
-                    if not weight.is_lent:
+                    if weight.there is weight.leaf and not weight.is_part:
                         weight.there.__class__ = Absent
         self.state, self.flat = Presence.ABSENT, NOTHING
 

@@ -23,6 +23,7 @@ from ..host.device import Arrival, Device, aligned, dense_strides
 from .lazy import stored_version
 from .leaf import Absent, Narrow, Visitor, Weight, show_versions
 from .residency import Presence, Residency
+from .wholes import WholeWeight
 
 
 class Pending:
@@ -83,6 +84,7 @@ class Unit:
     def __init__(self, index: int, name: str, weights: list[Weight], device: Device, window: Visitor) -> None:
         self.index, self.name, self.weights, self.device, self.window = index, name, weights, device, window
         self.nbytes = sum(aligned(weight.nbytes) for weight in weights)
+        self.wholes: list[WholeWeight] = []  # which consist of some of its weights
         self.steps = Pending()
         self.depth = 0  # calls of its modules that are under way
         self.trained = 0  # weights that require grad
@@ -123,6 +125,10 @@ class Unit:
             if weight.is_lent:
                 weight.there = weight.blank.detach()
                 weight.leaf = Narrow(_without_bytes(weight.value, self.device.torch_device), requires_grad=False)
+            elif weight.is_part:
+                # A plain tensor, to which the whole refers.
+                weight.there = weight.leaf = weight.blank.detach()  # type: ignore[assignment]
+                return
             else:
                 weight.there = weight.leaf = Absent(weight.blank.detach(), requires_grad=False)
         weight.leaf.weight = weight
@@ -254,11 +260,15 @@ class Unit:
                 if weight.leaf.requires_grad != trains:
                     weight.leaf.requires_grad_(trains)
             self._exchange(self._hosts, self._leaves)
+            for whole in self.wholes:
+                whole.bind()
             return list(map(stored_version, self._there))
 
     def unbind(self) -> None:
         """Put the user's parameters back."""
         self._exchange(self._leaves, self._hosts)
+        for whole in self.wholes:
+            whole.unbind()
 
     def _exchange(self, there: list[Any], given: list[Any]) -> None:
         """Put other tensors into the modules' places, but not where the user's code put others."""

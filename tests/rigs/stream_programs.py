@@ -141,10 +141,21 @@ def check(program: Program, device: str, policy: str = "keep", window: int = 1) 
     with stream(model, place, window=window, activations=policy, chunk=CHUNK, **program.options):
         got = program.do(found, model)
     compare("value", tree_leaves(want), tree_leaves(got))
-    compare("weight", list(plain.state_dict().values()), list(model.state_dict().values()))
+    compare("weight", values(plain), values(model))
     for mine, other in zip(wanted.optimizers, found.optimizers, strict=True):
         compare("state", tree_leaves(mine.state_dict()["state"]), tree_leaves(other.state_dict()["state"]))
-    assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert list(map(type, model.parameters())) == list(map(type, plain.parameters()))
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    """List what a model's state consists of: of a quantised weight, its tensors."""
+    return [part for value in model.state_dict().values() for part in parts_of(value)]
+
+
+def parts_of(value: Tensor) -> list[Tensor]:
+    if not hasattr(type(value), "__tensor_flatten__"):
+        return [value]
+    return [part for name in value.__tensor_flatten__()[0] for part in parts_of(getattr(value, name))]
 
 
 def compare(what: str, want: list[Any], got: list[Any]) -> None:
