@@ -184,7 +184,7 @@ def _compare(cls: Any, flags: int, is_fused: bool, device: torch.device) -> bool
             cls.step.__wrapped__(theirs)
             first = FIRST if loop.kind == SGD and loop.flags & MOMENTUM and not count else 0
             parts = [
-                Part(value, grad, 1.0, state, count + 1.0, loop.flags | first)
+                Stepped(value, grad, 1.0, state, count + 1.0, loop.flags | first)
                 for value, grad, state in zip(here, grads, states, strict=True)
             ]
             _run(loop, loop.flags | first, parts)
@@ -210,7 +210,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 # ---- steps
 
 
-class Part(NamedTuple):
+class Stepped(NamedTuple):
     """A weight that the code steps."""
 
     value: Tensor
@@ -232,10 +232,10 @@ def step(loops: list[Loop | None], work: list[Any], scale: Tensor | None, state:
         state: The optimizer's.
     """
     left: list[Any] = []
-    runs: dict[tuple[int, int], list[Part]] = {}  # by group and branches
+    runs: dict[tuple[int, int], list[Stepped]] = {}  # by group and branches
     for item in work:
         loop = loops[item.group]
-        part = None if loop is None else _part(loop, item, scale, state.peek(item.weight.host))
+        part = None if loop is None else _prepared(loop, item, scale, state.peek(item.weight.host))
         if part is None:
             left.append(item)
         else:
@@ -253,7 +253,7 @@ def step(loops: list[Loop | None], work: list[Any], scale: Tensor | None, state:
     return left
 
 
-def _part(loop: Loop, item: Any, scale: Tensor | None, own: Options) -> Part | None:
+def _prepared(loop: Loop, item: Any, scale: Tensor | None, own: Options) -> Stepped | None:
     """Prepare a weight; None: the code does not step such a weight, gradient or state."""
     value = item.weight.value
     if value.dtype is not torch.float32 or getattr(item.weight.host, "plain", None) is not nn.Parameter:
@@ -270,7 +270,7 @@ def _part(loop: Loop, item: Any, scale: Tensor | None, own: Options) -> Part | N
         return None
     number = ctypes.c_float(state["step"].item() + 1).value if loop.has_count else 1.0
     flags = loop.flags | (FIRST if loop.kind == SGD and loop.state and is_new else 0)
-    return Part(value, *found, state, number, flags, item.weight)
+    return Stepped(value, *found, state, number, flags, item.weight)
 
 
 def _new_state(loop: Loop, value: Tensor) -> Options:
@@ -299,7 +299,7 @@ def _gradient(grad: Any, value: Tensor, scale: Tensor | None) -> tuple[Tensor, f
     return bytes_there, float(grad.factors[0]) if grad.factors else 1.0
 
 
-def _run(loop: Loop, flags: int, parts: list[Part]) -> None:
+def _run(loop: Loop, flags: int, parts: list[Stepped]) -> None:
     """Step weights with the same branches, on torch's threads."""
     tensors = (Tensors * len(parts))()
     scalars = {part.number: loop.scalars(part.number) for part in parts}

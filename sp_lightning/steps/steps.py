@@ -35,7 +35,7 @@ from .state import WaitingState
 
 @dataclass
 class Outcome:
-    """What a step of several units has done: an error ends those that have not begun."""
+    """The outcome of a step of several units, of which an error ends those that have not begun."""
 
     versions: dict[Weight, int] = field(default_factory=dict)  # of the weights that it changed, after that
     error: BaseException | None = None
