@@ -223,6 +223,16 @@ class Steps:
             self.adopt(optimizer)
             if is_known(optimizer):
                 self._early = optimizer, self._groups(optimizer)
+                self._reserve_state(optimizer)
+
+    @staticmethod
+    def _reserve_state(optimizer: optim.Optimizer) -> None:
+        """Give the entries of state that the steps will make the order of a plain run, not that of backward."""
+        state: Any = optimizer.state
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad:
+                    state.reserve(param)
 
     def is_eager(self) -> bool:
         """Whether this backward's gradients may be stepped as they come."""

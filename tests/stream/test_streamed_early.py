@@ -1,0 +1,310 @@
+"""Steps beside backward: the bits of steps after it, or a typed error; nothing half applied goes on or is saved."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from stream_programs import Block, Net, Run, compare, device_named, streamed
+
+from sp_lightning.errors import ExactnessError, TornStepError
+from sp_lightning.steps import compiled
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), 1e-2, **options)
+
+
+def trained(loop, device, is_early, make=Net, **options):
+    """Train plainly (None), or streamed with or without steps beside backward; return all that is left."""
+    torch.manual_seed(0)
+    model, place = make(), device_named(device)
+    run = Run(place, is_early is not None)
+    if is_early is None:
+        model.to(place)
+        optimizer = loop(run, model, lambda optimizer: None)
+    else:
+        with streamed(model, device, **options) as handle:
+
+            def early(optimizer):
+                handle.steps.step_beside_backward(optimizer if is_early else None)
+
+            optimizer = loop(run, model, early)
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    return [*model.parameters(), *states, *optimizer.seen]
+
+
+def once(run, model, early):
+    """One step for each batch."""
+    optimizer = adamw(model)
+    optimizer.seen = []
+    for i in range(4):
+        early(optimizer)
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        optimizer.step()
+        early(None)
+        optimizer.seen.append(loss.detach())
+        optimizer.zero_grad()
+    return optimizer
+
+
+def accumulated(run, model, early):
+    """Steps beside the last of three backwards."""
+    optimizer = adamw(model)
+    optimizer.seen = []
+    for i in range(9):
+        if i % 3 == 2:
+            early(optimizer)
+        loss = model(run.x(i)).square().mean() / 3
+        loss.backward()
+        optimizer.seen.append(loss.detach())
+        if i % 3 == 2:
+            optimizer.step()
+            early(None)
+            optimizer.seen += [model.blocks[1].up.weight.grad.clone()]
+            optimizer.zero_grad()
+    return optimizer
+
+
+def with_closures(run, model, early):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer.seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(run.x(len(optimizer.seen))).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        early(optimizer)
+        optimizer.seen.append(optimizer.step(closure).detach())
+        early(None)
+    return optimizer
+
+
+def scheduled(run, model, early):
+    """Rates change between the steps, weights of some units do not train, and one is read in between."""
+    model.blocks[1].requires_grad_(False)
+    optimizer = adamw(model)
+    optimizer.seen = []
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for i in range(4):
+        early(optimizer)
+        model(run.x(i)).square().mean().backward()
+        optimizer.seen.append(model.blocks[1].up.weight.detach().clone())
+        optimizer.step()
+        early(None)
+        optimizer.seen.append(model.blocks[2].up.weight.detach().clone())
+        scheduler.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def narrow(run, model, early):
+    optimizer = adamw(model)
+    optimizer.seen = []
+    for i in range(4):
+        early(optimizer)
+        with torch.autocast(run.device.type, torch.bfloat16, cache_enabled=False):
+            loss = model(run.x(i)).square().mean()
+        loss.backward()
+        optimizer.step()
+        early(None)
+        optimizer.seen.append(loss.detach())
+        optimizer.zero_grad()
+    return optimizer
+
+
+class Twice(Block):
+    """A unit whose weights are used twice in one call."""
+
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+class Repeated(Net):
+    """A model that calls two of its units twice."""
+
+    def forward(self, x):
+        x = self.emb(x)
+        for block in (*self.blocks, self.blocks[1], self.blocks[3]):
+            x = block(x)
+        return self.head(x)
+
+
+CASES = {
+    "once": (once, Net, {}),
+    "recompute": (once, Net, {"activations": "recompute"}),
+    "offload": (once, Net, {"activations": "offload", "window": 2}),
+    "resident": (once, Net, {"resident": 2}),
+    "accumulated": (accumulated, Net, {}),
+    "closures": (with_closures, Net, {}),
+    "scheduled": (scheduled, Net, {}),
+    "narrow": (narrow, Net, {"wire": torch.bfloat16}),
+    "called_twice": (once, Repeated, {}),
+    "twice_inside": (once, lambda: Net(Twice), {}),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.simgpu
+def test_steps_beside_backward_have_the_plain_runs_bits(case, device):
+    loop, make, options = CASES[case]
+    compare(case, trained(loop, device, None, make), trained(loop, device, True, make, **options))
+
+
+@pytest.mark.simgpu
+def test_steps_beside_backward_have_the_devices_arithmetic():
+    import simgpu
+
+    compiled._is_same.cache_clear()
+    with simgpu.cuda_arithmetic():
+        for loop in (once, accumulated):
+            compare(loop.__name__, trained(loop, "simgpu", None), trained(loop, "simgpu", True))
+    compiled._is_same.cache_clear()
+
+
+# ---- what needs all gradients at once
+
+
+def half_stepped(handle, model, optimizer):
+    handle.steps.step_beside_backward(optimizer)
+    model(torch.ones(4, 8)).square().mean().backward()
+
+
+TOUCHES = {
+    "unscaled": lambda scaler, optimizer, model: scaler.unscale_(optimizer),
+    "stepped by a scaler": lambda scaler, optimizer, model: scaler.step(optimizer),
+    "clipped by value": lambda scaler, optimizer, model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1),
+    "divided": lambda scaler, optimizer, model: [param.grad.div_(2) for param in model.parameters()],
+    "summed": lambda scaler, optimizer, model: sum(param.grad.sum() for param in model.parameters()),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_what_needs_all_gradients_is_refused(touch, is_fused):
+    model = Net()
+    optimizer, scaler = adamw(model, fused=is_fused), torch.amp.GradScaler("cpu")
+    with streamed(model, "cpu") as handle:
+        scaler.scale(torch.ones(()))
+        half_stepped(handle, model, optimizer)
+        with pytest.raises(ExactnessError, match="beside backward: set optimizer_overlap=False"):
+            TOUCHES[touch](scaler, optimizer, model)
+        optimizer.step()
+
+
+# ---- exceptions half-way
+
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ctx.error("on purpose")
+
+
+class Failing(Net):
+    error = None  # raised in backward, between units
+
+    def forward(self, x):
+        x = self.emb(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 1 and self.error is not None:
+                x = Boom.apply(x, self.error)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_backward_that_ends_half_way_leaves_a_step_half_applied(error):
+    model = Failing()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    state, weights = (copy.deepcopy(one.state_dict()) for one in (optimizer, model))
+    with streamed(model, "cpu") as handle:
+        model.error = error
+        handle.steps.step_beside_backward(optimizer)
+        with pytest.raises(error):
+            model(torch.ones(4, 8)).square().mean().backward()
+        handle.steps.step_beside_backward(None)
+        model.error = None
+        for go_on in (
+            lambda: handle.steps.step_beside_backward(optimizer),
+            handle.steps.check_applied,
+            optimizer.state_dict,
+        ):
+            with pytest.raises(TornStepError, match="Load the last checkpoint"):
+                go_on()
+        optimizer.zero_grad()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        half_stepped(handle, model, optimizer)
+        optimizer.step()
+    plain = Failing()
+    plain.load_state_dict(weights)
+    once_more = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    plain(torch.ones(4, 8)).square().mean().backward()
+    once_more.step()
+    compare("weight", list(plain.parameters()), list(model.parameters()))
+
+
+def test_a_step_on_after_a_half_applied_one_is_not_taken_for_its_rest():
+    """The user's step applies the rest of this backward's; after an exception there is no such step."""
+    model = Failing()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with streamed(model, "cpu") as handle:
+        model.error = ValueError
+        handle.steps.step_beside_backward(optimizer)
+        with pytest.raises(ValueError):
+            model(torch.ones(4, 8)).square().mean().backward()
+        handle.steps.step_beside_backward(None)
+        optimizer.zero_grad()
+        model.error = None
+        with pytest.raises((TornStepError, ExactnessError)):
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+
+
+# ---- threads and forks
+
+
+def test_another_thread_reads_weights_and_state_after_their_step():
+    model = Net()
+    optimizer, found, units = adamw(model), [], list(model.blocks.parameters())
+
+    def read():
+        found.extend((param.detach().clone(), optimizer.state[param]["step"].item()) for param in units)
+
+    with streamed(model, "cpu") as handle:
+        half_stepped(handle, model, optimizer)
+        optimizer.step()
+        before = [param.detach().clone() for param in units]
+        half_stepped(handle, model, optimizer)
+        reader = threading.Thread(target=read)
+        reader.start()
+        reader.join()
+        optimizer.step()
+    assert {step for _, step in found} == {2.0}
+    assert not any(torch.equal(one, other) for (one, _), other in zip(found, before, strict=True))
+
+
+def test_a_forked_process_reads_weights_and_state():
+    import os
+
+    model = Net()
+    optimizer = adamw(model)
+    with streamed(model, "cpu") as handle:
+        half_stepped(handle, model, optimizer)
+        optimizer.step()
+        child = os.fork()
+        if not child:
+            fine = all(param.isfinite().all() and optimizer.state[param]["step"] == 1 for param in model.parameters())
+            os._exit(0 if fine and len(optimizer.state) else 1)
+        assert os.waitpid(child, 0)[1] == 0
