@@ -99,7 +99,7 @@ class SlicedOptimizer:
     def __init__(self, user: optim.Optimizer, chunk: int, device: torch.device) -> None:
         self._user, self._chunk, self._device = user, chunk, device
         self.has_written = False  # whether any weight was stepped
-        self._is_elementwise = type(user) in ELEMENTWISE
+        self._is_elementwise = type(user) in ELEMENTWISE  # which take lists of tensors by default
         self._options = [self._noted(group) for group in user.param_groups]
         self._loops = [loop_for(type(user), group, device) for group in self._options]
         given = {name: getattr(user, name, None) for name in SCALING}
@@ -113,7 +113,7 @@ class SlicedOptimizer:
             for key, value in group.items()
             if key != "params"
         }
-        is_free = noted.get("foreach", False) is None and noted.get("fused") is None
+        is_free = self._is_elementwise and noted["foreach"] is None and noted.get("fused") is None
         if is_free and not noted.get("differentiable") and not isinstance(noted["lr"], Tensor):
             noted["foreach"] = self._device.type in devices_with_lists()
         return noted
@@ -195,7 +195,7 @@ class SlicedOptimizer:
 
     def _is_cut(self, item: Work, state: WaitingState) -> bool:
         value, own = item.weight.value, state.peek(item.weight.host)
-        if not (self._is_elementwise and own and value.ndim) or None in own.values():
+        if not (self._is_elementwise and own and value.ndim and value.numel()) or None in own.values():
             return False
         if not isinstance(item.grad, GradientBytes):
             return False

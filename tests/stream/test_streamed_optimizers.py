@@ -1,0 +1,125 @@
+"""Each of torch's optimizers, with options and types of weights that take other ways, steps as in the plain run."""
+
+import pytest
+import torch
+from stream_programs import Net, Program, check
+from torch import nn
+
+OPTIMIZERS = {
+    "adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "adam_amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "adam_at_a_tensor": (torch.optim.Adam, {"lr": torch.tensor(1e-2)}),
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw_one_by_one": (torch.optim.AdamW, {"foreach": False}),
+    "adamw_fused": (torch.optim.AdamW, {"fused": True}),
+    "sgd": (torch.optim.SGD, {}),
+    "sgd_nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "sgd_maximizing": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "adamax": (torch.optim.Adamax, {}),
+    "nadam": (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "radam": (torch.optim.RAdam, {}),
+    "asgd": (torch.optim.ASGD, {}),
+    "rprop": (torch.optim.Rprop, {}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adafactor": (torch.optim.Adafactor, {}),
+}
+
+
+def program(cls, options, count=7, dtype=torch.float32):
+    def steps(run, model):
+        optimizer = run.noted(cls(model.parameters(), **{"lr": 1e-2, **options}))
+
+        def step(model, optimizer, i):
+            return run.train(model(run.x(i).to(dtype)).square().mean(), optimizer)
+
+        return run.loop(model, step, optimizer, count)
+
+    return steps
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.simgpu
+def test_an_optimizer_steps_as_in_the_plain_run(name, device):
+    check(Program(program(*OPTIMIZERS[name]), Net), device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["adamw", "adamw_fused", "sgd_nesterov", "rmsprop"])
+@pytest.mark.simgpu
+def test_weights_of_other_types_step_as_in_the_plain_run(name, dtype, device):
+    check(Program(program(*OPTIMIZERS[name], dtype=dtype), lambda: Net().to(dtype)), device)
+
+
+class Odd(nn.Module):
+    """Weights whose elements fill no vectors, of no elements, of no dimension, and in another order of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 37), nn.Linear(37, 32)
+        self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.none, self.scale = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        seen = self.conv(x[:, :27].reshape(-1, 3, 3, 3)).sum()
+        return x + self.down(self.up(x).relu()) * self.scale + self.none.sum() + seen
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_fused", "sgd_nesterov", "rmsprop"])
+@pytest.mark.simgpu
+def test_odd_weights_step_as_in_the_plain_run(name, device):
+    check(Program(program(*OPTIMIZERS[name]), lambda: Net(Odd)), device)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_fused", "sgd_nesterov"])
+@pytest.mark.simgpu
+def test_odd_weights_step_with_the_devices_arithmetic(name):
+    import simgpu
+    from sp_lightning.steps import compiled
+
+    compiled._is_same.cache_clear()
+    with simgpu.cuda_arithmetic():
+        check(Program(program(*OPTIMIZERS[name]), lambda: Net(Odd)), "simgpu")
+    compiled._is_same.cache_clear()
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 32, sparse=True)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        x = self.words((x[:, :3] * 10).abs().long() % 50).sum(1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
+def test_sparse_gradients_step_as_in_the_plain_run(cls):
+    """The simulated device has no sparse tensors."""
+    check(Program(program(cls, {}), Words), "cpu")
+
+
+@pytest.mark.simgpu
+def test_muon_and_another_optimizer_share_a_model():
+    def steps(run, model):
+        matrices = [param for param in model.blocks.parameters() if param.ndim == 2]
+        others = [param for param in model.parameters() if all(param is not one for one in matrices)]
+        optimizers = [run.noted(torch.optim.Muon(matrices, 1e-2)), run.noted(torch.optim.AdamW(others, 1e-2))]
+        seen = []
+        for i in range(4):
+            loss = model(run.x(i)).square().mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(loss.detach().clone())
+        return seen
+
+    check(Program(steps, Net), "simgpu")
