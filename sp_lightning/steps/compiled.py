@@ -153,14 +153,19 @@ def _is_same(cls: Any, kind: int, flags: int, is_fused: bool, device: torch.devi
     except Unavailable as error:
         reason = str(error)
     if reason:
-        log.warning(
-            "superpipeline: %s steps on the host by torch's own operators, which round in another way than those of"
-            " %s and take longer than compiled code: %s",
-            cls.__name__,
-            device.type,
-            reason,
-        )
+        _say(cls.__name__, device.type, reason)
     return not reason
+
+
+@functools.cache
+def _say(name: str, device: str, reason: str) -> None:
+    log.warning(
+        "superpipeline: %s steps on the host by torch's own operators, which round in another way than those of %s and"
+        " take longer than compiled code: %s",
+        name,
+        device,
+        reason,
+    )
 
 
 def _compare(cls: Any, flags: int, is_fused: bool, device: torch.device) -> bool:

@@ -125,13 +125,20 @@ class Steps:
         self._place_state(optimizer, is_closing=False)
 
     def _place_state(self, optimizer: optim.Optimizer, is_closing: bool) -> None:
+        counts_there = {
+            id(param)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if group.get("fused") or group.get("capturable")
+        }  # parameters whose kernels read the number of steps on the device
         for param, state in optimizer.state.items():
             if (weight := self._weight(param)) is None:
                 continue
             is_resident = weight.unit.is_resident and not is_closing
             home = weight.there.device if is_resident else torch.device("cpu")
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.device != home and (value.ndim or home.type == "cpu"):
+                travels = isinstance(value, Tensor) and (value.ndim or not is_resident or id(param) in counts_there)
+                if travels and value.device != home:
                     state[key] = value.to(home)
 
     def _loaded(self, optimizer: optim.Optimizer) -> None:

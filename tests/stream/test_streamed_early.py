@@ -156,6 +156,29 @@ def test_steps_beside_backward_have_the_plain_runs_bits(case, device):
     compare(case, trained(loop, device, None, make), trained(loop, device, True, make, **options))
 
 
+def in_half_precision(run, model, early):
+    """For master weights: FP32 on the host."""
+    optimizer = adamw(model)
+    optimizer.seen = []
+    for i in range(4):
+        early(optimizer)
+        loss = model(run.x(i).bfloat16()).square().mean()
+        loss.backward()
+        optimizer.step()
+        early(None)
+        optimizer.seen.append(loss.detach())
+        optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.simgpu
+def test_master_weights_step_beside_backward_as_after_it(device):
+    options = {"wire": torch.bfloat16, "master_weights": True}
+    after, beside = (trained(in_half_precision, device, is_early, **options) for is_early in (False, True))
+    compare("masters", after, beside)
+
+
 @pytest.mark.simgpu
 def test_steps_beside_backward_have_the_devices_arithmetic():
     import simgpu
