@@ -1,1 +1,0 @@
-"""Scripts with the Trainer, TRL, accelerate and diffusers, each with a line around it that streams its models."""
