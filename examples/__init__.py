@@ -1,1 +1,1 @@
-"""Recipes to copy from: each a folder with a LightningCLI config and what it configures. docs/recipes.md lists them."""
+"""Recipes to copy from: each a file and the YAML that configures it. docs/recipes.md lists them."""

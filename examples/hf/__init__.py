@@ -1,1 +1,1 @@
-"""Scripts with the Trainer, TRL, accelerate and diffusers, each with a line around it that streams its models."""
+"""Stock scripts with TRL. What streams their models is the command: ``python -m sp_lightning launch``."""

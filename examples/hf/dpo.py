@@ -1,55 +1,29 @@
-"""Teach a language model to prefer good answers with TRL's DPOTrainer; the model that it began as is the reference.
+"""Teach a language model to prefer good answers with TRL's DPOTrainer; without its adapters it is the reference.
 
-python -m examples.hf.dpo [--name-or-path NAME] [--data preferences.jsonl]
+python -m sp_lightning launch --window auto --activations recompute -- -m examples.hf.dpo --config examples/hf/dpo.yaml
 """
 
-from __future__ import annotations
-
-import random
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
-from ..common.errors import in_one_line
-from . import running
-
-
-def sums(count: int) -> list[dict[str, Any]]:
-    """Return sums, each with the right answer and a wrong one."""
-    draw = random.Random(0)
-    found = []
-    for _ in range(count):
-        a, b = draw.randrange(20), draw.randrange(20)
-        wrong = f" {a + b + draw.randrange(1, 9)}"
-        found.append({"prompt": f"{a} plus {b} is", "chosen": f" {a + b}", "rejected": wrong})
-    return found
+from examples.common import tiny
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    """Train on records of ``{"prompt", "chosen", "rejected"}``, and write the model to ``--out``."""
-    parser = running.parser(__doc__, steps=20)
-    parser.add_argument("--beta", type=float, default=0.1, help="how near the reference stays; default: %(default)s")
-    arguments = parser.parse_args(given)
-    base = running.checkpoint(arguments)
-    preferences = running.data(arguments, "preferences.jsonl", lambda: sums(400))
-    with running.streamed(arguments) as stream:
-        trainer = DPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-            ref_model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-            args=DPOConfig(**running.of_trainer(arguments), beta=arguments.beta),
-            train_dataset=load_dataset("json", data_files=preferences, split="train"),
-            processing_class=AutoTokenizer.from_pretrained(base),
-            callbacks=[clock := running.Clock()],
-        )
-        trainer.train()
-        trainer.save_model(str(arguments.out / "model"))
-        running.say_of_trainer(clock, stream, trainer)
+def main() -> None:
+    """Train on lines of ``{"prompt", "chosen", "rejected"}``, and write model or adapters to ``output_dir``."""
+    data, training, model = TrlParser((ScriptArguments, DPOConfig, ModelConfig)).parse_args_and_config()
+    base = model.model_name_or_path or tiny.language_model()
+    trainer = DPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(base, dtype=model.dtype),
+        args=training,
+        train_dataset=load_dataset("json", data_files=data.dataset_name, split="train"),
+        processing_class=AutoTokenizer.from_pretrained(base),
+        peft_config=get_peft_config(model),
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model()
 
 
 if __name__ == "__main__":
-    with in_one_line():
-        main()
+    main()

@@ -1,52 +1,38 @@
-"""Train a language model by a reward of its own answers with TRL's GRPOTrainer.
+"""Train a language model by rewards of its own answers with TRL's GRPOTrainer.
 
-python -m examples.hf.grpo [--name-or-path NAME] [--data prompts.jsonl]
+python -m sp_lightning launch --window auto --activations recompute -- -m examples.hf.grpo --config examples/hf/grpo.yaml
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
-from ..common import tiny
-from ..common.errors import in_one_line, positive
-from . import running
+from examples.common import tiny
 
 
-def varied(completions: list[str], **_: Any) -> list[float]:
-    """Reward answers for the share of different characters in them."""
-    return [len(set(text)) / max(1, len(text)) for text in completions]
+def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """Reward the right number, and a little that an answer is short."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(number in text.split()) - len(text) / 1000 for text, number in zip(texts, answer, strict=True)]
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    """Train on records of ``{"prompt"}``, and write the model to ``--out``."""
-    parser = running.parser(__doc__, steps=5)
-    parser.add_argument("--answers", type=positive, default=4, help="to each prompt; default: %(default)s")
-    parser.add_argument("--tokens", type=positive, default=16, help="of an answer, at most; default: %(default)s")
-    parser.add_argument("--beta", type=float, default=0.0, help="above 0 a reference streams, too")
-    arguments = parser.parse_args(given)
-    base = running.checkpoint(arguments)
-    prompts = running.data(arguments, "prompts.jsonl", lambda: [{"prompt": text[:20]} for text in tiny.sentences(200)])
-    sizes = {"num_generations": arguments.answers, "max_completion_length": arguments.tokens, "beta": arguments.beta}
-    with running.streamed(arguments) as stream:
-        trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-            reward_funcs=varied,
-            args=GRPOConfig(**running.of_trainer(arguments), **sizes),
-            train_dataset=load_dataset("json", data_files=prompts, split="train"),
-            processing_class=AutoTokenizer.from_pretrained(base),
-            callbacks=[clock := running.Clock()],
-        )
-        trainer.train()
-        trainer.save_model(str(arguments.out / "model"))
-        running.say_of_trainer(clock, stream, trainer)
+def main() -> None:
+    """Train on lines of ``{"prompt", "answer"}``, and write model or adapters to ``output_dir``."""
+    data, training, model = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()
+    base = model.model_name_or_path or tiny.language_model()
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(base, dtype=model.dtype),
+        reward_funcs=right,
+        args=training,
+        train_dataset=load_dataset("json", data_files=data.dataset_name, split="train"),
+        processing_class=AutoTokenizer.from_pretrained(base),
+        peft_config=get_peft_config(model),
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model()
 
 
 if __name__ == "__main__":
-    with in_one_line():
-        main()
+    main()

@@ -1,1 +1,0 @@
-"""Labels of the images of a folder."""

@@ -1,1 +1,0 @@
-"""Answers about the images of a folder."""

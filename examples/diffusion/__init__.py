@@ -1,1 +1,0 @@
-"""Fine-tuning of a diffusion transformer or a UNet on cached latents and texts."""

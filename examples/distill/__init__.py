@@ -1,1 +1,0 @@
-"""A small language model that learns from a large one."""

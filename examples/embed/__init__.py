@@ -1,1 +1,0 @@
-"""Vectors of many texts."""

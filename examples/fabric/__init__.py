@@ -1,1 +1,0 @@
-"""Loops of one's own with Lightning's Fabric: pretraining, adapters, generation, and a GAN."""

@@ -1,1 +1,0 @@
-"""Full fine-tuning of a causal language model."""

@@ -1,1 +1,0 @@
-"""Fine-tuning of an image classifier."""

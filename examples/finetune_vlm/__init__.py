@@ -1,1 +1,0 @@
-"""Fine-tuning of a vision-language model."""

@@ -1,1 +1,0 @@
-"""Low-rank adapters on a frozen language model."""

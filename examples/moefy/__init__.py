@@ -1,1 +1,0 @@
-"""A dense language model, adapted to be a mixture of experts."""

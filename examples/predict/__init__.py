@@ -1,1 +1,0 @@
-"""Batch inference: answers to many prompts."""

@@ -1,1 +1,0 @@
-"""Direct preference optimization of a language model against a frozen reference."""

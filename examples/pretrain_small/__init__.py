@@ -1,1 +1,0 @@
-"""A language model from nothing, on one device, in a fixed time."""

@@ -1,1 +1,0 @@
-"""Training a language model of which few weights are used."""

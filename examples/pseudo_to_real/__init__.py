@@ -1,1 +1,0 @@
-"""Pretraining with one block for all, and then with a block for each."""

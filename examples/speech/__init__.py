@@ -1,1 +1,0 @@
-"""Fine-tuning of a speech recognizer, of which the encoder and the decoder stream."""
