@@ -441,11 +441,13 @@ class Gradients:
             places.append(total)
             total += aligned(grad.nbytes)
         there, here = self._device.empty(total), self._device.passing(total)
+        typed = {dtype: (there.view(dtype), here.view(dtype)) for dtype in {grad.dtype for _, grad in dense}}
         packed, views = [], []
         for at, (weight, grad) in zip(places, dense, strict=True):
             form = weight.value.shape, weight.value.stride(), at // grad.itemsize
-            packed.append(there.view(grad.dtype).as_strided(*form))
-            views.append(here.view(grad.dtype).as_strided(*form))
+            on_device, on_host = typed[grad.dtype]
+            packed.append(on_device.as_strided(*form))
+            views.append(on_host.as_strided(*form))
         copy_all(packed, [grad for _, grad in dense])
         self._device.down.wait_event(stream.record_event())
         arrived = self._device.send_down(here, there)

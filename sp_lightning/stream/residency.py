@@ -42,7 +42,7 @@ class Residency:
 
     def __init__(self, device: Device, weights: Sequence[Weight], nbytes: int) -> None:
         self._device, self._weights, self._nbytes = device, weights, nbytes
-        self._places = [weight.at for weight in weights]
+        self._places, self._dtypes = [weight.at for weight in weights], {weight.dtype for weight in weights}
         self.state = Presence.ABSENT
         self.flat = NOTHING
         self.arrived: Arrival | None = None  # the end of the copy up; None: the copy is yet to begin
@@ -69,8 +69,9 @@ class Residency:
         self.state = Presence.SHOWN
         shown[storage_id(self.flat.untyped_storage())] = self
         with without_dispatch(), torch.inference_mode(False):
+            typed = {dtype: self.flat.view(dtype) for dtype in self._dtypes}
             for weight in self._weights:
-                set_data(weight.there, self.flat.view(weight.dtype).as_strided(*weight.form))
+                set_data(weight.there, typed[weight.dtype].as_strided(*weight.form))
                 if weight.there is weight.leaf and not weight.is_part:
                     weight.there.__class__ = Leaf
             show_versions(self._weights, versions)
