@@ -203,8 +203,8 @@ class Handle:
             if weight.leaf.is_floating_point() or weight.leaf.is_complex():
                 weight.leaf.requires_grad_(True)
                 take: Any = functools.partial(self._gradients.take, weight)
-                weight.hook = weight.leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-                weight.leaf.requires_grad_(False)
+                weight.hook = Tensor.register_post_accumulate_grad_hook(weight.leaf, take)  # type: ignore[no-untyped-call]
+                weight.leaf.requires_grad_(weight.host.requires_grad)
             weight.collector = self._gradients
             parameters.watch(weight)
         if unit.is_held:
@@ -246,10 +246,11 @@ class Handle:
             units = list(dict.fromkeys([*entry, *own, *around]))
             if module in self._visits:
                 self._visits[module].units[:] = units
-            elif units:
+            elif units or module is self.module:
                 where = name or type(module).__name__
                 self._visits[module] = Visit(module, where, units, bool(entry), self.window, self._before_call)
 
+    @torch.inference_mode(False)
     def _move_buffers(self, device: torch.device) -> None:
         for module in self.module.modules():
             for name, buffer in module._buffers.items():
@@ -310,6 +311,8 @@ class Handle:
         handles.discard(self)
         with contextlib.ExitStack() as ends:  # which go on, last one first, where one of them raises
             ends.callback(self.device.close)
+            ends.callback(self._gradients.close)
+            ends.callback(self.window.policy.close)
             ends.callback(self._move_buffers, torch.device("cpu"))
             for weight in self.weights:
                 ends.callback(parameters.release, weight)

@@ -180,6 +180,19 @@ def device(request):
     return torch.device("cpu") if request.param == "cpu" else torch.device("simgpu", 0)
 
 
+@pytest.fixture(params=["new", pytest.param("before", marks=[pytest.mark.slow, pytest.mark.seldom])])
+def core(request):
+    """A test that asks for it runs on the core of handle.py, and in the slow parts on the one of before."""
+    import cores
+
+    for mark in request.node.iter_markers("fails_on_new") if request.param == "new" else ():
+        given = request.node.callspec.params
+        if all(given[name] in values for name, values in mark.kwargs.items()):
+            request.node.add_marker(pytest.mark.xfail(strict=True, reason=mark.args[0]))
+    with cores.use(request.param):
+        yield request.param
+
+
 left = {"by": "", "nbytes": 0}  # the test before this one; what was left on the device, and was said to be
 
 

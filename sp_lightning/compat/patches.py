@@ -5,8 +5,8 @@
 2. Removing a patch puts back what was there when its first user came, to the very object: users may have patched the
    attribute themselves, after this file was imported. Where they patched over ours meanwhile, theirs stays, with ours
    below it, which is not installed a second time: it would call itself.
-3. No other file assigns to attributes of torch. tests/compat/test_patches.py compares torch's modules and classes
-   before and after runs of every kind, and so finds a patch that is not in this registry.
+3. No other file assigns to attributes of torch. tests/compat/test_patches.py looks at
+   all of these after runs of every kind.
 4. A new version of torch is tried with that test, and with those that the comments below name. All patches were tried
    with torch 2.11 and 2.15. Without one of them, the sentence above it happens.
 """

@@ -314,6 +314,12 @@ class Ring:
             for copied in oldest:
                 copied.wait(stream)
 
+    def close(self) -> None:
+        """Let go of all memory, once the host has waited for the copies."""
+        while self._held:
+            for copied in self._held.popleft()[1]:
+                copied.synchronize()
+
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor without gaps or overlaps, otherwise those of a contiguous one."""

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from ..compat.dynamo import never_compiled_hook
 from ..compat.streaming import admits_hooks, storage_id, top_hooks
 from ..compat.tensors import consists_of_tensors, flattened
-from ..errors import UnsupportedError
+from ..errors import ExactnessError, UnsupportedError
 from ..host.device import Arrival, Device, Ring, dense_strides
 from .leaf import Weight, stepped_already
 from .recompute import Recompute
@@ -231,7 +232,15 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             return packed.get()  # type: ignore[no-any-return]
         if packed.was_written:
             raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(packed.form)}")
-        return self.outer[1](packed.packed)  # type: ignore[no-any-return]
+        try:
+            return self.outer[1](packed.packed)  # type: ignore[no-any-return]
+        except CheckpointError as error:
+            if not self._policy.repeated:
+                raise  # of a checkpoint of the user's
+            raise ExactnessError(
+                f"{self._policy.repeated} ran again in backward, and not as it did before: its second run saved other"
+                " tensors than its first; use activations='keep' or 'offload'"
+            ) from error
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
@@ -247,6 +256,8 @@ class Activations:
     def __init__(self, policy: str, device: Device) -> None:
         self.recomputes, self.offloads = "recompute" in policy, "offload" in policy
         self.device = device
+        self.is_repeated = False  # whether what runs now runs again in backward
+        self.repeated = ""  # the unit that ran last of those that run again
         self._ring = Ring()
         self._last: Callable[[], Trip | None] = lambda: None
 
@@ -264,16 +275,34 @@ class Activations:
             return NOTHING
         return SavedTensors(self, top)
 
+    def close(self) -> None:
+        """Let go of the memory of offloaded tensors."""
+        self._ring.close()
+
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor goes to the host: on the device, worth a copy, and without gaps or overlaps."""
         return (
-            tensor.nbytes >= SMALLEST
+            tensor.layout is torch.strided
+            and not tensor.is_nested
+            and tensor.nbytes >= SMALLEST
             and tensor.device == self.device.torch_device
             and not isinstance(tensor, nn.Parameter)
             and not tensor.is_conj()
             and not tensor.is_neg()
             and tensor.stride() == dense_strides(tensor)
         )
+
+    def _repeated(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Have a forward note that it is one that runs again in backward."""
+
+        def repeated(*args: Any, **kwargs: Any) -> Any:
+            before, self.is_repeated, self.repeated = self.is_repeated, True, name
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.is_repeated = before
+
+        return repeated
 
     def run(self, recompute: Recompute, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a unit's forward, for which autograd records."""
@@ -283,6 +312,8 @@ class Activations:
         ours = None if top is None else getattr(top[0], "__self__", None)
         if (ours.outer if isinstance(ours, SavedTensors) else top) is not None:  # inside a checkpoint of the user's
             return call(*args, **kwargs)  # to whom the unit is left
+        if self.recomputes:
+            call = self._repeated(call, recompute.name)
         if not self.offloads:
             return recompute.run(call, args, kwargs, Kept)
         trip = Trip(self.device, self._last)

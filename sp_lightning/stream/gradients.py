@@ -34,7 +34,7 @@ from ..compat.streaming import (
 )
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import Arrival, Device, Ring, aligned
-from .lazy import METADATA, Lazy, grad_of, set_grad
+from .lazy import METADATA, Lazy, data_of, grad_of, set_data, set_grad
 from .leaf import Weight, version_of
 from .unit import Unit
 
@@ -285,7 +285,15 @@ def _unscale(gradients: Any, found_inf: Any, inv_scale: Any) -> Any:
     return NotImplemented
 
 
+def _write_data(gradient: Any, data: Tensor) -> None:
+    """Write data that the user assigns to the bytes that the next step reads."""
+    gradient.before()
+    with without_dispatch():
+        data_of(gradient).copy_(data)
+
+
 DEFERRED: dict[Any, Callable[..., Any]] = {
+    set_data: _write_data,
     unscale_all: _unscale,
     norms_of_all: _norms,
     torch.linalg.vector_norm: _vector_norm,
@@ -323,8 +331,7 @@ def recover() -> None:
         return
     here = threading.get_ident()
     for key, backward in list(backwards.items()):
-        if backward.thread == here:
-            del backwards[key]
+        if backward.thread == here and backwards.pop(key, None) is not None:  # else a hook of the user's came here
             backward.collector.end(backward)
 
 
@@ -362,7 +369,8 @@ class Gradients:
         came = backward.came.setdefault(unit, {})
         with without_dispatch():
             grad, leaf.grad = leaf.grad, None
-        assert grad is not None
+        if grad is None or not weight.host.requires_grad:
+            return  # frozen since the forward, as by `toggle_optimizer`
         if grad.requires_grad:
             raise UnsupportedError(
                 f"backward(create_graph=True) would give {weight.name} a gradient with a graph, which cannot be in host"
@@ -371,6 +379,10 @@ class Gradients:
         came[weight] = grad
         if len(came) >= unit.trained:
             self._flush(backward, unit, backward.came.pop(unit), is_complete=True)
+
+    def close(self) -> None:
+        """Let go of the memory of packed gradients."""
+        self._ring.close()
 
     def end(self, backward: Backward) -> None:
         """Send down what came of units that did not get all their gradients, and put all into `.grad`."""
@@ -478,7 +490,7 @@ def _add_tensors(host: nn.Parameter, there: Any, came: Any) -> None:
     if isinstance(there, HostGradient):
         there.before()
     new = came.settle() if isinstance(came, GradientBytes) else came
-    set_grad(host, there + new if there.is_sparse and not new.is_sparse else there.add_(new))
+    set_grad(host, new + there if there.is_sparse and not new.is_sparse else there.add_(new))
 
 
 def release_gradient(host: nn.Parameter) -> None:

@@ -22,6 +22,7 @@ from torch.autograd.graph import increment_version
 
 from ..compat.streaming import tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
+from ..host.device import dense_strides
 from ..memory.partition import Slot
 from .lazy import METADATA, data_of, found_in
 
@@ -114,6 +115,18 @@ class Leaf(nn.Parameter):
         """Return what a function gets, now that the unit is on the device."""
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def register_hook(self, hook: Any) -> Any:
+        """Register a hook on the user's parameter, which gets the gradient."""
+        return self.weight.host.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Register a hook on the user's parameter, which gets the gradient."""
+        return self.weight.host.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
     @property
     def data(self) -> Tensor:
         self.weight.unit.exposed.add(self.weight)
@@ -123,6 +136,7 @@ class Leaf(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        check_form(self.weight, value)
         self.data.copy_(value)
 
 
@@ -186,6 +200,22 @@ def show_versions(weights: Sequence[Weight], versions: Sequence[int]) -> None:
             weight.shown = version
 
 
+def check_form(weight: Weight, data: Tensor) -> None:
+    """Raise if data that the user assigns to a weight has another shape, type or memory format."""
+    like = weight.value
+    is_like = data.shape == like.shape and data.dtype == like.dtype
+    if not is_like or _strides(data) != _strides(like):
+        raise UnsupportedError(
+            f"{weight.name}.data of {like.dtype} {list(like.shape)} in strides {list(like.stride())} gets"
+            f" {data.dtype} {list(data.shape)} in {list(data.stride())}: a streamed weight keeps its shape, type and"
+            " strides; convert the model before it is streamed"
+        )
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    return [stride for stride, size in zip(dense_strides(tensor), tensor.shape, strict=True) if size > 1]
+
+
 def graph_after_close(name: str) -> UnsupportedError:
     """Make the error of a backward through a weight that is streamed no longer."""
     return UnsupportedError(
@@ -218,7 +248,8 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
         leaves = list(found_in((args, kwargs), Leaf))
     units = []
     for leaf in leaves:
-        if not (unit := leaf.weight.unit).depth and unit not in units:
+        unit = leaf.weight.unit
+        if (not unit.depth or type(leaf) is Absent) and unit not in units:  # a step in a call may have evicted it
             units.append(unit)
     written: list[tuple[Weight, Tensor, int]] = []  # or not: with the version before
 

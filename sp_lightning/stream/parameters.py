@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import copy
 import functools
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 
-from ..compat.streaming import storage_id, tree_map_only, without_dispatch
-from ..errors import UnsupportedError
+from ..compat.streaming import hooks_of_gradient, storage_id, tree_map_only, without_dispatch
 from .gradients import backwards, recover, release_gradient
 from .lazy import METADATA, Lazy, data_of, found_in, set_data, set_grad
-from .leaf import Weight, call_with_leaves, graph_after_close, version_of
+from .leaf import Weight, call_with_leaves, check_form, graph_after_close, version_of
 from .unit import Unit
 
 weights: dict[int, Weight] = {}  # by the id of the parameter
 
+PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
+DRAWING = {torch.rand_like, torch.randn_like, torch.randint_like}  # which record nothing
+FREEZING: set[Any] = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # through which the user may write at any time, unseen
 
 # Functions that are about the bytes on the host, also where autograd would record them.
@@ -57,7 +61,7 @@ class Watched(Lazy):
         if func in METADATA:
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
-        if func in ON_HOST or not _is_inside_step(args, kwargs):
+        if func in ON_HOST or not _is_inside_step(func, args, kwargs):
             return super().__torch_function__(func, types, args, kwargs)
         has_leaves = False
 
@@ -122,6 +126,14 @@ class Alias(Watched, Tensor):
         return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+def _handed_over(alias: Alias) -> Any:
+    """Give another process a copy: sharing moves bytes out of the slab that travels."""
+    return reduce_tensor(alias.plain().clone())  # type: ignore[no-untyped-call]
+
+
+ForkingPickler.register(Alias, _handed_over)
+
+
 class HostParameter(Watched, nn.Parameter):
     """A streamed parameter."""
 
@@ -142,17 +154,29 @@ class HostParameter(Watched, nn.Parameter):
             recover()
         if func in METADATA and (func != set_grad or args[1] is None):
             with without_dispatch():
-                return func(*args, **(kwargs or {}))
+                if func in PLACE and (weight := weights.get(id(args[0]))) is not None and weight.unit.window.is_in_call:
+                    return func(weight.leaf)
+                result = func(*args, **(kwargs or {}))
+                if func in FREEZING and (weight := weights.get(id(args[0]))) is not None:
+                    _prepare(weight)
+                return result
         if func == set_grad:
             return _assign_gradient(*args)
         if func is torch.autograd.grad:
-            return func(
-                *tree_map_only(HostParameter, _edge_of, args), **tree_map_only(HostParameter, _edge_of, kwargs or {})
-            )
+            return _differentiate(*args, **(kwargs or {}))
+        if func is torch.autograd.backward:  # whose hooks are the user's code
+            return func(*tree_map_only(HostParameter, _edge_of, args), **tree_map_only(HostParameter, _edge_of, kwargs))
         return super().__torch_function__(func, types, args, kwargs)
 
     def weight_of(self) -> Weight | None:
         return weights.get(id(self))
+
+    def set_(self, source: Any, *args: Any) -> Any:
+        """Take over another tensor's values, as removed parametrizations have it: torch does not dispatch this."""
+        if args or not isinstance(source, Tensor):
+            return super().set_(source, *args)
+        _write_data(self, source)
+        return self
 
     __hash__ = Tensor.__hash__
 
@@ -173,9 +197,13 @@ def _shares_bytes(tensor: Tensor, value: Tensor) -> bool:
     return storage_id(tensor.untyped_storage()) == storage_id(value.untyped_storage())
 
 
-def _is_inside_step(args: Any, kwargs: Any) -> bool:
+def _is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function gets weights as a step does (the docstring above)."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found_in((args, kwargs), Watched)):
+    if (
+        func not in DRAWING
+        and torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in found_in((args, kwargs), Watched))
+    ):
         return True
     tensors = list(found_in((args, kwargs), Tensor))
     found = [weight for each in tensors if isinstance(each, Watched) and (weight := each.weight_of()) is not None]
@@ -189,6 +217,24 @@ def _prepare(weight: Weight) -> None:
     """Give the leaf what autograd asks of the parameter."""
     if weight.leaf.requires_grad != weight.host.requires_grad:
         weight.leaf.requires_grad_(weight.host.requires_grad)
+
+
+def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute gradients, which pass the hooks of parameters among the inputs."""
+    edges = tree_map_only(HostParameter, _edge_of, inputs)
+    found = torch.autograd.grad(outputs, edges, *args, **kwargs)
+    params = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    return tuple(
+        _hooked(param, grad) if grad is not None and isinstance(param, HostParameter) else grad
+        for param, grad in zip(params, found, strict=True)
+    )
+
+
+def _hooked(param: HostParameter, grad: Tensor) -> Tensor:
+    for hook in list((hooks_of_gradient(param) or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
 
 
 def _edge_of(param: HostParameter) -> Any:
@@ -205,11 +251,7 @@ def _write_data(param: HostParameter, data: Tensor) -> None:
     if weight is None:  # a copy
         set_data(param, data)
         return
-    if data.shape != weight.value.shape or data.dtype != weight.value.dtype:
-        raise UnsupportedError(
-            f"{weight.name}.data of {weight.value.dtype} {list(weight.value.shape)} gets {data.dtype}"
-            f" {list(data.shape)}: a streamed weight keeps its shape and type; convert the model before it is streamed"
-        )
+    check_form(weight, data)
     param.before()
     weight.unit.epoch += 1
     with without_dispatch():
@@ -255,7 +297,7 @@ def release(weight: Weight) -> None:
         weight.hook.remove()
         if weight.leaf.requires_grad:
             refuse: Any = functools.partial(_refuse, weight.name)
-            weight.leaf.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+            Tensor.register_post_accumulate_grad_hook(weight.leaf, refuse)  # type: ignore[no-untyped-call]
     release_gradient(weight.host)
     weight.host.__class__ = getattr(weight.host, "plain", nn.Parameter)
     del weights[id(weight.host)]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ExactnessError
+from .leaf import version_of
 
 # What `copied` leaves as it is: values that do not change, and tensors and modules, which are followed by themselves.
 ATOMS: tuple[type, ...] = (Tensor, nn.Module, type, enum.Enum, str, bytes, int, float, complex)
@@ -52,19 +53,33 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     return made
 
 
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Find the tensors in containers and objects that `copied` copies."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield value
+    if isinstance(value, ATOMS) or id(value) in seen:
+        return
+    seen.add(id(value))
+    items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
+    for item in (*items, *getattr(value, "__dict__", {}).values()):
+        yield from tensors_in(item, seen)
+
+
 class Argument:
     """An argument of a forward, as the forward found it."""
 
     def __init__(self, value: Any, is_cloned: bool) -> None:
         self.value = value
         self._before: Any
-        self._is_tensor = isinstance(value, Tensor)
+        self._is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)  # a leaf stays one
         if self._is_tensor:
             self._version = -1 if value.is_inference() else value._version
             self._requires_grad = value.requires_grad
             self._before = value.detach().clone() if is_cloned else None
         else:
             self._before = copied(value)
+        self._inside = [] if isinstance(value, Tensor) else [(each, version_of(each)) for each in tensors_in(value)]
 
     @property
     def was_written(self) -> bool:
@@ -73,6 +88,12 @@ class Argument:
 
     def keep(self, pack: Callable[[Tensor], Any], where: str) -> None:
         """Keep the argument for the second run, and let go of the caller's tensor."""
+        if any(version_of(tensor) != version for tensor, version in self._inside):
+            raise ExactnessError(
+                f"{where} wrote in place to a tensor inside of one of its arguments: a second run would find what it"
+                " wrote; pass the tensor itself, or use activations='keep' or 'offload'"
+            )
+        self._inside.clear()
         if self._is_tensor:
             if self.was_written and self._before is None:
                 raise ExactnessError(
@@ -131,7 +152,7 @@ class Recompute:
     """
 
     def __init__(self, module: nn.Module, name: str, device: torch.device) -> None:
-        self._module, self._name = module, name
+        self._module, self.name = module, name
         self._device = torch.empty(0, device=device)  # by which torch finds the device whose generator it keeps
         self._is_first = True
         self._written: set[int] = set()  # positions of arguments that the forward writes to
@@ -172,14 +193,14 @@ class Recompute:
         for place, argument in enumerate(arguments):
             if argument.was_written:
                 self._written.add(place)
-            argument.keep(pack, self._name)
+            argument.keep(pack, self.name)
         owners = {id(module._buffers): id(module) for module in self._module.modules()}
         for buffer in buffers:
             if is_first:
                 buffer.forget_unchanged()
             if buffer.is_lost:
                 raise ExactnessError(
-                    f"{self._name} wrote to its buffer {buffer.name!r}, which it did not do in earlier calls: a second"
+                    f"{self.name} wrote to its buffer {buffer.name!r}, which it did not do in earlier calls: a second"
                     " run would find what it wrote; use activations='keep' or 'offload'"
                 )
             if buffer.has_changed and id(buffer.place) in owners:

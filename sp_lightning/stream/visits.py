@@ -47,6 +47,10 @@ class Visit:
         self._call = self.compiled or plain_call(self.module)
         set_call_slot(self.module, self)
 
+    def __reduce__(self) -> Any:
+        """Leave the slot empty in copies of modules that copy or pickle their attributes one by one."""
+        return type(None), ()
+
     def close(self) -> None:
         """Leave the slot as the user had it."""
         if call_slot(self.module) is self:
@@ -70,9 +74,8 @@ class Visit:
 
     def _recorded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._policy.saving():
-            for unit in self.units:
-                if not unit.depth:
-                    return self._inside(call, args, kwargs)
+            if not self.units or not all(unit.depth for unit in self.units):
+                return self._inside(call, args, kwargs)
             return call(*args, **kwargs)
 
     def _inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -101,7 +104,7 @@ class Visit:
                 torch.clear_autocast_cache()  # of casts of leaves, which would keep memory
 
     def _keep_writes(self, unit: Unit, written: list[Weight]) -> None:
-        if self._policy.recomputes and torch.is_grad_enabled() and self.is_entry:
+        if self._policy.is_repeated:
             raise ExactnessError(
                 f"{unit.name} writes to its weights in its forward, which a second forward would repeat: use"
                 " activations='keep' or 'offload'"

@@ -10,17 +10,14 @@ import contextlib
 import functools
 import traceback
 
+import cores
 import forks
 import pytest
 import torch
-from refusals import refusal
 from side_by_side import check, inputs, squares, training
-from torch import nn
 from torch.nn import functional
 
 import models
-import sp_lightning
-from sp_lightning.errors import UnsupportedError
 
 CASES = {}
 
@@ -36,11 +33,6 @@ def stack_of(block):
 
 
 # --- In the model
-
-
-@case
-def on_the_context_of_a_function(device):
-    check(stack_of(models.ContextBlock), training(), device)
 
 
 class LinearKeepingView(models.LinearKeepingWeight):
@@ -103,28 +95,6 @@ def as_a_view_over_steps(device):
 
 
 @case
-def as_a_registered_parameter(device):
-    class Block(models.Block):
-        def forward(self, x):
-            if not hasattr(self, "again"):
-                self.again = self.up.weight
-            return x + self.down(functional.linear(self.norm(x), self.again).relu())
-
-    check(stack_of(Block), training(steps=4), device)
-
-
-@case
-def as_a_buffer(device):
-    class Block(models.Block):
-        def forward(self, x):
-            if not hasattr(self, "again"):
-                self.register_buffer("again", self.up.weight.detach())
-            return x + self.down(functional.linear(self.norm(x), self.again).relu())
-
-    check(stack_of(Block), training(steps=4), device)
-
-
-@case
 def in_a_cache_until_the_end_of_the_forward(device):
     class Stack(models.Stack):
         def run(self, x):
@@ -171,28 +141,6 @@ def in_a_closure_that_backward_calls(device):
 
 
 @case
-def in_a_generator_that_goes_on_after_the_unit(device):
-    class Block(models.Block):
-        def parts(self, x):
-            weight, bias = self.up.weight, self.up.bias
-            yield self.norm(x)
-            yield functional.linear(self.norm(x), weight, bias)
-
-        def forward(self, x):
-            return self.parts(x)
-
-    class Stack(models.Stack):
-        def run(self, x):
-            running = []
-            for block in self.blocks:
-                running.append(block(x))
-                x = x + next(running[-1])
-            return x + sum(next(parts).mean() for parts in running)
-
-    check(lambda: Stack(Block() for _ in range(4)), training(), device)
-
-
-@case
 def in_a_generator_that_is_the_whole_forward(device):
     class Stack(models.Stack):
         def forward(self, x):
@@ -233,56 +181,7 @@ def in_an_exception(device):
     check(stack_of(Block), run, device)
 
 
-# --- In what autograd saves
-
-
-@case
-def in_saved_tensors_without_hooks(device):
-    def loss(net, x):
-        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            return squares(net, x)
-
-    check(stack_of(models.Block), training(loss), device)
-
-
-@case
-def in_saved_tensors_without_hooks_in_some_blocks(device):
-    class Block(models.Block):
-        def forward(self, x):
-            with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-                return super().forward(x)
-
-    check(lambda: models.Stack([Block(), models.Block(), Block(), models.Block()]), training(), device)
-
-
-@case
-def in_graphs_without_hooks_that_are_never_differentiated(device):
-    def run(net, device):
-        losses = []
-        for x in inputs(device, 4):
-            with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-                losses.append(squares(net, x))
-            yield losses
-        yield from training()(net, device)
-        yield losses
-
-    check(stack_of(models.Block), run, device)
-
-
 # --- In the user's own hands
-
-
-@case
-def taken_in_a_hook_and_read_later(device):
-    def run(net, device):
-        kept = {}
-        for index, block in enumerate(net.blocks):
-            block.register_forward_hook(lambda block, *_, index=index: kept.update({index: block.up.weight}))
-            block.up.register_forward_hook(lambda layer, *_, index=index: kept.update({-index - 1: layer.weight}))
-        for values in training(steps=4)(net, device):
-            yield values, {index: weight.detach().to(device) * 2 for index, weight in kept.items()}
-
-    check(stack_of(models.Block), run, device)
 
 
 @case
@@ -303,49 +202,10 @@ def taken_in_a_hook_and_read_after_close(device):
     net, kept = models.stack_of(models.Block)(), []
     for block in net.blocks:
         block.up.register_forward_hook(lambda layer, *_: kept.append(layer.weight))
-    with sp_lightning.stream(net, device, window=1):
+    with cores.streaming(net, device, window=1):
         squares(net, next(inputs(device))).backward()
     for weight, block in zip(kept, net.blocks, strict=True):
         assert torch.equal(weight.detach().cpu(), block.up.weight.detach())
-
-
-@case
-@refusal(
-    "a graph that is used after `close()`",
-    UnsupportedError,
-    "run its backward before",
-)
-def a_graph_whose_backward_comes_after_close(device):
-    net = models.stack_of(models.Block)()
-    with sp_lightning.stream(net, device, window=1):
-        loss = squares(net, next(inputs(device)))
-    with pytest.raises(UnsupportedError, match="run its backward before"):
-        loss.backward()
-
-
-@case
-def a_graph_whose_backward_comes_after_its_parameters_were_replaced(device):
-    net = models.stack_of(models.Block)()
-    with sp_lightning.stream(net, device, window=1):
-        older = squares(net, next(inputs(device)))
-        net.head.weight = nn.Parameter(net.head.weight.detach() * 0.5)
-        younger = squares(net, next(inputs(device)))
-        with pytest.raises(UnsupportedError, match="run its backward before"):
-            older.backward()
-        younger.backward()
-    assert all(p.grad is not None for p in net.parameters())
-
-
-@case
-def a_graph_without_hooks_whose_backward_comes_after_the_optimizers_step(device):
-    net = models.stack_of(models.Block)()
-    with sp_lightning.stream(net, device, window=1):
-        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            older = squares(net, next(inputs(device)))
-        for _ in training(steps=1)(net, device):
-            pass
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            older.backward()
 
 
 # --- Running them
@@ -355,11 +215,11 @@ CODE = "import faulthandler, sys; faulthandler.enable(); import test_kept_refere
 
 
 @functools.cache
-def outcomes(device: str) -> dict[str, str]:
-    """What became of each case: "passed", a traceback, or how the process ended."""
+def outcomes(core: str, device: str) -> dict[str, str]:
+    """What became of each case on a core: "passed", a traceback, or how the process ended."""
     found: dict[str, str] = {}
     while missing := [name for name in CASES if name not in found]:
-        done = forks.run(CODE, device, *missing)
+        done = forks.run(CODE, core, device, *missing)
         blocks = done.stdout.split("\0")[1:]
         found |= {name: outcome.strip() for name, outcome in (block.split("\n", 1) for block in blocks)}
         if len(blocks) < len(missing) or done.returncode:
@@ -370,13 +230,14 @@ def outcomes(device: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.seldom
-def test_a_weight_that_is_kept(name, device):
-    outcome = outcomes(device.type)[name]
+def test_a_weight_that_is_kept(name, core, device):
+    outcome = outcomes(core, device.type)[name]
     assert outcome == "passed", outcome
 
 
-def main(device: str, *names: str) -> None:
+def main(core: str, device: str, *names: str) -> None:
     torch.set_num_threads(1)
+    cores.chosen.append(core)
     if device == "simgpu":
         import simgpu
     place = torch.device("cpu") if device == "cpu" else torch.device(device, 0)

@@ -2,12 +2,10 @@
 can not be locked."""
 
 import contextlib
-import gc
 import json
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -25,7 +23,6 @@ from sp_lightning.compat.references import uses_of
 from sp_lightning.core import malloc
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.errors import HostMemoryError
-from sp_lightning.memory import pinned
 from sp_lightning.memory.device import CudaPageLock, Device
 from sp_lightning.memory.layout import Layout
 from sp_lightning.memory.pinned import HostAllocator
@@ -41,42 +38,6 @@ def cudart(monkeypatch):
 
 
 # ---- slabs
-
-
-@pytest.mark.parametrize("nbytes", [512, 4096, 3 * MIB + 512])
-def test_a_slab_has_its_size_and_begins_at_a_page(nbytes):
-    flat = HostAllocator().plain(nbytes)
-    assert flat.numel() == nbytes and flat.data_ptr() % 4096 == 0
-    assert flat.untyped_storage().nbytes() == nbytes
-    assert not flat.any() and flat.fill_(7).eq(7).all()
-
-
-def test_slabs_that_are_unlocked_stay_and_are_not_unlocked_again(cudart):
-    made = HostAllocator()
-    flat = made.locked(512, CudaPageLock(SIMGPU))
-    made.unlock()
-    made.unlock()
-    assert flat.fill_(3).eq(3).all() and not cudart.registered
-    del flat
-    assert [call for call, _ in cudart.calls].count("unregister") == 1
-
-
-@pytest.mark.parametrize("way", [torch.Tensor.sum, torch.Tensor.numpy, torch.Tensor.clone, lambda flat: flat[3].item()])
-@pytest.mark.few(1)
-def test_a_forked_process_is_told_that_it_has_no_locked_memory(way, cudart):
-    made = HostAllocator()
-    flat, plain = made.locked(8192, CudaPageLock(SIMGPU)), made.plain(8192)
-
-    def told():
-        way(plain)
-        try:
-            way(flat[4096:])
-        except RuntimeError as error:
-            return "forked process" in str(error)
-
-    assert in_a_child(told)
-    made.unlock()
-    assert in_a_child(lambda: way(flat) is not None)
 
 
 def test_a_forked_process_is_told_of_the_weights_too(cudart):
@@ -105,61 +66,7 @@ def in_a_child(check):
     return os.waitpid(child, 0)[1] == 0
 
 
-def test_a_slab_that_can_not_be_locked_is_not_unlocked(cudart):
-    cudart.room = 0
-    with pytest.raises(RuntimeError, match="CUDA error 2: out of memory"):
-        HostAllocator().locked(512, CudaPageLock(SIMGPU))
-    gc.collect()
-    assert [call for call, _ in cudart.calls] == ["register"]
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_device_that_fails_when_memory_is_unlocked_raises_nothing(cudart, monkeypatch):
-    def broken(device):
-        raise RuntimeError("device-side assert")
-
-    flat = HostAllocator().locked(512, CudaPageLock(SIMGPU))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "synchronize", broken)
-        del flat  # what a finalizer raises would be printed, and fail this test as an unraisable exception
-    simgpu.unpin(*cudart.registered)
-
-
-@pytest.mark.seldom
-def test_the_interpreter_ends_with_nothing_locked_and_a_fork_unlocks_nothing():
-    program = """
-        import os
-        from sp_lightning.memory.pinned import HostAllocator as Slabs
-
-        class Lock:
-            def lock(self, address, nbytes):
-                print("lock")
-            def unlock(self, address):
-                print("unlock", os.getpid() == parent)
-
-        parent = os.getpid()
-        made = Slabs()
-        kept, given = made.locked(512, Lock()), made.locked(512, Lock())
-        if not os.fork():
-            del given
-            os._exit(0)
-        os.wait()
-    """
-    command = [sys.executable, "-uc", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (done.stdout.split("\n"), done.stderr) == (["lock", "lock", "unlock True", "unlock True", ""], "")
-
-
 # ---- a device that is told of its slabs
-
-
-@pytest.mark.parametrize("activations", ["keep", "offload"])
-@pytest.mark.few(1)
-def test_weights_and_gradients_are_registered_once_for_each_unit_and_unregistered_at_the_end(cudart, activations):
-    check(blocks, training(), SIMGPU, activations=activations)
-    calls = [call for call, _ in cudart.calls]
-    assert calls.count("register") == calls.count("unregister") == 2 * 5
-    assert not cudart.registered
 
 
 def test_no_slab_stays_registered_when_streaming_can_not_begin(cudart):
@@ -179,40 +86,6 @@ def test_what_does_not_fit_into_the_page_locked_memory_goes_through_the_ring(cud
 
 
 # ---- the option
-
-
-def refuse(monkeypatch):
-    empty = torch.empty
-
-    def refusing(*args, pin_memory=False, **kwargs):
-        if pin_memory:
-            raise RuntimeError("cannot page-lock memory")
-        return empty(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", refusing)
-
-
-def test_pinned_is_an_error_with_numbers_where_memory_can_not_be_page_locked(monkeypatch):
-    refuse(monkeypatch)
-    numbers = r"[\d.]+ KiB of host memory could not be page-locked after 0 B were \(cannot page-lock memory\)"
-    with pytest.raises(HostMemoryError, match=rf"host_memory='pinned': {numbers}; .* are free, and ulimit -l is "):
-        sp_lightning.stream(blocks(), SIMGPU, host_memory="pinned")
-
-
-def test_memory_that_is_not_to_be_had_is_an_error_with_numbers(monkeypatch):
-    monkeypatch.setattr(
-        pinned.mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory"))
-    )
-    with pytest.raises(HostMemoryError, match=r"cannot allocate [\d.]+ KiB of host memory .* are free; train fewer"):
-        sp_lightning.stream(blocks(), torch.device("cpu"))
-
-
-def test_pinned_is_page_locked_weights_and_gradients():
-    net, before = blocks(), simgpu.pinned_bytes()[0]
-    with sp_lightning.stream(net, SIMGPU, host_memory="pinned") as handle:
-        list(training(steps=1)(net, SIMGPU))
-        assert all(p.is_pinned() and p.grad.is_pinned() for p in net.parameters())
-        assert simgpu.pinned_bytes()[0] - before == handle.stats()["host_bytes"]
 
 
 def test_pageable_locks_the_staging_buffers_only(caplog):
@@ -322,12 +195,6 @@ def test_the_end_of_several_copies_is_that_of_all(waits, last, monkeypatch):
         assert there.add(1).eq(2).all()  # or a race
 
 
-@pytest.mark.parametrize("host_memory", ["auto", "pinned", "pageable"])
-@pytest.mark.few(2)
-def test_where_the_cpu_computes_there_is_nothing_to_lock(host_memory):
-    check(blocks, training(), torch.device("cpu"), host_memory=host_memory)
-
-
 @pytest.mark.parametrize("case", ["mlp", "lstm"])
 @pytest.mark.few(1)
 def test_a_trainer_trains_through_the_ring(case):
@@ -358,20 +225,6 @@ def glibc(monkeypatch):
     return fake
 
 
-def test_the_heap_is_trimmed_after_every_64_mib_that_were_freed(glibc):
-    for _ in range(5):
-        malloc.freed(32 * MIB)
-    assert glibc.calls == ["trim", "trim"]
-
-
-def test_the_step_that_makes_the_state_takes_large_blocks_by_themselves_and_no_other_does(glibc):
-    net = blocks()
-    with sp_lightning.stream(net, SIMGPU):
-        for _ in training(steps=3)(net, SIMGPU):
-            pass
-    assert glibc.calls == [(-3, MIB), (-3, 32 * MIB), (-1, 64 * MIB)]
-
-
 def test_where_the_cpu_computes_large_blocks_are_by_themselves_before_weights_move_to_a_disk(glibc, monkeypatch):
     """Else units are computed in the holes that these weights leave in the heap, which took as much memory again."""
     tensors = ScratchFile.tensors
@@ -388,19 +241,6 @@ def test_where_the_cpu_computes_large_blocks_are_by_themselves_before_weights_mo
             pass
         assert {*glibc.calls} - {"trim"} == {(-3, MIB), "a range"}
     assert glibc.calls[-2:] == [(-3, 32 * MIB), (-1, 64 * MIB)]
-
-
-def test_after_a_first_step_that_failed_malloc_is_as_ever_when_streaming_ends(glibc):
-    net = blocks()
-    with pytest.raises(ZeroDivisionError), sp_lightning.stream(net, SIMGPU):
-        list(training(before_step=lambda module: torch.optim.SGD(module.parameters()).step(lambda: 1 / 0))(net, SIMGPU))
-    assert glibc.calls == [(-3, MIB), (-3, 32 * MIB), (-1, 64 * MIB)]
-
-
-@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"])
-def test_thresholds_that_the_user_set_stay(monkeypatch, name):
-    monkeypatch.setenv(name, "100000")
-    assert malloc._library() is None
 
 
 @pytest.mark.slow

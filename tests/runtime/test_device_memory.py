@@ -14,7 +14,6 @@ import parity
 import simgpu
 import sp_lightning
 from sp_lightning.core.unit_numbers import aligned
-from sp_lightning.memory.device import Device
 
 DEVICE = torch.device("simgpu", 0)
 BATCH, LENGTH, WIDTH, VOCABULARY, BLOCKS = 4, 32, 64, 128, 8
@@ -141,12 +140,6 @@ def test_training_fits_into_the_sum_of_its_terms(window):
     assert 0.98 * capacity <= peak <= capacity
 
 
-def test_plain_training_does_not_fit_there():
-    capacity = sum(terms(BLOCKS, window=4).values())
-    with pytest.raises(torch.OutOfMemoryError):
-        fit(BLOCKS, parity.plain_strategy("simgpu"), capacity=capacity)
-
-
 @pytest.mark.parametrize("term", ["window", "two gradient buffers", "activations of one block", "block inputs"])
 @pytest.mark.few(1)
 def test_no_term_is_there_for_nothing(term):
@@ -163,14 +156,6 @@ def plain_bytes():
 
 
 @pytest.mark.seldom
-def test_of_24_blocks_under_adamw_at_most_6_percent_are_on_the_device(plain_bytes):
-    others = {name: nbytes for name, nbytes in terms(24, window=2).items() if name[:3] not in ("win", "two")}
-    blocks = fit(24, streaming(2)) - sum(others.values())
-    assert plain_bytes.of_blocks() == 24 * 4 * weights(llama(1).model.layers[0])
-    assert 0.03 * plain_bytes.of_blocks() <= blocks <= 0.06 * plain_bytes.of_blocks()
-
-
-@pytest.mark.seldom
 def test_of_embedding_and_head_weights_and_gradients_are_on_the_device_and_no_optimizer_state(plain_bytes):
     ours = WhatIsOnTheDevice()
     strategy = streaming(2)
@@ -180,25 +165,6 @@ def test_of_embedding_and_head_weights_and_gradients_are_on_the_device_and_no_op
     assert sum(ours.nbytes.values()) == 0  # between steps; within, one copy of its weights and one of its gradients
     with sp_lightning.stream(llama(24), DEVICE, window=2) as handle:
         assert handle.stats()["resident_root_bytes"] == rest
-
-
-def test_an_allocator_that_is_limited_has_no_more_than_that(monkeypatch):
-    module = torch.get_device_module(DEVICE)
-    monkeypatch.setattr(module, "get_per_process_memory_fraction", lambda device: 0.25, raising=False)
-    device = Device(DEVICE)
-    held = torch.empty(2**20, dtype=torch.uint8, device=DEVICE)
-    assert device.memory_capacity() == 2**28
-    assert device.memory() == (2**28 - torch.accelerator.memory_allocated(), 2**30)
-    assert held.is_contiguous()
-
-
-def test_an_allocator_that_knows_no_limit_has_all_memory(monkeypatch):
-    def unknown(device):
-        raise RuntimeError("this allocator knows no limit")
-
-    module = torch.get_device_module(DEVICE)
-    monkeypatch.setattr(module, "get_per_process_memory_fraction", unknown, raising=False)
-    assert Device(DEVICE).memory_capacity() == 2**30
 
 
 def texts(step):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 
 import pytest
 import torch
@@ -63,26 +62,6 @@ def without_repeats(events):
 
 @pytest.mark.parametrize("window", [1, 2, BLOCKS])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-def test_gradients_of_a_block_are_there_before_the_next_block_begins_its_backward(window, activations):
-    events = []  # on the CPU, where autograd has one thread; else another one accumulates what has come down
-
-    def say_when_backward_arrives(index):
-        def hook(_block, _inputs, output):
-            output.register_hook(lambda _: events.append(f"block {index}"))
-
-        return hook
-
-    with streaming("cpu", window=window, activations=activations) as (net, _, x):
-        for index, block in enumerate(net.blocks):
-            block.register_forward_hook(say_when_backward_arrives(index))
-            for parameter in block.parameters():
-                parameter.register_hook(lambda _, index=index: events.append(f"gradients {index}"))
-        squares(net, x).backward()
-    assert without_repeats(events) == BACKWARD
-
-
-@pytest.mark.parametrize("window", [1, 2, BLOCKS])
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.few(1)
 def test_the_device_packs_gradients_of_a_block_before_the_backward_of_the_next(window, activations):
     with streaming(window=window, activations=activations) as (net, _, x):
@@ -122,55 +101,3 @@ def test_gradients_never_pile_up_on_the_device(window):
 
 
 # --- Prefetch
-
-
-def wait_until_there(unit):
-    """Whether a unit's bytes arrive, while nothing else goes on."""
-    patience = time.monotonic() + 10
-    while time.monotonic() < patience:
-        if unit.store.on_device.is_loaded and unit.store.on_device.ready.query():
-            return True
-        time.sleep(0.001)
-    return False
-
-
-@pytest.mark.parametrize("window", [2, 3])
-@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad])
-def test_the_next_unit_comes_up_while_the_forward_of_one_computes(window, context):
-    came = []
-    with streaming(window=window) as (net, handle, x), context():
-        for block, following in zip(net.blocks[:-1], handle.engine.units[1:], strict=False):
-
-            def wait_inside(*_, following=following):
-                with simgpu.hold():
-                    came.append(wait_until_there(following))
-
-            block.up.register_forward_pre_hook(wait_inside)
-        net(x)
-    assert came == [True] * (BLOCKS - 1)
-
-
-@pytest.mark.parametrize("window", [2, 3])
-def test_the_next_unit_comes_up_while_the_backward_of_one_computes(window):
-    came = []
-    with streaming(window=window) as (net, handle, x):
-        for block, following in zip(net.blocks[1:], handle.engine.units, strict=False):
-
-            def wait_inside(_gradient, following=following):
-                with simgpu.hold():
-                    came.append(wait_until_there(following))
-
-            block.down.register_forward_hook(lambda _m, _i, out, wait=wait_inside: out.register_hook(wait) and None)
-        squares(net, x).backward()
-    assert came == [True] * (BLOCKS - 1)
-
-
-def test_with_a_window_of_one_nothing_comes_before_its_place_is_free():
-    with streaming(window=1) as (net, handle, x):
-        resident = []
-        for block in net.blocks:
-            block.register_forward_hook(
-                lambda *_: resident.append(sum(unit.store.on_device.is_loaded for unit in handle.engine.units))
-            )
-        squares(net, x).backward()
-    assert resident == [2] * BLOCKS  # the block and the resident rest

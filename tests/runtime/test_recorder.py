@@ -1,8 +1,6 @@
 """What the recorder says about steps: complete, in order, on one clock, and without any effect on them."""
 
-import importlib
 import itertools
-import time
 
 import pytest
 import side_by_side
@@ -11,9 +9,7 @@ from speeds import measured_again
 
 import sp_lightning
 from sp_lightning.core.telemetry import CAUSES, Span
-from sp_lightning.observe.report import RunReport
-from sp_lightning.observe.timeline import Timeline
-from sp_lightning.runtime.recorder import KEPT, RecordedStep, Recorder, unit_times
+from sp_lightning.runtime.recorder import RecordedStep, Recorder
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
 
@@ -80,22 +76,6 @@ def test_a_lane_does_one_thing_at_a_time(device):
             assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(one))
 
 
-@pytest.mark.simgpu
-def test_a_clock_that_comes_late_is_waited_for():
-    import simgpu
-
-    module = side_by_side.blocks()
-    with sp_lightning.stream(module, "simgpu", window=2, units=["Block"]) as handle:
-        recorder, inputs = handle.record(), list(side_by_side.inputs(handle.device.torch_device, 6))
-        module(inputs[0]).sum().backward()  # makes the clock
-        with simgpu.hold(handle.device._clock):
-            for x in inputs[1:]:
-                module(x).sum().backward()
-        assert len(recorder.steps) == 1
-        handle.stop_recording()
-    assert len(recorder.steps) == 6
-
-
 def test_causes_sum_to_the_time_of_the_step(device):
     recorder, _ = record(device)
     for step in recorder.steps:
@@ -116,43 +96,6 @@ def test_each_moment_counts_for_its_first_cause():
     assert causes == {"compute": 5, "disk": 0.5, **expected, "weights": 0.5}
 
 
-def test_what_lies_outside_of_the_step_is_not_its_own():
-    assert made(span("compute", -2, 3), span("optimizer", 9, 14)).causes()["other"] == 6
-
-
-def test_times_are_medians_over_steps():
-    def step(number, seconds):
-        up = span("up", 0, seconds, phase="weights", nbytes=8), span("up", 5, 5 + seconds, phase="weights", nbytes=8)
-        return made(*up, span("compute", 0, 1, phase="forward"), span("compute", 2, 3, phase="forward"), number=number)
-
-    (a,) = unit_times([step(0, 9), step(1, 1), step(2, 2)]).values()
-    assert (a.unit, a.up_s, a.up_nbytes, a.forward_s, a.backward_s) == ("a", 2, 8, 2, 0)
-
-
-def test_a_step_of_all_at_once_is_shared_by_gradient_bytes():
-    downs = span("down", 0, 1, "a", nbytes=3), span("down", 1, 2, "b", nbytes=1)
-    times = unit_times([made(*downs, span("optimizer", 2, 6, ""))])
-    assert (times["a"].step_s, times["b"].step_s) == (3, 1)
-
-
-def test_every_unit_gets_its_times(device):
-    recorder, _ = record(device)
-    times = recorder.times()
-    assert [name for name in times if name in BLOCKS] == BLOCKS
-    assert all(min(t.up_s, t.forward_s, t.backward_s, t.down_s, t.step_s) > 0 for t in times.values())
-
-
-def test_the_devices_clock_and_the_hosts_are_one(device):
-    """Work lies between the readings of the host's clock around the loop, but for how late a busy host wakes the thread
-    that is the simulated device's clock."""
-    late = 0.5
-    begin = time.perf_counter()
-    recorder, _ = record(device)
-    end = time.perf_counter()
-    spans = [s for step in recorder.steps for s in step.spans]
-    assert begin - late < min(s.start for s in spans) and max(s.end for s in spans) < end + late
-
-
 @pytest.mark.simgpu
 @measured_again
 def test_waiting_for_weights_is_seen_on_a_slow_link():
@@ -165,20 +108,6 @@ def test_waiting_for_weights_is_seen_on_a_slow_link():
     step = recorder.steps[-1]
     assert step.causes()["weights"] > 0.5 * step.seconds
     assert recorder.times()[BLOCKS[1]].up_s == pytest.approx(0.02, rel=0.5)
-
-
-@pytest.mark.simgpu
-def test_nothing_is_read_before_two_later_passes_have_begun():
-    device = torch.device("simgpu", 0)
-    module = side_by_side.blocks()
-    with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:
-        recorder = handle.record()
-        known = []
-        for x in side_by_side.inputs(device, 4):
-            module(x).sum().backward()
-            torch.accelerator.synchronize()
-            known.append(len(recorder.steps))
-    assert known == [0, 0, 0, 1] and len(recorder.steps) == 4
 
 
 def test_only_what_is_wanted_is_recorded_and_each_of_that_as_a_whole(device):
@@ -194,37 +123,6 @@ def test_only_what_is_wanted_is_recorded_and_each_of_that_as_a_whole(device):
     assert [step.batch for step in recorder.steps if step.trains] == [1, 2, 5]
     assert [step.batch for step in recorder.steps if not step.trains] == [1, 2, 5]
     assert all(len(step.of("down")) == len(recorder.steps[0].of("down")) > 0 for step in recorder.trained())
-
-
-@pytest.mark.few(1)
-def test_of_many_steps_an_observer_records_some_in_a_row_and_those_that_are_asked_for(device):
-    module, seen = side_by_side.blocks(), []
-    with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:
-        observer = RunReport(handle, every=2, also={KEPT + 3})
-        for x in side_by_side.inputs(device, 2 * KEPT + 4):
-            module(x).sum().backward()
-            seen += observer.update()
-        seen += observer.close()
-    assert [step.number for step in seen] == [*range(KEPT), KEPT + 3, *range(2 * KEPT, 2 * KEPT + 4)]
-
-
-@pytest.mark.few(1)
-def test_a_timeline_shows_what_of_the_step_before_runs_on_into_it(device, monkeypatch):
-    sgd = importlib.import_module("torch.optim.sgd")  # torch.optim has no attribute of that name
-    plain, module, seen = sgd.sgd, side_by_side.blocks(), []
-    monkeypatch.setattr(sgd, "sgd", lambda *args, **options: (time.sleep(0.01), plain(*args, **options)))
-    with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:
-        observer, optimizer = RunReport(handle), side_by_side.sgd(module)
-        for x in side_by_side.inputs(device, 6):
-            loss = module(x).square().mean()
-            optimizer.zero_grad()  # which waits for the step
-            with handle.steps.overlapping(optimizer, lambda: True):
-                loss.backward()
-                optimizer.step()
-        seen = observer.close()
-        made = Timeline.of("A", seen[-1:], observer.last, 0.0)
-    early = [span for span in made.spans if span.start < 0 < span.end]
-    assert early and {span.lane for span in early} == {"optimizer"}
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])

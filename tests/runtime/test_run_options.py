@@ -13,58 +13,14 @@ import parity
 import simgpu
 import simgpu.lightning
 import sp_lightning
-from sp_lightning.core.unit_numbers import UnitNumbers
-from sp_lightning.core.window_choice import first_window, largest_window
-from sp_lightning.errors import MemoryBudgetError, OptionError, UnsupportedError
+from sp_lightning.errors import OptionError, UnsupportedError
 from sp_lightning.memory.partition import partition
-from sp_lightning.options import Options
 
 SIMGPU = torch.device("simgpu", 0)
 KIB = 1024
 
 
-def units(*sizes, gradient=None):
-    return [UnitNumbers(f"unit {i}", size, size if gradient is None else gradient) for i, size in enumerate(sizes)]
-
-
 # ---- memory_budget and window="auto", in integers
-
-
-def test_the_largest_window_is_of_whichever_units():
-    assert largest_window(units(3, 1, 2), 5) == 2  # 3 + 2, not 3 + 1
-    assert largest_window(units(3, 1, 2), 6) == 3
-    assert largest_window(units(3, 1, 2), 2) == 0
-
-
-@pytest.mark.parametrize("budget, window", [(10 * KIB, 4), (12 * KIB, 6), (100 * KIB, 8), (7 * KIB, 1), (5 * KIB, 1)])
-def test_a_budget_gives_the_window_that_fits_beside_the_root_and_two_gradient_buffers(budget, window):
-    options = Options(memory_budget=budget)
-    found = first_window(options, units(*[1 * KIB] * 8, gradient=2 * KIB), resident_nbytes=2 * KIB, on_host=False)
-    assert found == window
-
-
-def test_a_budget_below_the_largest_unit_and_its_gradient_is_refused_with_numbers():
-    wide = [
-        UnitNumbers("model.layers.0", 600 * KIB * KIB, 0),
-        UnitNumbers("model.layers.3", 700 * KIB * KIB, 600 * KIB * KIB),
-    ]
-    with pytest.raises(MemoryBudgetError, match=r"needs at least 1\.27 GiB for model\.layers\.3, got 1\.00 GiB"):
-        first_window(Options(memory_budget=2**30), wide, 0, on_host=False)
-
-
-def test_a_window_that_the_budget_does_not_hold_is_refused():
-    with pytest.raises(MemoryBudgetError, match=r"window 4 does not fit into memory_budget .* lower window"):
-        first_window(Options(memory_budget=8 * KIB, window=4), units(*[2 * KIB] * 6), 0, on_host=False)
-
-
-@pytest.mark.parametrize("window", [1, "auto"])
-def test_a_budget_that_holds_a_unit_with_its_gradient_holds_a_window_of_one(window):
-    options = Options(memory_budget=5 * KIB, window=window)
-    assert first_window(options, units(*[1 * KIB] * 8, gradient=2 * KIB), 2 * KIB, on_host=False) == 1
-
-
-def test_a_window_larger_than_the_model_is_the_model():
-    assert first_window(Options(window=99), units(1, 1), 0, on_host=False) == 2
 
 
 # ---- the same in runs
@@ -94,19 +50,6 @@ def test_an_automatic_window_grows_when_there_is_room_and_changes_nothing(caplog
         told = parity.check(models.case("mlp"), {}, accelerator="simgpu")
     assert told["window"] == told["units"] == 4
     assert any("window 1 -> 4" in record.getMessage() for record in caplog.records)
-
-
-def test_an_automatic_window_shrinks_instead_of_running_out_of_memory(caplog):
-    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-    nbytes = 256 * 1024 + 1024
-    with sp_lightning.stream(net, SIMGPU, units=["Linear"]) as handle, caplog.at_level(logging.WARNING, "sp_lightning"):
-        handle.engine.window.tuner.window = 5
-        simgpu.config.capacity = torch.accelerator.memory_allocated() + 2 * nbytes + 64 * KIB
-        with torch.no_grad():
-            for _ in range(3):
-                net(torch.ones(2, 256))
-        assert 1 <= handle.stats()["window"] <= 2
-    assert any("out of device memory; window" in record.getMessage() for record in caplog.records)
 
 
 def test_a_window_that_the_user_chose_is_not_shrunk():
@@ -287,37 +230,6 @@ def test_units_are_compiled_once_for_their_class_without_a_break(fresh_dynamo):
     assert not dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.seldom
-def test_units_that_fall_out_of_their_graph_compute_the_same(fresh_dynamo, activations):
-    """Around a layer with a hook in backward: what autograd saves there is seen where compiled code calls."""
-
-    def hooked():
-        net, seen = stack(), []
-        for block in net:
-            block.up.register_full_backward_hook(lambda _, __, grads: seen.append(grads[0].clone()))
-        return net, seen
-
-    plain, expected = hooked()
-    for block in plain:
-        block.compile()
-    losses_expected = losses(plain)
-    dynamo.reset()
-    net, seen = hooked()
-    with sp_lightning.stream(net, "cpu", window=2, units=["Block"], compile_units=True, activations=activations):
-        assert losses(net) == losses_expected
-    assert all(map(torch.equal, seen, expected))
-
-
-def test_a_unit_that_is_one_graph_from_outside_has_the_plain_bits(fresh_dynamo):
-    expected, net = losses(stack()), stack()
-    for block in net:
-        block.compile(backend="eager", fullgraph=True)
-    with sp_lightning.stream(net, "cpu", window=2, units=["Block"]):
-        assert losses(net) == expected
-    assert dynamo.utils.counters["stats"]["unique_graphs"]
-
-
 def test_units_that_are_to_be_one_graph_are_an_error_that_says_what_to_do(fresh_dynamo):
     net = nn.Sequential(stack(), Block())
     net[0].compile(backend="eager", fullgraph=True)
@@ -326,10 +238,3 @@ def test_units_that_are_to_be_one_graph_are_an_error_that_says_what_to_do(fresh_
         pytest.raises(UnsupportedError, match=r"leave out fullgraph=True .* or set compile_units=True"),
     ):
         losses(net)
-
-
-def test_without_it_nothing_is_compiled(fresh_dynamo):
-    net = stack()
-    with sp_lightning.stream(net, "cpu", window=2, units=["Block"]):
-        losses(net)
-    assert not dynamo.utils.counters["stats"]

@@ -8,6 +8,7 @@ import random
 import numpy
 import pytest
 import torch
+from refusals import refusal
 from stream_programs import POLICIES, Block, Net, cases, check, collected, streamed
 from torch import nn
 from torch.autograd import forward_ad
@@ -532,6 +533,11 @@ def test_disabled_hooks_on_saved_tensors_are_refused():
             model(torch.ones(4, 8))
 
 
+@refusal(
+    "a graph that is used after `close()`",
+    UnsupportedError,
+    "run its backward before",
+)
 def test_a_graph_used_after_close_is_refused():
     model = Net()
     with streamed(model, "cpu"):

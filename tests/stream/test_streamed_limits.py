@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from stream_programs import Net, Program, check, streamed
+from stream_programs import Block, Net, Program, check, streamed
 from torch import nn
 
 from sp_lightning.errors import UnsupportedError
@@ -34,6 +34,44 @@ def test_function_transforms_over_streamed_weights_are_refused():
     weights = {name: param.detach() for name, param in model.named_parameters()}
     with streamed(model, "cpu"), pytest.raises(UnsupportedError, match=r"a transform of torch\.func"):
         torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, torch.ones(4, 8))
+
+
+class ZeroesUnseen(Block):
+    def forward(self, x):
+        self.up.weight[0].data.zero_()
+        return super().forward(x)
+
+
+def test_a_write_that_no_version_shows_ends_with_the_visit():
+    model = Net(ZeroesUnseen)
+    with streamed(model, "cpu"), torch.no_grad():
+        model(torch.ones(4, 8))
+        assert model.blocks[0].up.weight[0].any()
+
+
+class CountsInPython(Block):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_python_state_changes_in_both_runs_of_a_recomputed_forward():
+    model = Net(CountsInPython)
+    with streamed(model, "cpu", activations="recompute"):
+        model(torch.ones(4, 8)).sum().backward()
+        assert model.blocks[0].calls == 2
+
+
+@pytest.mark.simgpu
+def test_random_tensors_like_weights_come_from_the_host_between_steps():
+    model = Net()
+    with streamed(model, "simgpu"):
+        torch.manual_seed(0)
+        found = torch.randn_like(model.blocks[0].up.weight)
+        torch.manual_seed(0)
+        assert torch.equal(found, torch.randn(found.shape))
 
 
 def test_gradients_are_in_place_as_backward_ends():

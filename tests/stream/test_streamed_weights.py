@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import refusal
 from stream_programs import Block, Net, cases, check, collected, device_named, streamed
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -371,9 +372,15 @@ def trained_as_a_copy(run, model):
 
 @program()
 def moved_to_the_device_by_the_user(run, model):
-    run.step(model, run.adamw(model.parameters()), 0)
+    optimizer = run.adamw(model.parameters())
+    seen = [run.step(model, optimizer, 0)]
     model.to(run.device)
-    return run.loop(model)
+    for i in range(3):
+        seen.append(model(run.x(i)).square().mean())
+        seen[-1].backward()
+        model.to(run.device)  # with gradients
+    optimizer.step()
+    return [*seen, [p.grad for p in model.parameters()]]
 
 
 @pytest.mark.parametrize("device", ["cpu", "simgpu"])
@@ -425,6 +432,11 @@ def test_each_weight_has_a_storage_of_its_own_bytes():
 # ---- what is refused
 
 
+@refusal(
+    "a weight that is given another shape, type or memory format",
+    UnsupportedError,
+    "convert the model before it is streamed",
+)
 def test_another_shape_or_type_is_refused_by_name():
     model = Net()
     with streamed(model, "cpu"), pytest.raises(UnsupportedError, match=r"emb\.weight\.data of torch\.float32"):
