@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from sp_lightning.plan.lanes import Bytes, Run, StepCost, UnitWork, step_time
+from sp_lightning.plan.lanes import Bytes, Run, StepCost, Work, step_time
 from sp_lightning.plan.machines import REACHED, Machine, Reached
 
 RESULTS = pathlib.Path(__file__).with_name("results")
@@ -65,49 +65,39 @@ class Llama:
     blocks: int
     words: int = 128256
 
-    def uses(self, tokens: int, length: int, training: bool, resident: bool) -> list[UnitWork]:
-        """Return the uses of its units in a step that recomputes, or in a forward."""
-        hidden, mlp, keys = self.hidden, self.mlp, self.keys
+    def works(self, tokens: int, length: int, training: bool, window: int | None) -> tuple[Work, Work, Work, Work]:
+        """Return the work of a forward, a backward that recomputes, a step, and of the table, which comes first.
+
+        Of the blocks, a backward begins with those that the forward left in the window.
+        """
+        hidden, mlp, keys, blocks = self.hidden, self.mlp, self.keys, self.blocks
         matrices = 2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * mlp
         attention = 4 * tokens * length * hidden
-        forward = 2 * tokens * matrices + attention
+        flops = 2 * tokens * matrices + attention
         # Recomputation ends before the last product, and attention's backward has five products for two.
-        backward = forward - 2 * tokens * hidden * mlp + 4 * tokens * matrices + 2.5 * attention
+        again = flops - 2 * tokens * hidden * mlp + 4 * tokens * matrices + 2.5 * attention
         # Bytes of norms, rotations, casts, activations and sums: as the plan counts them by operator.
-        moved = (
-            (172 * hidden + 10 * mlp, 550 * hidden + 27 * mlp) if training else (104 * hidden + 20 * keys + 10 * mlp, 0)
-        )
-        block = UnitWork(
-            name="block",
-            trained=training * (matrices + 2 * hidden),
-            cast=training * matrices,
-            forward_flops=forward,
-            backward_flops=backward,
-            forward_moved=tokens * moved[0],
-            backward_moved=tokens * moved[1],
-            up_nbytes=2 * matrices + (4 if training else 2) * 2 * hidden,
-            down_nbytes=training * (2 * matrices + 8 * hidden),
-            resident=resident,
-        )
+        moved = (172 * hidden + 10 * mlp, 550 * hidden + 27 * mlp)
+        moved = moved if training else (104 * hidden + 20 * keys + 10 * mlp, 0)
         table, logits = self.words * hidden, tokens * self.words
-        width = 4 if training else 2
-        rows = UnitWork(
-            name="table",
-            trained=training * table,
-            forward_moved=13 * tokens * hidden,
-            backward_moved=12 * table,
-            up_nbytes=width * table,
-            down_nbytes=training * 4 * table,
-            resident=resident,
+        width, travels = 4 if training else 2, window is not None
+        up = travels * (2 * matrices + (4 if training else 2) * 2 * hidden)
+        inner = blocks - max(0, (window or 0) - 1)
+        forward = Work(
+            flops=blocks * flops + 2 * tokens * table,
+            moved=tokens * (blocks * moved[0] + 13 * hidden) + (14 if training else 0) * logits,
+            up=inner * up + travels * width * table,  # the table again, as the head
         )
-        head = replace(
-            rows,
-            forward_flops=2 * tokens * table,
-            backward_flops=4 * tokens * table,
-            forward_moved=(14 if training else 0) * logits,
-            backward_moved=29.5 * logits,
+        if not training:
+            return forward, Work(), Work(), Work(up=travels * width * table)
+        backward = Work(
+            flops=blocks * again + 4 * tokens * table,
+            moved=tokens * blocks * moved[1] + 29.5 * logits + 12 * table,
+            up=inner * up + travels * width * table,
+            down=travels * blocks * (2 * matrices + 8 * hidden),
         )
-        return [rows, *(replace(block, name=f"block {index}") for index in range(self.blocks)), head]
+        step = Work(trained=blocks * (matrices + 2 * hidden), cast=blocks * matrices)
+        return forward, backward, step, Work(up=travels * 4 * table, down=travels * 4 * table, trained=table)
 
 
 MODELS = {"llama-1b": Llama(2048, 8192, 512, 16), "llama-3b": Llama(3072, 8192, 1024, 28)}
@@ -126,13 +116,12 @@ class Row:
     device_peak: int
     machine: Machine
     run: Run
+    training: bool
 
     def predicted_s(self, reached: Reached) -> float:
         """Return the step's time by lanes."""
-        uses = MODELS[self.model].uses(
-            self.rows * self.length, self.length, not self.run.inference, resident=self.window is None
-        )
-        return step_time(uses, self.machine, self.run, reached).seconds
+        works = MODELS[self.model].works(self.rows * self.length, self.length, self.training, self.window)
+        return step_time(*works, self.machine, self.run, reached).seconds
 
 
 def measured() -> list[Row]:
@@ -167,14 +156,14 @@ def _row(name: str, file: dict[str, Any], result: dict[str, Any], row: dict[str,
     kind = ("plain" if window is None else commit) + " fused" * trainer
     run = Run(
         cost=COSTS[kind],
-        window=window or 1,
-        inference=setting["inference"],
         clip=setting["clip"] is not None,
         overlap="none" if commit == "35907c1" else "forward",  # a callback made the next forward wait there
     )
     label = f"{name.removesuffix('-nvidia-h200.json')}: {result['label']}, {row['label']}"
     sizes = setting["model"], setting["batch"], setting["seq"]
-    return Row(label, *sizes, window, row["step_s"]["median"], row["device_peak"], machine, run)
+    return Row(
+        label, *sizes, window, row["step_s"]["median"], row["device_peak"], machine, run, not setting["inference"]
+    )
 
 
 def errors(rows: Sequence[Row], reached: Reached) -> list[float]:

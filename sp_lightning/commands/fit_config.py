@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import MissingExtraError, OptionError
+from ..errors import MissingExtraError, OptionError, UnsupportedError
 from ..options import Options
 from .model_spec import Spec
 
@@ -49,7 +49,6 @@ class PlannedRun:
     answer: int | None = None  # tokens of each answer, if the run generates them
     cache: str | None = None
     optimizer: Any = None  # a name or a function of parameters; None for the module's own
-    tensor_parallel_size: int | None = None  # devices among which layers are cut
     clip: bool = False  # whether gradients are clipped
     notes: tuple[str, ...] = ()  # what was assumed
 
@@ -65,6 +64,11 @@ def find(arguments: Sequence[str]) -> PlannedRun:
     if not isinstance(options, Options):
         found, allowed = type(trainer.strategy).__name__, "superpipeline (or left out), for a plan"
         raise OptionError(argument="trainer.strategy", found=found, allowed=allowed)
+    if trainer.strategy.shards is not None:
+        raise UnsupportedError(
+            "layers that are cut across devices cannot be planned yet: plan the whole model, without "
+            "tensor_parallel_size, of which each device holds its share of the window and of the gradients"
+        )
     with torch.device("meta"):
         module = cli.make_module()
     answer, cache = getattr(module, "generates", (None, None))
@@ -75,11 +79,10 @@ def find(arguments: Sequence[str]) -> PlannedRun:
     before = _weights(module)
     batch = _first_batch(cli, module, trains)
     averages = [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
-    shards = trainer.strategy.shards
     return PlannedRun(
         spec=Spec(
             type(module).__name__,
-            _maker(cli, shards, sets_up=before != _weights(module)),
+            _maker(cli, sets_up=before != _weights(module)),
             batch,
             tokens=batch["input_ids"].shape[1] if hasattr(batch, "keys") and "input_ids" in batch else None,
         ),
@@ -93,7 +96,6 @@ def find(arguments: Sequence[str]) -> PlannedRun:
         own_gradients=trainer.strategy.writes_gradients,
         answer=answer,
         cache=cache,
-        tensor_parallel_size=shards,
         clip=bool(trainer.gradient_clip_val) and trains,
         notes=cli.notes,
     )
@@ -174,7 +176,7 @@ def _weights(module: nn.Module) -> dict[str, tuple[torch.Size, bool]]:
     return {name: (parameter.size(), parameter.requires_grad) for name, parameter in module.named_parameters()}
 
 
-def _maker(cli: Any, shards: int | None, sets_up: bool) -> Callable[[], nn.Module]:
+def _maker(cli: Any, sets_up: bool) -> Callable[[], nn.Module]:
     """Return the function that makes the module with its optimizers; its steps neither log nor change weights."""
     from ..compat.lightning import add_configured_optimizers
     from ..lightning.names import Strategy
@@ -183,8 +185,7 @@ def _maker(cli: Any, shards: int | None, sets_up: bool) -> Callable[[], nn.Modul
         module = cli.make_module()
         if sets_up:
             module.setup(module.trainer.state.fn.value)
-        if shards is None:  # else whoever plans has the mesh that it cuts layers with
-            module.configure_model()
+        module.configure_model()
         if not hasattr(module, "generates"):
             add_configured_optimizers(cli)
             made = module.configure_optimizers()

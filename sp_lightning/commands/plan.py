@@ -36,7 +36,6 @@ COUNTS = {
     "accumulate": "batches before the optimizer steps (default: 1)",
     "devices": "devices that train together, each with this batch (default: 1)",
     "nodes": "machines that train together, each with these devices (default: 1)",
-    "tensor-parallel-size": "devices among which the model cuts its layers",
 }
 OF_MACHINE = {
     "device-memory": "device bytes, such as 24GiB (default: the machine's)",
@@ -45,7 +44,6 @@ OF_MACHINE = {
     "link": "gen4x8, or bytes per second such as 12GB (default: the machine's)",
     "disk-speed": "bytes per second that the disk reads and writes, such as 7GB,5GB",
     "network": "with --nodes: the line between them such as 100Gb, or bytes per second",
-    "mesh-link": "with --tensor-parallel-size: the link between the devices, as --link",
 }
 SWITCHES = {
     "clip": "gradients are clipped by their norm",
@@ -114,7 +112,6 @@ def main(args: argparse.Namespace) -> int:
             trained_copies=run.trained_copies,
             devices=run.devices,
             nodes=run.nodes,
-            tensor_parallel_size=run.tensor_parallel_size,
             own_gradients=run.own_gradients,
             accumulate=run.accumulate,
             clip=run.clip,
@@ -192,7 +189,6 @@ def _run_of_arguments(args: argparse.Namespace) -> PlannedRun:
         trained_copies=0,
         devices=args.devices or 1,
         nodes=args.nodes or 1,
-        tensor_parallel_size=args.tensor_parallel_size,
         answer=args.answer,
         cache=args.cache,
         optimizer=args.optimizer,

@@ -184,9 +184,6 @@ CLIP_GRADIENTS = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_cl
 TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_get_total_norm")
 PUBLIC_TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils"), "get_total_norm")
 
-# plan/fakes.py, while a model is traced. Code that backward runs, such as a checkpoint, would see no fake kernels.
-RUN_BACKWARD = Patch(torch.autograd, "_engine_run_backward")
-
 
 # wholes/sharded.py, while DTensors are streamed, or made on the host for that. Random numbers for a shard on the host
 # would be the host's, the same for each shard and in each call: torch moves on the generator of the mesh's device.

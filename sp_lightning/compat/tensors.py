@@ -393,19 +393,6 @@ def _group_of(group: Any) -> Any:
     return private._resolve_process_group(group) if isinstance(group, str) else private.ProcessGroup.unbox(group)
 
 
-@contextlib.contextmanager
-def without_ranks(size: int) -> Iterator[None]:
-    """Have torch.distributed take this process for the first of as many ranks, though there is no other."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # which no other run needs
-
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 class ShardForm(NamedTuple):
     """The recipe by which a DTensor is made again of its local tensor."""
 

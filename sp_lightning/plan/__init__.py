@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ..options import Options
     from .machines import Machine
 
 __all__ = ["Change", "Plan", "plan"]
@@ -45,7 +45,6 @@ def plan(
     own_gradients: bool = False,
     devices: int = 1,
     nodes: int = 1,
-    tensor_parallel_size: int | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     host_headroom: int | str | None = None,
@@ -53,7 +52,6 @@ def plan(
     link: str | None = None,
     disk_speed: str | None = None,
     network: str | None = None,
-    mesh_link: str | None = None,
     **options: Any,
 ) -> Plan:
     """Predict the memory, on device and host, and the step time of training, or asking, this model with the strategy.
@@ -80,8 +78,6 @@ def plan(
         own_gradients: Whether each rank has all gradients once more, as with clipping of values.
         devices: The devices of this machine that train together, each with a batch of its own.
         nodes: Machines that train together, each with these devices; bytes are those of one of them.
-        tensor_parallel_size: Devices among which layers are cut, by a function that takes a mesh, or by a
-            LightningModule's ``configure_model``.
         device_memory: Bytes of the device such as "24GiB", if they differ from the machine's.
         host_memory: Bytes of the host. The values of the strategy's option of this name are taken as that.
         host_headroom: Bytes of host memory that are left to the system; by default a tenth, from 4 to 32 GiB.
@@ -89,41 +85,29 @@ def plan(
         link: The link's PCIe generation and lanes such as "gen4x8", or bytes per second such as "12GB".
         disk_speed: Bytes per second read and written, such as "7GB,5GB".
         network: With several nodes: the line between them such as "100Gb", or measured bytes per second.
-        mesh_link: The link between devices that have shards of one layer, as ``link``.
         **options: Options of ``SuperpipelineStrategy``.
     """
     from ..core.host import headroom
-    from ..options import HOST_MEMORY, Options  # what follows imports torch
+    from ..options import HOST_MEMORY, Options, check_choice  # what follows imports torch
     from ..ranks.exchange import host_sharing
-    from . import machines
+    from . import listed, machines
     from .model import Answers
-    from .planner import Job, Planner, mesh_of, prepared
+    from .planner import Job, Planner
 
+    # What was asked
     if host_memory in HOST_MEMORY:
         options["host_memory"], host_memory = host_memory, None
-    given = {"loss": loss, "optimizer": optimizer, "copies": copies, "trained_copies": trained_copies}
-    given |= {"accumulate": accumulate if accumulate != 1 else None, "clip": clip or None, **options}
-    precision = _precision(str(precision))
-    for argument, value, least in (
-        *(("copies", copies, 0), ("trained_copies", trained_copies, 0), ("devices", devices, 1), ("nodes", nodes, 1)),
-        *(("accumulate", accumulate, 1), ("tensor_parallel_size", tensor_parallel_size or 1, 1)),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise OptionError(argument=argument, found=value, allowed=f"an int >= {least}")
-    answers = None
+    precision = SHORT.get(str(precision), str(precision))
+    check_choice("precision", precision, PRECISIONS)
+    counts = {"copies": copies, "trained_copies": trained_copies, "accumulate": accumulate}
+    _check_counts(copies=copies, trained_copies=trained_copies)
+    _check_counts(1, devices=devices, nodes=nodes, accumulate=accumulate)
     if answer is not None or cache is not None:
-        _check_answers(answer, cache, given)
-        answers = Answers(answer or 1, cache or "device")
+        _check_answers(answer, cache, {"loss": loss, "optimizer": optimizer, "clip": clip, **counts, **options})
     chosen = Options.parse(**options)
-    chosen.check_devices(devices, nodes)
-    if chosen.master_weights and precision not in ("bf16-true", "16-true"):
-        allowed = "'bf16-true' or '16-true' with master_weights=True"
-        raise OptionError(argument="precision", found=precision, allowed=allowed)
-    if (nodes > 1 and not answers) is not (network is not None):
-        allowed = (
-            'given together with nodes > 1 that train, and there alone: "100Gb", or bytes per second such as "1.9GB"'
-        )
-        raise OptionError(argument="network", found=network, allowed=allowed)
+    _check_together(chosen, precision, devices, nodes, network, trains=answer is None)
+
+    # The machine
     profile, target = _machine(machine, device, precision)
     profile = machines.changed(
         profile,
@@ -134,57 +118,72 @@ def plan(
         disk_speed=disk_speed,
         network=network,
         devices=devices,
-        mesh_link=mesh_link,
     )
-    given_room = _nbytes(host_headroom, "host_headroom", 0)
-    source, batch, name = prepared(module, batch, name)
-    with mesh_of(tensor_parallel_size) as mesh, _no_collections():
-        planner = Planner(source, batch, target=target, loss=loss, answers=answers, mesh=mesh, name=name)
-        shards = planner.shards(precision, chosen, tensor_parallel_size, devices)
-        devices = max(devices, shards)
-        hosts = nodes if answers is None else 1
-        scales = precision == "16-mixed"
-        own = own_gradients or accumulate > 1 or scales
-        sharing = host_sharing(devices // shards, hosts, own, chosen.divide_state and hosts > 1)
-        job = Job(
-            options=chosen,
-            precision=precision,
-            optimizer=optimizer,
-            answers=answers,
-            accumulate=accumulate,
-            clip=clip or scales,
-            copies=copies,
-            trained_copies=trained_copies,
-            devices=devices,
-            nodes=nodes,
-            sharing=sharing,
-            machine=profile,
-            target=target,
-            headroom=headroom(profile.host_nbytes) if given_room is None else given_room,
-        )
-        return planner.plan(job, shards)
+    room = _nbytes(host_headroom, "host_headroom", 0)
+
+    # The run
+    scales = precision == "16-mixed"
+    hosts, own = nodes if answer is None else 1, own_gradients or accumulate > 1 or scales
+    job = Job(
+        options=chosen,
+        precision=precision,
+        machine=profile,
+        target=target,
+        headroom=headroom(profile.host_nbytes) if room is None else room,
+        optimizer=optimizer,
+        answers=None if answer is None else Answers(answer, cache or "device"),
+        accumulate=accumulate,
+        clip=clip or scales,
+        copies=copies,
+        trained_copies=trained_copies,
+        devices=devices,
+        nodes=nodes,
+        sharing=host_sharing(devices, hosts, own, chosen.divide_state and hosts > 1),
+    )
+    if isinstance(module, str):
+        module, batch, name = listed.made(module, batch, name)
+    collects = gc.isenabled()
+    gc.disable()  # to look for cycles among all that was imported takes a fifth of a plan's time
+    try:
+        return Planner(module, batch, target=target, loss=loss, name=name).plan(job)
+    finally:
+        if collects:
+            gc.enable()
 
 
-def _precision(text: str) -> str:
-    found = SHORT.get(text, text)
-    if found not in PRECISIONS:
-        raise OptionError(argument="precision", found=text, allowed="one of " + ", ".join(map(repr, PRECISIONS)))
-    return found
+def _check_counts(least: int = 0, **given: Any) -> None:
+    for argument, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise OptionError(argument=argument, found=value, allowed=f"an int >= {least}")
 
 
 def _check_answers(answer: int | None, cache: str | None, given: dict[str, Any]) -> None:
-    from ..options import Options
+    from ..options import Options, check_choice
 
-    if cache not in (None, "device", "host"):
-        raise OptionError(argument="cache", found=cache, allowed="'device' or 'host'")
+    check_choice("cache", cache or "device", ("device", "host"))
     if answer is None:
         raise OptionError(argument="cache", found=cache, allowed="given together with answer")
-    if isinstance(answer, bool) or not isinstance(answer, int) or answer < 1:
-        raise OptionError(argument="answer", found=answer, allowed="an int >= 1, the tokens of each answer")
+    _check_counts(1, answer=answer)
+    defaults = {**vars(Options()), "accumulate": 1}
     for argument in OF_TRAINING:
-        if given.get(argument) not in (None, 0, getattr(Options(), argument, None)):
+        if given.get(argument) not in (None, 0, defaults.get(argument)):
             allowed = "left out beside answer: nothing is trained"
             raise OptionError(argument=argument, found=given[argument], allowed=allowed)
+
+
+def _check_together(
+    options: Options, precision: str, devices: int, nodes: int, network: str | None, trains: bool
+) -> None:
+    """Raise OptionError for what makes no sense together."""
+    options.check_devices(devices, nodes)
+    if options.master_weights and precision not in ("bf16-true", "16-true"):
+        allowed = "'bf16-true' or '16-true' with master_weights=True"
+        raise OptionError(argument="precision", found=precision, allowed=allowed)
+    if (nodes > 1 and trains) is not (network is not None):
+        allowed = (
+            'given together with nodes > 1 that train, and there alone: "100Gb", or bytes per second such as "1.9GB"'
+        )
+        raise OptionError(argument="network", found=network, allowed=allowed)
 
 
 def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
@@ -217,15 +216,3 @@ def _nbytes(given: int | str | None, argument: str, least: int = 1) -> int | Non
         allowed = f'bytes, at least {least}: an int, or text with a unit such as "10GiB"'
         raise OptionError(argument=argument, found=given, allowed=allowed)
     return nbytes
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Leave cycles where they are: to look for them among all that was imported takes a fifth of a plan's time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,13 @@ from ..core.unit_numbers import STATES, HostBytes, HostSharing, UnitHostBytes, a
 from ..disk import state_ring
 from ..disk.placement import Budgeted, choose, may_move, may_travel
 from ..errors import OptionError
-from ..memory.partition import Unit
 from ..optim.pieces import ELEMENTWISE
 from ..options import Options
 from .fakes import outside
-from .model import PlannedModel
+from .peak import sent
+
+if TYPE_CHECKING:
+    from .model import PlannedModel
 
 CUT = frozenset(kind.__name__ for kind in ELEMENTWISE)  # optimizers of which each rank steps a part
 
@@ -104,138 +106,109 @@ def _stored(make: Callable[[Any], torch.optim.Optimizer]) -> float:
 # ---- bytes
 
 
-@dataclass(frozen=True)
+@dataclass
 class OnDisk:
     """Bytes that are in files, by unit."""
 
     weights: int = 0
-    loaded: Mapping[int, int] = field(default_factory=dict)  # by each load
-    read: Mapping[int, int] = field(default_factory=dict)  # by each step
-    written: Mapping[int, int] = field(default_factory=dict)
-    activations: int = 0
+    loaded: dict[int, int] = field(default_factory=dict)  # by each load
+    read: dict[int, int] = field(default_factory=dict)  # by each step
+    written: dict[int, int] = field(default_factory=dict)
 
 
 def host_of(
     model: PlannedModel, options: Options, state: State, sharing: HostSharing, narrow_gradients: bool
 ) -> tuple[HostBytes, OnDisk]:
-    """Return the host memory of one process, and what it has on the disk."""
+    """Return the host memory of one process, and what it has on the disk.
+
+    Args:
+        model: The model.
+        options: Its options.
+        state: The optimizer's state.
+        sharing: The ranks of the machine.
+        narrow_gradients: Whether gradients stay in the type in which they come down.
+    """
     units = model.units_of(options)
-    stepped = {id(p) for unit in units for _, p in unit.params if p.requires_grad}
-    stepped = stepped if state.stepped is None else stepped & state.stepped
+    every = [p for unit in units for _, p in unit.params]
     if model.answers:
-        of_units = [UnitHostBytes.of(p for _, p in unit.params) for unit in units]
-        found = model.later(options, tokens=model.answers.tokens)
-        waiting = found.cache if model.answers.cache == "host" else 0
-        return replace(host_bytes(of_units, training=False), keys_and_values=waiting), OnDisk()
-    stowed = sum(visit.down for visit in model.later(options).visits)
-    filed, placed = _placed(model, options, units, sharing)
-    of_units = []
+        cache = model.trace(options, tokens=model.answers.tokens).cache
+        host = host_bytes([UnitHostBytes.of(every)], training=False)
+        return replace(host, keys_and_values=int(cache) if model.answers.cache == "host" else 0), OnDisk()
+    wires = {id(p): _wire_nbytes(p, model.travels_as(p, options)) for p in every}
+    placed = _placed(model, options, sharing, {key for key, nbytes in wires.items() if nbytes})
+    stepped = {id(p) for p in every if p.requires_grad and (state.stepped is None or id(p) in state.stepped)}
+    of_units, disk, unmoved = [], OnDisk(), State(state.name, state.share)
+    if sharing.several and state.name not in CUT:
+        unmoved = State(state.name, 0.0)  # each rank has it in memory
     for unit in units:
-        kept = [p for _, p in unit.params if id(p) not in filed.get(unit.index, {})]
-        there = set() if unit.index not in placed.travelling else set(map(id, _travelling(model, options, unit)))
-        wires = sum(aligned(_wire_nbytes(model, options, p)) for p in kept if id(p) not in there)
-        one = UnitHostBytes.of(kept)
-        unstepped = UnitHostBytes.of(p for _, p in unit.params if id(p) not in stepped).trained
-        of_units.append(replace(one, wire=wires, unstepped=unstepped))
+        params = [p for _, p in unit.params]
+        filed = {id(p): p.nbytes for p in params if not p.requires_grad and unit.index in placed.units}
+        moved = may_move(params, model.half if options.master_weights else None, {key for key in wires if wires[key]})
+        travels = may_travel(params, moved, options.master_weights) if unit.index in placed.travelling else []
+        there = {id(p): p for p in (*(moved if unit.index in placed.masters else []), *travels)}
+        kept = [p for p in params if id(p) not in filed]
+        wire = sum(aligned(wires[id(p)]) for p in kept if id(p) not in set(map(id, travels)))
+        unstepped = UnitHostBytes.of(p for p in params if id(p) not in stepped).trained
+        of_units.append(replace(UnitHostBytes.of(kept), wire=wire, unstepped=unstepped))
+        trained = [p for p in params if p.requires_grad and p.dim()]
+        masters = sum(p.nbytes for p in there.values() if id(p) in stepped)
+        gradients = sum(p.nbytes for p in trained) if unit.index in placed.gradients else 0
+        of_state = unmoved.whole * sum(p.nbytes for p in trained if id(p) in stepped and unit.index in placed.spilled)
+        disk.weights += sum(filed.values()) + sum(p.nbytes for p in there.values())
+        disk.loaded[unit.index] = sum(filed.values()) + sum(wires[id(p)] or p.nbytes for p in travels)
+        disk.read[unit.index] = of_state + masters + gradients
+        disk.written[unit.index] = disk.read[unit.index] + (sum(wires[id(p)] for p in travels) if masters else 0)
+    stowed = sum(int(sent(visit, options.activations)) for visit in model.trace(options).visits)
     ring = placed.host.ring // sharing.ranks
     host = host_bytes(of_units, states=state.share, activations=stowed, ring=ring)
     if narrow_gradients:
-        came = sum(size.down_nbytes for size in model.sizes(options))
-        host = replace(host, gradients=min(host.gradients, came))
+        host = replace(host, gradients=min(host.gradients, sum(size.down_nbytes for size in model.sizes(options))))
     if options.host_budget is None:
         return host, OnDisk()
-    movable = 0.0 if sharing.several and state.name not in CUT else state.share
-    on_disk = _on_disk(model, options, units, placed, filed, stepped, State(state.name, movable))
-    return _without_disk(host, placed, of_units, movable), on_disk
+    if not placed.fits:  # what it would be refused with
+        return replace(placed.host, activations=max(host.activations, placed.host.activations)), disk
+    return _without_disk(host, placed, of_units, unmoved), disk
 
 
-def _placed(
-    model: PlannedModel, options: Options, units: Sequence[Unit], sharing: HostSharing
-) -> tuple[dict[int, dict[int, int]], Budgeted]:
-    """Return the bytes of weights that stay in files, by unit and parameter, and what is where."""
+def _wire_nbytes(parameter: Tensor, dtype: torch.dtype) -> int:
+    """Return the bytes of a weight's wire copy; 0 for one that travels as it is."""
+    return 0 if dtype is parameter.dtype else parameter.numel() * dtype.itemsize
+
+
+def _placed(model: PlannedModel, options: Options, sharing: HostSharing, narrow: set[int]) -> Budgeted:
+    """Return what is where: all in memory without a budget."""
     if options.host_budget is None:
-        return {}, Budgeted(units=[], host=HostBytes(), in_files=0)
-    frozen = {unit.index: {id(p): p.nbytes for n, p in unit.params if not p.requires_grad} for unit in units}
-    everything = {key: nbytes for of_unit in frozen.values() for key, nbytes in of_unit.items()}
+        return Budgeted(units=[], host=HostBytes(), in_files=0)
+    units, masters = model.units_of(options), options.master_weights
+    frozen = {id(p): p.nbytes for unit in units for _, p in unit.params if not p.requires_grad}
     placed = choose(
         units,
-        everything,
+        frozen,
         options.host_budget,
-        model.half if options.master_weights else None,
-        model.mixed and options.may_cast and not options.master_weights,
-        model.answers is None,
-        model.answers is None and options.spills,
-        castable=_narrow(model, options, units),
+        model.half if masters else None,
+        model.mixed and options.may_cast and not masters,
+        True,
+        options.spills,
+        castable=narrow,
         sharing=sharing,
     )
-    if placed.units and any(frozen[index] for index in placed.units):
+    if any(id(p) in frozen for index in placed.units for _, p in units[index].params):
         model.note("frozen weights are taken to be in local files as they are")
-    return {index: frozen[index] for index in placed.units}, placed
+    return placed
 
 
-def _on_disk(
-    model: PlannedModel,
-    options: Options,
-    units: Sequence[Unit],
-    placed: Budgeted,
-    filed: Mapping[int, Mapping[int, int]],
-    stepped: set[int],
-    state: State,
-) -> OnDisk:
-    loaded, read, written, weights = {}, {}, {}, 0
-    for unit in units:
-        index = unit.index
-        moved = _moved(model, options, unit) if index in placed.masters else []
-        travels = _travelling(model, options, unit) if index in placed.travelling else []
-        there = {id(p): p for p in (*moved, *travels)}
-        trained = [p for _, p in unit.params if p.requires_grad and p.dim()]
-        nbytes = sum(p.nbytes for p in there.values() if id(p) in stepped)
-        wire = sum(_wire_nbytes(model, options, p) for p in travels) if nbytes else 0
-        gradients = sum(p.nbytes for p in trained) if index in placed.gradients else 0
-        of_state = state.whole * sum(p.nbytes for p in trained if id(p) in stepped) if index in placed.spilled else 0
-        as_it_is = sum(_wire_nbytes(model, options, p) or p.nbytes for p in travels)
-        loaded[index] = sum(filed.get(index, {}).values()) + as_it_is
-        read[index] = of_state + nbytes + gradients
-        written[index] = of_state + nbytes + wire + gradients
-        weights += sum(filed.get(index, {}).values()) + sum(p.nbytes for p in there.values())
-    return OnDisk(weights, loaded, read, written)
-
-
-def _without_disk(host: HostBytes, placed: Budgeted, units: Sequence[UnitHostBytes], states: float) -> HostBytes:
-    """Return the host memory of a run less what is on the disk, or what it would be refused with."""
-    if not placed.fits:
-        return replace(placed.host, activations=max(host.activations, placed.host.activations))
+def _without_disk(host: HostBytes, placed: Budgeted, units: list[UnitHostBytes], state: State) -> HostBytes:
+    """Return the host memory of a run less what is on the disk."""
     stepped = sum(units[index].trained - units[index].unstepped for index in placed.spilled)
-    state = int(states + 1e-3) * stepped
-    state += max(0, int(states * stepped) - state - placed.factored)  # of vectors
+    of_state = state.whole * stepped
+    of_state += max(0, int(state.share * stepped) - of_state - placed.factored)  # of vectors
     weights = sum(placed.masters.values()) + sum(placed.travelling.values())
     gradients = sum(units[index].trained for index in placed.gradients)
-    is_used = state + weights + gradients or not placed.spilled  # else the ring is not made
+    is_used = of_state + weights + gradients or not placed.spilled  # else the ring is not made
     return replace(
         host,
         weights=host.weights - weights,
         gradients=host.gradients - gradients,
-        optimizer=host.optimizer - state,
+        optimizer=host.optimizer - of_state,
         ring=host.ring - (0 if is_used else state_ring.BUFFERS * placed.buffer),
     )
-
-
-def _narrow(model: PlannedModel, options: Options, units: Sequence[Unit]) -> set[int]:
-    return {id(p) for unit in units for _, p in unit.params if model.travels_as(p, options) is not p.dtype}
-
-
-def _moved(model: PlannedModel, options: Options, unit: Unit) -> list[Tensor]:
-    """List a unit's FP32 weights that can be on the disk."""
-    dtype = model.half if options.master_weights else None
-    return may_move([p for _, p in unit.params], dtype, _narrow(model, options, [unit]))
-
-
-def _travelling(model: PlannedModel, options: Options, unit: Unit) -> list[Tensor]:
-    """List a unit's weights that can travel from the disk."""
-    return may_travel([p for _, p in unit.params], _moved(model, options, unit), options.master_weights)
-
-
-def _wire_nbytes(model: PlannedModel, options: Options, parameter: Tensor | nn.Parameter) -> int:
-    """Return the bytes of a weight's wire copy; 0 for one that travels as it is."""
-    dtype = model.travels_as(parameter, options)
-    return 0 if dtype is parameter.dtype else parameter.numel() * dtype.itemsize

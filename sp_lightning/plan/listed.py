@@ -80,6 +80,17 @@ def near(name: str) -> str:
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
+def made(name: str, batch: Any, title: str | None) -> tuple[Callable[[], nn.Module], Any, str]:
+    """Return the function that makes a listed model, a batch, and the model's name."""
+    found = find(name)
+    if found is None:
+        allowed = f"a module, a function that makes one, or one of {', '.join(LISTED)}{near(name)}"
+        raise OptionError(argument="module", found=name, allowed=allowed)
+    if batch is None or isinstance(batch, int):
+        batch = batch_of(found, batch or ROWS, None)
+    return maker(found), batch, title or SAME.get(name, name)
+
+
 def maker(listed: Listed) -> Callable[[], nn.Module]:
     """Return the function that makes the model, without initial values."""
     module = _transformers(listed.kind)

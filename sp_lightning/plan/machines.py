@@ -48,15 +48,14 @@ class Machine:
     disk_out_bytes_per_s: float = 5e9  # written
     disk_duplex: float = 0.75  # as `duplex`
     network_bytes_per_s: float = math.inf  # to other hosts, while as many come; inf: not known
-    mesh_bytes_per_s: float = math.inf  # to devices with other shards, while as many come; inf: not known
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
     """The rates that a step reaches on a machine, fitted to measured steps by benchmarks/fit_lanes.py."""
 
-    matrix: float = 0.745  # share of the rate of large products: a model's are smaller, and attention is slower
-    step: float = 0.82  # share of a plain pass's rate that cores reach in a step: it divides, and has seven arrays
+    matrix: float = 0.752  # share of the rate of large products: a model's are smaller, and attention is slower
+    step: float = 0.737  # share of a plain pass's rate that cores reach in a step: it divides, and has seven arrays
     down_cost: float = 1.33  # bytes of host memory that a byte to the host moves: its line is claimed, then written
     one_core: float = 12e9  # bytes/s of a norm, which torch computes on one core
 
@@ -81,7 +80,6 @@ def changed(
     disk_speed: str | None = None,
     network: str | None = None,
     devices: int = 1,
-    mesh_link: str | float | None = None,
 ) -> Machine:
     """Return a machine that differs in what is given.
 
@@ -95,15 +93,11 @@ def changed(
             both run as in "7GB,5GB,0.75".
         network: A line in bits per second such as "100Gb", or measured bytes per second such as "1.9GB".
         devices: Devices of this host, each with a process that sends over the network.
-        mesh_link: The link between devices with shards of one layer, as `link`.
     """
-    changes: dict[str, Any] = {}
-    if device_memory is not None:
-        changes["device_nbytes"] = device_memory
-    if host_memory is not None:
-        changes["host_nbytes"] = host_memory
+    given = {"device_nbytes": device_memory, "host_nbytes": host_memory}
+    changes: dict[str, Any] = {name: nbytes for name, nbytes in given.items() if nbytes is not None}
     if link is not None:
-        changes["up_bytes_per_s"] = changes["down_bytes_per_s"] = _link(link, "link")
+        changes["up_bytes_per_s"] = changes["down_bytes_per_s"] = _link(link)
     if cores is not None:
         if not is_int(cores) or cores < 1:
             raise OptionError(argument="cores", found=cores, allowed="an int >= 1")
@@ -112,8 +106,6 @@ def changed(
         changes |= _disk(disk_speed, machine.disk_duplex)
     if network is not None:
         changes["network_bytes_per_s"] = _network(network, devices)
-    if mesh_link is not None:
-        changes["mesh_bytes_per_s"] = _link(mesh_link, "mesh_link")
     return replace(machine, **changes)
 
 
@@ -121,18 +113,18 @@ def _rate(text: str, argument: str) -> float:
     return float(parse_bytes(text.strip().removesuffix("/s"), argument))
 
 
-def _link(link: str | float, argument: str) -> float:
+def _link(link: str | float) -> float:
     allowed = 'a PCIe generation and its lanes such as "gen4x8", or bytes per second such as "12GB"'
     if isinstance(link, str):
         match = re.fullmatch(r"(?:gen|pcie)?\s*([345])(?:\.0)?\s*x\s*(1|2|4|8|16)", link.strip().lower())
         if match is not None:
             return GENERATIONS[int(match[1])] * int(match[2]) / LANES
         try:
-            link = _rate(link, argument)
+            link = _rate(link, "link")
         except OptionError:
-            raise OptionError(argument=argument, found=link, allowed=allowed) from None
+            raise OptionError(argument="link", found=link, allowed=allowed) from None
     if isinstance(link, bool) or not isinstance(link, int | float) or link <= 0:
-        raise OptionError(argument=argument, found=link, allowed=allowed)
+        raise OptionError(argument="link", found=link, allowed=allowed)
     return float(link)
 
 

@@ -8,9 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -27,67 +25,64 @@ SHORTEST_S = 0.05  # of one measurement
 BESIDE = 8  # passes of the cores beside copies
 
 
-class Block(NamedTuple):
-    """One block of the model that is planned for, to be timed on the device, and the work that a plan counts for it."""
-
-    run: Callable[[], object]
-    flops: float
-    moved_nbytes: float
-
-
-def here(device: torch.device | str | int, dtype: torch.dtype = torch.bfloat16, block: Block | None = None) -> Machine:
+def here(device: torch.device | str | int, dtype: torch.dtype = torch.bfloat16) -> Machine:
     """Measure the machine at hand; this takes about two seconds, and refuses to guess on one that is busy.
 
     Args:
         device: The device that computes.
         dtype: The type in which it computes.
-        block: Its time replaces that of large products.
     """
-    with _opened(device) as at:
-        nbytes = CACHES * cache_nbytes()
-        need, free = 5 * nbytes, host_memory().free
-        if need > free:
-            needs, available = format_both(need, free)
-            raise HostMemoryError(f"measuring takes {needs} of host memory, but {available} are free: free some first")
-        cores = _Cores(nbytes)
-        cores_rate = _twice("the host's memory", lambda: cores.nbytes / _seconds(at, cores.run))
-        copies = _Copies(at, min(nbytes, at.memory()[0] // 8))
-        up = _twice("copies to the device", lambda: copies.nbytes / _seconds(at, copies.up))
-        down = _twice("copies to the host", lambda: copies.nbytes / _seconds(at, copies.down))
-        duplex, together = 1.0, cores_rate
-        if not at.is_host:  # where copies run beside other work
-            both = _twice("copies both ways", lambda: copies.nbytes / _seconds(at, copies.both))
-            duplex = min(1.0, both / min(up, down))
-            together = _twice("copies beside the cores", lambda: _together(at, copies, cores))
-        device_rate = cores_rate if at.is_host else _twice("the device's memory", lambda: _device_memory(at))
-        products = (lambda: _products(at, dtype)) if block is None else (lambda: _block(at, block, device_rate))
-        return Machine(
-            name="here",
-            flops_per_s=_twice("products", products),
-            device_bytes_per_s=device_rate,
-            up_bytes_per_s=up,
-            down_bytes_per_s=down,
-            duplex=duplex,
-            host_bytes_per_s=max(together, cores_rate),
-            cores_bytes_per_s=cores_rate,
-            device_nbytes=at.memory()[1],
-            host_nbytes=host_memory().total,
-        )
-
-
-@contextmanager
-def _opened(device: torch.device | str | int) -> Iterator[Device]:
     at = Device(device)
     try:
-        yield at
+        return _measured(at, dtype)
     finally:
         at.close()
         at.free_cached()
 
 
-def _twice(what: str, measure: Callable[[], float]) -> float:
-    """Measure a rate twice and return the better one (Rule 2)."""
-    one, two = measure(), measure()
+def _measured(at: Device, dtype: torch.dtype) -> Machine:
+    nbytes = CACHES * cache_nbytes()
+    need, free = 5 * nbytes, host_memory().free
+    if need > free:
+        needs, available = format_both(need, free)
+        raise HostMemoryError(f"measuring takes {needs} of host memory, but {available} are free: free some first")
+    one, two = (torch.zeros(nbytes // 8, device="cpu") for _ in range(2))
+
+    def on_cores() -> None:
+        one.add_(two)  # both are read, one is written
+
+    cores = _twice("the host's memory", at, on_cores, 3 * one.nbytes)
+    copies = _Copies(at, min(nbytes, at.memory()[0] // 8))
+    up = _twice("copies to the device", at, copies.up, copies.nbytes)
+    down = _twice("copies to the host", at, copies.down, copies.nbytes)
+    duplex, together, device_rate = 1.0, cores, cores
+    if not at.is_host:  # where copies run beside other work
+        duplex = min(1.0, _twice("copies both ways", at, copies.both, copies.nbytes) / min(up, down))
+        rates = [_together(at, copies, on_cores, 3 * one.nbytes) for _ in range(2)]
+        together = _better("copies beside the cores", *rates)
+        values = torch.zeros(at.memory()[0] // 64, device=at.torch_device)  # a sixteenth of what is free
+        device_rate = _twice("the device's memory", at, lambda: values.add_(1), 2 * values.nbytes)
+    return Machine(
+        name="here",
+        flops_per_s=_products(at, dtype),
+        device_bytes_per_s=device_rate,
+        up_bytes_per_s=up,
+        down_bytes_per_s=down,
+        duplex=duplex,
+        host_bytes_per_s=max(together, cores),
+        cores_bytes_per_s=cores,
+        device_nbytes=at.memory()[1],
+        host_nbytes=host_memory().total,
+    )
+
+
+def _twice(what: str, at: Device, work: Callable[[], object], amount: float) -> float:
+    """Measure twice how much of some work is done a second (Rule 2)."""
+    return _better(what, *(amount / _seconds(at, work) for _ in range(2)))
+
+
+def _better(what: str, one: float, two: float) -> float:
+    """Return the better one of two rates, which are to be alike."""
     if abs(one - two) > NOISE * min(one, two):
         raise MeasurementError(
             f"{what} reached {one:.3g} and then {two:.3g} a second, which differ by more than {NOISE:.0%}: stop what "
@@ -114,17 +109,6 @@ def _timed(at: Device, work: Callable[[], object], calls: int) -> float:
     return time.perf_counter() - begin
 
 
-class _Cores:
-    """A pass of torch's threads over two arrays."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._one, self._two = (torch.zeros(nbytes // 8, device="cpu") for _ in range(2))
-        self.nbytes = 3 * self._one.nbytes  # both are read, one is written
-
-    def run(self) -> None:
-        self._one.add_(self._two)
-
-
 class _Copies:
     """Copies of this many bytes to the device and to the host, each on a stream of its own."""
 
@@ -147,24 +131,19 @@ class _Copies:
         self.down()
 
 
-def _together(at: Device, copies: _Copies, cores: _Cores) -> float:
-    """Measure the bytes of host memory that copies both ways and the cores move a second at the same time."""
-    rounds = 1 + round(BESIDE * _timed(at, cores.run, 1) / _timed(at, copies.both, 1))
+def _together(at: Device, copies: _Copies, on_cores: Callable[[], None], nbytes: int) -> float:
+    """Measure the bytes of host memory that copies both ways and passes of the cores move a second, side by side."""
+    rounds = 1 + round(BESIDE * _timed(at, on_cores, 1) / _timed(at, copies.both, 1))
     begin, passes = time.perf_counter(), 0
     for _ in range(rounds):
         copies.both()
     ends = [at.moment(at.up), at.moment(at.down)]
     while not all(end.query() for end in ends):
-        cores.run()
+        on_cores()
         passes += 1
     at.synchronize()
-    moved = passes * cores.nbytes + rounds * copies.nbytes * (1 + REACHED.down_cost)
+    moved = passes * nbytes + rounds * copies.nbytes * (1 + REACHED.down_cost)
     return moved / (time.perf_counter() - begin)
-
-
-def _device_memory(at: Device) -> float:
-    values = torch.zeros(at.memory()[0] // 64, device=at.torch_device)  # a sixteenth of what is free
-    return 2 * values.nbytes / _seconds(at, lambda: values.add_(1))
 
 
 def _products(at: Device, dtype: torch.dtype) -> float:
@@ -172,23 +151,14 @@ def _products(at: Device, dtype: torch.dtype) -> float:
     width, work = 128, _mlp(at, dtype, 128)
     while _timed(at, work, 2) < SHORTEST_S / 5 and 40 * (2 * width) ** 2 * dtype.itemsize < at.memory()[0]:
         width, work = 2 * width, _mlp(at, dtype, 2 * width)
-    return 16 * width**3 / _seconds(at, work)
+    return _twice("products", at, work, 16 * width**3)
 
 
 def _mlp(at: Device, dtype: torch.dtype, width: int) -> Callable[[], Tensor]:
-    shapes = (width, width), (width, 4 * width), (4 * width, width)
-    tokens, wide, narrow = (_noise(at, shape, dtype) for shape in shapes)
+    """Make an MLP of random numbers, with which some devices are slower than with zeros."""
+    draw = torch.Generator().manual_seed(0)
+    line = (torch.randn(4 * width, device="cpu", generator=draw) / width**0.5).to(at.torch_device, dtype)
+    tokens, wide, narrow = (
+        line[:columns].repeat(rows, 1) for rows, columns in ((width, width), (width, 4 * width), (4 * width, width))
+    )
     return lambda: tokens @ wide @ narrow
-
-
-def _noise(at: Device, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Make a tensor of random numbers, with which some devices are slower than with zeros."""
-    line = torch.randn(shape[1], device="cpu", generator=torch.Generator().manual_seed(0)) / shape[1] ** 0.5
-    return torch.ones(shape, device=at.torch_device, dtype=dtype).mul_(line.to(at.torch_device, dtype))
-
-
-def _block(at: Device, block: Block, device_bytes_per_s: float) -> float:
-    """Measure the FLOP per second with which a plan takes a block's time."""
-    seconds = _seconds(at, block.run)
-    products = max(seconds - block.moved_nbytes / device_bytes_per_s, seconds / 4)
-    return block.flops / products / REACHED.matrix

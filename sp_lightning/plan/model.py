@@ -1,9 +1,6 @@
-"""A model to plan for: made without weights, cut into units by the code that runs, and measured by traces of a step.
+"""A model to plan for: made without weights, cut into units by the code that runs, and measured by a trace of a step.
 
-1. What a trace cannot do is a note: a training_step that needs its Trainer is replaced by ``forward``; a model that
-   depends on values that it computes runs on the CPU, with data, if it is small enough.
-2. Under autocast weights that are cast and not used otherwise travel in autocast's type (autocast_weights.py). The
-   first trace finds them. In a run's first step they travel as they are, in half the window, and are cast one by one.
+What a trace cannot do is a note: a training_step that needs its Trainer is replaced by ``forward``.
 """
 
 from __future__ import annotations
@@ -15,35 +12,26 @@ import inspect
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..compat.modules import set_device_mesh
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dtensor
-from ..core.schedule import Schedule
 from ..core.unit_numbers import UnitNumbers, aligned
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.partition import Unit, partition
-from ..options import Options, format_bytes
-from .fakes import UNKNOWN, FakeTensors, building, mapped
+from ..options import Options
+from .fakes import FakeTensors
+from .host import optimizers_in
 from .trace import Trace, tensors_in, trace
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
-LARGEST_REAL = 2**30  # bytes of weights of a model that may run on the CPU with data
 KEEPS_MORE = "update_conv_state", "update_indexer"  # of a cache's layers that cannot wait on the host
-PASSES = 3  # over the units: from the third on all are alike
 PACKAGE = Path(__file__).parents[1]
-
-# What bytes on the device are for.
-WINDOW, ROOT, KEPT, WORKING, GRADIENTS = (
-    *("window", "resident root", "kept for backward", "activations of one unit"),
-    "gradient buffers",
-)
 
 
 @dataclass(frozen=True)
@@ -67,39 +55,26 @@ class PlannedModel:
         loss: Callable[[nn.Module, Any], Any] | None,
         answers: Answers | None,
         masters: bool = False,
-        mesh: Any = None,
         name: str | None = None,
     ) -> None:
         if batch is None:
             raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
         self.notes: list[str] = []
         self.answers = answers
-        self._source = module
+        self.half = HALF.get(precision.split("-")[0])  # the half-precision type in which the run computes, if it does
+        self.mixed = precision.endswith("mixed")  # by autocast
+        self.masters = masters and self.half is not None  # weights are FP32 on the host, and half precision here
+        self._dtype = torch.float64 if precision == "64-true" else None if self.mixed else self.half
+        self._source, self._loss = module, loss
         self._batch = batch() if callable(batch) else batch
-        self.rows = _rows(self._batch)
-        self._precision = precision
-        self._target = target
-        self._loss = loss
-        self._masters = masters and self.half is not None  # weights are FP32 on the host, and half precision here
-        self._mesh = mesh
+        sizes = Counter(tensor.shape[0] for tensor in tensors_in(self._batch) if tensor.dim())
+        self.rows = sizes.most_common(1)[0][0] if sizes else 1
         self._forward = False  # forward replaces training_step
-        self._stepped = False  # a whole step was traced, and decided that
-        self._narrow: frozenset[int] = frozenset()
+        self.tensors = FakeTensors(target, self.half if self.mixed else None)
         self._traces: dict[Any, Trace] = {}
-        self._sizes: dict[Any, list[UnitNumbers]] = {}
-        self._begin(real=False)
-        own = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "model")
-        self.name: str = name or own
-
-    @property
-    def half(self) -> torch.dtype | None:
-        """The half-precision type in which the run computes, if it does."""
-        return HALF.get(self._precision.split("-")[0])
-
-    @property
-    def mixed(self) -> bool:
-        """Whether the run computes under autocast."""
-        return self._precision.endswith("mixed")
+        self.module = self._begin()
+        self.units = functools.cache(self._units)
+        self.name: str = name or getattr(module, "__name__", type(module).__name__)
 
     def note(self, text: str) -> None:
         """Add a note to the plan, once."""
@@ -108,185 +83,154 @@ class PlannedModel:
 
     # ---- making
 
-    def _begin(self, real: bool) -> None:
-        self._real = real
-        self.tensors = FakeTensors(self._target, self.half if self.mixed else None, real)
-        with self.tensors, warnings.catch_warnings():
+    def _begin(self) -> nn.Module:
+        """Make the model: on the meta device, then on tensors for a trace."""
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.module = self._made()
-        if not any(True for _ in self.module.parameters()):
-            raise OptionError(argument="module", found=type(self.module).__name__, allowed="a module with parameters")
-        if any(is_dtensor(parameter) for parameter in self.module.parameters()):
+            module = self._made()
+        if not any(True for _ in module.parameters()):
+            raise OptionError(argument="module", found=type(module).__name__, allowed="a module with parameters")
+        if any(is_dtensor(parameter) for parameter in module.parameters()):
             raise UnsupportedError(
                 "layers that are cut across devices cannot be planned yet: plan the whole model, of which each device "
                 "holds its share of the window and of the gradients"
             )
-        self._traces = {}
-        self._sizes = {}
+        self._replace_tensors(module)
+        return module.eval().requires_grad_(False) if self.answers else module.train()
 
     def _made(self) -> nn.Module:
-        if isinstance(self._source, nn.Module):
-            module = self._cut(lambda: _copied(self._source, self.tensors))
-        else:
-            try:
-                with building(self.tensors):
-                    module = self._cut(self._source)
-            except SuperpipelineError:
-                raise
-            except Exception as error:
-                raise UnsupportedError(f"the model could not be made: {_in_a_line(error)}") from error
-            if not isinstance(module, nn.Module):
-                raise OptionError(argument="module", found=module, allowed="a module, or a function that makes one")
-        if self._precision.endswith("true"):
-            dtype = self.half or (torch.float64 if self._precision == "64-true" else None)
-            if dtype is not None:
-                _convert(module, dtype, self._masters)
-        made: nn.Module = module.eval().requires_grad_(False) if self.answers else module.train()
-        return made
+        try:
+            if isinstance(self._source, nn.Module):
+                tensors = [*self._source.parameters(), *self._source.buffers()]
+                return copy.deepcopy(self._source, {id(tensor): tensor for tensor in tensors})
+            with torch.device("meta"):
+                module = self._source()
+        except SuperpipelineError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"the model could not be made without data, or copied: {_in_a_line(error)}; pass a function without "
+                "arguments that makes it, or a module that is made"
+            ) from error
+        if not isinstance(module, nn.Module):
+            raise OptionError(argument="module", found=module, allowed="a module, or a function that makes one")
+        return module
 
-    def _cut(self, make: Callable[..., Any]) -> Any:
-        """Make a module; give it, or the function that makes it, the mesh among whose devices it cuts its layers."""
-        if self._mesh is None:
-            return make()
-        takes = [one for one in inspect.signature(make).parameters.values() if one.default is one.empty]
-        made = make(self._mesh["tensor_parallel"]) if takes else make()
-        if hasattr(made, "configure_model"):
-            set_device_mesh(made, self._mesh)
-            made.configure_model()
-        return made
+    def _replace_tensors(self, module: nn.Module) -> None:
+        """Put tensors like them in the place of a module's parameters and buffers, also in its optimizers."""
+        made: dict[int, tuple[Tensor, Tensor]] = {}  # with those that they replace, whose ids stay theirs
+        for child in list(module.modules()):
+            for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+                if tensor is not None:
+                    _, new = made.setdefault(id(tensor), (tensor, self._like(tensor)))
+                    setattr(child, name, new)
+        own = {} if isinstance(self._source, nn.Module) else vars(module)  # what was put there with the module
+        for optimizer in optimizers_in(own.get("configure_optimizers", tuple)()):
+            for group in optimizer.param_groups:
+                group["params"] = [made.get(id(p), (p, p))[1] for p in group["params"]]
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019  # a model lives as long as its plan is made
-    def units(self, spec: Any = "auto") -> list[Unit]:
-        """Cut the module into units."""
+    def _like(self, tensor: Tensor) -> Tensor:
+        is_parameter, dtype = isinstance(tensor, nn.Parameter), None
+        if consists_of_tensors(tensor):
+            form, parts = flattened(tensor)
+            made: Tensor = form.whole((self.tensors.adopt(part) for _, part in parts), torch.device("cpu"))
+            vars(made)[IS_PARAMETER] = True
+            return made.requires_grad_(tensor.requires_grad)
+        if self._dtype is not None and tensor.is_floating_point():
+            dtype = torch.float32 if self.masters and is_parameter else self._dtype
+        like = self.tensors.adopt(tensor.detach(), dtype)
+        return nn.Parameter(like, tensor.requires_grad) if is_parameter else like
+
+    def _units(self, spec: Any) -> list[Unit]:
         return partition(self.module, list(spec) if isinstance(spec, tuple) else spec)
 
     def units_of(self, options: Options) -> list[Unit]:
         """Cut the module as the options say."""
-        return self.units(tuple(options.units) if isinstance(options.units, list) else options.units)
+        return self.units(options.units)
 
     # ---- traces
 
-    def begins(self, options: Options) -> None:
-        """Find out, from a forward alone, which weights travel cast after a run's first step."""
-        if self.mixed and options.may_cast:
-            self._trace(options, "keep", first=True)
-
-    def later(self, options: Options, scale: int = 1, activations: str | None = None, tokens: int = 0) -> Trace:
-        """Return the trace of any later step, of ``scale`` times the rows."""
-        self.begins(options)
-        return self._trace(options, activations or options.activations, scale=scale, tokens=tokens)
+    def trace(self, options: Options, scale: int = 1, tokens: int = 0) -> Trace:
+        """Return the trace of a step of ``scale`` times the rows, or of the last of an answer's ``tokens``."""
+        key = str(options.units), options.may_cast, scale, tokens
+        if key not in self._traces:
+            self._traces[key] = self._found(options, scale, tokens)
+        return self._traces[key]
 
     def travels_as(self, parameter: Tensor, options: Options) -> torch.dtype:
-        """Return the type of a weight on the device; call after `begins`."""
-        casts = self.mixed and id(parameter) in self._narrow and options.may_cast
-        if casts or (self._masters and parameter.dtype is torch.float32):
+        """Return the type of a weight on the device, after a run's first step."""
+        casts = self.mixed and options.may_cast and id(parameter) in self.trace(options).narrow
+        if casts or (self.masters and parameter.dtype is torch.float32):
             assert self.half is not None
             return self.half
         return parameter.dtype
 
-    def _trace(
-        self, options: Options, activations: str, *, first: bool = False, scale: int = 1, tokens: int = 0
-    ) -> Trace:
-        may_cast = self.mixed and options.may_cast
-        key = activations, str(options.units), scale, tokens, may_cast, first and may_cast
-        if key not in self._traces:
-            found = self._found(options, activations, scale, tokens, first)
-            if first and may_cast:
-                self._narrow = found.narrow
-            self._traces[key] = found
-        return self._traces[key]
-
-    def _found(self, options: Options, activations: str, scale: int, tokens: int, first: bool) -> Trace:
+    def _found(self, options: Options, scale: int, tokens: int) -> Trace:
         """Trace a step in the plainest way that works; the first trace decides the way of all others."""
-        why: Exception | None = None
         while True:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # nothing is trained here
-                    found = self._traced(options, activations, scale, tokens, first)
-                self._stepped = not first
-                return found
+                    return self._traced(options, scale, tokens)
             except SuperpipelineError:
                 raise
-            except UNKNOWN as error:
-                self._run_with_data(error)
             except Exception as error:
-                why = why or error
-                trainable = hasattr(self.module, "training_step") and self._loss is None and not self.answers
-                if self._forward or self._stepped or not trainable:
-                    raise UnsupportedError(
-                        f"{self.name} does not run without a Trainer and without data: {_in_a_line(why)}; pass another "
-                        "batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
-                    ) from error
-                self._forward = True
-                self.notes.append(
-                    f"training_step was not measured, because it needs more than a batch ({_in_a_line(error)}): "
-                    "forward, and backward from all its outputs, were measured instead"
-                )
+                self._run_forward(error)
 
-    def _run_with_data(self, error: Exception) -> None:
-        """Make the model once more, with data, because it depends on values that it computes (Rule 1)."""
-        nbytes = sum(parameter.nbytes for parameter in self.module.parameters())
-        given = isinstance(self._source, nn.Module) and any(p.is_meta for p in self._source.parameters())
-        if self._real or nbytes > LARGEST_REAL or given:
+    def _run_forward(self, error: Exception) -> None:
+        """Replace a training_step that cannot run here by forward."""
+        if self._forward or self._traces or self._loss or self.answers or not hasattr(self.module, "training_step"):
             raise UnsupportedError(
-                f"{self.name} depends on values that it computes ({_in_a_line(error)}), and {format_bytes(nbytes)} of "
-                f"weights are more than the {format_bytes(LARGEST_REAL)} that may run on the CPU instead, or have no "
-                "values: plan with fewer layers, or pass loss=, a function of module and batch without those values"
+                f"{self.name} does not run without a Trainer and without data: {_in_a_line(error)}; pass another "
+                "batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
             ) from error
-        self.notes.append("the model depends on values that it computes: measured on the CPU, with data")
-        self._begin(real=True)
-        self.units.cache_clear()
+        self._forward = True
+        self.note(
+            f"training_step was not measured, because it needs more than a batch ({_in_a_line(error)}): "
+            "forward, and backward from all its outputs, were measured instead"
+        )
 
-    def _traced(self, options: Options, activations: str, scale: int, tokens: int, first: bool) -> Trace:
-        cast = self._masters or (self.mixed and options.may_cast and not first)
-        units = self.units_of(options)
-        with self.tensors, self._cast_weights(units, cast) as units:
-            batch = mapped_in(self._batch, functools.partial(self._given, scale=scale, tokens=tokens))
-            if not self.answers:
-                run = functools.partial(self._step, batch)
-                return trace(self.module, units, batch, run, self.tensors, activations=activations, backward=not first)
-            past = None
-            if tokens > 1:
+    def _traced(self, options: Options, scale: int, tokens: int) -> Trace:
+        with self.tensors, self._in_half():
+            batch = with_tensors(self._batch, functools.partial(self._given, scale=scale, tokens=tokens))
+            run, past = functools.partial(self._step, batch), None
+            if self.answers and tokens > 1:
                 past = self._prompt(batch, None).past_key_values
-                one = torch.ones(self.rows * scale, 1, dtype=torch.long)
-                batch = {"input_ids": one}
-            return trace(
-                self.module, units, batch, lambda: self._prompt(batch, past), self.tensors, backward=False, grad=False
-            )
+                batch = {"input_ids": torch.ones(self.rows * scale, 1, dtype=torch.long)}
+            if self.answers:
+                run = functools.partial(self._prompt, batch, past)
+            units, trains = self.units_of(options), not self.answers
+            may_cast = self.mixed and options.may_cast
+            return trace(self.module, units, batch, run, self.tensors, trains=trains, may_cast=may_cast)
 
     def _given(self, tensor: Tensor, scale: int, tokens: int) -> Tensor:
         """Return a tensor of the batch without data, with ``scale`` times the rows, and longer prompts."""
-        fits = tensor.dim() and tensor.shape[0] and tensor.shape[0] % self.rows == 0
-        if scale > 1 and fits:
+        if scale > 1 and tensor.dim() and tensor.shape[0] and tensor.shape[0] % self.rows == 0:
             tensor = torch.cat([tensor] * scale)
         if tokens > 1 and tensor.dim() > 1:
             tensor = torch.cat([tensor, tensor[:, :1].expand(-1, tokens - 1)], 1)
-        dtype = None if self.mixed or not self._precision.endswith("true") else self.half
-        tensor = self.tensors.adopt(tensor)
-        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        return self.tensors.adopt(tensor, self._dtype if tensor.is_floating_point() else None)
 
     @contextlib.contextmanager
-    def _cast_weights(self, units: list[Unit], cast: bool) -> Any:
-        """Give weights that travel in autocast's type that type, in this context (Rule 2)."""
-        every = [p for unit in units for _, p in unit.params] if cast else []
-        changed = [(p, p.data) for p in every if id(p) in self._narrow or (self._masters and p.is_floating_point())]
+    def _in_half(self) -> Iterator[None]:
+        """Give weights that are FP32 on the host alone the type that they have on the device, in this context."""
+        changed = [(p, p.data) for p in self.module.parameters() if self.masters and p.dtype is torch.float32]
         for parameter, data in changed:
             parameter.data = torch.empty_strided(data.shape, data.stride(), dtype=self.half)
         try:
-            yield units
+            yield
         finally:
             for parameter, data in changed:
-                parameter.grad = None
                 parameter.data = data
 
     def _prompt(self, batch: Any, past: Any) -> Any:
+        """Run the decoder on a prompt, or on its next token."""
+        assert self.answers is not None
         model = next((m for m in self.module.modules() if hasattr(m, "generate")), None)
         if model is None:
-            assert self.answers is not None
             allowed = f"left out: {self.name} is no decoder of transformers that continues texts"
             raise OptionError(argument="answer", found=self.answers.tokens, allowed=allowed)
-        if self.answers and self.answers.cache == "host":
+        if self.answers.cache == "host":
             _check_cache(model.config)
         kept = {name: value for name, value in batch.items() if name != "labels"}
         with torch.no_grad():
@@ -306,19 +250,15 @@ class PlannedModel:
 
     def sizes(self, options: Options, first: bool = False) -> list[UnitNumbers]:
         """List the bytes of the units on the device: in the first step, or later."""
-        self.begins(options)  # which finds out what travels cast
-        key = str(options.units), options.may_cast, first
-        if key in self._sizes:
-            return self._sizes[key]
-        found = self._sizes[key] = []
+        found = []
         for unit in self.units_of(options):
-            types = [p.dtype if first and not self._masters else self.travels_as(p, options) for _, p in unit.params]
-            pairs = [(p, aligned(p.numel() * dtype.itemsize), dtype) for (_, p), dtype in zip(unit.params, types)]  # noqa: B905  # made of it
-            trained = [(p, nbytes, dtype) for p, nbytes, dtype in pairs if p.requires_grad]
+            types = [p.dtype if first and not self.masters else self.travels_as(p, options) for _, p in unit.params]
+            each = [(p, aligned(p.numel() * t.itemsize), t) for (_, p), t in zip(unit.params, types, strict=True)]
+            trained = [one for one in each if one[0].requires_grad]
             found.append(
                 UnitNumbers(
                     unit.name,
-                    sum(nbytes for _, nbytes, _ in pairs),
+                    sum(nbytes for _, nbytes, _ in each),
                     sum(nbytes for _, nbytes, _ in trained),
                     sum(p.numel() for p, _, _ in trained),
                     resident=unit.resident,
@@ -327,94 +267,16 @@ class PlannedModel:
             )
         return found
 
-    def peak(self, options: Options, window: int, transfer: int, at: Trace | None = None) -> dict[str, int]:
-        """Return the bytes on the device by term, at a step's fullest moment; ``at``: of another batch."""
-        sizes = self.sizes(options)
-        most = peak_of(at or self.later(options), self.units_of(options), sizes, window, transfer)
-        first = self.sizes(options, first=True)
-        if at is None and first != sizes and not self._masters:
-            begun = peak_of(self._with_casts(options), self.units_of(options), first, max(1, window // 2), transfer)
-            most = max(most, begun, key=lambda terms: sum(terms.values()))
-        return most
-
-    def _with_casts(self, options: Options) -> Trace:
-        """Return the trace of a run's first step: one weight at a time is cast on the device."""
-        found = self.later(options)
-        casts = [
-            max((p.numel() * p.itemsize // 2 for _, p in unit.params if id(p) in self._narrow), default=0)
-            for unit in self.units_of(options)
-        ]
-        packed = [size.down_nbytes for size in self.sizes(options)]  # when no cast is there
-        visits = [
-            v if v.unit is None else replace(v, peak=v.peak + max(0, casts[v.unit] - packed[v.unit] * v.backward))
-            for v in found.visits
-        ]
-        return replace(found, visits=tuple(visits))
+    def casts(self, options: Options) -> list[int]:
+        """List the bytes of each unit's largest cast: a run's first step casts weights one by one on the device."""
+        narrow = self.trace(options).narrow
+        of_units = [[p.nbytes // 2 for _, p in unit.params if id(p) in narrow] for unit in self.units_of(options)]
+        return [max(nbytes, default=0) for nbytes in of_units]
 
 
-def peak_of(found: Trace, units: list[Unit], sizes: list[UnitNumbers], window: int, transfer: int) -> dict[str, int]:
-    """Return the bytes at the fullest moment of a step that the run's own schedule takes through these visits."""
-    transfer = min(transfer, window)
-    nbytes = tuple(size.up_nbytes for size in sizes)
-    trained = tuple(unit.index for unit in units if unit.trainable)
-    visited = tuple((visit.unit, visit.in_use) for visit in found.visits)
-    resident = _resident_nbytes(nbytes, trained, visited, window, transfer)
-    visits = found.visits * PASSES
-    at = max(range(len(visits)), key=lambda place: resident[place] + visits[place].peak)
-    visit = visits[at]
-    beside = visit.peak - visit.gradients
-    kept = min(visit.before, beside)
-    return {
-        WINDOW: resident[at],
-        ROOT: sum(size.up_nbytes for size in sizes if size.resident),
-        "batch": found.batch,
-        "buffers": found.buffers,
-        KEPT: kept,
-        WORKING: beside - kept,
-        GRADIENTS: visit.gradients,
-    }
-
-
-@functools.lru_cache(maxsize=512)
-def _resident_nbytes(
-    nbytes: tuple[int, ...],
-    trained: tuple[int, ...],
-    visits: tuple[tuple[int | None, tuple[int, ...]], ...],
-    window: int,
-    transfer: int,
-) -> list[int]:
-    """Return the bytes of streamed weights on the device in each visit of the passes."""
-    schedule, found = Schedule(nbytes, window, transfer), []
-    order = [unit for unit, _ in visits if unit is not None]
-    for number in range(PASSES):
-        schedule.invalidate(trained)
-        schedule.begin(order if number else ())
-        for unit, in_use in visits:
-            if unit is not None:
-                schedule.visit(unit, in_use)
-            found.append(schedule.resident_nbytes)
-    return found
-
-
-def mapped_in(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply a function to the tensors in a batch."""
-    if isinstance(tree, list | tuple | dict | Tensor) and type(tree) in (list, tuple, dict, Tensor):
-        return mapped(Tensor, function, tree)
-    if hasattr(tree, "items"):
-        return type(tree)({name: mapped_in(value, function) for name, value in tree.items()})
-    if hasattr(tree, "_fields"):
-        return type(tree)(*(mapped_in(value, function) for value in tree))
-    if hasattr(tree, "__dataclass_fields__"):
-        made = copy.copy(tree)
-        for name, value in vars(tree).items():
-            object.__setattr__(made, name, mapped_in(value, function))
-        return made
-    return tree
-
-
-def _rows(batch: Any) -> int:
-    sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim())
-    return sizes.most_common(1)[0][0] if sizes else 1
+def with_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Copy a batch, with other tensors."""
+    return copy.deepcopy(tree, {id(tensor): function(tensor) for tensor in tensors_in(tree)})
 
 
 def _in_a_line(error: Exception) -> str:
@@ -423,42 +285,6 @@ def _in_a_line(error: Exception) -> str:
     own = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
     places = [f"{frame.filename}:{frame.lineno}" for frame in own if "site-packages" not in frame.filename]
     return ": ".join([*places[-1:], type(error).__name__, *str(error).splitlines()[:1]])
-
-
-def _convert(module: nn.Module, dtype: torch.dtype, masters: bool) -> None:
-    """Convert a module as the precision plugin does; with master weights, parameters are FP32 on the host."""
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                child._buffers[name] = buffer.to(dtype)
-    for parameter in module.parameters():
-        if is_dtensor(parameter):
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))  # type: ignore[no-untyped-call]
-        elif parameter.is_floating_point() and not consists_of_tensors(parameter):
-            parameter.data = parameter.data.to(torch.float32 if masters else dtype)
-
-
-def _copied(module: nn.Module, tensors: FakeTensors) -> nn.Module:
-    """Copy a module to tensors of this kind; the module itself is not changed."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        with torch.no_grad():
-            if consists_of_tensors(parameter):
-                form, parts = flattened(parameter)
-                made = form.whole((tensors.adopt(part) for _, part in parts), parameter.device)
-                vars(made)[IS_PARAMETER] = True
-                memo[id(parameter)] = made.requires_grad_(parameter.requires_grad)
-                continue
-            memo[id(parameter)] = nn.Parameter(tensors.adopt(parameter.detach()), parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = tensors.adopt(buffer.detach())
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception as error:
-        raise UnsupportedError(
-            f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}); pass a function without "
-            "arguments that makes it"
-        ) from error
 
 
 def _check_cache(config: Any) -> None:

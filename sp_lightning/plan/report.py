@@ -54,6 +54,8 @@ class Plan:
     transfer: int
     units: tuple[str, ...]  # that stream
     device_terms: dict[str, int]
+    bytes_up: int  # of weights, in a step after the first
+    loaded: int  # of these, from files
     host: HostBytes
     disk: OnDisk
     available: int  # bytes of the device
@@ -65,7 +67,6 @@ class Plan:
     accumulate: int
     devices: int
     nodes: int
-    shards: int
     largest_batch: int | None
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
@@ -105,7 +106,7 @@ class Plan:
     def rows_per_s(self) -> float:
         """Rows a second, of all devices and machines."""
         seconds = self.reading_s + self.answer * self.step_s if self.answer else self.step_s
-        return self.rows * self.accumulate * self.devices // self.shards * self.nodes / seconds
+        return self.rows * self.accumulate * self.devices * self.nodes / seconds
 
     def speed(self, tokens: int | None = None) -> dict[str, float]:
         """Return rows and, for rows of as many tokens or for answers, tokens a second."""
@@ -127,18 +128,14 @@ class Plan:
         if self.fits:
             return
         if self.fits_device:
-            needs, has = format_both(self.host.total, self.host_available)
-            terms = _listed({name.replace("_", " "): nbytes for name, nbytes in asdict(self.host).items()})
-            system = f" ({format_bytes(self.headroom)} are left to the system)" if self.headroom else ""
-            raise MemoryBudgetError(
-                f"{self.model} needs {needs} of host memory ({terms}), but one has {has}{system}; {self.first}"
-            )
-        needs, has = format_both(self.device_nbytes, self.available)
-        terms = _listed(self.device_terms)
-        raise MemoryBudgetError(
-            f"{self.model} needs {needs} on the device with window {self.window} and {self.rows} rows ({terms}), but "
-            f"{has} are available; {self.first}"
-        )
+            (needs, has), terms = format_both(self.host.total, self.host_available), _terms_of(self.host)
+            left = f", beside {format_bytes(self.headroom)} that are left to the system" if self.headroom else ""
+            there = f"of host memory ({_listed(terms)}), but one has {has}{left}"
+        else:
+            (needs, has), terms = format_both(self.device_nbytes, self.available), self.device_terms
+            with_these = f"with window {self.window} and {self.rows} rows"
+            there = f"on the device {with_these} ({_listed(terms)}), but {has} are available"
+        raise MemoryBudgetError(f"{self.model} needs {needs} {there}; {self.first}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -161,13 +158,13 @@ class Plan:
 
     @property
     def read(self) -> int:
-        """Bytes that a step reads from the disk, but for what each load reads."""
-        return sum(self.disk.read.values()) + self.disk.activations
+        """Bytes that a step reads from the disk."""
+        return self.loaded + sum(self.disk.read.values())
 
     @property
     def written(self) -> int:
         """Bytes that a step writes to the disk."""
-        return sum(self.disk.written.values()) + self.disk.activations
+        return sum(self.disk.written.values())
 
     def __str__(self) -> str:
         return self.text()
@@ -191,23 +188,22 @@ class Plan:
         doing = f"answers of {self.answer} tokens" if self.answer else f"activations {self.options.activations!r}"
         fits = "fits" if self.fits else "DOES NOT FIT"
         if not self.fits:
-            terms = self.device_terms if not self.fits_device else asdict(self.host)
-            worst = max(terms, key=terms.__getitem__).replace("_", " ")
+            terms = self.device_terms if not self.fits_device else _terms_of(self.host)
+            worst = max(terms, key=terms.__getitem__)
             place = "device" if not self.fits_device else "host"
             fits += f": on the {place}, most for {worst}, {format_bytes(max(terms.values()))}"
-        cut = f", layers cut among {self.shards}" if self.shards > 1 else ""
         return [
             f"{self.model}: {self.parameters / 1e9:.3g}e9 parameters, batch of {self.rows} rows, "
             f"{self.precision}, {doing}",
-            f"on {several}{self.machine.name}{cut}: window {self.window} of {len(self.units)} units, transfer "
+            f"on {several}{self.machine.name}: window {self.window} of {len(self.units)} units, transfer "
             f"{self.transfer}: {format_bytes(self.device_nbytes)} of {format_bytes(self.available)} on the device, "
             f"{format_bytes(self.host.total)} of {format_bytes(self.host_available)} on the host: {fits}",
         ]
 
     def _memory(self) -> list[str]:
-        host = {name.replace("_", " "): nbytes for name, nbytes in asdict(self.host).items()}
+        host = _terms_of(self.host)
         if self.disk.weights or self.written:
-            host["(on disk)"] = self.disk.weights + sum(self.disk.written.values()) + self.disk.activations
+            host["(on disk)"] = self.disk.weights + sum(self.disk.written.values())
         lines = []
         for place, terms in (("Device", self.device_terms), ("Host", host)):
             shown = {name: nbytes for name, nbytes in terms.items() if nbytes}
@@ -234,6 +230,10 @@ class Plan:
             f"Wear: a step writes {self.written / 1e9:.3g} GB to the disk: {steps:,.0f} steps to "
             f"{ENDURANCE / 1e12:,.0f} TB, the rating of a consumer drive of 2 TB"
         ]
+
+
+def _terms_of(host: HostBytes) -> dict[str, int]:
+    return {name.replace("_", " "): nbytes for name, nbytes in asdict(host).items()}
 
 
 def _listed(terms: dict[str, int]) -> str:

@@ -1,10 +1,10 @@
-"""Run one step of a model without a device, and note what each visit to a unit takes there beside weights.
+"""Run one plain step of a model without a device, and note what each visit to a unit computes and allocates there.
 
-1. A visit lasts from the moment a unit is needed until another unit is. What is on the device beside weights does not
-   depend on the window, so one trace serves every window.
-2. Parameters take nothing here, and neither do casts of them that autograd saves: a run makes those again in backward.
-   A gradient counts until its unit's gradients are complete; then they count once, packed, until the next unit's are.
-3. Of many blocks that are alike four run; the others' visits are repeated from those between the first and the last.
+1. A visit lasts from the moment a unit is needed until other code runs. Neither the window nor the policy of
+   activations changes what is in it, so one trace serves all. Its bytes count from those that were there as it began.
+2. Parameters take nothing here, and neither do casts of them with which they travel. A gradient counts until those of
+   its unit are complete; then they count once, packed, until the next unit's are.
+3. Of many blocks that are alike three run; the middle one's visits stand for those of all others.
 """
 
 from __future__ import annotations
@@ -14,57 +14,49 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from ..autograd.backward_pass import in_backward
 from ..compat.tensors import operator_of, schema_of, storage_id
-from ..core.unit_numbers import ALIGNMENT, aligned
+from ..core.unit_numbers import aligned
 from ..memory.partition import Unit
 from .fakes import HALVES, FakeTensors, tensors_of
 
 aten = torch.ops.aten
-ALIKE = 4  # blocks that run in the place of more that are alike
+PLAIN = int, float, str, tuple, type(None)  # attributes that may decide what a block does
+ALIKE = 3  # blocks that run in the place of more that are alike
 FREE = {aten._unsafe_view, aten.set_, aten.resize_, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
-FILLS = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_}
 LOOKS_UP = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward}
 
 
 @dataclass
-class Work:
-    """The work of a device."""
-
-    flops: float = 0.0  # in half precision
-    fp32_flops: float = 0.0
-    moved: float = 0.0  # bytes of device memory that all but products read and write
-    mesh: float = 0.0  # bytes sent to devices with other shards
-
-    def towards(self, other: Work, share: float) -> Work:
-        """Return the work on the line from this one (0) through the other (1)."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Work(*(max(0.0, one + share * (two - one)) for one, two in pairs))
-
-
-@dataclass
 class Visit:
-    """The time from the moment a unit is needed until another one is."""
+    """A visit to a unit, or code outside of all: its work and its bytes."""
 
-    unit: int | None  # None before the first one
+    unit: int | None
     backward: bool
     in_use: tuple[int, ...] = ()  # units whose code runs around this one
-    before: int = 0  # bytes beside weights as it begins
-    peak: int = 0
-    gradients: int = 0  # of the peak
-    forward: Work = field(default_factory=lambda: Work())
-    gradient: Work = field(default_factory=lambda: Work())  # in autograd's backward
-    down: int = 0  # activations that go to the host
-    after: int = 0  # bytes beside weights as it ends
+    flops: float = 0.0  # of products in half precision
+    fp32_flops: float = 0.0
+    moved: float = 0.0  # bytes of device memory that all but products read and write
+    peak: float = 0  # the most bytes beside weights, less those that were there as it began
+    gradients: float = 0  # bytes of gradients at that moment
+    grown: float = 0  # bytes there as it ends, less those as it began
+    saved: float = 0  # bytes that autograd saved in it, and in no later visit
+    inner: float = 0  # of these, what a forward that runs again makes again
+    arguments: float = 0  # bytes of its arguments that carry a gradient
+    held: float = 0  # of these, what nothing but a forward that runs again needs
+
+    def towards(self, other: Visit, share: float) -> Visit:
+        """Return the visit on the line from this one (0) through the other (1)."""
+        pairs = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in fields(self)[3:]}
+        return replace(self, **{name: one + share * (two - one) for name, (one, two) in pairs.items()})
 
 
 @dataclass(frozen=True)
@@ -72,35 +64,20 @@ class Trace:
     """The visits of a step, and what it found out about weights."""
 
     visits: tuple[Visit, ...]
-    batch: int  # bytes
+    batch: float  # bytes
     buffers: int
     narrow: frozenset[int] = frozenset()  # ids of weights that were cast to autocast's type, and not used otherwise
-    cache: int = 0  # bytes of keys and values after an answer's pass
-
-    @property
-    def order(self) -> list[int]:
-        """Return the units as they are visited."""
-        return [visit.unit for visit in self.visits if visit.unit is not None]
+    cache: float = 0  # bytes of keys and values after an answer's pass
 
     def between(self, other: Trace, share: float) -> Trace | None:
         """Return the trace on the line from this one (0) through the other (1); None if their visits differ."""
         if [(v.unit, v.backward) for v in self.visits] != [(v.unit, v.backward) for v in other.visits]:
             return None
-
-        def line(one: float, two: float) -> float:
-            return max(0.0, one + share * (two - one))
-
-        def visit(one: Visit, two: Visit) -> Visit:
-            sizes = ("before", "peak", "gradients", "down", "after")
-            works: dict[str, Any] = {
-                name: getattr(one, name).towards(getattr(two, name), share) for name in ("forward", "gradient")
-            }
-            numbers: dict[str, Any] = {n: int(line(getattr(one, n), getattr(two, n))) for n in sizes}
-            return replace(one, **works, **numbers)
-
-        pairs = zip(self.visits, other.visits, strict=True)
-        batch, cache = int(line(self.batch, other.batch)), int(line(self.cache, other.cache))
-        return replace(self, visits=tuple(visit(*pair) for pair in pairs), batch=batch, cache=cache)
+        visits = [one.towards(two, share) for one, two in zip(self.visits, other.visits, strict=True)]
+        batch, cache = (
+            one + share * (two - one) for one, two in ((self.batch, other.batch), (self.cache, other.cache))
+        )
+        return replace(self, visits=tuple(visits), batch=batch, cache=cache)
 
 
 def trace(
@@ -110,9 +87,9 @@ def trace(
     run: Callable[[], Any],
     tensors: FakeTensors,
     *,
-    activations: str = "keep",
-    backward: bool = True,
-    grad: bool = True,
+    trains: bool = True,
+    may_cast: bool = False,
+    whole: bool = False,
 ) -> Trace:
     """Run one step, or a forward alone, and return its trace.
 
@@ -122,41 +99,28 @@ def trace(
         batch: Its tensors are on the device throughout.
         run: Returns the loss, or an output that contains or leads to it.
         tensors: The context, still entered.
-        activations: The policy of the strategy's option.
-        backward: False for a forward alone.
-        grad: Whether autograd records the forward.
+        trains: Whether there is a backward.
+        may_cast: Whether weights that autocast casts travel as these casts.
+        whole: Every block runs.
     """
-    with _fewer_blocks(module, units) as cut:
-        recorder = _Recorder(units, activations)
-        buffers = sum(recorder.add(buffer, fixed=True) for buffer in module.buffers())
-        given = sum(recorder.add(tensor, fixed=True) for tensor in tensors_in(batch))
+    with _fewer_blocks(module, units, whole) as (ran, every):
+        recorder = _Recorder(units, may_cast)
+        buffers = sum(recorder.add(buffer, 0) for buffer in module.buffers())
+        given = sum(recorder.add(tensor, 0) for tensor in tensors_in(batch))
         tensors.observe = recorder.observe
         try:
-            with recorder.entered(), torch.set_grad_enabled(grad):
-                recorder.step(run, backward)
+            with recorder.listening(), torch.set_grad_enabled(trains):
+                cache = recorder.step(run, trains)
         finally:
             tensors.observe = None
-    visits = recorder.visits
-    narrow = recorder.cast - recorder.used_as_is
-    cache = recorder.cache
-    if cut is not None:
-        ran, everything = cut
-        expanded = _expanded(visits, ran, everything)
-        if expanded is None:
-            return trace_whole(
-                module, units, batch, run, tensors, activations=activations, backward=backward, grad=grad
-            )
-        visits, cache = expanded, cache * len(everything) // len(ran)
-        for index in everything[len(ran) :]:
-            pairs = zip(units[ran[0]].params, units[index].params, strict=True)
-            narrow |= {id(other) for (_, one), (_, other) in pairs if id(one) in narrow}
-    return Trace(tuple(visits), given, buffers, frozenset(narrow), cache)
-
-
-def trace_whole(*args: Any, **kwargs: Any) -> Trace:
-    """Trace a step in which every block runs."""
-    with _all_blocks():
-        return trace(*args, **kwargs)
+    visits = _repeated(recorder.visits, ran, every)
+    if visits is None:
+        return trace(module, units, batch, run, tensors, trains=trains, may_cast=may_cast, whole=True)
+    narrow = recorder.narrow - recorder.used_as_is
+    for index in every[len(ran) :]:
+        pairs = zip(units[every[0]].params, units[index].params, strict=True)
+        narrow |= {id(other) for (_, one), (_, other) in pairs if id(one) in narrow}
+    return Trace(tuple(visits), given, buffers, frozenset(narrow), cache * len(every or [0]) // len(ran or [0]))
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -172,142 +136,93 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(vars(tree).values()))
 
 
-@dataclass
-class _Allocation:
-    nbytes: int
-    reference: object  # to the storage, which tells when that is freed
-
-
 @dataclass(eq=False)
-class _Away:
-    """A saved tensor that waits on the host."""
+class _Storage:
+    """Bytes on the device."""
 
-    unit: int
-    like: tuple[Any, ...]
     nbytes: int
-    source: Tensor | None
-    uses: int = 1
-    back: Tensor | None = None
+    made: Visit
+    freed: object  # a reference that tells when it is
+    saved: Visit | None = None  # the last visit in which autograd saved it
+    is_inner: bool = False
+    argument: Visit | None = None  # the last visit that has it as an argument
 
 
 class _Recorder:
     """Divides what is allocated and computed into visits."""
 
-    def __init__(self, units: Sequence[Unit], activations: str) -> None:
+    def __init__(self, units: Sequence[Unit], may_cast: bool) -> None:
         self.visits = [Visit(None, False)]
-        self.cast: set[int] = set()
+        self.narrow: set[int] = set()
         self.used_as_is: set[int] = set()
-        self.cache = 0
-        self._units = units
-        self._offloads = "offload" in activations
-        self._recomputes = "recompute" in activations
-        self._live: dict[int, _Allocation] = {}
-        self._now = 0
-        self._gradients = 0
-        self._packed = 0
+        self._units, self._may_cast = units, may_cast
+        self._live: dict[int, _Storage] = {}
+        self._gradients = self._packed = 0
         self._stack: list[int] = []
-        self._last: int | None = None
         weights = [(p, unit.index) for unit in units for _, p in unit.params if p.layout is torch.strided]
-        self._weights = {storage_id(p.untyped_storage()): p for p, _ in weights}
-        self._unit_of = {id(p): index for p, index in weights}
-        self._casts: set[int] = set()  # storages
-        self._complete: dict[int, set[int]] = defaultdict(set)  # by unit, its weights whose gradients are there
-        self._away: dict[tuple[Any, ...], _Away] = {}  # of the unit whose forward runs
-        self._leaving: list[_Away] = []
-        self._of_unit: dict[int, list[_Away]] = defaultdict(list)
-        refer = weakref.ref(self)
-
-        def freed(key: int, _: object) -> None:
-            if (recorder := refer()) is not None:
-                recorder._free(key)
-
-        self._freed = freed
+        self._weights = {storage_id(p.untyped_storage()): (p, index) for p, index in weights}
+        self._casts: set[int] = set()  # storages of casts of weights
+        self._complete: dict[int, list[Tensor]] = defaultdict(list)  # by unit, its weights whose gradients are there
 
     # ---- a step
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Wrap the units' forwards, listen to gradients and to what autograd saves."""
+    def listening(self) -> Iterator[None]:
+        """Listen to the units' forwards, to gradients, and to what autograd saves."""
         with contextlib.ExitStack() as stack:
             for unit in self._units:
                 for _, module in unit.modules if not unit.resident else ():
-                    had, vars(module)["forward"] = vars(module).get("forward"), self._wrapped(unit.index, module)
-                    stack.callback(_restore, module, had)
+                    begin = functools.partial(self._begin_unit, unit.index)
+                    stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
+                    stack.callback(module.register_forward_hook(self._end_unit).remove)
                 for _, parameter in unit.params:
                     if parameter.requires_grad:
-                        came = functools.partial(self._came, unit.index)
-                        heard = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
-                        stack.callback(heard.remove)
+                        came = functools.partial(self._came, unit)
+                        stack.callback(parameter.register_post_accumulate_grad_hook(came).remove)  # type: ignore[no-untyped-call]
             stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
             yield
 
-    def step(self, run: Callable[[], Any], backward: bool) -> None:
-        """Run the step."""
+    def step(self, run: Callable[[], Any], backward: bool) -> int:
+        """Run the step; return the bytes of keys and values that its output has."""
         output = run()
         if not backward:
-            self.cache = sum(allocation.nbytes for allocation in self._in(getattr(output, "past_key_values", None)))
-            self.visits[-1].after = self._now
-            return
+            layers = getattr(getattr(output, "past_key_values", None), "layers", ())
+            kept = [t for layer in layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+            found = [self._storage_of(tensor) for tensor in kept if isinstance(tensor, Tensor)]
+            return sum(storage.nbytes for storage in {*found} if storage)
         loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", output)
-        found = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
-        losses = [tensor for tensor in found if tensor.requires_grad]
-        self._leaving, self._away = [], {}
+        losses = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
+        losses = [tensor for tensor in losses if tensor.requires_grad]
         torch.autograd.backward(losses, [torch.ones_like(tensor) for tensor in losses])
-        for unit in list(self._complete):
-            self._send(unit)
-        self.visits[-1].after = self._now
+        for index in list(self._complete):
+            self._send(index)
+        return 0
 
-    def _in(self, cache: Any) -> Iterator[_Allocation]:
-        layers = getattr(cache, "layers", ())
-        for tensor in (t for layer in layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))):
-            if isinstance(tensor, Tensor) and (found := self._live.get(storage_id(tensor.untyped_storage()))):
-                yield found
-
-    def _wrapped(self, unit: int, module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
-
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            with self._inside(unit):
-                return forward(*args, **kwargs)
-
-        def again(*args: Any, **kwargs: Any) -> Any:
-            with self._inside(unit):
-                return checkpoint(
-                    inside, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none", **kwargs
-                )
-
-        @functools.wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            recomputes = self._recomputes and torch.is_grad_enabled() and unit not in self._stack
-            return again(*args, **kwargs) if recomputes else inside(*args, **kwargs)
-
-        return call
-
-    @contextlib.contextmanager
-    def _inside(self, unit: int) -> Iterator[None]:
+    def _begin_unit(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter(unit, in_backward())
         self._stack.append(unit)
-        try:
-            yield
-        finally:
-            self._stack.pop()
-            if unit not in self._stack and not in_backward():
-                for away in self._leaving:
-                    away.source = None
-                self._leaving, self._away = list(self._away.values()), {}
+        for storage in {self._storage_of(tensor) for tensor in tensors_in([args, kwargs]) if tensor.requires_grad}:
+            if storage:
+                storage.argument = self.visits[-1]
+                storage.argument.arguments += storage.nbytes
+                _leave(storage)
 
-    def _enter(self, unit: int, backward: bool) -> None:
-        if unit == self._last or self._units[unit].resident:
-            return
-        self._last = unit
-        self.visits[-1].after = self._now
-        around = tuple(dict.fromkeys(index for index in self._stack if index != unit))
-        self.visits.append(Visit(unit, backward, around, self._now, self._now, self._gradients))
+    def _end_unit(self, *_: Any) -> None:
+        self._stack.pop()
+
+    def _enter(self, unit: int | None, backward: bool) -> None:
+        now = self.visits[-1]
+        if (unit, backward) != (now.unit, now.backward) and (unit is None or not self._units[unit].resident):
+            around = tuple(dict.fromkeys(index for index in self._stack if index != unit))
+            self.visits.append(Visit(unit, backward, around, gradients=self._gradients))
 
     # ---- bytes
 
-    def add(self, tensor: Tensor, fixed: bool = False) -> int:
-        """Count a tensor's storage if it is new; return its bytes."""
+    def _storage_of(self, tensor: Tensor) -> _Storage | None:
+        return self._live.get(storage_id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
+
+    def add(self, tensor: Tensor, counts: int | None = None) -> int:
+        """Count a tensor's storage if it is new, as these bytes if they are given; return its bytes."""
         if tensor.layout is not torch.strided:
             return 0
         storage = tensor.untyped_storage()
@@ -315,92 +230,71 @@ class _Recorder:
         if key in self._live or key in self._weights:
             return 0
         nbytes = aligned(storage.nbytes())
-        self._live[key] = _Allocation(nbytes, weakref.ref(storage, functools.partial(self._freed, key)))
-        if not fixed:
-            self._change(nbytes)
-        else:
-            self._live[key].nbytes = 0
+        freed = weakref.ref(storage, functools.partial(_free, weakref.ref(self), key))
+        self._live[key] = _Storage(nbytes if counts is None else counts, self.visits[-1], freed)
+        self.change(self._live[key].nbytes)
         return nbytes
 
-    def _free(self, key: int) -> None:
+    def free(self, key: int) -> None:
+        """Count a storage that is gone."""
         self._casts.discard(key)
-        self._change(-self._live.pop(key).nbytes)
+        storage = self._live.pop(key)
+        self.change(-storage.nbytes)
+        if storage.argument is not None and not in_backward():
+            storage.argument.held += storage.nbytes
 
-    def _change(self, nbytes: int, of_gradients: int = 0) -> None:
-        self._now += nbytes
-        self._gradients += of_gradients
+    def change(self, nbytes: int) -> None:
+        """Count bytes that came, or went."""
         visit = self.visits[-1]
-        if self._now > visit.peak:
-            visit.peak, visit.gradients = self._now, self._gradients
+        visit.grown += nbytes
+        if visit.grown > visit.peak:
+            visit.peak, visit.gradients = visit.grown, self._gradients
 
-    def _came(self, unit: int, parameter: Tensor) -> None:
+    def _came(self, unit: Unit, parameter: Tensor) -> None:
         """Take note of a gradient that is complete (Rule 2)."""
-        there = self._complete[unit]
-        there.add(id(parameter))
-        assert parameter.grad is not None
-        self._gradients += aligned(parameter.grad.untyped_storage().nbytes())
-        if len(there) == sum(p.requires_grad for _, p in self._units[unit].params):
-            self._send(unit)
+        self._complete[unit.index].append(parameter)
+        self._gradients += self._travels(parameter)
+        if len(self._complete[unit.index]) == sum(p.requires_grad for _, p in unit.params):
+            self._send(unit.index)
 
     def _send(self, unit: int) -> None:
         """Pack a unit's gradients, and free those that were packed before them."""
-        there = self._complete.pop(unit)
-        params = [p for _, p in self._units[unit].params if id(p) in there and p.grad is not None]
-        nbytes = sum(aligned(p.nbytes) for p in params)
-        self._change(-self._packed, -self._packed)
-        self._change(nbytes, nbytes)
-        self._packed = nbytes
-        self.visits[-1].gradient.moved += 2 * nbytes
+        params = [p for p in self._complete.pop(unit) if p.grad is not None]
+        nbytes = sum(map(self._travels, params))
+        self.change(nbytes - self._packed)
+        self._gradients, self._packed = self._gradients - self._packed, nbytes
+        self.visits[-1].moved += 2 * nbytes
         for parameter in params:
-            assert parameter.grad is not None
-            self._gradients -= aligned(parameter.grad.untyped_storage().nbytes())
             parameter.grad = None
+
+    def _is_narrow(self, parameter: Tensor) -> bool:
+        return self._may_cast and id(parameter) in self.narrow and id(parameter) not in self.used_as_is
+
+    def _travels(self, parameter: Tensor) -> int:
+        return aligned(parameter.nbytes // 2 if self._is_narrow(parameter) else parameter.nbytes)
 
     # ---- what autograd saves
 
-    def _pack(self, tensor: Tensor) -> Any:
-        if tensor.layout is not torch.strided:
-            return tensor.detach()
-        key = storage_id(tensor.untyped_storage())
-        unit = self._stack[-1] if self._stack else None
-        like = tensor.shape, tensor.stride(), tensor.dtype
-        if key in self._casts:
-            return _Away(-1 if unit is None else unit, like, -1, None)
-        if unit is None or in_backward():
-            return tensor.detach()
-        if key in self._weights or not self._offloads:
-            return unit, tensor.detach()
-        known = self._live.get(key)
-        if known is None or tensor.nbytes < ALIGNMENT:
-            return unit, tensor.detach()
-        if self._recomputes and not known.nbytes:  # only arguments that carry a gradient go down
-            return unit, tensor.detach()
-        place = key, tensor.storage_offset(), *like, tensor._version
-        if place in self._away:
-            self._away[place].uses += 1
-        else:
-            away = self._away[place] = _Away(unit, like, tensor.nbytes, tensor.detach())
-            self._of_unit[unit].append(away)
-            self.visits[-1].down += tensor.nbytes
-        return self._away[place]
+    def _pack(self, tensor: Tensor) -> tuple[int | None, Callable[[], Tensor]]:
+        kept, storage, visit = tensor.detach(), self._storage_of(tensor), self.visits[-1]
+        unit = visit.unit if self._stack and not in_backward() else None
+        if storage is not None and not self._may_cast and storage_id(tensor.untyped_storage()) in self._casts:
+            return unit, functools.partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        if storage is not None and unit is not None and storage.saved is not visit:
+            if storage.saved is None and storage.made is visit:
+                storage.is_inner, visit.inner = True, visit.inner + storage.nbytes
+            else:
+                _leave(storage)
+            if storage.saved is not None:
+                storage.saved.saved -= storage.nbytes
+            storage.saved, visit.saved = visit, visit.saved + storage.nbytes
+        return unit, lambda: kept
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        unit = packed.unit if isinstance(packed, _Away) else packed[0]
-        if unit >= 0:
+    def _unpack(self, packed: tuple[int | None, Callable[[], Tensor]]) -> Tensor:
+        unit, kept = packed
+        if unit is not None:
             self._enter(unit, True)
-        if not isinstance(packed, _Away):
-            return packed[1]  # type: ignore[no-any-return]
-        shape, stride, dtype = packed.like
-        if packed.nbytes < 0:  # a cast of a weight, made again
-            return torch.empty_strided(shape, stride, dtype=dtype)
-        for away in self._of_unit.pop(unit, ()):
-            away.source, away.back = None, _made(away)
-        made = _made(packed) if packed.back is None else packed.back
-        packed.uses -= 1
-        packed.back = made if packed.uses > 0 else None
-        return made
+        return kept()
 
     # ---- work
 
@@ -409,170 +303,129 @@ class _Recorder:
         results, operator = tensors_of((out,)), operator_of(func)
         read = tensors_of(args, kwargs)
         known = {storage_id(t.untyped_storage()) for t in read if t.layout is torch.strided}
-        self._note_weights(func, operator, known, results)
         made = [t for t in results if t.layout is torch.strided and storage_id(t.untyped_storage()) not in known]
+        weights = [self._weights[key] for key in known if key in self._weights]
+        for _, unit in weights:
+            if unit not in self._stack:
+                self._enter(unit, in_backward())  # code of another module reads it, such as a head that is a table
+        if not weights and not self._stack and made and not in_backward():
+            self._enter(None, False)
+        if weights and made and not in_backward():
+            self._note_use(func, weights, made[0])
+        if self._may_cast and func is aten._to_copy.default and made and self._is_wire(read[0], made[0]):
+            return
         for tensor in made:
             self.add(tensor)
-        work = self.visits[-1].gradient if in_backward() else self.visits[-1].forward
-        if (count := flop_registry.get(operator)) is not None:
-            flops = count(*args, **kwargs, out_val=out)
-            if read[0].dtype in HALVES:
-                work.flops += flops
-            else:
-                work.fp32_flops += flops
-        elif "c10d" in str(operator):
-            work.mesh += sum(tensor.nbytes for tensor in results)
+        visit, count = self.visits[-1], flop_registry.get(operator)
+        if count is not None and read[0].dtype in HALVES:
+            visit.flops += count(*args, **kwargs, out_val=out)
+        elif count is not None:
+            visit.fp32_flops += count(*args, **kwargs, out_val=out)
         elif operator not in FREE and (made or schema_of(func).is_mutable):
-            work.moved += _moved(func, operator, args, read, made)
+            visit.moved += _moved(operator, read, made)
 
-    def _note_weights(self, func: Any, operator: Any, read: set[int], results: list[Tensor]) -> None:
-        touched = [self._weights[key] for key in read if key in self._weights]
-        for weight in touched:
-            if (unit := self._unit_of[id(weight)]) not in self._stack:
-                self._enter(unit, in_backward())  # code of another module reads it, such as a head that is a table
-        if not touched:
-            return
-        if func is aten._to_copy.default and results[0].dtype in HALVES and touched[0].dtype is torch.float32:
-            self.cast.add(id(touched[0]))
-            if id(touched[0]) not in self.used_as_is:  # else the run leaves the cast to autograd, which saves it
-                self._casts.add(storage_id(results[0].untyped_storage()))
-        elif not in_backward() and any(storage_id(t.untyped_storage()) not in read for t in results):
-            self.used_as_is.update(id(weight) for weight in touched)
+    def _note_use(self, func: Any, weights: Sequence[tuple[Tensor, int]], made: Tensor) -> None:
+        """Take note of a weight that is cast, or used as it is."""
+        weight, _ = weights[0]
+        if func is not aten._to_copy.default or made.dtype not in HALVES or weight.dtype is not torch.float32:
+            self.used_as_is.update(id(one) for one, _ in weights)
+        elif id(weight) not in self.used_as_is:  # else the run leaves the cast to autograd, which saves it
+            self.narrow.add(id(weight))
+            self._casts.add(storage_id(made.untyped_storage()))
+
+    def _is_wire(self, source: Tensor, made: Tensor) -> bool:
+        """Count a cast that no run makes: of a weight that travels as that cast, or of its gradient."""
+        if storage_id(made.untyped_storage()) in self._casts:
+            self.add(made, 0)
+            return True
+        shapes = {p.shape for p, _ in self._weights.values() if p.requires_grad and self._is_narrow(p)}
+        storage = self._storage_of(source)
+        if not in_backward() or source.dtype not in HALVES or made.shape not in shapes or storage is None:
+            return False
+        self.change(-storage.nbytes)
+        self.add(made, storage.nbytes)
+        storage.nbytes = 0
+        return True
 
 
-def _moved(func: Any, operator: Any, args: Any, read: list[Tensor], made: list[Tensor]) -> float:
+def _leave(storage: _Storage) -> None:
+    """Take note that a storage is used outside of the visit that made it: it outlives a forward that runs again."""
+    if storage.is_inner:
+        storage.is_inner, storage.made.inner = False, storage.made.inner - storage.nbytes
+
+
+def _free(refer: Callable[[], _Recorder | None], key: int, _: object) -> None:
+    recorder = refer()
+    if recorder is not None:
+        recorder.free(key)
+
+
+def _moved(operator: Any, read: list[Tensor], made: list[Tensor]) -> float:
     """Return the bytes of device memory that an operator reads and writes."""
-    if not made:  # it writes in place
-        others = sum(map(_nbytes, read[1:]))
-        return others + _nbytes(args[0] if isinstance(args[0], Tensor) else read[0]) * (1 if operator in FILLS else 2)
-    written = sum(map(_nbytes, made))
-    if operator in LOOKS_UP:
-        return 2 * written + sum(map(_nbytes, read[1:]))
-    return written + sum(map(_nbytes, read))
+    written = sum(map(_nbytes, made or read[:1]))
+    return written + (written + sum(map(_nbytes, read[1:])) if operator in LOOKS_UP else sum(map(_nbytes, read)))
 
 
 def _nbytes(tensor: Tensor) -> int:
     """Return the bytes of the elements that a tensor has in memory, where some repeat."""
-    nbytes = tensor.nbytes
-    if nbytes and tensor.layout is torch.strided and 0 in tensor.stride():
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            nbytes //= 1 if stride else size
-    return nbytes
-
-
-def _made(away: _Away) -> Tensor:
-    shape, stride, dtype = away.like
-    return torch.empty_strided(shape, stride, dtype=dtype)
-
-
-def _restore(module: nn.Module, forward: Any) -> None:
-    del vars(module)["forward"]
-    if forward is not None:
-        vars(module)["forward"] = forward
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else tensor.nbytes
 
 
 # ---- blocks that are alike (Rule 3)
 
-_whole = [False]
-
 
 @contextlib.contextmanager
-def _all_blocks() -> Iterator[None]:
-    _whole[0] = True
-    try:
-        yield
-    finally:
-        _whole[0] = False
-
-
-@contextlib.contextmanager
-def _fewer_blocks(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[list[int], list[int]] | None]:
-    """Leave four of the longest run of units that are alike; yield the indices of those that run, and of all."""
+def _fewer_blocks(module: nn.Module, units: Sequence[Unit], whole: bool) -> Iterator[tuple[list[int], list[int]]]:
+    """Leave three of the longest run of units that are alike; yield the indices of those that run, and of all."""
     places = {id(inner): unit.index for unit in units if len(unit.modules) == 1 for _, inner in unit.modules}
-    found: nn.ModuleList | None = None
-    for child in module.modules():
-        if isinstance(child, nn.ModuleList) and len(child) > max(2 * ALIKE, len(found or ())):
-            first = _described(child[0])
-            if all(id(block) in places for block in child) and all(
-                _is_alike(first, _described(block), index) for index, block in enumerate(child)
-            ):
-                found = child
-    if found is None or _whole[0]:
-        yield None
+    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > 2 * ALIKE]
+    stacks = [one for one in lists if all(id(block) in places for block in one) and _are_alike(one)]
+    if whole or not stacks:
+        yield [], []
         return
-    blocks = list(found._modules.items())
-    everything = [places[id(block)] for _, block in blocks]
-    found._modules = dict(blocks[:ALIKE])
+    stack = max(stacks, key=len)
+    blocks, every = stack._modules, [places[id(block)] for block in stack]
+    stack._modules = dict(list(blocks.items())[:ALIKE])
     try:
-        yield everything[:ALIKE], everything
+        yield every[:ALIKE], every
     finally:
-        found._modules = dict(blocks)
+        stack._modules = blocks
 
 
-def _described(block: nn.Module) -> list[tuple[Any, dict[str, Any]]]:
-    """List what decides which operators the modules of a block run: their types, tensors and plain attributes."""
-    found = []
+def _are_alike(blocks: nn.ModuleList) -> bool:
+    """Whether blocks do the same: what decides their operators differs at most in numbers that are their indices."""
+    first = _described(blocks[0])
+    for index, block in enumerate(blocks):
+        other = _described(block)
+        differ = [(value, other.get(key)) for key, value in first.items() if value != other.get(key)]
+        if first.keys() != other.keys() or any(pair != (0, index) for pair in differ):
+            return False
+    return True
+
+
+def _described(block: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the types, tensors and plain attributes of the modules of a block."""
+    found: dict[tuple[str, str], Any] = {}
     for name, child in block.named_modules():
-        plain = {
-            key: value
-            for key, value in vars(child).items()
-            if isinstance(value, int | float | str | bool | tuple | None.__class__) and key != "training"
-        }
-        tensors = [
-            (key, each.shape, each.dtype, each.requires_grad)
-            for key, each in (*child._parameters.items(), *child._buffers.items())
-            if each is not None
-        ]
-        found.append(((name, type(child), tensors), plain))
+        tensors = {key: each for key, each in (*child._parameters.items(), *child._buffers.items()) if each is not None}
+        found |= {(name, key): (each.shape, each.dtype, each.requires_grad) for key, each in tensors.items()}
+        plain = {key: each for key, each in vars(child).items() if isinstance(each, PLAIN)}
+        found |= {(name, "class"): type(child)} | {(name, key): value for key, value in plain.items()}
     return found
 
 
-def _is_alike(first: list[tuple[Any, dict[str, Any]]], other: list[tuple[Any, dict[str, Any]]], index: int) -> bool:
-    """Whether two blocks do the same: they differ at most in numbers that are their indices, 0 and this one."""
-    return len(first) == len(other) and all(
-        kind == other_kind
-        and plain.keys() == other_plain.keys()
-        and all(value == other_plain[key] or (value, other_plain[key]) == (0, index) for key, value in plain.items())
-        for (kind, plain), (other_kind, other_plain) in zip(first, other, strict=True)
-    )
-
-
-def _expanded(visits: list[Visit], ran: list[int], everything: list[int]) -> list[Visit] | None:
-    """Repeat the visits of the blocks in the middle; None if those that ran are not visited as a stack is."""
-    places = [place for place, visit in enumerate(visits) if visit.unit in set(ran)]
-    order = [visits[place].unit for place in places]
-    forward = places[: len(ran)]
-    has_backward = len(places) == 2 * len(ran) - (visits[places[len(ran) - 1]].unit == ran[-1] and len(places) % 2)
-    if order[: len(ran)] != ran or forward != list(range(forward[0], forward[0] + len(ran))):
+def _repeated(visits: list[Visit], ran: list[int], every: list[int]) -> list[Visit] | None:
+    """Repeat the visits of the middle block; None if blocks are not visited one after the other."""
+    if not ran:
+        return visits
+    first, middle, last = ran
+    order = [visit.unit for visit in visits]
+    between = [{order[place - 1], *order[place + 1 : place + 2]} for place, unit in enumerate(order) if unit == middle]
+    if not between or any(neighbours != {first, last} for neighbours in between):
         return None
-    back = places[len(ran) :]
-    if back and (not has_backward or order[len(ran) :] != list(reversed(ran))[-len(back) :]):
-        return None
-    more = len(everything) - len(ran)
-    second, third = (visits[place] for place in forward[ALIKE - 3 : ALIKE - 1])
-    kept = third.before - second.before
-    if kept != third.after - second.after or second.peak - second.before != third.peak - third.before:
-        return None
-    last_of = dict(zip(ran, [*everything[: len(ran) - 1], everything[-1]], strict=True))
-    middle = len(ran) - 2  # the block that is repeated: the last but one
-
-    def moved(visit: Visit, by: int, unit: int | None) -> Visit:
-        shifted = {name: getattr(visit, name) + by for name in ("before", "peak", "after")}
-        around = tuple(last_of.get(index, index) for index in visit.in_use)
-        return replace(visit, unit=unit, in_use=around, **shifted)
-
-    result: list[Visit] = []
-    for place, visit in enumerate(visits):
-        unit = None if visit.unit is None else last_of.get(visit.unit, visit.unit)
-        is_back = place in set(back)
-        if visit.unit == ran[middle] and place in forward:
-            for number in range(more + 1):
-                result.append(moved(visit, number * kept, everything[middle + number]))
-        elif visit.unit == ran[middle] and is_back:
-            for number in range(more, -1, -1):
-                result.append(moved(visit, number * kept, everything[middle + number]))
-        else:
-            passed = (is_back and visit.unit in ran[:middle]) or (back and place > back[-1])
-            after_middle = place > forward[middle]
-            result.append(moved(visit, more * kept if after_middle and not passed else 0, unit))
-    return result
+    found = []
+    for visit in visits:
+        around = tuple(every[-1] if index == last else index for index in visit.in_use)
+        alike = every[1:-1] if visit.unit == middle else [every[-1] if visit.unit == last else visit.unit]
+        found += [replace(visit, unit=unit, in_use=around) for unit in (reversed(alike) if visit.backward else alike)]
+    return found

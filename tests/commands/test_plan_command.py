@@ -117,7 +117,6 @@ def test_answers_are_planned_a_token_at_a_time(llama, capsys):
         ("{} --cache host", "cache must be given together with answer"),
         ("{} --answer 8 --clip", "clip must be left out beside answer"),
         ("{} --master-weights", "'bf16-true' or '16-true' with master_weights=True"),
-        ("{} --tensor-parallel-size 2", "tensor_parallel_size must be left out for a module"),
         ("{} --json /proc/plan.json", "json must be in a folder that can be written"),
         ("{} -- script.py", "script must be left out"),
         ("{} --bach 4", "did you mean --batch?"),

@@ -14,7 +14,6 @@ from side_by_side import check, fit, inputs, make_trainer, sgd, squares
 import models
 import parity
 import sp_lightning
-from sp_lightning.plan.lanes import READ
 
 # Window and activations
 SETTINGS = [(1, "keep"), (2, "recompute"), (1, "offload"), (2, "recompute+offload")]
@@ -147,11 +146,6 @@ def test_a_trainer_predicts_with_a_quantised_base(device, form, place):
 # --- Plans
 
 
-def read_from_files(plan):
-    """The bytes that a planned step reads from files, by the time in which the disk is busy."""
-    return plan.time.lanes.get(READ, 0) * plan.machine.disk_bytes_per_s
-
-
 @parity.product(
     ("nf4", "file", SETTINGS[1], "simgpu"),
     ("int8", "memory", SETTINGS[0], "simgpu"),
@@ -184,8 +178,8 @@ def test_a_step_takes_the_bytes_that_its_plan_says(device, form, place, setting,
             moved.append([later[name] - earlier[name] for name in names])
         peak = torch.accelerator.max_memory_allocated() - before
         host = sum(unit.host_bytes().weights for unit in handle.engine.units)
-    _, back, read = moved[-1]
-    assert moved[-1] == moved[-2] and read == round(read_from_files(plan))
+    up, back, read = moved[-1]
+    assert moved[-1] == moved[-2] and read == plan.read and up == plan.bytes_up
     if back:
         assert back == pytest.approx(plan.host.activations, rel=0.05)
     assert plan.host.weights == pytest.approx(host, rel=0.05)

@@ -9,8 +9,8 @@ import torch
 from sp_lightning.core.host import cache_nbytes, host_memory
 from sp_lightning.errors import HostMemoryError, MeasurementError, OptionError
 from sp_lightning.plan import measure as measuring
-from sp_lightning.plan.machines import CORE, GEN4, GEN5, GIB, MACHINES, RAIL, REACHED, changed, machine_named
-from sp_lightning.plan.measure import Block, here
+from sp_lightning.plan.machines import CORE, GEN4, GEN5, GIB, MACHINES, RAIL, changed, machine_named
+from sp_lightning.plan.measure import here
 
 MIB = 2**20
 CARD = MACHINES["rtx4090"]
@@ -48,7 +48,6 @@ def test_few_cores_move_less_than_the_memory_channels():
 def test_a_link_is_given_by_its_lanes_or_its_rate(text, rate):
     found = changed(CARD, link=text)
     assert found.up_bytes_per_s == found.down_bytes_per_s == rate
-    assert changed(CARD, mesh_link=text).mesh_bytes_per_s == rate
 
 
 @pytest.mark.quick
@@ -137,33 +136,26 @@ def test_measuring_leaves_nothing_on_the_device(small):
 def test_arrays_have_four_times_the_cache_s_bytes(small, monkeypatch):
     monkeypatch.setattr(measuring, "cache_nbytes", lambda: 3 * MIB)
     made = []
-    cores = measuring._Cores
-    monkeypatch.setattr(measuring, "_Cores", lambda nbytes: made.append(nbytes) or cores(nbytes))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, **given: made.append(sizes) or zeros(*sizes, **given))
     here("cpu", torch.float32)
-    assert made == [12 * MIB]
+    assert made[:2] == [(12 * MIB // 8,)] * 2  # elements of two arrays
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("second", "refused"), [(115, False), (116, True), (86, True), (87, False)])
 def test_two_rates_that_differ_by_15_percent_are_noisy(second, refused):
-    rates = iter((100.0, second))
     if not refused:
-        assert measuring._twice("copies", lambda: next(rates)) == max(100, second)
+        assert measuring._better("copies", 100.0, second) == max(100, second)
         return
     with pytest.raises(MeasurementError, match=rf"copies reached 100 and then {second} a second.*stop what else runs"):
-        measuring._twice("copies", lambda: next(rates))
+        measuring._better("copies", 100.0, second)
 
 
 def test_a_host_without_room_for_the_arrays_is_told_so(monkeypatch):
     monkeypatch.setattr(measuring, "cache_nbytes", lambda: host_memory().free)
     with pytest.raises(HostMemoryError, match=r"measuring takes .* of host memory, but .* are free: free some first"):
         here("cpu", torch.float32)
-
-
-def test_a_block_s_time_replaces_that_of_products(small, monkeypatch):
-    monkeypatch.setattr(measuring, "_seconds", lambda at, work: 2.0)
-    machine = here("cpu", block=Block(lambda: None, flops=60.0, moved_nbytes=0.0))
-    assert machine.flops_per_s == pytest.approx(60 / 2 / REACHED.matrix)
 
 
 def test_measuring_draws_none_of_the_user_s_random_numbers(small):

@@ -125,13 +125,7 @@ def test_a_plan_has_room_for_more_rows_with_the_cache_on_the_host():
     assert there.device_terms["keys and values"] > 4 * away.device_terms["keys and values"]
     assert away.largest_batch > 3 * there.largest_batch
     offered = [change for change in there.changes if change.what.startswith("cache='host'")]
-    assert {change.what for change in offered} == {
-        "cache='host'",
-        f"cache='host' and a batch of {away.largest_batch} rows",
-    }
-    assert min(change.nbytes for change in offered) == away.device_nbytes
-    assert "cache='device'" in [change.what for change in away.changes]
-    assert away.step_s > there.step_s and there.answer_s == there.reading_s + 63 * there.step_s
+    assert [change.nbytes for change in offered] == [away.device_nbytes]
     assert there.host.gradients == there.host.optimizer == there.trained == 0
 
 

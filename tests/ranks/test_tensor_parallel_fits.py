@@ -10,11 +10,9 @@ import pytest
 import sharded
 import sharded_fabric
 import sharded_fits
-import torch
 from refusals import refusal
 
-import sp_lightning
-from sp_lightning.errors import OptionError, PartitionError, UnsupportedError
+from sp_lightning.errors import OptionError, PartitionError
 
 
 @functools.cache
@@ -136,18 +134,6 @@ def test_a_module_without_shards_is_refused():
 def test_a_module_under_fully_shard_is_refused():
     for error in processes.run(2, sharded_fits.refused, "fully sharded"):
         assert error.startswith("PartitionError: net is sharded by fully_shard")
-
-
-def test_a_plan_of_layers_cut_across_devices_is_refused():
-    words = torch.zeros(3, 8, dtype=torch.long)
-    given = {"machine": "rtx3060", "window": 1, "tensor_parallel_size": 2}
-    with pytest.raises(UnsupportedError, match="layers that are cut across devices cannot be planned yet"):
-        sp_lightning.plan(sharded_fits.Cut("in sequence"), words, **given)
-    with pytest.raises(
-        OptionError, match="tensor_parallel_size must be left out for a module none of whose parameters"
-    ):
-        sp_lightning.plan(sharded_fits.Whole("in sequence"), words, loss=lambda net, x: net.loss(x), **given)
-    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(

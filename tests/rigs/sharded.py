@@ -789,43 +789,6 @@ def refused_by_a_plan(name: str, options: dict[str, Any]) -> str:
     raise AssertionError("it was planned")
 
 
-def planned(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Plan a model on the first rank alone, and train it on all; return the bytes of both, and what was sent."""
-    _, mesh, device = begin(True)
-    model, found = made(name, mesh, 128), {}  # tensors are larger than what they are rounded by
-    words = torch.zeros(3, 8, dtype=torch.long)
-    if dist.get_rank() == 0:
-        plan = sp_lightning.plan(
-            model, words, loss=loss_of(name), machine="rtx3060", device="simgpu", optimizer="AdamW", **options
-        )
-        assert plan.shards == 2 and plan.host.total % 2 == 0
-        found = {"planned": plan.device_nbytes, "planned host": plan.host.total // 2, "planned sent": plan.mesh_nbytes}
-    with sp_lightning.stream(model, device, **options) as handle, sent() as counted:
-        stepped_by = optimizers(model, "loop")
-        dict(train(model, stepped_by, device, 1, 1, None, name == "sharded loss"))
-        torch.accelerator.reset_peak_memory_stats()
-        for _ in range(2):
-            counted.clear()
-            words = words.to(device)
-            loss = loss_of(name)(model, words)
-            offloaded = handle.engine.saved.offload.host_nbytes  # backward gives it back
-            if loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
-            found["sent"] = sum(counted)
-            given = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            gradients = sum(aligned(local(grad).nbytes) for grad in given)
-            for optimizer in stepped_by:
-                optimizer.step()
-                optimizer.zero_grad()
-        handle.finish_step()
-        states = (value for optimizer in stepped_by for state in optimizer.state.values() for value in state.values())
-        found["host"] = sum(aligned(local(value).nbytes) for value in states if value.dim()) + gradients
-        found["host"] += offloaded
-        found["host"] += sum(unit.store.slab.truth.numel() for unit in handle.engine.units)
-        found["peak"] = torch.accelerator.max_memory_allocated()
-    return found
-
-
 @contextlib.contextmanager
 def sent() -> Iterator[list[float]]:
     """Note the bytes that this rank sends in collectives of two ranks, by a ring."""
