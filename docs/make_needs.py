@@ -23,7 +23,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sp_lightning.commands import fit_config  # noqa: E402
+from sp_lightning.commands import config  # noqa: E402
 from sp_lightning.options import format_bytes  # noqa: E402
 from sp_lightning.plan import Plan, plan  # noqa: E402
 
@@ -181,23 +181,12 @@ def planned(recipe: str, arguments: str) -> Plan:
     given = shlex.split(arguments.replace("\\\n", " "))
     if recipe in DATA:
         given = [DATA[recipe] if word in ("my.jsonl", "held_out.jsonl", "photos") else word for word in given]
-    run = fit_config.find(["--config", str(ROOT / "examples" / recipe / "config.yaml"), *given])
-    batch = run.spec.batch
+    run = config.find(["--config", str(ROOT / "examples" / recipe / "config.yaml"), *given])
     if recipe == "predict":
-        batch = {"input_ids": torch.zeros(len(batch["input_ids"]), PROMPT, dtype=torch.long)}
-    options = run.options | {"window": 1 if run.options["window"] == "auto" else run.options["window"]}
-    return plan(
-        run.spec.model,
-        batch,
-        answer=run.answer,
-        cache=run.cache,
-        precision=run.precision,
-        copies=run.copies,
-        trained_copies=run.trained_copies,
-        machine="h200",
-        name=recipe,
-        **options,
-    )
+        run["batch"] = {"input_ids": torch.zeros(len(run["batch"]["input_ids"]), PROMPT, dtype=torch.long)}
+    if run.get("window", "auto") == "auto":
+        run["window"] = 1
+    return plan(**run | {"machine": "h200", "name": recipe})
 
 
 def sentence(found: Plan) -> str:

@@ -7,7 +7,6 @@ modules of commands are imported when they run: ``--help`` imports no torch.
 import argparse
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from .commands import need
 from .errors import SuperpipelineError, did_you_mean
 
 LIGHTNINGS = {
@@ -52,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if command in OWN:
             sys.exit(_run_own(command, given[1:]))
-        if importlib.util.find_spec("jsonargparse") is None:
-            parser.error(f"{command} needs jsonargparse, which is not installed: pip install 'sp-lightning[cli]'")
+        need("jsonargparse", "cli", command)
         _run_lightning(arguments)
     except SuperpipelineError as error:
         parser.exit(2, f"{parser.prog} {command}: {_in_a_line(error)}\n")
@@ -88,10 +87,10 @@ def _run_own(command: str, given: list[str]) -> int:
     module: Any = importlib.import_module(f".commands.{command}", __package__)
     parser = OneLineParser(prog=f"python -m sp_lightning {command}", description=OWN[command], allow_abbrev=False)
     module.add_arguments(parser)
-    at = given.index("--") if "--" in given and command in ("launch", "plan") else len(given)
+    at = given.index("--") if "--" in given and command == "launch" else len(given)
     args, rest = parser.parse_known_args(given[:at])
     args.rest, args.script = rest, given[at + 1 :]  # the command line of a script that the command runs
-    if rest and not (command == "plan" and module.in_place_of_fit(args)):  # of fit's LightningCLI knows the rest
+    if rest and not (command == "plan" and args.config):  # LightningCLI knows the rest
         meant = did_you_mean(rest[0], re.findall(r"--[\w-]+", parser.format_help()))
         if command == "launch" and not rest[0].startswith("-"):
             meant = f": put -- before the script (launch [options] -- {rest[0]} ...)"
@@ -103,12 +102,10 @@ def _run_own(command: str, given: list[str]) -> int:
     except BrokenPipeError:  # of `plan ... | head`, which has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes nowhere
         return 128 + signal.SIGPIPE
-    except OSError as error:  # such as a folder or a file that cannot be written
-        parser.exit(2, f"{parser.prog}: {_in_a_line(error)}\n")
 
 
 def _run_lightning(arguments: Sequence[str] | None) -> None:
-    from .commands.fit_cli import FitCLI  # needs the extra
+    from .commands.fit import FitCLI  # needs the extra
 
     if not sys.stdout.isatty():  # of a file a bar does not know the width, and would wrap its figures at 80
         os.environ.setdefault("COLUMNS", "200")

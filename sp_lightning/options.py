@@ -214,7 +214,7 @@ def _units(value: Any) -> Literal["auto"] | tuple[str, ...] | UnitFinder:
     if callable(value) and not isinstance(value, type):
         finder: UnitFinder = value
         return finder
-    names = (value,) if isinstance(value, str) else value
+    names = value.split(",") if isinstance(value, str) else value
     if isinstance(names, Sequence) and names and all(isinstance(name, str) and name.strip() for name in names):
         return tuple(name.strip() for name in names)
     allowed = "'auto', a sequence of class names or a callable(module) -> list of modules"

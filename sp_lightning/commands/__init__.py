@@ -7,37 +7,32 @@ exit status. Commands only translate: a library module, which can be called with
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
+import importlib.util
+from collections.abc import Collection, Iterable
+from dataclasses import fields
 from typing import Any
 
-from ..errors import OptionError
-from ..options import check_writable
+from ..errors import MissingExtraError
+from ..options import Options
 
-STDOUT = "-"
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, with which a command prints everything as JSON, or writes it to a file beside its text."""
-    parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE", help="write everything as JSON, or print it")
+OPTIONS = tuple(field.name for field in fields(Options))
 
 
-def write_json(found: dict[str, Any], place: str) -> None:
-    """Write what a command found to a file, or print it."""
-    import json
-
-    text = json.dumps(found, indent=2) + "\n"
-    if place == STDOUT:
-        sys.stdout.write(text)
-    else:
-        Path(place).write_text(text)
+def add_options(parser: argparse.ArgumentParser, but: Collection[str] = ()) -> None:
+    """Add the strategy's options, but those that the command has itself."""
+    for field in fields(Options):
+        if field.name not in but:
+            alone: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(field.default, bool) else {}
+            help = f"as the strategy's option {field.name} (default: {field.default})"
+            parser.add_argument(f"--{field.name.replace('_', '-')}", help=help, **alone)
 
 
-def make_room(**paths: str | Path | None) -> None:
-    """Make the folders of files that a command will write, by the names of their options, before any work."""
-    for argument, path in paths.items():
-        if path not in (None, STDOUT):
-            if Path(path).is_dir():
-                raise OptionError(argument=argument, found=str(path), allowed="a file, not a folder")
-            check_writable(Path(path).parent, argument, path)
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of the named arguments that the command line has."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def need(package: str, extra: str, feature: str) -> None:
+    """Raise an error that names the extra to install if a package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtraError(feature=feature, package=package, extra=extra)

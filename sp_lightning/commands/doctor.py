@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ..options import format_bytes
-from . import STDOUT, add_json, make_room, write_json
 
 if TYPE_CHECKING:
     from ..observe.doctor import Facts
@@ -19,24 +19,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--disk", nargs="+", default=["."], help="folders for checkpoints, optimizer state or weights (default: here)"
     )
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def main(args: argparse.Namespace) -> int:
     """Examine the machine and print facts and findings."""
     from ..observe.doctor import examine, findings
 
-    make_room(json=args.json)
     facts = examine(args.device, args.disk)
     found = list(findings(facts))
     if args.json:
-        write_json({"facts": asdict(facts), "findings": [asdict(finding) for finding in found]}, args.json)
-    if args.json != STDOUT:
-        for name, value in rows(facts).items():
-            print(f"{name:14}  {value}")
-        print("\nTo fix:" if found else "\nNothing to fix was found.")
-        for finding in found:
-            print(f"- {finding.sentence}")
+        print(json.dumps({"facts": asdict(facts), "findings": list(map(asdict, found))}, indent=2))
+        return 0
+    for name, value in rows(facts).items():
+        print(f"{name:14}  {value}")
+    print("\nTo fix:" if found else "\nNothing to fix was found.")
+    for finding in found:
+        print(f"- {finding.sentence}")
     return 0
 
 

@@ -6,8 +6,7 @@ An error of the user's module or data keeps its traceback.
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
+import difflib
 import os
 import re
 from collections.abc import Iterable
@@ -24,11 +23,12 @@ from ..options import Options, check_writable
 OURS = "sp_lightning.SuperpipelineStrategy"
 RESUMED = ("last", "best", "hpc", "registry")  # names with which Lightning finds a checkpoint itself
 _KEY = re.compile(r'Parser key "([^"]+)"')
-_CLASS = re.compile(r"given class_path '([^']+)'")
 _UNKNOWN = re.compile(r"unrecognized arguments: -*(\S+)|[Oo]ption '([^']+)'(?: is not accepted)?")
-_VALUE = re.compile(r"(?:Given value: (?!NestedArg)|Got value: |val=')([^'\n]+)")
+_NESTED = re.compile(r"NestedArg\(.*val='([^']*)'\)")
+_VALUE = re.compile(r"value: ([^\s;]+)$")
+_CHOICE = re.compile(r"'([\w+-]+)'")
 _SKIPPED = re.compile(  # lines in which jsonargparse says which types it tried
-    r"(?:- )?(?:$|Does not validate|Subtypes|Errors|Problem with given|Given value|Expected a path"
+    r"(?:- )?(?:$|Does not validate|Subtypes|Errors|Problem with given|Given value type|Expected a path"
     r"|Expected an? <class 'NoneType'>)"
 )
 
@@ -56,9 +56,10 @@ class FitCLI(LightningCLI):
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse the arguments."""
         try:
-            super().parse_arguments(parser, args)
+            self.config = parser.parse_args(args)
         except argparse.ArgumentError as error:
-            known = {name for one in self.made for name in re.findall(r"--([\w.]+)", one.format_help())}
+            known = [name for one in self.made for name in re.findall(r"--([\w.]+)", one.format_help())]
+            known += [f"trainer.strategy.{field.name}" for field in fields(Options)]
             raise CommandLineError(in_one_line(str(error), known)) from None
 
     def before_instantiate_classes(self) -> None:
@@ -67,9 +68,11 @@ class FitCLI(LightningCLI):
         strategy, checkpoint = config.trainer.strategy, config.get("ckpt_path")
         if isinstance(strategy, str) and strategy not in (names := [*StrategyRegistry.available_strategies(), "auto"]):
             raise OptionError(argument="trainer.strategy", found=strategy, allowed=f"one of {', '.join(names)}")
+        self.given: dict[str, Any] | None = {} if strategy == "superpipeline" else None  # our strategy's options
         if getattr(strategy, "class_path", "").endswith(".SuperpipelineStrategy"):
             given = vars(strategy.get("init_args") or argparse.Namespace())
-            Options.parse(**{field.name: given[field.name] for field in fields(Options) if field.name in given})
+            self.given = {field.name: given[field.name] for field in fields(Options) if field.name in given}
+            Options.parse(**self.given)
         if checkpoint and checkpoint not in RESUMED and "://" not in checkpoint and not os.path.exists(checkpoint):
             allowed = f"a checkpoint that a run wrote, or one of {', '.join(RESUMED)} (looked from {os.getcwd()})"
             raise OptionError(argument="ckpt_path", found=checkpoint, allowed=allowed)
@@ -87,30 +90,18 @@ class FitCLI(LightningCLI):
 
 
 def in_one_line(message: str, known: Iterable[str]) -> str:
-    """Say in a line what jsonargparse found wrong, and which of the known arguments was meant."""
+    """Say in a line what jsonargparse found wrong, and which of the known arguments, or values, was meant."""
     key = ".".join(dict.fromkeys(_KEY.findall(message)))
     if unknown := _UNKNOWN.search(message):
         name = f"{key}.{unknown[1] or unknown[2]}".lstrip(".")
-        taken = {f"{key}.{name}" for path in _CLASS.findall(message) for name in _arguments_of(path)}
-        return f"--{name} is no argument{_meant(name, {*known, *taken})}"
-    lines = [_KEY.sub("", line).strip(": ") for line in message.splitlines()]
-    lines = [line.removeprefix("- ") for line in lines if not _SKIPPED.match(line)]
-    said = re.sub(r"<class '([^']+)'>|typing\.Literal", r"\1", "; ".join(lines))
-    value = _VALUE.search(message)
-    meant = did_you_mean(value[1], re.findall(r"'([\w+-]+)'", said)) if value else ""
-    return f"{key or 'arguments'}: {said}{f', got {value[1]}' if value and 'Got value' not in said else ''}{meant}"
-
-
-def _meant(unknown: str, known: Iterable[str]) -> str:
-    """Name the argument that was meant: by how it ends, as --max_epochs does, or else by how it looks."""
-    ends = {f"trainer.strategy.{field.name}" for field in fields(Options)} | {*known}
-    ending = f".{unknown.replace('-', '_')}"
-    for name in sorted(ends, key=lambda name: (name.count("."), name)):
-        if name.endswith(ending):
-            return f"; did you mean --{name}?"
-    return did_you_mean(f"--{unknown}", [f"--{name}" for name in ends])
-
-
-def _arguments_of(path: str) -> list[str]:
-    module, _, name = path.rpartition(".")
-    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters) if module else []
+        ends = {name.rpartition(".")[2]: name for name in sorted(known, key=lambda name: -name.count("."))}
+        close = difflib.get_close_matches(name.rpartition(".")[2].replace("-", "_"), ends, 1, 0.7)
+        return f"--{name} is no argument{f'; did you mean --{ends[close[0]]}?' if close else ''}"
+    lines = [
+        _KEY.sub("", line).strip(":- ")
+        for line in _NESTED.sub(r"\1", message).splitlines()
+        if not _SKIPPED.match(line.strip())
+    ]
+    said = re.sub(r"<class '([^']+)'>|typing\.Literal", r"\1", "; ".join(filter(None, lines)))
+    value = _VALUE.search(said)
+    return f"{key or 'arguments'}: {said}{did_you_mean(value[1], _CHOICE.findall(said)) if value else ''}"

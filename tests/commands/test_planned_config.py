@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from sp_lightning.commands import fit_config
+from sp_lightning.commands import config
 from sp_lightning.errors import OptionError
 
 pytest.importorskip("jsonargparse")
@@ -61,62 +61,65 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def find(*more, model="Small", devices=("--trainer.devices", "1")):
-    given = ["--model", f"test_fit_config.{model}", "--data", "test_fit_config.Rows"]
-    return fit_config.find([*given, "--trainer.enable_progress_bar", "false", *devices, *more])
+    given = ["--model", f"test_planned_config.{model}", "--data", "test_planned_config.Rows"]
+    return config.find([*given, "--trainer.enable_progress_bar", "false", *devices, *more])
 
 
 def test_batch_precision_and_options_are_those_of_the_run():
     more = ["--trainer.precision", "bf16-mixed", "--trainer.strategy.window", "2"]
     more += ["--trainer.accumulate_grad_batches", "2", "--trainer.gradient_clip_val", "1.0", "--data.batch_size", "4"]
     run = find(*more)
-    assert (run.precision, run.options["window"], run.accumulate, run.clip) == ("bf16-mixed", 2, 2, True)
-    assert run.spec.batch[0].shape == (4, 8) and run.notes == ()
+    found = [run[name] for name in ("precision", "window", "accumulate", "clip")]
+    assert found == ["bf16-mixed", 2, 2, True] and run["batch"][0].shape == (4, 8)
 
 
 def test_the_model_is_made_with_its_arguments_and_optimizer():
-    module = find("--model.width", "32").spec.model()
+    module = find("--model.width", "32")["module"]()
     before = [parameter.clone() for parameter in module.parameters()]
     assert module.net[0].out_features == 32
     module.training_step([torch.ones(2, 8)], 0).backward()  # which logs nothing
     module.optimizers().step()
     assert all(map(torch.equal, before, module.parameters()))
-    assert type(module.configure_optimizers()) is torch.optim.AdamW
+    assert [type(one) for one in module.configure_optimizers()] == [torch.optim.AdamW]
 
 
 @pytest.mark.parametrize("freezes", ["true", "false"])
 def test_what_setup_freezes_is_frozen(freezes):
-    module = find("--model.freezes", freezes).spec.model()
+    module = find("--model.freezes", freezes)["module"]()
     assert module.net[0].weight.requires_grad is (freezes == "false")
 
 
 def test_a_module_that_answers_is_planned_as_predict():
     run = find(model="Answering")
-    assert (run.answer, run.cache, run.clip) == (16, "host", False)
-    assert "activations" not in run.options
+    assert (run["answer"], run["cache"]) == (16, "host") and "clip" not in run
 
 
 def test_averages_of_weights_are_copies():
     more = ["--trainer.callbacks", "lightning.pytorch.callbacks.StochasticWeightAveraging"]
-    assert find(*more, "--trainer.callbacks.swa_lrs", "0.1").copies == 1
+    assert find(*more, "--trainer.callbacks.swa_lrs", "0.1")["copies"] == 1
 
 
 @pytest.mark.parametrize(
     ("chosen", "count"), [("[0,1]", 2), ("0,1", 2), ("1,", 1), ("3", 3), ("-1", None), ("auto", None)]
 )
-def test_devices_chosen_by_number_are_counted(chosen, count):
-    run = find(devices=("--trainer.devices", chosen))
-    assert (run.devices, bool(run.notes)) == (count or 1, count is None)
+def test_devices_chosen_by_number_are_counted(chosen, count, caplog):
+    assert find(devices=("--trainer.devices", chosen))["devices"] == (count or 1)
+    assert ("is planned as 1" in caplog.text) == (count is None)
 
 
 def test_a_device_that_a_config_names_need_not_be_here():
     given = ["--trainer.strategy", "sp_lightning.SuperpipelineStrategy", "--trainer.strategy.device", "cuda:1"]
-    assert find(*given).devices == 1
+    assert find(*given)["devices"] == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"more": ["--trainer.strategy", "ddp"]}, "trainer.strategy must be superpipeline"),
+        (
+            {"more": ["--trainer.strategy", "ddp"]},
+            "trainer.strategy must be superpipeline, with whole layers, .* 'ddp'",
+        ),
+        ({"more": ["--trainer.strategy.tensor_parallel_size", "2"]}, "must be superpipeline, with whole layers"),
         ({"more": [], "model": "Silent"}, "model must be a module with a training_step, or one that says"),
     ],
 )
