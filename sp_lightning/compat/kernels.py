@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -83,21 +82,6 @@ def choose_kernels(found: list[Any]) -> None:
     for (get, choose), value in zip(CHOICES, values, strict=True):
         if get() != value:
             choose(value)
-
-
-# Whether torch has the loss of a linear layer's logits in chunks: operators in Python, whose own operators a dry run
-# would not see otherwise.
-has_chunked_loss = hasattr(torch.nn, "LinearCrossEntropyOptions")
-
-
-@functools.cache
-def body_of(operator: Any) -> Callable[..., Any] | None:
-    """Return the function in Python that an operator of the loss in chunks runs; None for any other operator."""
-    if getattr(operator, "namespace", "") != "torch_nn":
-        return None
-    loss = importlib.import_module("torch.nn.modules.linear_cross_entropy")
-    made = getattr(loss, operator.__name__.partition(".")[0], None)
-    return getattr(made, "_init_fn", None)
 
 
 memory_figures: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats

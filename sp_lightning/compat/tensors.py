@@ -80,17 +80,6 @@ tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 without_dispatch_modes = _disable_current_modes
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 operator_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")  # without its overload
-key_set = torch._C.DispatchKeySet
-key_excluded = torch._C._ExcludeDispatchKeyGuard
-key_included = torch._C._IncludeDispatchKeyGuard
-is_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-set_key_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
-operators_with_key = torch._C._dispatch_get_registrations_for_dispatch_key
-
-
-def dispatch_key(name: str) -> Any:
-    """Return the dispatch key of this name."""
-    return getattr(torch._C.DispatchKey, name)
 
 
 # ---- autograd: the running backward, its nodes, saved-tensor hooks and version counters
@@ -262,11 +251,6 @@ def is_dtensor_class(kind: type) -> bool:
     return module is not None and issubclass(kind, module.DTensor)
 
 
-def has_dtensors() -> bool:
-    """Whether there may be DTensors in this process."""
-    return _DTENSORS in sys.modules
-
-
 def is_dtensor(tensor: object) -> bool:
     """Whether a tensor is a DTensor, managed or not."""
     return is_dtensor_class(type(tensor))
@@ -339,58 +323,6 @@ def draws_at_random(operator: Any) -> bool:
 def writes_to(operator: Any, position: int) -> bool:
     """Whether an operator writes to the argument at this position, by its schema."""
     return schema_of(operator).arguments[position].is_write  # type: ignore[no-any-return]
-
-
-# Without these a plan of a module with shards would talk to other ranks, or could not tell what they would be sent.
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-
-
-def is_collective(func: Any) -> bool:
-    """Whether an operator has tensors cross between ranks, or waits for such tensors."""
-    return func.namespace in _COLLECTIVES
-
-
-@functools.cache
-def _is_sent(func: Any) -> bool:
-    return is_collective(func) and not func._opname.startswith(("wait", "barrier", "monitored"))
-
-
-def without_sending(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of a collective over tensors without data: nothing crosses."""
-    if func._opname == "wait_tensor":
-        return args[0]
-    if func.namespace != "c10d":
-        return func(*args, **kwargs)
-    from torch._C._distributed_c10d import FakeWork  # not in a torch without distributed
-
-    done = FakeWork().boxed()
-    return (args[0], done) if len(schema_of(func).returns) == 2 else done
-
-
-def sent_by(func: Any, args: Any, out: Any) -> float:
-    """Return the bytes that each rank sends in a collective, as it does in a ring; 0 for other operators."""
-    if not _is_sent(func):
-        return 0.0
-    among: Any = next((value for value in reversed(args) if isinstance(value, str | torch.ScriptObject)), None)
-    if among is None:
-        return 0.0
-    nbytes = max(sum(_nbytes_in(value) for value in args), _nbytes_in(out))  # of the whole
-    ranks: int = _group_of(among).size()
-    twice: bool = func._opname.startswith(("all_reduce", "allreduce"))
-    return (1 + twice) * (ranks - 1) / ranks * nbytes
-
-
-def _nbytes_in(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    return sum(map(_nbytes_in, value)) if isinstance(value, list | tuple) else 0
-
-
-def _group_of(group: Any) -> Any:
-    from torch.distributed import distributed_c10d  # not in each torch
-
-    private: Any = distributed_c10d
-    return private._resolve_process_group(group) if isinstance(group, str) else private.ProcessGroup.unbox(group)
 
 
 class ShardForm(NamedTuple):

@@ -98,15 +98,6 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def numa_nodes(root: Path = ROOT) -> int:
-    """Count the NUMA nodes on whose cores this process may run; 1 where the system does not report them."""
-    if not hasattr(os, "sched_getaffinity"):
-        return 1
-    allowed = os.sched_getaffinity(0)
-    lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
-    return max(1, sum(not allowed.isdisjoint(_cores("".join(_lines(file)))) for file in lists))
-
-
 def is_wsl2(root: Path = ROOT) -> bool:
     """Whether this Linux runs inside Windows (WSL2), which gives it half of the computer's memory by default."""
     version = "".join(_lines(root / "proc/version")).lower()
@@ -173,12 +164,6 @@ def _cpu_quota(root: Path) -> float | None:
         if quota.isdigit() and period.isdigit():
             return int(quota) / int(period)
     return None
-
-
-def _cores(text: str) -> set[int]:
-    """Parse a list of cores such as "0-3,8"."""
-    ends = [part.split("-") for part in text.strip().split(",") if part]
-    return {core for first, *last in ends for core in range(int(first), int((last or [first])[0]) + 1)}
 
 
 def _statistic(file: Path, names: tuple[str, ...]) -> int:

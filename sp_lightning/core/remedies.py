@@ -37,7 +37,6 @@ OPTIMIZER_DEVICE = {
     "device": Remedy("optimizer_device='device'", {"optimizer_device": "device"}, "state moves up and down"),
     "host": Remedy("optimizer_device='host'", {"optimizer_device": "host"}, "other bits than a plain run's on a GPU"),
 }
-LOSS_IN_CHUNKS = Remedy("loss in chunks", _NO_OPTIONS, "the head's products are computed once more")
 HALF_BATCHES = Remedy(
     "batches of half the size and accumulate_grad_batches twice as large",
     _NO_OPTIONS,

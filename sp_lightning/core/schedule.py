@@ -245,22 +245,6 @@ class Schedule:
             self.resident_nbytes += self._nbytes[unit]
 
 
-def sweep(n: int, recompute: bool = False) -> list[int]:
-    """Return the visits of a training step over n units: forward, then backward.
-
-    With `recompute` each unit is visited twice in backward: for its forward again, and for its gradients.
-    """
-    backward = [unit for unit in reversed(range(n)) for _ in range(1 + recompute)]
-    return [*range(n), *backward]
-
-
-def loads(nbytes: Sequence[int], order: Sequence[int], window: int, transfer: int = 1, wrap: bool = False) -> list[int]:
-    """Return the units loaded over a whole pass that starts with an empty window."""
-    schedule = Schedule(nbytes, window, transfer)
-    schedule.begin(order, wrap)
-    return [loaded for unit in order for loaded in schedule.visit(unit).load]
-
-
 def _without_repeats(order: Sequence[int], wrap: bool) -> tuple[int, ...]:
     visits = [unit for index, unit in enumerate(order) if index == 0 or unit != order[index - 1]]
     if wrap and len(visits) > 1 and visits[0] == visits[-1]:

@@ -517,26 +517,10 @@ class Device:
         if not self.is_host:
             torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
-    def allocator_peaks(self) -> dict[str, int | None]:
-        """Return the peaks of the bytes allocated and reserved; None on the CPU, which has no such figures."""
-        if self.is_host:
-            return {"allocated_peak": None, "reserved_peak": None}
-        return {
-            "allocated_peak": torch.accelerator.max_memory_allocated(self.torch_device),
-            "reserved_peak": torch.accelerator.max_memory_reserved(self.torch_device),
-        }
-
     def free_cached(self) -> None:
         """Return the allocator's unused memory to the device."""
         if not self.is_host:
             torch.accelerator.empty_cache()
-
-    def limit_memory(self, nbytes: int) -> None:
-        """Limit this process's allocator to that many bytes from here on."""
-        limit = getattr(torch.get_device_module(self.torch_device), "set_per_process_memory_fraction", None)
-        if limit is None:
-            raise UnsupportedError(f"the memory of device '{self.torch_device.type}' cannot be limited")
-        limit(min(1.0, nbytes / self.memory()[1]), self.torch_device)
 
     def synchronize(self) -> None:
         """Wait for all work queued on the device."""

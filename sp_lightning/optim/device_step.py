@@ -75,8 +75,6 @@ from .state_in_memory import StateInMemory
 
 BUFFER = 64 << 20  # bytes: long enough for the link to reach its speed
 BUFFERS = 3  # one goes up, one is stepped, one comes down
-# Of a weight that is stepped whole, by its size: what goes up of it, and what torch's code makes at most.
-WHOLE = {"Adafactor": (2, 1), "Muon": (3, 3)}
 WEIGHT, GRADIENT = " weight", " gradient"  # keys that no state has
 SCALARS = "step", "mu_product"  # of the state, on the host as a rule (Rule 3)
 BEGIN = " begin"  # an option that no group has: the types of weights whose state this step makes
@@ -91,15 +89,6 @@ def buffer_nbytes(moved: int) -> int:
 def device_nbytes(moved: int) -> int:
     """Return the bytes on the device of a step that moves this many there: buffers, and what torch's code makes."""
     return BUFFERS * buffer_nbytes(moved) + buffer_nbytes(moved) // 2
-
-
-def whole_nbytes(moved: int, optimizer: str, largest: int) -> int:
-    """Return the further bytes of a step after backward, of an optimizer whose class steps each weight whole.
-
-    ``largest``: the bytes of the largest weight, which has a buffer of its own if it exceeds the others.
-    """
-    sources, made = WHOLE.get(optimizer, (0, 0))
-    return made * largest + sources * largest * (sources * largest > buffer_nbytes(moved))
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sp_lightning.core import schedule as schedule_module
-from sp_lightning.core.schedule import Decision, Schedule, loads, sweep
+from sp_lightning.core.schedule import Decision, Schedule
 
 pytestmark = pytest.mark.quick
 
@@ -27,6 +27,22 @@ def run(schedule, visits):
         events += [("load", other) for other in decision.load]
         events.append(("surprise" if decision.surprise else "visit", unit))
     return events
+
+
+def sweep(n, recompute=False):
+    """Return the visits of a training step over n units: forward, then backward.
+
+    With `recompute` each unit is visited twice in backward: for its forward again, and for its gradients.
+    """
+    backward = [unit for unit in reversed(range(n)) for _ in range(1 + recompute)]
+    return [*range(n), *backward]
+
+
+def loads(nbytes, order, window, transfer=1, wrap=False):
+    """Return the units loaded over a whole pass that starts with an empty window."""
+    schedule = Schedule(nbytes, window, transfer)
+    schedule.begin(order, wrap)
+    return [loaded for unit in order for loaded in schedule.visit(unit).load]
 
 
 def literal(text):
