@@ -293,10 +293,28 @@ def test_every_figure_of_the_readme_is_in_a_result_file():
 
 
 def test_the_chart_of_the_readme_is_drawn_from_a_result_file():
-    make_chart = script("make_chart")
-    drawn = make_chart.bars(make_chart.result())
+    charts = script("make_charts")
+    drawn = charts.bars(charts.result())
     assert [f"{bar.seconds:.2f} s" for bar in drawn] == ["1.03 s", "2.27 s", "5.63 s"]
-    assert make_chart.CHART.read_text() == make_chart.chart(make_chart.result())  # else run: python docs/make_chart.py
+    assert charts.CHART.read_text() == charts.chart(charts.result())  # else run: python docs/make_charts.py
+
+
+def test_the_chart_of_windows_is_drawn_from_its_file():
+    charts = script("make_charts")
+    found = json.loads(charts.PLANNED.read_text())
+    assert [(row["window"], row["transfer"]) for row in found["rows"]] == list(charts.SIZES)
+    assert charts.TRADEOFF.read_text() == charts.tradeoff(found)  # else run: python docs/make_charts.py
+    command = f"python -m sp_lightning plan {' '.join(f'--{name} {value}' for name, value in charts.RUN.items())}"
+    assert found["run"] == charts.RUN and command in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_chart_of_windows_is_what_the_planner_says():
+    pytest.importorskip("transformers")
+    charts = script("make_charts")
+    found = json.loads(charts.PLANNED.read_text())["rows"]
+    some = slice(0, None, 2)
+    assert charts.planned(charts.SIZES[some]) == found[some]  # else run: python docs/make_charts.py --plan
 
 
 @pytest.mark.slow
