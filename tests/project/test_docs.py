@@ -283,13 +283,24 @@ def measured() -> set[str]:
     return figures
 
 
+def figures_in(text: str) -> set[str]:
+    """Numbers with a unit."""
+    units = "s|ms|GiB|GB|tokens|hours|h|%|x|of \\d+ compared"
+    return set(re.findall(rf"\d[\d,.]*\s(?:{units})(?!\w)", re.sub(r"\s+", " ", text)))
+
+
 def test_every_figure_of_the_readme_is_in_a_result_file():
     """Those below "What fits" are of the planner, whose command stands beside them."""
     before, rest = readme_prose().split("**Planned, not measured**")
     after = rest.partition("Plan your own")[2]
-    units = "s|ms|GiB|GB|tokens|hours|h|%|x|of \\d+ compared"
-    found = set(re.findall(rf"\d[\d,.]*\s(?:{units})\b", re.sub(r"\s+", " ", before + after)))
+    found = figures_in(before + after)
     assert len(found) > 10 and found - measured() == set()
+    assert {"1.03 s", "17.4 GiB", "8,192 tokens"} <= found
+
+
+def test_a_figure_that_no_run_measured_is_noticed():
+    wrong = {"1.04 s", "17.5 GiB", "8,193 tokens", "54 of 705 compared", "3 %"}
+    assert figures_in(f"A step takes {', or '.join(sorted(wrong))}.") == wrong and measured().isdisjoint(wrong)
 
 
 def test_the_chart_of_the_readme_is_drawn_from_a_result_file():
