@@ -16,7 +16,6 @@ import collections
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,32 +23,13 @@ from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..compat.streaming import without_dispatch
-from ..errors import ExactnessError, TornStepError
 from ..stream.gradients import GradientBytes, HostGradient, recover
-from ..stream.leaf import Weight, stepped_already
+from ..stream.leaf import Weight
 from ..stream.parameters import unit_of, weights
 from ..stream.unit import Unit
+from .half_applied import EarlySteps, Outcome, check_no_second
 from .slices import SlicedOptimizer, Work, is_known, shadow_of
 from .state import WaitingState
-
-
-@dataclass
-class Outcome:
-    """The outcome of a step of several units, of which an error ends those that have not begun."""
-
-    versions: dict[Weight, int] = field(default_factory=dict)  # of the weights that it changed, after that
-    error: BaseException | None = None
-    where: str = ""  # the unit of the error
-    has_state: bool = False  # whether state was loaded since
-
-    def note(self, whose: list[Weight]) -> None:
-        """Note that weights were changed."""
-        self.versions.update((weight, weight.value._version) for weight in whose)
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether state was loaded, and all weights that were changed have been written since."""
-        return self.has_state and all(weight.value._version != version for weight, version in self.versions.items())
 
 
 class Steps:
@@ -62,9 +42,7 @@ class Steps:
         self.thread = ThreadPoolExecutor(1, "superpipeline-steps", torch.set_flush_denormal, (False,))
         self._adopted: weakref.WeakKeyDictionary[optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # and hooks
         self._early: tuple[optim.Optimizer, dict[int, int]] | None = None  # and the groups of its weights
-        self._early_outcome = Outcome()  # of steps beside this backward
-        self._stepped: dict[Weight, GradientBytes] = {}  # weights that were stepped beside this backward
-        self._options_then: Any = None  # the options with which they were stepped
+        self._early_steps = EarlySteps()
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self._failed = Outcome()  # of the last step that ended half-way
         self._hooks = [
@@ -142,7 +120,7 @@ class Steps:
                     state[key] = value.to(home)
 
     def _loaded(self, optimizer: optim.Optimizer) -> None:
-        self._failed.has_state = self._early_outcome.has_state = True
+        self._failed.has_state = self._early_steps.outcome.has_state = True
         self.place_state(optimizer)
 
     def _before(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -175,21 +153,20 @@ class Steps:
 
     def _take(self, optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
         """Step the streamed weights that have gradients, but for those that were stepped beside backward."""
-        self._check_options(optimizer)
         self.adopt(optimizer)
-        work: dict[Unit, list[Weight]] = {}
         state: Any = optimizer.state
+        whose = []
         with without_dispatch():
             for group in optimizer.param_groups:
                 for param in group["params"]:
-                    if param.grad is None:
-                        continue
-                    state.reserve(param)
-                    weight = self._weight(param)
-                    if weight is not None and not weight.is_half_applied:
-                        work.setdefault(weight.unit, []).append(weight)
+                    if param.grad is not None:
+                        state.reserve(param)
+                        whose.append(self._weight(param))
+            work: dict[Unit, list[Weight]] = {}
+            for weight in self._early_steps.left_of(optimizer, [weight for weight in whose if weight is not None]):
+                work.setdefault(weight.unit, []).append(weight)
             self._step_units(work, SlicedOptimizer(optimizer, self._chunk, self._device), groups, state)
-        self._forget_early_steps()
+        self._early_steps.end(optimizer)
 
     def _step_units(
         self, work: dict[Unit, list[Weight]], step: SlicedOptimizer, groups: dict[int, int], state: Any
@@ -226,7 +203,7 @@ class Steps:
             unit.calls = 0
         if optimizer is not None:
             self.check_applied()
-            self._early_outcome = Outcome()
+            self._early_steps.outcome = Outcome(is_early=True)
             self.adopt(optimizer)
             if is_known(optimizer):
                 self._early = optimizer, self._groups(optimizer)
@@ -247,33 +224,16 @@ class Steps:
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
         """Step a unit's weights now, if their gradients are final."""
-        for weight in whose:
-            if weight.is_half_applied:
-                raise stepped_already(weight.name)
+        check_no_second(whose)
         if self._early is None or not is_complete or unit.calls != 1 or unit.is_resident:
             return
         optimizer, groups = self._early
         mine = [weight for weight in whose if id(weight) in groups]
         if mine and all(isinstance(weight.host.grad, HostGradient) for weight in mine):
-            for weight in mine:
-                content = self._stepped[weight] = weight.host.grad.content  # type: ignore[union-attr]
-                content.is_stepped_early = weight.is_half_applied = True
-            unit.is_final, self._options_then = True, _numbers(optimizer)
+            self._early_steps.mark(optimizer, mine)
+            unit.is_final = True
             step = SlicedOptimizer(optimizer, self._chunk, self._device)
-            self._submit(unit, mine, step, groups, optimizer.state, self._early_outcome)
-
-    def _check_options(self, optimizer: optim.Optimizer) -> None:
-        """Raise if weights were stepped beside backward with other options."""
-        if self._stepped and self._options_then != _numbers(optimizer):
-            raise ExactnessError(
-                "options of the optimizer changed after weights were stepped beside backward with the options before:"
-                " set optimizer_overlap=False"
-            )
-
-    def _forget_early_steps(self) -> None:
-        for weight, content in self._stepped.items():
-            content.is_stepped_early = weight.is_half_applied = False
-        self._stepped.clear()
+            self._submit(unit, mine, step, groups, optimizer.state, self._early_steps.outcome)
 
     def backward_ended(self) -> None:
         """Drop units that were stepped beside the backward: the device has their weights of before."""
@@ -286,25 +246,12 @@ class Steps:
 
     def check_whole(self) -> None:
         """Raise if a step ended half-way, and weights and state were not loaded since."""
-        if self._failed.is_replaced:
-            self._failed = Outcome()
-        if (error := self._failed.error) is not None:
-            raise TornStepError(
-                f"an optimizer step ended half-way, at {self._failed.where}, by {type(error).__name__}: {error}."
-                " Weights and optimizer state are those of no step: load the last checkpoint into both"
-            ) from error
+        self._failed.check()
 
     def check_applied(self) -> None:
         """Raise if a step is half applied: weights and state may not be saved."""
-        self.check_whole()
-        if self._stepped and self._early_outcome.is_replaced:
-            self._forget_early_steps()
-        if self._stepped:
-            raise TornStepError(
-                "an exception came between a backward, beside which weights were stepped, and optimizer.step(): weights"
-                " and optimizer state are those of no step. Load the last checkpoint into both, or set"
-                " optimizer_overlap=False"
-            )
+        self._failed.check()
+        self._early_steps.check()
 
     def _check_saving(self, optimizer: optim.Optimizer) -> None:
         _wait_steps(optimizer)
@@ -365,7 +312,7 @@ class Steps:
                     outcome.error, outcome.where = error, unit.name
                     if sliced.has_written or before != [weight.value._version for weight in whose]:
                         outcome.note(whose)
-                    if outcome.versions:
+                    if outcome.versions or outcome.is_early:
                         self._failed = outcome
                     raise
         finally:
@@ -398,11 +345,3 @@ class Steps:
 
 def _wait_steps(optimizer: optim.Optimizer) -> None:
     optimizer.state.values()
-
-
-def _numbers(optimizer: optim.Optimizer) -> Any:
-    """List the options whose change can be seen."""
-    return [
-        [value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"]
-        for group in optimizer.param_groups
-    ]

@@ -295,6 +295,52 @@ def test_a_step_on_after_a_half_applied_one_is_not_taken_for_its_rest():
             optimizer.step()
 
 
+def test_a_step_without_the_gradients_that_were_stepped_is_refused():
+    """In a plain run a step without gradients would change nothing."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with streamed(model, "cpu") as handle:
+        half_stepped(handle, model, optimizer)
+        optimizer.zero_grad()
+        with pytest.raises(TornStepError, match="Load the last checkpoint"):
+            optimizer.step()
+
+
+def test_another_optimizer_does_not_end_a_half_applied_step():
+    model = Net()
+    optimizer, other = (torch.optim.SGD(model.parameters(), rate) for rate in (0.1, 0.2))
+    apart = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], 0.1)
+    with streamed(model, "cpu") as handle:
+        half_stepped(handle, model, optimizer)
+        apart.step()
+        with pytest.raises(ExactnessError, match="after it was stepped beside"):
+            other.step()
+        with pytest.raises(TornStepError):
+            other.state_dict()
+        optimizer.step()
+        other.step()
+
+
+def test_an_error_of_a_step_beside_backward_leaves_the_step_half_applied():
+    model = Net()
+    optimizer = adamw(model)
+    with streamed(model, "cpu") as handle:
+        half_stepped(handle, model, optimizer)
+        optimizer.step()
+        handle.finish_step()
+        optimizer.zero_grad()
+        betas, optimizer.param_groups[0]["betas"] = optimizer.param_groups[0]["betas"], (None, None)
+        half_stepped(handle, model, optimizer)
+        handle.steps.wait_thread()
+        with pytest.raises(TornStepError, match="by TypeError"):
+            optimizer.step()
+        optimizer.param_groups[0]["betas"] = betas
+        with pytest.raises(TornStepError, match="by TypeError"):
+            handle.steps.step_beside_backward(optimizer)
+        with pytest.raises(TypeError):
+            handle.finish_step()
+
+
 # ---- threads and forks
 
 

@@ -94,6 +94,18 @@ def test_a_write_between_steps_goes_up():
         assert not torch.equal(net(x), first)
 
 
+def test_master_weights_leave_a_quantised_base_as_it_is():
+    net = wrapped.adapted("coded")()
+    before = copy.deepcopy(wrapped.weights(net))
+    optimizer = torch.optim.AdamW([param for param in net.parameters() if param.requires_grad], 1e-2)
+    with streamed(net, "cpu", wire=torch.bfloat16, master_weights=True):
+        net(torch.ones(4, models.FEATURES, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+    for name, weight in wrapped.weights(net).items():
+        assert all(map(torch.equal, wrapped.parts(weight), wrapped.parts(before[name]))), name
+
+
 def test_training_a_quantised_weight_is_refused():
     net = wrapped.adapted("coded")()
     with streamed(net, "cpu"):
