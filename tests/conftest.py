@@ -100,9 +100,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_exception_interact():
-    """A test that failed holds nothing on the device any more: the next one would be said to have left it."""
+def pytest_runtest_logfinish():
+    """A test that failed, as expected or not, holds nothing on the device any more: the next one would be blamed."""
     for name in ("last_exc", "last_traceback", "last_value"):  # pytest leaves them to debuggers
         vars(sys).pop(name, None)
 

@@ -77,9 +77,13 @@ class Watched(Lazy):
             has_leaves = True
             return weight.leaf
 
+        first = args[0] if args else None
         args, kwargs = tree_map_only(Watched, on_device, (args, kwargs or {}))
         with without_dispatch():
-            return call_with_leaves(func, args, kwargs) if has_leaves else func(*args, **kwargs)
+            result = call_with_leaves(func, args, kwargs) if has_leaves else func(*args, **kwargs)
+            if isinstance(first, HostParameter) and (weight := first.weight_of()) is not None:
+                _note_views(weight, result)
+            return result
 
     def before(self) -> None:
         if (weight := self.weight_of()) is not None:
@@ -124,6 +128,35 @@ class Alias(Watched, Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class LeafView(Tensor):
+    """A view of a weight on the device that code outside of any call has, where autograd records.
+
+    Its `.data` is the host's: what is written to it there reaches the weight.
+    """
+
+    __torch_function__ = nn.Parameter.__torch_function__  # functions of it are as those of a plain tensor
+    weight: Weight
+
+    @property
+    def data(self) -> Tensor:
+        assert self._base is not None
+        at = self.storage_offset() - self._base.storage_offset()
+        return self.weight.host.detach().as_strided(self.size(), self.stride(), at)
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        set_data(self, data)
+
+
+def _note_views(weight: Weight, result: Any) -> None:
+    if weight.unit.window.is_in_call:
+        return
+    for view in result if isinstance(result, (list, tuple)) else (result,):
+        if type(view) is Tensor and view._base is not None and view.dtype == weight.value.dtype:
+            view.__class__ = LeafView
+            view.weight = weight  # type: ignore[attr-defined]
 
 
 def _handed_over(alias: Alias) -> Any:

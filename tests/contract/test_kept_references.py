@@ -32,9 +32,6 @@ def stack_of(block):
     return models.stack_of(block, 4)
 
 
-# --- In the model
-
-
 class LinearKeepingView(models.LinearKeepingWeight):
     """Keeps a view of the weight on ctx, in a list."""
 
@@ -84,33 +81,9 @@ def detached_over_steps(device):
 
 
 @case
-def as_data_over_steps(device):
-    check(stack_of(lambda: AttributeBlock(lambda weight: weight.data)), training(steps=4), device)
-
-
-@case
 def as_a_view_over_steps(device):
     with_view = lambda: AttributeBlock(lambda weight: weight.detach().t().t()[:])  # noqa: E731
     check(stack_of(with_view), training(steps=4), device)
-
-
-@case
-def in_a_cache_until_the_end_of_the_forward(device):
-    class Stack(models.Stack):
-        def run(self, x):
-            cache = {}
-            for block in self.blocks:
-                x = block(x)
-                cache[block] = block.kept
-            return x + sum(weight.mean() for weight in cache.values())
-
-    class Block(models.Block):
-        def forward(self, x):
-            self.kept = self.up.weight.square()  # not the weight itself: that would be registered
-            self.__dict__["weight"] = self.up.weight
-            return super().forward(x)
-
-    check(lambda: Stack(Block() for _ in range(4)), training(), device)
 
 
 @case
@@ -125,36 +98,6 @@ def used_after_the_forward(device):
         return output.square().mean() + sum(block.kept.square().sum() for block in net.blocks) * 1e-2
 
     check(stack_of(Block), training(loss), device)
-
-
-@case
-def in_a_closure_that_backward_calls(device):
-    class Block(models.Block):
-        def forward(self, x):
-            weight = self.up.weight
-            y = self.norm(x)
-            if y.requires_grad:
-                y.register_hook(lambda gradient: gradient * weight.detach().mean())
-            return x + self.down(self.up(y))
-
-    check(stack_of(Block), training(), device)
-
-
-@case
-def in_a_generator_that_is_the_whole_forward(device):
-    class Stack(models.Stack):
-        def forward(self, x):
-            x = self.stem(x)
-            for block in self.blocks:
-                x = block(x)
-                yield x
-            yield self.head(x)
-
-    check(
-        lambda: Stack(models.Block() for _ in range(4)),
-        training(lambda net, x: list(net(x))[-1].square().mean()),
-        device,
-    )
 
 
 @case
@@ -181,9 +124,6 @@ def in_an_exception(device):
     check(stack_of(Block), run, device)
 
 
-# --- In the user's own hands
-
-
 @case
 def taken_in_a_hook_and_read_after_the_optimizers_step(device):
     def run(net, device):
@@ -206,9 +146,6 @@ def taken_in_a_hook_and_read_after_close(device):
         squares(net, next(inputs(device))).backward()
     for weight, block in zip(kept, net.blocks, strict=True):
         assert torch.equal(weight.detach().cpu(), block.up.weight.detach())
-
-
-# --- Running them
 
 
 CODE = "import faulthandler, sys; faulthandler.enable(); import test_kept_references as t; t.main(*sys.argv[1:])"

@@ -376,10 +376,6 @@ GIVEN_AWAY = {
 }
 
 
-@pytest.mark.fails_on_new(
-    "silently: where autograd records, a view is one of the device's bytes, and what its data is written is lost",
-    way=["row", "view", "parts"],
-)
 @pytest.mark.parametrize("options", [{"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}])
 @pytest.mark.parametrize("way", GIVEN_AWAY)
 @pytest.mark.few(2)

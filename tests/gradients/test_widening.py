@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sp_lightning.core.unit_numbers import ALIGNMENT, aligned
-from sp_lightning.gradients.slab import GradientSlot, runs_to_widen, widened
 from sp_lightning.optim import native
 
 
@@ -22,14 +20,6 @@ def in_a_room(numbers, ahead=0):
     storage = torch.empty(4 * (count + ahead) + 4).untyped_storage()
     narrow = torch.empty(0, dtype=numbers.dtype).set_(storage, count + ahead, (count,), (1,))
     return narrow.copy_(numbers), torch.empty(0).set_(storage, 0, (count,), (1,))
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 4096, 100_001])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_gradient_is_widened_in_the_room_whose_second_half_it_takes(count, dtype):
-    numbers = halves(count, dtype)
-    narrow, room = in_a_room(numbers)
-    assert torch.equal(widened(narrow, room).view(torch.int32), numbers.float().view(torch.int32))
 
 
 @pytest.fixture(scope="module")
@@ -72,33 +62,3 @@ def test_compiled_code_does_not_widen_over_what_it_has_not_read(library):
     assert not library.widen(half, room)
     half[70] = 0
     assert not room.any()
-
-
-def slots_of(sizes, dtypes, flat):
-    """Lay out slots as a slab does, without padding but to its alignment."""
-    narrow = sum(aligned(2 * size) for size in sizes)
-    first = 0
-    for size, dtype in zip(sizes, dtypes, strict=True):
-        at = narrow + first
-        wide = flat[2 * first : 2 * first + 4 * size].view(torch.float32)
-        yield GradientSlot(flat[at : at + 2 * size].view(dtype), flat, at, wide, 2 * first)
-        first += aligned(2 * size)
-
-
-@pytest.mark.parametrize("missing", [None, 0, 1, 3])
-def test_gradients_side_by_side_are_widened_together(missing):
-    """All of one type; what lies between those that are widened is not written."""
-    sizes, half = [300, 1, 70_000, 128, 5], torch.bfloat16
-    dtypes = [half, half, half, torch.float16, torch.float16]
-    flat = torch.zeros(4 * sum(sizes) + 10 * ALIGNMENT, dtype=torch.uint8)
-    slots = list(slots_of(sizes, dtypes, flat))
-    expected = [halves(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
-    for slot, numbers in zip(slots, expected, strict=True):
-        slot.tensor.copy_(numbers)
-    widening = [index for index in range(len(slots)) if index != missing]
-    runs = list(runs_to_widen(slots[index] for index in widening))
-    assert len(runs) == {None: 2, 0: 2, 1: 3, 3: 2}[missing]
-    for narrow, wide in runs:
-        widened(narrow, wide)
-    for index in widening:
-        assert torch.equal(slots[index].wide_view.view(torch.int32), expected[index].float().view(torch.int32))

@@ -418,38 +418,6 @@ def test_units_of_transformers_models(family):
     assert names(check_partition(model, partition(model))) == expected
 
 
-RESNET18 = [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
-DENSENET = [
-    name
-    for stage, layers in enumerate((6, 12, 24, 16), start=1)
-    for name in (
-        *(f"features.denseblock{stage}.denselayer{layer}" for layer in range(1, layers + 1)),
-        f"features.transition{stage}",
-    )
-][:-1]
-TORCHVISION = {
-    "resnet18": [*RESNET18, "(root)"],
-    "vit_b_16": [*(f"encoder.layers.encoder_layer_{index}" for index in range(12)), "(root)"],
-    "swin_t": [
-        *numbered("features.1", 2), "features.2", *numbered("features.3", 2), "features.4", *numbered("features.5", 6),
-        "features.6", *numbered("features.7", 2), "(root)",
-    ],
-    "convnext_tiny": [
-        *numbered("features.1", 3), "features.2", *numbered("features.3", 3), "features.4", *numbered("features.5", 9),
-        "features.6", *numbered("features.7", 3), "(root)",
-    ],
-    "densenet121": [*DENSENET, "classifier", "(root)"],
-    "alexnet": ["features", "classifier.1", "classifier.4", "classifier.6"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TORCHVISION)
-def test_units_of_torchvision_models(name):
-    models = pytest.importorskip("torchvision.models")
-    model = on_meta(getattr(models, name))
-    assert names(check_partition(model, partition(model))) == TORCHVISION[name]
-
-
 def test_a_model_of_70_billion_parameters_is_cut_in_less_than_a_second():
     settings = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     model = transformers_model("Llama", "LlamaForCausalLM", settings | {"num_key_value_heads": 8, "vocab_size": 128256})

@@ -13,23 +13,17 @@ from pathlib import Path
 import fake_cudart
 import pytest
 import torch
-from side_by_side import assert_plain, blocks, check, training
+from side_by_side import blocks, check, training
 
 import models
 import parity
 import simgpu
 import sp_lightning
 from sp_lightning.compat.references import uses_of
-from sp_lightning.core import malloc
-from sp_lightning.disk.scratch_file import ScratchFile
-from sp_lightning.errors import HostMemoryError
-from sp_lightning.memory.device import CudaPageLock, Device
-from sp_lightning.memory.layout import Layout
-from sp_lightning.memory.pinned import HostAllocator
+from sp_lightning.memory.device import Device
 from sp_lightning.memory.staging import AllCopies, StagingRing
 
 SIMGPU = torch.device("simgpu", 0)
-MIB = 2**20
 
 
 @pytest.fixture
@@ -40,41 +34,7 @@ def cudart(monkeypatch):
 # ---- slabs
 
 
-def test_a_forked_process_is_told_of_the_weights_too(cudart):
-    made = HostAllocator()
-    layout = Layout.of([("", torch.empty(3, 5)), ("", torch.empty(7))])
-    flat = made.locked(8192, CudaPageLock(SIMGPU))
-    dropped, second = [layout.own_view(flat.untyped_storage(), field) for field in layout.fields]  # storages of parts
-    del dropped
-
-    def told():
-        try:
-            second[2:4].sum()
-        except RuntimeError as error:
-            return "forked process" in str(error)
-
-    assert in_a_child(told)
-    made.unlock()
-    assert in_a_child(lambda: second.sum() is not None)
-
-
-def in_a_child(check):
-    """Whether it holds in a forked process, which lives to tell."""
-    child = os.fork()
-    if not child:
-        os._exit(0 if check() else 1)
-    return os.waitpid(child, 0)[1] == 0
-
-
 # ---- a device that is told of its slabs
-
-
-def test_no_slab_stays_registered_when_streaming_can_not_begin(cudart):
-    cudart.room, net = 30_000, blocks()
-    with pytest.raises(HostMemoryError, match=r"after 2\d\.\d\d KiB were \(CUDA error 2: out of memory\)"):
-        sp_lightning.stream(net, SIMGPU, host_memory="pinned")
-    assert [call for call, _ in cudart.calls].count("unregister") > 0 and not cudart.registered
-    assert_plain(net)
 
 
 def test_what_does_not_fit_into_the_page_locked_memory_goes_through_the_ring(cudart, caplog):
@@ -202,45 +162,6 @@ def test_a_trainer_trains_through_the_ring(case):
 
 
 # ---- the process
-
-
-class Glibc:
-    """Notes what it is told."""
-
-    def __init__(self):
-        self.calls = []
-
-    def mallopt(self, parameter, value):
-        self.calls.append((parameter, value))
-
-    def malloc_trim(self, pad):
-        self.calls.append("trim")
-
-
-@pytest.fixture
-def glibc(monkeypatch):
-    fake = Glibc()
-    monkeypatch.setattr(malloc, "_glibc", fake)
-    monkeypatch.setattr(malloc, "_state", malloc._HeapState())
-    return fake
-
-
-def test_where_the_cpu_computes_large_blocks_are_by_themselves_before_weights_move_to_a_disk(glibc, monkeypatch):
-    """Else units are computed in the holes that these weights leave in the heap, which took as much memory again."""
-    tensors = ScratchFile.tensors
-
-    def noted(self, like):
-        glibc.calls.append("a range")
-        return tensors(self, like)
-
-    monkeypatch.setattr(ScratchFile, "tensors", noted)
-    net = blocks()
-    with sp_lightning.stream(net, "cpu", disk=os.getcwd(), host_budget="0B"):
-        assert glibc.calls[:2] == [(-3, MIB), "a range"]
-        for _ in training(steps=3)(net, torch.device("cpu")):
-            pass
-        assert {*glibc.calls} - {"trim"} == {(-3, MIB), "a range"}
-    assert glibc.calls[-2:] == [(-3, 32 * MIB), (-1, 64 * MIB)]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import parity
 import simgpu
 import simgpu.lightning
 import sp_lightning
-from sp_lightning.errors import OptionError, UnsupportedError
+from sp_lightning.errors import OptionError
 from sp_lightning.memory.partition import partition
 
 SIMGPU = torch.device("simgpu", 0)
@@ -142,40 +142,6 @@ def test_master_weights_without_half_precision_are_refused():
 # ---- fused_optimizer
 
 
-def test_fused_kernels_equal_plain_lightning_with_fused_kernels_and_leave_no_trace():
-    """But for a parameter's first step, which makes the state and is the loop's: on both sides here."""
-
-    class FusedAfterTheFirst(models.ZooModule):
-        def on_train_batch_end(self, *_):
-            if not isinstance(self.trainer.strategy, sp_lightning.SuperpipelineStrategy):
-                for group in self.trainer.optimizers[0].param_groups:
-                    group["fused"] = True
-
-    class Unset(FusedAfterTheFirst):
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), 1e-2)
-
-    def run(strategy):
-        L.seed_everything(1, verbose=False)
-        module, states = Unset(models.case("mlp")), []
-
-        class Looks(L.Callback):
-            def on_train_end(self, trainer, _):
-                states.append(trainer.optimizers[0].state_dict()["param_groups"][0])
-
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, callbacks=[Looks()], **quiet).fit(
-            module, models.loader(module.case, 4)
-        )
-        return module, states[0]
-
-    plain, _ = run("auto")
-    ours, group = run(sp_lightning.SuperpipelineStrategy(window=2, fused_optimizer=True))
-    assert group["fused"] is None and group["foreach"] is None
-    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 # ---- compile_units
 
 
@@ -228,13 +194,3 @@ def test_units_are_compiled_once_for_their_class_without_a_break(fresh_dynamo):
         assert losses(net) == expected
     assert dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert not dynamo.utils.counters["graph_break"]
-
-
-def test_units_that_are_to_be_one_graph_are_an_error_that_says_what_to_do(fresh_dynamo):
-    net = nn.Sequential(stack(), Block())
-    net[0].compile(backend="eager", fullgraph=True)
-    with (
-        sp_lightning.stream(net, "cpu", window=2, units=["Block"]),
-        pytest.raises(UnsupportedError, match=r"leave out fullgraph=True .* or set compile_units=True"),
-    ):
-        losses(net)
