@@ -95,6 +95,8 @@ class Trip:
         self._device = device
         self._before = before  # the trip whose tensors backward needs next, if its graph still lives
         self._saved: dict[Any, Moved] = {}
+        self._stream = device.current_stream()  # of the forward, and then of the memory that is copied up to
+        self._is_on_others = False  # whether tensors were saved on streams of the user's
         self._arrivals: list[Arrival] | None = None  # of the copies up
         self._waiting: Any = None  # the stream that waited for them last
         self._arriving: list[Tensor] = []  # memory that may not be freed before compute waits for them
@@ -104,40 +106,47 @@ class Trip:
         where = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
         key = (*where, tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self._saved:
-            self._saved[key] = Moved(self, tensor, self._device)
+            here = self._device.current_stream()
+            self._is_on_others |= here != self._stream
+            self._saved[key] = Moved(self, tensor, self._device, here)
         return self._saved[key]
 
     def close(self, ring: Ring) -> None:
         """Let go of the tensors on the device as soon as they were copied: the forward is over."""
         if self._saved:
             moved = list(self._saved.values())
-            ring.hold([one.let_go() for one in moved], [one.went_down for one in moved], self._device.current_stream())
+            sources = [one.let_go() for one in moved]
+            for source in sources if self._is_on_others else ():
+                self._device.keep_for(source, self._device.down)  # its memory may be of any stream
+            ring.hold(sources, [one.went_down for one in moved], self._stream)
 
     def fetch(self) -> None:
         """Start to copy all of them up."""
         if self._arrivals is None:
+            self._stream = self._device.current_stream()
             fetched = [moved.fetch() for moved in self._saved.values()]
             self._arriving = [there for there, _ in fetched]
             self._arrivals = [arrival for _, arrival in fetched]
             self._saved = {}
 
-    def wait(self) -> None:
-        """Have compute wait for them, and start with those of the unit before."""
-        self.fetch()
+    def wait(self, there: Tensor) -> None:
+        """Have compute wait for them, this one among them, and start with those of the unit before."""
         if (here := self._device.current_stream()) != self._waiting:
             self._waiting = here
-            self._wait_arrivals()
+            self._wait_arrivals(here)
+        if here != self._stream:
+            self._device.keep_for(there, here)
         if (before := self._before()) is not None:
             before.fetch()
 
-    def _wait_arrivals(self) -> None:
+    def _wait_arrivals(self, stream: Any) -> None:
         for arrival in self._arrivals or ():
-            arrival.wait(self._device.current_stream())
+            arrival.wait(stream)
         self._arriving = []
 
     def __del__(self) -> None:
         if self._arriving:
-            self._wait_arrivals()  # of a graph that was dropped: memory goes back to compute's pool
+            self._wait_arrivals(self._stream)  # of a graph that was dropped: the memory goes back to its pool
 
 
 class Moved:
@@ -145,14 +154,14 @@ class Moved:
 
     __slots__ = ("_device", "_form", "_here", "_source", "_there", "_trip", "_version", "_was_written", "went_down")
 
-    def __init__(self, trip: Trip, tensor: Tensor, device: Device) -> None:
+    def __init__(self, trip: Trip, tensor: Tensor, device: Device, here: Any) -> None:
         self._trip, self._device = trip, device
         self._source: Tensor | None = tensor.detach()  # until the forward ends: a key in its trip
         self._version, self._was_written = tensor._version, False
         self._form = tensor.shape, tensor.stride(), tensor.dtype
         self._here: Tensor | None = device.passing(tensor.nbytes)
         self._there: Tensor | None = None
-        device.after_compute(device.down)
+        device.down.wait_event(here.record_event())
         flat = self._source.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         self.went_down = device.send_down(self._here, flat)
 
@@ -175,8 +184,9 @@ class Moved:
     def get(self) -> Tensor:
         if self._was_written:
             raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self._form[0])}")
-        self._trip.wait()
+        self._trip.fetch()
         assert self._there is not None
+        self._trip.wait(self._there)
         shape, stride, dtype = self._form
         return self._there.view(dtype).as_strided(shape, stride)
 

@@ -47,21 +47,21 @@ class Residency:
         self.flat = NOTHING
         self.arrived: Arrival | None = None  # the end of the copy up; None: the copy is yet to begin
         self._home: Any = None  # the stream of the memory
-        self._shown_on: Any = None  # the stream that waited for the copy last
+        self.shown_on: Any = None  # the stream that waited for the copy last
 
     def allocate(self, here: Any) -> None:
         """Take memory of the stream ``here``, on which the caller launches kernels; copies up wait for what it has."""
         self.flat = self._device.empty(self._nbytes)
         self.state, self.arrived, self._home = Presence.LOADING, None, here
-        self._shown_on = None
+        self.shown_on = None
         self._device.up.wait_event(here.record_event())
 
     def show(self, here: Any, versions: Sequence[int]) -> None:
         """Have compute wait for the copy, and give the bytes and these versions to the leaves."""
-        if here != self._shown_on:
+        if here != self.shown_on:
             assert self.arrived is not None
             self.arrived.wait(here)
-            self._shown_on = here
+            self.shown_on = here
             if here != self._home:
                 self._device.keep_for(self.flat, here)
         if self.state is Presence.SHOWN:

@@ -74,8 +74,14 @@ class Visit:
 
     def _recorded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._policy.saving():
-            if not self.units or not all(unit.depth for unit in self.units):
+            if not self.units:
                 return self._inside(call, args, kwargs)
+            here = self._policy.device.current_stream()
+            for unit in self.units:
+                if not unit.depth:
+                    return self._inside(call, args, kwargs)
+                if unit.memory.shown_on != here:
+                    unit.show(here)  # to a stream of the user's, inside of the unit's call
             return call(*args, **kwargs)
 
     def _inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
