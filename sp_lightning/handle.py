@@ -314,6 +314,8 @@ class Handle:
             ends.callback(self._gradients.close)
             ends.callback(self.window.policy.close)
             ends.callback(self._move_buffers, torch.device("cpu"))
+            ends.callback(self._gradients.ring.close)
+            ends.callback(self.window.policy.ring.close)
             for weight in self.weights:
                 ends.callback(parameters.release, weight)
             for unit in self.units:

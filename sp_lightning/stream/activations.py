@@ -268,7 +268,7 @@ class Activations:
         self.device = device
         self.is_repeated = False  # whether what runs now runs again in backward
         self.repeated = ""  # the unit that ran last of those that run again
-        self._ring = Ring()
+        self.ring = Ring()
         self._last: Callable[[], Trip | None] = lambda: None
 
     def saving(self) -> Any:
@@ -287,7 +287,7 @@ class Activations:
 
     def close(self) -> None:
         """Let go of the memory of offloaded tensors."""
-        self._ring.close()
+        self.ring.close()
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor goes to the host: on the device, worth a copy, and without gaps or overlaps."""
@@ -333,4 +333,4 @@ class Activations:
             with hooks:
                 return recompute.run(call, args, kwargs, hooks.pack) if self.recomputes else call(*args, **kwargs)
         finally:
-            trip.close(self._ring)
+            trip.close(self.ring)

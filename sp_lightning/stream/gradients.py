@@ -357,7 +357,7 @@ class Gradients:
 
     def __init__(self, device: Device, steps: Stepper) -> None:
         self._device, self._steps = device, steps
-        self._ring = Ring()
+        self.ring = Ring()
 
     def take(self, weight: Weight, leaf: Tensor) -> None:
         """Take a leaf's gradient; with the last one of a unit, send them down."""
@@ -463,7 +463,7 @@ class Gradients:
         copy_all(packed, [grad for _, grad in dense])
         self._device.down.wait_event(stream.record_event())
         arrived = self._device.send_down(here, there)
-        self._ring.hold(there, [arrived], stream)
+        self.ring.hold(there, [arrived], stream)
         return views, arrived
 
     def assign(self, weight: Weight, grad: Tensor) -> Tensor:

@@ -256,7 +256,7 @@ class Unit:
         with without_dispatch():
             for weight in self.weights:
                 trains = weight.host.requires_grad
-                self.trained += trains
+                self.trained += trains and bool(weight.slots)  # the modules may have another parameter by now
                 if weight.leaf.requires_grad != trains:
                     weight.leaf.requires_grad_(trains)
             self._exchange(self._hosts, self._leaves)

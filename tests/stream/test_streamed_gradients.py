@@ -523,3 +523,19 @@ def test_close_goes_on_where_a_hook_on_a_gradient_raises():
     with pytest.raises(ValueError, match="on purpose"):
         handle.close()
     assert all(type(param) is nn.Parameter for param in model.parameters())
+
+
+def test_a_replaced_weight_does_not_hold_its_unit_s_gradients_back(monkeypatch):
+    from sp_lightning.steps.steps import Steps
+
+    model, complete, delivered = Net(), [], Steps.delivered
+    monkeypatch.setattr(
+        Steps,
+        "delivered",
+        lambda steps, unit, whose, done: (complete.append((unit.name, done)), delivered(steps, unit, whose, done)),
+    )
+    with streamed(model, "cpu"):
+        model(torch.ones(4, 8))
+        model.blocks[2].up.bias = torch.nn.Parameter(torch.zeros(64))
+        model(torch.ones(4, 8)).sum().backward()
+        assert dict(complete)["blocks.2"] and model.blocks[2].up.bias.grad is not None

@@ -12,6 +12,8 @@ from sp_lightning.errors import HostMemoryError, OptionError, UnsupportedError
 from sp_lightning.handle import Handle, Settings
 from sp_lightning.host import device as devices
 from sp_lightning.host.device import DeviceMemoryError, aligned
+from sp_lightning.stream.residency import Presence
+from sp_lightning.stream.window import Window
 
 
 class SimulatedLock:
@@ -48,6 +50,37 @@ def test_slabs_are_locked_to_the_byte_and_unlocked_at_the_end(locks):
         assert sorted(locks.locked.values()) == sorted(unit.nbytes for unit in units)
         assert all(unit.nbytes == sum(aligned(4 * weight.host.numel()) for weight in unit.weights) for unit in units)
     assert locks.locked == {} and model.blocks[0].up.weight.sum().isfinite()
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("policy", ["keep", "offload"])
+def test_a_closed_stream_keeps_nothing_on_the_device(policy):
+    before, model, x = torch.accelerator.memory_allocated(), Net(), torch.ones(64, 8, device="simgpu")
+    handle = Handle(model, "simgpu", Settings(window=2, activations=policy))
+    model(x).sum().backward()
+    handle.close()
+    assert torch.accelerator.memory_allocated() - before == x.nbytes
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_at_most_the_window_and_what_is_in_use_is_there(policy, window, monkeypatch):
+    counts, visit = [], Window._visit
+
+    def counted(self, unit, here):
+        visit(self, unit, here)
+        there = {one.index for one in self._units if not one.is_resident and one.memory.state is not Presence.ABSENT}
+        counts.append(len(there - (self._in_use.keys() - {unit.index})))
+
+    monkeypatch.setattr(Window, "_visit", counted)
+    model = Net(count=6)
+    with streamed(model, "cpu", window=window, activations=policy):
+        for skip in ((), (1, 4), ()):
+            model(torch.ones(4, 8), skip).sum().backward()
+            with torch.no_grad():
+                model.blocks[3](model.blocks[5](model.emb(torch.ones(4, 8))))
+            torch.nn.functional.linear(torch.ones(4, 32), model.blocks[2].up.weight).sum().backward()
+    assert max(counts) == window
 
 
 @pytest.mark.simgpu
