@@ -27,10 +27,9 @@ from .steps.steps import Steps
 from .stream import parameters
 from .stream.activations import Activations
 from .stream.gradients import Gradients, recover
-from .stream.leaf import Weight, casts_of
+from .stream.leaf import Part, Weight, WholeWeight, casts_of, check_moves, pack_weights
 from .stream.unit import HeldUnit, ResidentUnit, Unit
 from .stream.visits import Visit
-from .stream.wholes import Part, WholeWeight, check_moves, pack_weights
 from .stream.window import Window
 from .wholes.whole import Whole
 

@@ -21,9 +21,8 @@ from torch.autograd.graph import increment_version
 from ..compat.streaming import without_dispatch
 from ..host.device import Arrival, Device, aligned, dense_strides
 from .lazy import stored_version
-from .leaf import Absent, Narrow, Visitor, Weight, show_versions
+from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions
 from .residency import Presence, Residency
-from .wholes import WholeWeight
 
 
 class Pending:

@@ -95,7 +95,7 @@ def test_a_write_between_steps_goes_up():
 
 
 def test_master_weights_leave_a_quantised_base_as_it_is():
-    net = wrapped.adapted("coded")()
+    net = wrapped.adapted("int8")()
     before = copy.deepcopy(wrapped.weights(net))
     optimizer = torch.optim.AdamW([param for param in net.parameters() if param.requires_grad], 1e-2)
     with streamed(net, "cpu", wire=torch.bfloat16, master_weights=True):
