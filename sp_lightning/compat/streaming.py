@@ -50,6 +50,9 @@ devices_with_lists: Callable[[], list[str]] = _get_foreach_kernels_supported_dev
 # Without it no tensor could answer for bytes that are still on their way.
 as_subclass: Callable[..., Any] = Tensor._make_subclass
 
+# Without it writes to the data of a view of a weight could not be brought to the weight.
+base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
+
 # Attributes of tensors that are read without their bytes.
 GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION = "_backward_hooks", "_post_accumulate_grad_hooks"
 hooks_of_gradient: Callable[[Tensor], Any] = operator.attrgetter(GRADIENT_HOOKS)  # a dict, or None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
-from ..compat.streaming import hooks_of_gradient, storage_id, tree_map_only, without_dispatch
+from ..compat.streaming import base_of, hooks_of_gradient, storage_id, tree_map_only, without_dispatch
 from .gradients import backwards, recover, release_gradient
 from .lazy import METADATA, Lazy, data_of, found_in, set_data, set_grad
 from .leaf import Weight, call_with_leaves, check_form, graph_after_close, version_of
@@ -141,8 +141,9 @@ class LeafView(Tensor):
 
     @property
     def data(self) -> Tensor:
-        assert self._base is not None
-        at = self.storage_offset() - self._base.storage_offset()
+        base = base_of(self)
+        assert base is not None
+        at = self.storage_offset() - base.storage_offset()
         return self.weight.host.detach().as_strided(self.size(), self.stride(), at)
 
     @data.setter
@@ -154,7 +155,7 @@ def _note_views(weight: Weight, result: Any) -> None:
     if weight.unit.window.is_in_call:
         return
     for view in result if isinstance(result, (list, tuple)) else (result,):
-        if type(view) is Tensor and view._base is not None and view.dtype == weight.value.dtype:
+        if type(view) is Tensor and base_of(view) is not None and view.dtype == weight.value.dtype:
             view.__class__ = LeafView
             view.weight = weight  # type: ignore[attr-defined]
 

@@ -137,17 +137,6 @@ def taken_in_a_hook_and_read_after_the_optimizers_step(device):
     check(stack_of(models.Block), run, device)
 
 
-@case
-def taken_in_a_hook_and_read_after_close(device):
-    net, kept = models.stack_of(models.Block)(), []
-    for block in net.blocks:
-        block.up.register_forward_hook(lambda layer, *_: kept.append(layer.weight))
-    with cores.streaming(net, device, window=1):
-        squares(net, next(inputs(device))).backward()
-    for weight, block in zip(kept, net.blocks, strict=True):
-        assert torch.equal(weight.detach().cpu(), block.up.weight.detach())
-
-
 CODE = "import faulthandler, sys; faulthandler.enable(); import test_kept_references as t; t.main(*sys.argv[1:])"
 
 
