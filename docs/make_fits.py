@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from sp_lightning.core.host import headroom
-from sp_lightning.core.unit_numbers import HostSharing
 from sp_lightning.options import Options
 from sp_lightning.plan import listed
 from sp_lightning.plan.machines import GIB, MACHINES
@@ -77,7 +76,6 @@ def needs(model: str, way: str) -> dict[str, Needs]:
         target="cuda",
         loss=None,
         answers=answers,
-        mesh=None,
         name=model,
     )
     found = {}
@@ -85,24 +83,14 @@ def needs(model: str, way: str) -> dict[str, Needs]:
         job = Job(
             options=Options.parse() if answers else Options.parse(activations="recompute"),
             precision=PRECISION.get(way, "bf16-true"),
-            optimizer=None,
-            answers=answers,
-            accumulate=1,
-            clip=False,
-            copies=0,
-            trained_copies=0,
-            devices=1,
-            nodes=1,
-            sharing=HostSharing(),
             machine=replace(MACHINES[card], host_nbytes=ROOMY),
             target="cuda",
             headroom=headroom(ROOMY),
+            answers=answers,
         )
-        sized, _ = planner.size(job)
-        seconds = sized.time.seconds
-        if sized.reading is not None:
-            seconds = sized.reading.seconds + ANSWER * seconds
-        found[card] = Needs(sized.nbytes, sized.host.total, seconds)
+        plan = planner.size(job)
+        seconds = plan.reading_s + ANSWER * plan.step_s if answers else plan.step_s
+        found[card] = Needs(plan.device_nbytes, plan.host.total, seconds)
     return found
 
 

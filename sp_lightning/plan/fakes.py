@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
+from ..compat.modules import tree_map_only
 from ..compat.tensors import (
     FLATTEN,
     TorchDispatchMode,
@@ -55,6 +55,7 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, target: str, autocast: torch.dtype | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observe: Observer | None = None
+        self.building = False  # a module is being made: its initial weights do not matter
         self._fake = fake_mode()
         self._kernels = _Kernels(target)
         self._autocast = autocast
@@ -75,7 +76,9 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def adopt(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor like this one, of this type, that code here may use: without data, unless it is small."""
         dtype = dtype or tensor.dtype
-        if not tensor.is_meta and _is_known(tensor):
+        if is_fake(tensor) and dtype is tensor.dtype:
+            return tensor
+        if not is_fake(tensor) and not tensor.is_meta and _is_known(tensor):
             return tensor.detach().to(dtype, copy=True)
         with outside():
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
@@ -96,6 +99,8 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 args = (args[0], _as_integers(args[1]), *args[2:])
             if schema_of(func).is_mutable and not is_fake(tensors[0]):
                 raise UNKNOWN[0](func)  # a value that is not known would be written
+            if self.building and func is aten._local_scalar_dense.default:
+                return 0
             return func(*args, **kwargs)
         if tensors and schema_of(func).is_mutable:
             return func(*args, **kwargs)

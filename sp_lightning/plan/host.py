@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,8 @@ from ..errors import OptionError
 from ..optim.pieces import ELEMENTWISE
 from ..options import Options
 from .fakes import outside
-from .peak import sent
-
-if TYPE_CHECKING:
-    from .model import PlannedModel
+from .model import PlannedModel, optimizers_in
+from .step import sent
 
 CUT = frozenset(kind.__name__ for kind in ELEMENTWISE)  # optimizers of which each rank steps a part
 
@@ -64,17 +62,6 @@ def state_of(optimizer: Any, module: nn.Module) -> State:
     nbytes = sum(map(_state_nbytes, made))
     share = nbytes / max(1, UnitHostBytes.of(stepped.values()).trained)
     return State(type(made[0]).__name__ if made else "", share, frozenset(stepped) if optimizer is None else None)
-
-
-def optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers in what ``configure_optimizers`` returned."""
-    if isinstance(found, torch.optim.Optimizer):
-        yield found
-    elif isinstance(found, dict):
-        yield from optimizers_in(found.get("optimizer"))
-    elif isinstance(found, list | tuple):
-        for item in found:
-            yield from optimizers_in(item)
 
 
 def _state_nbytes(optimizer: torch.optim.Optimizer) -> float:

@@ -26,7 +26,6 @@ from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..memory.partition import Unit, partition
 from ..options import Options
 from .fakes import FakeTensors
-from .host import optimizers_in
 from .trace import Trace, tensors_in, trace
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
@@ -84,7 +83,7 @@ class PlannedModel:
     # ---- making
 
     def _begin(self) -> nn.Module:
-        """Make the model: on the meta device, then on tensors for a trace."""
+        """Make the model, and put tensors for a trace in the place of its own."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module = self._made()
@@ -99,19 +98,21 @@ class PlannedModel:
         return module.eval().requires_grad_(False) if self.answers else module.train()
 
     def _made(self) -> nn.Module:
+        """Make the module with tensors for a trace or, if it changes its own in ways that these refuse, on meta."""
+        if isinstance(self._source, nn.Module):
+            tensors = [*self._source.parameters(), *self._source.buffers()]
+            return _tried(functools.partial(copy.deepcopy, self._source, {id(tensor): tensor for tensor in tensors}))
+        self.tensors.building = True
         try:
-            if isinstance(self._source, nn.Module):
-                tensors = [*self._source.parameters(), *self._source.buffers()]
-                return copy.deepcopy(self._source, {id(tensor): tensor for tensor in tensors})
-            with torch.device("meta"):
+            with self.tensors:
                 module = self._source()
         except SuperpipelineError:
             raise
-        except Exception as error:
-            raise UnsupportedError(
-                f"the model could not be made without data, or copied: {_in_a_line(error)}; pass a function without "
-                "arguments that makes it, or a module that is made"
-            ) from error
+        except Exception:
+            with torch.device("meta"):
+                module = _tried(self._source)
+        finally:
+            self.tensors.building = False
         if not isinstance(module, nn.Module):
             raise OptionError(argument="module", found=module, allowed="a module, or a function that makes one")
         return module
@@ -274,9 +275,32 @@ class PlannedModel:
         return [max(nbytes, default=0) for nbytes in of_units]
 
 
+def optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers in what ``configure_optimizers`` returned."""
+    if isinstance(found, torch.optim.Optimizer):
+        yield found
+    elif isinstance(found, dict):
+        yield from optimizers_in(found.get("optimizer"))
+    elif isinstance(found, list | tuple):
+        for item in found:
+            yield from optimizers_in(item)
+
+
 def with_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     """Copy a batch, with other tensors."""
     return copy.deepcopy(tree, {id(tensor): function(tensor) for tensor in tensors_in(tree)})
+
+
+def _tried(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except SuperpipelineError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"the model could not be made without data, or copied: {_in_a_line(error)}; pass a function without "
+            "arguments that makes it, or a module that is made"
+        ) from error
 
 
 def _in_a_line(error: Exception) -> str:

@@ -16,11 +16,10 @@ from ..optim.device_step import device_nbytes
 from ..options import Options
 from ..runtime.preflight import finer_classes
 from .host import CUT, OnDisk, State, host_of, state_of
-from .lanes import Run, StepTime, Work, step_cost, step_time
 from .machines import Machine
 from .model import Answers, PlannedModel
-from .peak import KEPT, Sweep, sent, sweep
 from .report import Change, Plan
+from .step import KEPT, Run, StepTime, Sweep, Work, sent, step_cost, step_time, sweep
 from .trace import Trace
 
 # Two of cuBLAS, of the threads of forward and backward: torch allocates 8.125 MiB each, and 32 MiB on Hopper.
@@ -67,25 +66,6 @@ class Job:
         return replace(self, options=changed, **given)
 
 
-@dataclass(frozen=True)
-class Sized:
-    """The needs and the time of a job with one window."""
-
-    window: int
-    transfer: int
-    swept: Sweep
-    host: HostBytes
-    disk: OnDisk
-    time: StepTime
-    reading: StepTime | None
-    fits: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(self.swept.terms.values())
-
-
 class Planner:
     """Plans jobs for one model, which is made and traced once for each precision."""
 
@@ -95,43 +75,10 @@ class Planner:
         self._states: dict[Any, State] = {}
 
     def plan(self, job: Job) -> Plan:
-        """Plan a job."""
-        job = job.changed()
-        model, sized = self._model(job), self.size(job)
-        sizes, units = model.sizes(job.options), model.units_of(job.options)
-        loads = [*sized.swept.loads[False], *sized.swept.loads[True]]
-        plan = Plan(
-            model=model.name,
-            parameters=sum(unit.numel for unit in units),
-            trained=sum(size.parameters for size in sizes),
-            rows=model.rows,
-            precision=job.precision,
-            machine=job.machine,
-            options=job.options,
-            window=sized.window,
-            transfer=sized.transfer,
-            units=tuple(size.name for size in sizes if not size.resident),
-            device_terms={name: nbytes for name, nbytes in sized.swept.terms.items() if nbytes},
-            bytes_up=sum(sizes[index].up_nbytes for index in loads)
-            + sum(size.down_nbytes for size in sizes if size.resident),  # as wide as its gradients
-            loaded=sum(sized.disk.loaded.get(index, 0) for index in loads),
-            host=sized.host,
-            disk=sized.disk,
-            available=job.machine.device_nbytes,
-            host_available=job.host_available,
-            headroom=job.headroom,
-            time=sized.time,
-            reading_s=sized.reading.seconds if sized.reading else 0.0,
-            answer=job.answers.tokens if job.answers else 0,
-            accumulate=job.accumulate,
-            devices=job.devices,
-            nodes=job.nodes,
-            largest_batch=self._largest_batch(job),
-            changes=(),
-            notes=(),
-        )
-        changes = tuple(self._changes(job, plan))
-        return replace(plan, changes=changes, notes=tuple(model.notes))
+        """Plan a job, and what to change."""
+        plan = replace(self.size(job.changed()), largest_batch=self._largest_batch(job))
+        changes = tuple(self._changes(job.changed(), plan))
+        return replace(plan, changes=changes, notes=tuple(self._model(job).notes))
 
     def _model(self, job: Job) -> PlannedModel:
         key = job.precision, job.options.master_weights, job.answers
@@ -169,8 +116,8 @@ class Planner:
 
     # ---- bytes
 
-    def size(self, job: Job) -> Sized:
-        """Return the smallest window that fits and is as fast as the largest, or else the smallest."""
+    def size(self, job: Job) -> Plan:
+        """Plan a job with the smallest window that fits and is as fast as the largest, or else with the smallest."""
         model, options = self._model(job), job.options
         host, disk = self._host(job)
         swept = functools.cache(lambda window: self._swept(job, window))
@@ -180,11 +127,36 @@ class Planner:
         tried = fitting or windows[:1]
         enough = EQUAL * timed(tried[-1]).seconds  # a larger window takes no longer
         window = tried[bisect.bisect_left(tried, True, key=lambda one: timed(one).seconds <= enough)]
-        reading = None
-        if job.answers:
-            reading = self._timed(job, window, swept(window), model.trace(options), disk)
-        fits = bool(fitting) and host.total <= job.host_available
-        return Sized(window, self._transfer(job, window), swept(window), host, disk, timed(window), reading, fits)
+        reading = self._timed(job, window, swept(window), model.trace(options), disk) if job.answers else None
+        sizes, units = model.sizes(options), model.units_of(options)
+        loads = [*swept(window).loads[False], *swept(window).loads[True]]
+        resident = sum(size.down_nbytes for size in sizes if size.resident)  # as wide as its gradients
+        return Plan(
+            model=model.name,
+            parameters=sum(unit.numel for unit in units),
+            trained=sum(size.parameters for size in sizes),
+            rows=job.rows or model.rows,
+            precision=job.precision,
+            machine=job.machine,
+            options=options,
+            window=window,
+            transfer=self._transfer(job, window),
+            units=tuple(size.name for size in sizes if not size.resident),
+            device_terms={name: nbytes for name, nbytes in swept(window).terms.items() if nbytes},
+            bytes_up=sum(sizes[index].up_nbytes for index in loads) + resident,
+            loaded=sum(disk.loaded.get(index, 0) for index in loads),
+            host=host,
+            disk=disk,
+            available=job.machine.device_nbytes,
+            host_available=job.host_available,
+            headroom=job.headroom,
+            time=timed(window),
+            reading_s=reading.seconds if reading else 0.0,
+            answer=job.answers.tokens if job.answers else 0,
+            accumulate=job.accumulate,
+            devices=job.devices,
+            nodes=job.nodes,
+        )
 
     def _windows(self, job: Job) -> list[int]:
         """List the windows to try."""
@@ -322,12 +294,11 @@ class Planner:
         found: list[Change] = []
         for what, detail, change in self._candidates(job, plan):
             try:
-                changed = change()
-                sized = self.size(changed)
+                sized = self.size(change())
             except SuperpipelineError:
                 continue  # not with the others, or the model cannot run that way
-            samples = (changed.rows or plan.rows) / plan.rows
-            one = Change(what, detail, sized.nbytes, sized.host.total, sized.time.seconds, samples, sized.window)
+            needs = sized.device_nbytes, sized.host.total, sized.step_s
+            one = Change(what, detail, *needs, sized.rows / plan.rows, sized.window)
             if sized.fits and (not plan.fits or one.cost(plan) < 1 / EQUAL):
                 found.append(one)
             if not plan.fits and len(found) == OFFERED:

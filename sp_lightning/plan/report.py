@@ -9,8 +9,8 @@ from ..core.unit_numbers import HostBytes
 from ..errors import MemoryBudgetError
 from ..options import Options, format_both, format_bytes, format_seconds
 from .host import OnDisk
-from .lanes import StepTime
 from .machines import Machine
+from .step import StepTime
 
 ENDURANCE = 1200e12  # bytes that a consumer drive of 2 TB is rated to be written
 FEWER = "name smaller units, or use a device with more memory"
@@ -67,9 +67,9 @@ class Plan:
     accumulate: int
     devices: int
     nodes: int
-    largest_batch: int | None
-    changes: tuple[Change, ...]
-    notes: tuple[str, ...]
+    largest_batch: int | None = None
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def device_nbytes(self) -> int:

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from sp_lightning.plan.lanes import (
+from sp_lightning.plan.machines import MACHINES, Machine, Reached
+from sp_lightning.plan.step import (
     COMPUTE,
     CORES,
     DOWN,
@@ -20,7 +21,6 @@ from sp_lightning.plan.lanes import (
     step_cost,
     step_time,
 )
-from sp_lightning.plan.machines import MACHINES, Machine, Reached
 
 pytestmark = pytest.mark.quick
 
