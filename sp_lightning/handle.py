@@ -310,8 +310,6 @@ class Handle:
         handles.discard(self)
         with contextlib.ExitStack() as ends:  # which go on, last one first, where one of them raises
             ends.callback(self.device.close)
-            ends.callback(self._gradients.close)
-            ends.callback(self.window.policy.close)
             ends.callback(self._move_buffers, torch.device("cpu"))
             ends.callback(self._gradients.ring.close)
             ends.callback(self.window.policy.ring.close)

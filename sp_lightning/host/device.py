@@ -309,14 +309,7 @@ class Ring:
     def hold(self, memory: Any, copies: Sequence[Arrival], home: Any) -> None:
         """Keep memory of the stream ``home`` until it may be used again after these copies."""
         self._held.append((memory, copies, home))
-        self._shrink(self._depth)
-
-    def close(self) -> None:
-        """Let go of all memory."""
-        self._shrink(0)
-
-    def _shrink(self, count: int) -> None:
-        while len(self._held) > count:
+        while len(self._held) > self._depth:
             _, oldest, stream = self._held.popleft()
             for copied in oldest:
                 copied.wait(stream)

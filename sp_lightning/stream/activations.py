@@ -285,10 +285,6 @@ class Activations:
             return NOTHING
         return SavedTensors(self, top)
 
-    def close(self) -> None:
-        """Let go of the memory of offloaded tensors."""
-        self.ring.close()
-
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor goes to the host: on the device, worth a copy, and without gaps or overlaps."""
         return (

@@ -380,10 +380,6 @@ class Gradients:
         if len(came) >= unit.trained:
             self._flush(backward, unit, backward.came.pop(unit), is_complete=True)
 
-    def close(self) -> None:
-        """Let go of the memory of packed gradients."""
-        self._ring.close()
-
     def end(self, backward: Backward) -> None:
         """Send down what came of units that did not get all their gradients, and put all into `.grad`."""
         with contextlib.ExitStack() as ends:  # which go on, last one first, where a hook of the user's raises
