@@ -102,7 +102,9 @@ class PlannedModel:
         """Make the module with tensors for a trace or, if it changes its own in ways that these refuse, on meta."""
         if isinstance(self._source, nn.Module):
             tensors = [*self._source.parameters(), *self._source.buffers()]
-            return _tried(functools.partial(copy.deepcopy, self._source, {id(tensor): tensor for tensor in tensors}))
+            kept = {id(tensor): tensor for tensor in tensors}
+            copied: nn.Module = _tried(functools.partial(copy.deepcopy, self._source, kept))
+            return copied
         self.tensors.building = True
         try:
             with self.tensors:
