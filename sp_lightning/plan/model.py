@@ -73,7 +73,7 @@ class PlannedModel:
         self._traces: dict[Any, Trace] = {}
         self.module = self._begin()
         self.units = functools.cache(self._units)
-        self.name: str = name or getattr(module, "__name__", type(module).__name__)
+        self.name = name or str(getattr(module, "__name__", type(module).__name__))
 
     def note(self, text: str) -> None:
         """Add a note to the plan, once."""
@@ -95,13 +95,16 @@ class PlannedModel:
                 "holds its share of the window and of the gradients"
             )
         self._replace_tensors(module)
-        return module.eval().requires_grad_(False) if self.answers else module.train()
+        made: nn.Module = module.eval().requires_grad_(False) if self.answers else module.train()
+        return made
 
     def _made(self) -> nn.Module:
         """Make the module with tensors for a trace or, if it changes its own in ways that these refuse, on meta."""
         if isinstance(self._source, nn.Module):
             tensors = [*self._source.parameters(), *self._source.buffers()]
-            return _tried(functools.partial(copy.deepcopy, self._source, {id(tensor): tensor for tensor in tensors}))
+            kept = {id(tensor): tensor for tensor in tensors}
+            copied: nn.Module = _tried(functools.partial(copy.deepcopy, self._source, kept))
+            return copied
         self.tensors.building = True
         try:
             with self.tensors:
