@@ -68,24 +68,6 @@ class StagedCopy:
                 milestone.set_exception(error)
 
 
-class AllCopies:
-    """The end of several copies, which may go different ways: the last one to begin need not end last."""
-
-    def __init__(self, arrivals: Sequence[Arrival]) -> None:
-        self._arrivals = list(arrivals)
-
-    def wait(self, stream: Any) -> None:
-        for arrival in self._arrivals:
-            arrival.wait(stream)
-
-    def synchronize(self) -> None:
-        for arrival in self._arrivals:
-            arrival.synchronize()
-
-    def query(self) -> bool:
-        return all(arrival.query() for arrival in self._arrivals)
-
-
 class StagingRing:
     """The staging buffers of one direction, and the thread that uses them."""
 

@@ -233,13 +233,6 @@ def has_shards(module: nn.Module, with_parts: bool) -> bool:
     return any(map(is_dtensor, module.parameters(recurse=with_parts)))
 
 
-def shards_of(module: nn.Module) -> int:
-    """Return among how many devices a module's layers are cut, at most."""
-    return max(
-        (spec_of(parameter).mesh.size() for parameter in module.parameters() if is_dtensor(parameter)), default=1
-    )
-
-
 def check_supported(
     units: Iterable[Any], device: torch.device | None, in_a_group: bool, refused: dict[str, bool]
 ) -> list[Any]:
