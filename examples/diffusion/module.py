@@ -42,7 +42,7 @@ class FineTuneDiffusion(L.LightningModule):
             return
         dtype = getattr(torch, self.hparams.dtype)
         with torch.device("cpu"):
-            self.pipeline = StableDiffusion3Pipeline.from_pretrained(self.checkpoint, torch_dtype=dtype)
+            self.pipeline = StableDiffusion3Pipeline.from_pretrained(self.checkpoint, dtype=dtype)
             self.encoders = torch.nn.ModuleList(
                 one for name, one in self.pipeline.components.items() if name.startswith("text_encoder") and one
             )
