@@ -268,7 +268,7 @@ def test_diffusers_reads_the_adapters():
 
     folder = fit("diffusion")
     model = SD3Transformer2DModel.from_pretrained("runs/tiny/sd3", subfolder="transformer")
-    model.load_lora_adapter(folder / "model", prefix=None)
+    model.load_lora_adapter(folder / "model", prefix=None, use_safetensors=True)
     expected, found = trained(folder), model.state_dict()
     assert expected and all("lora" in name for name in expected)
     read = {name.replace(".default.", ".default_0."): value for name, value in expected.items()}
