@@ -2,15 +2,14 @@
 
     python docs/make_disk.py
 
-The models' sizes are those of make_needs.py; their tokenizers and the data are stand-ins, which change only how many
-steps there are.
+The models' sizes are published; their tokenizers and the data are stand-ins, which change only how many steps there
+are.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
-import random
 import re
 import shlex
 import subprocess
@@ -18,9 +17,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
-
-import make_needs  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "docs" / "disk.md"
 PRINTED = re.compile(r"(?<=```text\n)(python -m sp_lightning (plan (?:.*\\\n)*.*))\n\n(?:[^`]*\n)?(?=```)")
@@ -28,11 +25,23 @@ PRINTED = re.compile(r"(?<=```text\n)(python -m sp_lightning (plan (?:.*\\\n)*.*
 
 def make_stand_ins() -> None:
     """Make the models, without weights, and the data that the commands name, in the current directory."""
+    from transformers import LlamaConfig
+
     from examples.common import tiny
 
-    random.seed(0)
-    make_needs.llamas(tiny.tokenizer(tiny.sentences(200)))
-    tiny.write_jsonl(pathlib.Path("my.jsonl"), tiny.chats(4000))
+    words = tiny.tokenizer()
+    for name, hidden, intermediate, layers, heads in (
+        ("meta-llama/Llama-3.1-8B", 4096, 14336, 32, 32),
+        ("meta-llama/Llama-3.1-70B", 8192, 28672, 80, 64),
+    ):
+        sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+        sizes |= {"num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 128256}
+        config = LlamaConfig(**sizes, max_position_embeddings=131072, dtype="bfloat16", tie_word_embeddings=False)
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(name)
+        words.save_pretrained(name)
+    lines = (tiny.DATA / "chats.jsonl").read_text().splitlines()
+    pathlib.Path("my.jsonl").write_text("\n".join(lines * 125))
     pathlib.Path("examples").symlink_to(ROOT / "examples")
 
 
@@ -51,9 +60,14 @@ def written(page: str, outputs: dict[str, str]) -> str:
 
 def outputs(page: str) -> dict[str, str]:
     """Plan all commands of the page."""
-    with tempfile.TemporaryDirectory() as folder, make_needs.inside(folder):
-        make_stand_ins()
-        return {match[2]: printed(match[2]) for match in PRINTED.finditer(page)}
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            make_stand_ins()
+            return {match[2]: printed(match[2]) for match in PRINTED.finditer(page)}
+        finally:
+            os.chdir(before)
 
 
 def main() -> None:

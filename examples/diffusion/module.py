@@ -8,6 +8,8 @@ from typing import Any
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.io import decode_image
+from torchvision.transforms.v2.functional import center_crop, resize
 
 from ..common import tiny
 from ..common.checkpoints import keep_trained, read_jsonl
@@ -24,11 +26,7 @@ class FineTuneDiffusion(L.LightningModule):
     """
 
     def __init__(
-        self,
-        name_or_path: str | None = None,
-        dtype: str = "float32",
-        rank: int = 16,
-        lr: float = 1e-4,
+        self, name_or_path: str | None = None, dtype: str = "float32", rank: int = 16, lr: float = 1e-4
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -42,9 +40,9 @@ class FineTuneDiffusion(L.LightningModule):
 
         if self.transformer is not None:
             return
+        dtype = getattr(torch, self.hparams.dtype)
         with torch.device("cpu"):
-            dtype = getattr(torch, self.hparams.dtype)
-            self.pipeline = StableDiffusion3Pipeline.from_pretrained(self.checkpoint, torch_dtype=dtype)
+            self.pipeline = StableDiffusion3Pipeline.from_pretrained(self.checkpoint, dtype=dtype)
             self.encoders = torch.nn.ModuleList(
                 one for name, one in self.pipeline.components.items() if name.startswith("text_encoder") and one
             )
@@ -59,7 +57,7 @@ class FineTuneDiffusion(L.LightningModule):
 
     @torch.no_grad()
     def encode(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return latents of the images, and what the texts become: their tokens', and that of each whole text."""
+        """Return latents of the images, and what encoders make of the tokens and of each whole text."""
         texts, config = [batch["text"]] * 3, self.vae.config
         words, _, whole, _ = self.pipeline.encode_prompt(*texts, self.device, do_classifier_free_guidance=False)
         latents = self.vae.encode(batch["pixels"].to(self.vae.dtype)).latent_dist.sample()
@@ -67,14 +65,13 @@ class FineTuneDiffusion(L.LightningModule):
 
     def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
         latents, words, whole = self.encode(batch)
-        noise, scheduler = torch.randn_like(latents), self.pipeline.scheduler
+        noise, config = torch.randn_like(latents), self.pipeline.scheduler.config
         share = torch.randn(len(latents), device=self.device).sigmoid().to(latents.dtype)  # most in the middle
-        shift = scheduler.config.shift
-        share = shift * share / (1 + (shift - 1) * share)
+        share = config.shift * share / (1 + (config.shift - 1) * share)
         part = share.view(-1, 1, 1, 1)
         flow = self.transformer(
             (1 - part) * latents + part * noise,
-            timestep=share * scheduler.config.num_train_timesteps,
+            timestep=share * config.num_train_timesteps,
             encoder_hidden_states=words,
             pooled_projections=whole,
             return_dict=False,
@@ -84,16 +81,15 @@ class FineTuneDiffusion(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, self.hparams.lr)
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], self.hparams.lr)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         keep_trained(self, checkpoint)
 
     def on_train_end(self) -> None:
-        """Write the adapters as load_lora_weights reads them, or the transformer."""
+        """Write the adapters, or the transformer, as diffusers reads them."""
+        save = self.transformer.save_lora_adapter if self.hparams.rank else self.transformer.save_pretrained
         if self.trainer.is_global_zero:
-            save = self.transformer.save_lora_adapter if self.hparams.rank else self.transformer.save_pretrained
             save(f"{self.trainer.default_root_dir}/model")
 
 
@@ -111,9 +107,6 @@ class ImageTextData(L.LightningDataModule):
         self.save_hyperparameters()
 
     def train_dataloader(self) -> Any:
-        from torchvision.io import decode_image
-        from torchvision.transforms.v2.functional import center_crop, resize
-
         path = Path(self.hparams.path or f"{tiny.squares()}/captions.jsonl")
         size = self.hparams.image_size
 

@@ -79,7 +79,7 @@ class ImageData(L.LightningDataModule):
 
     Args:
         path: The folder of training images. None: squares that are painted.
-        val_path: The same for validation. None: there is none.
+        val_path: That of validation images.
         image_size: Pixels of a side.
         batch_size: Images in a batch.
         num_workers: Processes that read images.
@@ -108,14 +108,12 @@ class ImageData(L.LightningDataModule):
         ]
         varied = v2.Compose([v2.RandomResizedCrop(size, (0.5, 1.0)), v2.RandomHorizontalFlip(), *to_numbers])
         whole = v2.Compose([v2.Resize(size), v2.CenterCrop(size), *to_numbers])
-        path = self.hparams.path or tiny.squares()
-        self.train = ImageFolder(path, varied)
-        self.val = ImageFolder(self.hparams.val_path or path, whole)
+        self.train = ImageFolder(self.hparams.path or tiny.squares(), varied)
+        self.val = ImageFolder(self.hparams.val_path, whole) if self.hparams.val_path else None
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.train, self.hparams.batch_size, shuffle=True, num_workers=self.hparams.num_workers)
 
     def val_dataloader(self) -> Any:
-        if self.hparams.path and not self.hparams.val_path:
-            return []
-        return DataLoader(self.val, self.hparams.batch_size, num_workers=self.hparams.num_workers)
+        options = {"batch_size": self.hparams.batch_size, "num_workers": self.hparams.num_workers}
+        return DataLoader(self.val, **options) if self.val else []

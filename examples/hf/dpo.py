@@ -1,6 +1,6 @@
 """Teach a language model to prefer good answers with TRL's DPOTrainer; without its adapters it is the reference.
 
-python -m sp_lightning launch --window auto --activations recompute -- -m examples.hf.dpo --config examples/hf/dpo.yaml
+python -m sp_lightning launch --activations recompute -- -m examples.hf.dpo --config examples/hf/dpo.yaml
 """
 
 from datasets import load_dataset

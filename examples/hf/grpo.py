@@ -1,6 +1,6 @@
 """Train a language model by rewards of its own answers with TRL's GRPOTrainer.
 
-python -m sp_lightning launch --window auto --activations recompute -- -m examples.hf.grpo --config examples/hf/grpo.yaml
+python -m sp_lightning launch --activations recompute -- -m examples.hf.grpo --config examples/hf/grpo.yaml
 """
 
 from typing import Any

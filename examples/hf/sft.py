@@ -1,6 +1,6 @@
 """Fine-tune a language model on chats with TRL's SFTTrainer, by adapters or as a whole.
 
-python -m sp_lightning launch --window auto --activations recompute -- -m examples.hf.sft --config examples/hf/sft.yaml
+python -m sp_lightning launch --activations recompute -- -m examples.hf.sft --config examples/hf/sft.yaml
 """
 
 from datasets import load_dataset

@@ -24,7 +24,7 @@ class LoraLLM(L.LightningModule):
         alpha: What they add is scaled by ``alpha / rank``.
         lr: The highest learning rate; it falls along a cosine until training ends.
         warmup_steps: Steps until it is reached.
-        merge: Also write the model with its adapters merged, as for llama.cpp's convert_hf_to_gguf.py.
+        merge: Also write the model with its adapters merged, as for llama.cpp's convert_hf_to_gguf.
     """
 
     def __init__(

@@ -335,36 +335,6 @@ def test_the_table_of_what_fits_is_what_the_planner_says():
         assert make_fits.written(page.read_text(), table) == page.read_text()  # else run: python docs/make_fits.py
 
 
-# What a recipe needs
-
-
-def test_every_command_of_a_recipe_for_a_real_model_says_what_it_needs():
-    make_needs = script("make_needs")
-    page = make_needs.PAGE.read_text()
-    found = {match[1]: match[3] for match in make_needs.COMMAND.finditer(page)}
-    recipes = {path.parent.name for path in (ROOT / "examples").glob("*/config.yaml")}
-    assert found.keys() == recipes - make_needs.NO_PLAN
-    assert all(below.startswith(make_needs.NEEDS) for below in found.values())
-    assert make_needs.written(page, found) == page
-
-
-def test_a_recipe_is_read_in_a_minute_or_so():
-    """At 250 words a minute; the whole page, with the formats, options and limits of all recipes, in twelve."""
-    page = re.sub(r"```.*?```|<!--.*?-->|^\|.*?$", "", (ROOT / "docs" / "recipes.md").read_text(), flags=re.S | re.M)
-    head, *recipes = (len(re.sub(r"\]\([^)]*\)", "]", part).split()) for part in page.split("\n## "))
-    assert head <= 400 and max(recipes) <= 275 and head + sum(recipes) <= 3000
-
-
-@pytest.mark.slow
-def test_what_a_recipe_needs_is_what_the_planner_says(monkeypatch):
-    for package in ("peft", "diffusers"):
-        pytest.importorskip(package)
-    make_needs = script("make_needs")
-    monkeypatch.setattr(sys, "argv", ["make_needs.py"])
-    page = make_needs.PAGE.read_text()
-    assert make_needs.written(page, make_needs.needs(page)) == page  # else run: python docs/make_needs.py
-
-
 # What the recipes for a disk print
 
 
