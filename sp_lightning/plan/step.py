@@ -60,10 +60,11 @@ def sweep(
     schedule = Schedule([size.up_nbytes for size in sizes], window, min(transfer, window))
     trained = [index for index, size in enumerate(sizes) if size.trained]
     order = [visit.unit for visit in found.visits if visit.unit is not None]
+    trains = any(visit.backward for visit in found.visits)  # else the next pass follows at once
     result, most = Sweep(), -1.0
     for number in range(PASSES):
         schedule.invalidate(trained)
-        schedule.begin(order if number else ())
+        schedule.begin(order if number else (), wrap=bool(number) and not trains)
         result.loads = {False: [], True: []}
         for visit, before, peak in _bytes_at(found.visits, activations):
             if visit.unit is not None:
