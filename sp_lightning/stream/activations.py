@@ -213,7 +213,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     @never_compiled_hook
     def pack(self, tensor: Tensor) -> Any:
-        if consists_of_tensors(tensor):
+        if type(tensor) is not Tensor and consists_of_tensors(tensor):
             return self._pack_whole(tensor)
         memory = shown.get(storage_id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
         if memory is not None:
