@@ -409,10 +409,12 @@ class Gradients:
             here.wait_event(stream.record_event())
             for grad in came.values():
                 self._device.keep_for(grad, here)
+        with without_dispatch():
+            hooked = [weight for weight in came if hooks_of_gradient(weight.host) or weight.is_narrow]
+        with torch.no_grad():
+            for weight in hooked:  # with dispatch: the weights and gradients that hooks read wait
+                came[weight] = self._hooked(weight, came[weight])
         with torch.no_grad(), without_dispatch():
-            for weight, grad in came.items():
-                if hooks_of_gradient(weight.host) or weight.is_narrow:
-                    came[weight] = self._hooked(weight, grad)
             sent = self._send(unit, came, here)
             after = [weight.host for weight in came if hooks_after_accumulation(weight.host)]
         if after or self._steps.is_eager():
@@ -427,7 +429,9 @@ class Gradients:
     @staticmethod
     def _hooked(weight: Weight, grad: Tensor) -> Tensor:
         """Pass a gradient through the user's hooks on the parameter."""
-        for hook in list((hooks_of_gradient(weight.host) or {}).values()):
+        with without_dispatch():
+            hooks = list((hooks_of_gradient(weight.host) or {}).values())
+        for hook in hooks:
             weight.uses = 0
             changed = hook(grad)
             grad = grad if changed is None else changed
