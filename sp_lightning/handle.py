@@ -23,7 +23,6 @@ from .compat.streaming import call_slot, forbid_access, graph_task, storage_id, 
 from .compat.tensors import consists_of_tensors
 from .core.telemetry import Stats, StepListener
 from .errors import ExactnessError, OptionError, UnsupportedError
-from .figures import explaining, stats_of
 from .host.device import Device
 from .host.room import Room
 from .memory.partition import partition, slots
@@ -31,6 +30,7 @@ from .optim import torn_step
 from .options import ACTIVATIONS, HOST_MEMORY, Count, HostMemory, Options, check_choice, is_int
 from .runtime import handle as before
 from .runtime.recorder import Recorder
+from .steps.figures import explaining, stats_of
 from .steps.steps import Steps
 from .stream import parameters
 from .stream.activations import Activations

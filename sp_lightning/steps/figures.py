@@ -9,15 +9,15 @@ from typing import cast
 
 import torch
 
-from .compat.dynamo import Unsupported
-from .core import remedies
-from .core.telemetry import Stats
-from .errors import SuperpipelineError, UnsupportedError
-from .host.device import Device, DeviceMemoryError
-from .options import format_bytes
-from .stream.activations import Activations
-from .stream.unit import Unit
-from .stream.window import Window
+from ..compat.dynamo import Unsupported
+from ..core import remedies
+from ..core.telemetry import Stats
+from ..errors import SuperpipelineError, UnsupportedError
+from ..host.device import Device, DeviceMemoryError
+from ..options import format_bytes
+from ..stream.activations import Activations
+from ..stream.unit import Unit
+from ..stream.window import Window
 
 BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
     r"(on|at|in) (the )?same device|expected device|two devices"
