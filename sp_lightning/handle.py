@@ -7,6 +7,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,20 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim import Optimizer
 
-from .compat.streaming import call_slot, forbid_access, storage_id
+from .compat.streaming import call_slot, forbid_access, graph_task, storage_id, tree_map_only
 from .compat.tensors import consists_of_tensors
+from .core.telemetry import Stats, StepListener
 from .errors import ExactnessError, OptionError, UnsupportedError
 from .host.device import Device
+from .host.room import Room
 from .memory.partition import partition, slots
-from .options import ACTIVATIONS, HOST_MEMORY, HostMemory, check_choice, is_int
+from .optim import torn_step
+from .options import ACTIVATIONS, HOST_MEMORY, Count, HostMemory, Options, check_choice, is_int
+from .runtime import handle as before
+from .runtime.recorder import Recorder
+from .steps.figures import explaining, stats_of
 from .steps.steps import Steps
 from .stream import parameters
 from .stream.activations import Activations
@@ -41,8 +49,9 @@ class Settings:
     """Options of a stream, checked once.
 
     Args:
-        window: Units on the device at a time.
-        transfer: Units exchanged at a time.
+        window: Units on the device at a time; "auto": as many as fit beside all else, once the first steps showed that.
+        transfer: Units exchanged at a time, or "auto".
+        memory_budget: Device bytes for weights and gradients, which an "auto" window does not exceed; None: all.
         units: "auto", class names, or a callable that returns modules.
         resident: How many units never leave the device, from the first.
         activations: What becomes of what autograd saves inside a unit.
@@ -53,10 +62,12 @@ class Settings:
         host_memory: "pinned": page-locked, or an error; "pageable": not locked; "auto": locked as far as possible.
         chunk: Elements that the host steps at a time: what fits a core's cache. A multiple of 64, because torch's fused
             kernels round the last elements of a vector in another way.
+        overlap: Whether steps run on beside other work after `optimizer.step()` has returned.
     """
 
-    window: int = 2
-    transfer: int = 1
+    window: Count = 2
+    transfer: Count = 1
+    memory_budget: int | None = None
     units: str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]] = "auto"
     resident: int = 0
     activations: str = "keep"
@@ -64,13 +75,16 @@ class Settings:
     master_weights: bool = False
     host_memory: HostMemory = "auto"
     chunk: int = 1 << 18
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
             value = getattr(self, name)
+            if value == "auto" and name in ("window", "transfer"):
+                continue
             if not is_int(value) or value < least:
                 raise OptionError(argument=name, found=value, allowed=f"an int >= {least}")
-        if self.transfer > self.window:
+        if self.window != "auto" and self.transfer != "auto" and self.transfer > self.window:
             raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
         if self.chunk % 64:
             raise OptionError(argument="chunk", found=self.chunk, allowed="a multiple of 64")
@@ -110,6 +124,10 @@ os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 class Handle:
     """A module whose units stream between host and device."""
 
+    rank = 0
+    uses_files = False
+
+    @torch.inference_mode(False)  # what is made here may be trained later
     def __init__(self, module: nn.Module, device: torch.device | str, settings: Settings) -> None:
         self.module, self.settings = module, settings
         self.device = Device(device, settings.host_memory)
@@ -122,26 +140,29 @@ class Handle:
         streamed = [unit for unit in cut if not unit.resident][settings.resident :]
         narrow = set() if settings.master_weights else casts_of(module, settings.wire)
         self.units: list[Unit] = []
-        self.steps = Steps(settings.chunk, self.device.torch_device)
+        self.steps = Steps(settings.chunk, settings.overlap, self.device)
         kept = [part for part in cut if part not in streamed]
         rest = [named for part in kept for named in part.params]
         wholes = [whole for part in kept for whole in part.wholes]
         of_wholes = {id(tensor) for whole in wholes for _, tensor in whole.parts}
         plain = [(param, param.data) for _, param in rest]
+        self._is_in_scope = False
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
         self._visits: dict[nn.Module, Visit] = {}
         try:
             policy = Activations(settings.activations, self.device)
-            self.window = Window(settings.window, settings.transfer, self.device, policy)
+            self.window = Window(self.device, policy)
             of_cut = {part: self._add_unit(Unit, part.name, part.params, narrow, part.wholes) for part in streamed}
             self._entries = {root: of_cut[part] for part in streamed for _, root in part.modules}
-            self.window.begin(self.units)
             if plain_rest := [(name, param) for name, param in rest if id(param) not in of_wholes]:
                 self._add_unit(self._kind_of_rest, "(resident)", plain_rest, set())
             if wholes:
                 held = [(name, param) for name, param in rest if id(param) in of_wholes]
                 self._add_unit(HeldUnit, "(resident, quantised)", held, set(), wholes)
+            numbers = [unit.numbers() for unit in self.units]
+            self.room = Room(settings.window, settings.transfer, settings.memory_budget, numbers, self.device)
+            self.window.begin(self.units, self.room)
             self._gradients = Gradients(self.device, self.steps)
             for unit in self.units:
                 self._connect(unit)
@@ -154,7 +175,106 @@ class Handle:
         except BaseException:
             self._disconnect(plain)
             raise
+        torn_step.notice_loads(module)
         handles.add(self)
+
+    # ---- what doors call
+
+    @contextlib.contextmanager
+    def scope(self, kind: str) -> Iterator[None]:
+        """Run a step of the module. Errors of the module's code that streaming causes say what to do."""
+        if self._is_in_scope:
+            yield
+            return
+        self._begin_step(kind)
+        self._is_in_scope = True
+        try:
+            with self.explaining():
+                yield
+        finally:
+            self._is_in_scope = False
+
+    def _begin_step(self, kind: str) -> None:
+        trains = torch.is_grad_enabled()
+        self.device.counters.listener.begin_pass(kind, trains)
+        self.room.begin_step(trains)
+
+    def announce(self, optimizer: Optimizer) -> None:
+        """Take over an optimizer's steps, and put its state where its weights are stepped."""
+        self.steps.adopt(optimizer)
+
+    def loaded(self, optimizer: Optimizer) -> None:
+        """Copy an optimizer's state that was loaded: the file that it is in may vanish."""
+        state = optimizer.state
+        for param in list(state):
+            state[param] = tree_map_only(Tensor, torch.clone, state[param])
+        self.steps.adopt(optimizer)
+        self.steps.place_state(optimizer)
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer, is_early: bool) -> Iterator[None]:
+        """Run the closure and the step of an optimizer.
+
+        With ``is_early`` units are stepped while backward runs: nothing reads their gradients before the step.
+        """
+        self.steps.step_beside_backward(optimizer if is_early else None)
+        try:
+            with self.explaining():
+                yield
+        except BaseException as error:
+            if count := self.steps.half_applied:
+                torn_step.tear(optimizer, count, error)  # for whoever saves or steps after the end of the stream
+            raise
+        finally:
+            self.steps.step_beside_backward(None)
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Return a context in which errors of the user's code that streaming causes say what to do."""
+        return explaining(self.window, self.window.policy, self.device)
+
+    def saving(self) -> None:
+        """Raise if weights and state are those of no step, and may not be saved."""
+        self.steps.check_applied()
+
+    def stats(self) -> Stats:
+        """Return figures of the run so far: counts since streaming began, sizes and memory. Nothing waits."""
+        return stats_of(self.units, self.window, self.device, self.steps.pending)
+
+    def chosen(self) -> dict[str, int]:
+        """Return the sizes that "auto" arrived at, for `resume` in a later run; empty if none were chosen."""
+        return self.room.chosen()
+
+    def resume(self, chosen: dict[str, int], why: str = "as in the run that is resumed") -> None:
+        """Start from sizes that `chosen` returned, or from `Plan.chosen`, as far as they fit."""
+        self.room.resume(chosen, why)
+
+    def record(self, recorder: Recorder | None = None) -> Recorder:
+        """Record from now on what steps do and when (recorder.py)."""
+        self.device.counters.listener = recorder = recorder or Recorder(self.device)
+        return recorder
+
+    def stop_recording(self) -> None:
+        """Stop recording and read what is left; wait for the device and for steps that still run."""
+        self.finish_step()
+        counters = self.device.counters
+        listener, counters.listener = counters.listener, StepListener()
+        if isinstance(listener, Recorder):
+            listener.flush()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the module is plain again."""
+        return self not in handles
+
+    @property
+    def managed(self) -> list[str]:
+        """The names of all streamed parameters, as ``named_parameters()`` has them."""
+        return [weight.name for weight in self.weights]
+
+    @property
+    def grows(self) -> bool:
+        """Whether the window grows until the first steps showed what is free."""
+        return self.settings.window == "auto"
 
     @property
     def weights(self) -> list[Weight]:
@@ -247,7 +367,9 @@ class Handle:
                 self._visits[module].units[:] = units
             elif units or module is self.module:
                 where = name or type(module).__name__
-                self._visits[module] = Visit(module, where, units, bool(entry), self.window, self._before_call)
+                self._visits[module] = Visit(
+                    module, where, units, bool(entry), self.window, self._outermost, module is self.module
+                )
 
     @torch.inference_mode(False)
     def _move_buffers(self, device: torch.device) -> None:
@@ -261,12 +383,14 @@ class Handle:
     def _note_new(self, *_: Any) -> None:
         self._is_new = True
 
-    def _before_call(self, is_entry: bool) -> None:
-        """Place what was added or compiled since the last call. Called before the outermost call of a module.
+    def _outermost(self, is_entry: bool) -> AbstractContextManager[None]:
+        """Place what was added or compiled since the last call, and return the context of an outermost call.
 
-        Where a loop of the user's calls units, it looks for compiled modules once per step.
+        Such a call is a step, unless it is in one. Where a loop of the user's calls units, the first of them after each
+        optimizer step is.
         """
-        if not is_entry or self.steps.has_stepped:
+        is_first = not is_entry or self.steps.has_stepped
+        if is_first:
             self.steps.has_stepped = False
             for visit in self._visits.values():
                 if call_slot(visit.module) is not visit:
@@ -274,6 +398,7 @@ class Handle:
         if self._is_new:
             self._is_new = False
             self._place_new()
+        return self.scope("forward") if is_first and graph_task() == -1 else contextlib.nullcontext()
 
     def _place_new(self) -> None:
         """Stream parameters that replaced others, and keep new ones on the device."""
@@ -318,6 +443,7 @@ class Handle:
             for unit in self.units:
                 if unit.is_held:
                     ends.callback(unit.evict)
+            ends.callback(self.stop_recording)
             ends.callback(self.window.close)
             ends.callback(self.steps.close)
             for unit in self.units:
@@ -335,11 +461,62 @@ class Handle:
         self.close()
 
 
-@contextlib.contextmanager
-def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Iterator[Handle]:
-    """Stream a module's units through a device while the context is open."""
-    handle = Handle(module, device, Settings(**options))
-    try:
-        yield handle
-    finally:
-        handle.close()
+def not_yet(options: Options, devices: int, has_shards: bool = False) -> str | None:
+    """Name what a run asks for that this core does not have yet, for which there is the one of before; None: nothing.
+
+    Args:
+        options: The user's options.
+        devices: How many compute.
+        has_shards: Whether layers are cut across devices.
+    """
+    asked = {
+        "several devices": devices > 1 or has_shards,
+        "disk= or host_budget=": options.uses_files,
+        "optimizer_device='device'": options.optimizer_device == "device",
+        "divide_state=True": options.divide_state,
+        "fused_optimizer=True": options.fused_optimizer,
+        "compile_units=True": options.compile_units,
+    }
+    return next((what for what, is_asked in asked.items() if is_asked), None)
+
+
+def settings_of(options: Options, wire: torch.dtype | None) -> Settings:
+    """Return the settings of a run in which autocast casts weights to this type, or that computes in it."""
+    return Settings(
+        window=options.window,
+        transfer=options.transfer,
+        memory_budget=options.memory_budget,
+        units=options.units,
+        activations=options.activations,
+        wire=wire if options.wire_dtype == "auto" or options.master_weights else None,
+        master_weights=options.master_weights,
+        host_memory=options.host_memory,
+        overlap=options.optimizer_overlap,
+    )
+
+
+def stream(module: nn.Module, device: torch.device | str, *, group: Any = None, **options: Any) -> Handle:
+    """Stream a module's weights through a window on ``device``; train it in your own loop.
+
+    Its parameters move into host memory, page-locked if the device supports that, and its buffers to the device.
+    Forward and backward run on the device; gradients arrive in the parameters' ``.grad`` on the host, where any
+    optimizer steps them. The handle is a context manager, too.
+
+    Args:
+        module: Any module. Its parameters stay the same objects.
+        device: The device that computes, such as "cuda".
+        group: A process group whose ranks, on one machine or several, train together with one device each, as under
+            DDP. Every rank calls this with its own copy of the module; the first one's weights and buffers count. Each
+            backward exchanges gradients, but for those in ``handle.no_sync()``; every rank steps the same optimizers.
+        **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... With ``group``: also
+            ``timeout``, for how long a rank waits for the others, and ``keepalive``, for how long nothing comes of a
+            machine that counts as lost. With ``master_weights`` FP32 weights are bfloat16 on the device; convert the
+            module's buffers and inputs yourself.
+    """
+    waits = {name: options.pop(name) for name in ("timeout", "keepalive") if name in options}
+    parsed = Options.parse(**options)
+    if group is not None or not_yet(parsed, devices=1):
+        handle: Any = before.stream(module, device, group=group, **waits, **options)
+        return handle  # type: ignore[no-any-return]  # of before, which has what a loop calls
+    before.materialize(module)
+    return Handle(module, device, settings_of(parsed, torch.bfloat16 if parsed.master_weights else None))

@@ -66,7 +66,10 @@ call_slot: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl
 
 def set_call_slot(module: nn.Module, call: Any) -> None:
     """Set what a call of the module runs."""
-    module._compiled_call_impl = call
+    if call is None:
+        vars(module).pop("_compiled_call_impl", None)  # the class has None
+    else:
+        module._compiled_call_impl = call
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:

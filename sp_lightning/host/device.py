@@ -15,15 +15,19 @@ import contextlib
 import functools
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..compat.kernels import memory_figures
 from ..core.host import host_memory, lock_limit
-from ..errors import HostMemoryError, SuperpipelineError, UnsupportedError
+from ..core.telemetry import Counters
+from ..errors import HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
 from ..options import HostMemory, format_bytes
 from .memory import PageLock, Slabs
 from .staging import StagingRing
@@ -33,6 +37,7 @@ log = logging.getLogger(__name__)
 ALIGNMENT = 512  # bytes: torch's allocators align so, and kernels are chosen by the alignment of pointers
 STAGING_NBYTES = 16 << 20  # of a buffer: long enough for the link to reach its speed
 STAGING_COUNT = 2  # buffers in each direction: one is filled while the other is emptied
+NOT_RECORDED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def aligned(nbytes: int) -> int:
@@ -74,6 +79,19 @@ class IdleStream(contextlib.nullcontext[None]):
 
     def synchronize(self) -> None:
         """Return at once."""
+
+
+class HostMoment:
+    """A timed event of an idle stream."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: HostMoment) -> float:
+        return (later.seconds - self.seconds) * 1e3
 
 
 class CudaPageLock:
@@ -121,15 +139,17 @@ def page_lock(device: torch.device) -> PageLock | None:
 def check_supported(device: torch.device) -> None:
     """Refuse a device that has no memory of its own, or is not available here."""
     if device.type == "mps":
-        raise UnsupportedError("device 'mps' shares its memory with the host, so there is nothing to stream")
+        raise UnsupportedError(
+            "device 'mps' shares its memory with the host, so there is nothing to stream: use Lightning's default"
+            " strategy (strategy='auto')"
+        )
     if device.type == "meta":
         raise UnsupportedError("device 'meta' holds no data: pass the device that computes, such as 'cuda'")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
-        found = "none" if accelerator is None else f"'{accelerator.type}'"
-        raise UnsupportedError(
-            f"device '{device}' is not available: the accelerator here is {found}, and there is 'cpu'"
-        )
+        count = 0 if accelerator is None else torch.accelerator.device_count()
+        names = [f"'{accelerator}:{index}'" for index in range(count)]
+        raise OptionError(argument="device", found=str(device), allowed="one of " + ", ".join([*names, "'cpu'"]))
 
 
 class Rings(NamedTuple):
@@ -159,6 +179,8 @@ class Device:
         self._slabs, self._lock = Slabs(), page_lock(self.torch_device)
         self._locked_nbytes = self._largest_slab = 0
         self._rings: Rings | None = None
+        self._clock: Any = None  # an idle stream, made when it is first needed
+        self.counters = Counters()
 
     def _new_stream(self) -> Any:
         return IdleStream() if self.is_host else torch.Stream(device=self.torch_device)
@@ -241,24 +263,79 @@ class Device:
             rings.down.close()
         self._slabs.unlock_all()
 
+    # ---- figures
+
+    def memory_allocated(self) -> int:
+        """Return the bytes in use on the device; 0 on the CPU."""
+        return self._memory("current")
+
+    def memory_peak(self) -> int:
+        """Return the peak of the bytes in use on the device; 0 on the CPU."""
+        return self._memory("peak")
+
+    def _memory(self, when: str) -> int:
+        return 0 if self.is_host else int(memory_figures(self.torch_device.index)["allocated_bytes"]["all"][when])
+
+    def reset_memory_peak(self) -> None:
+        """Restart the peak of the bytes in use from what is in use now."""
+        if not self.is_host:
+            torch.accelerator.reset_peak_memory_stats(self.torch_device)
+
+    def memory_capacity(self) -> int:
+        """Return how many bytes this process has or could allocate on the device."""
+        if self.is_host:
+            return host_memory().free
+        free, total = torch.accelerator.get_memory_info(self.torch_device)
+        share = getattr(torch.get_device_module(self.torch_device), "get_per_process_memory_fraction", None)
+        with contextlib.suppress(RuntimeError):  # of an allocator without limits
+            total = total if share is None else int(total * share(self.torch_device))
+        return int(min(free + torch.accelerator.memory_reserved(self.torch_device), total))
+
+    def moment(self, stream: Any) -> Any:
+        """Record a timed event on the stream; it has its time once its ``query()`` is True."""
+        if self.is_host:
+            return HostMoment()
+        event = torch.Event(self.torch_device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def both_clocks(self) -> tuple[Any, float]:
+        """Read both clocks at one moment: an event, on a stream that is always idle, and the host's seconds."""
+        if self.is_host:
+            now = HostMoment()
+            return now, now.seconds
+        if self._clock is None:
+            self._clock = self._new_stream()
+        before = time.perf_counter()
+        event = self.moment(self._clock)
+        return event, (before + time.perf_counter()) / 2
+
     # ---- copies
 
-    def send_up(self, target: Tensor, source: Tensor, after: Arrival | None = None) -> Arrival:
+    def send_up(
+        self,
+        target: Tensor,
+        source: Tensor,
+        after: Arrival | None = None,
+        recorded: AbstractContextManager[None] = NOT_RECORDED,
+    ) -> Arrival:
         """Start a copy of bytes to the device, behind what the up stream has queued, and behind the copy ``after``."""
         if not self._copies_by_itself(source):
-            return self._staging().up.up(self.up.record_event(), target, source, after)
+            return self._staging().up.up(self.up.record_event(), target, source, after, recorded)
         if after is not None:
             after.wait(self.up)
-        with self.up:
+        with self.up, recorded:
             target.copy_(source, non_blocking=True)
             arrival: Arrival = self.up.record_event()
         return arrival
 
-    def send_down(self, target: Tensor, source: Tensor) -> Arrival:
+    def send_down(
+        self, target: Tensor, source: Tensor, recorded: AbstractContextManager[None] = NOT_RECORDED
+    ) -> Arrival:
         """Start a copy of bytes to the host, behind what the down stream has queued."""
         if not self._copies_by_itself(target):
-            return self._staging().down.down(self.down.record_event(), target, source)
-        with self.down:
+            return self._staging().down.down(self.down.record_event(), target, source, recorded)
+        with self.down, recorded:
             target.copy_(source, non_blocking=True)
             arrival: Arrival = self.down.record_event()
         return arrival

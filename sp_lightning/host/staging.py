@@ -50,7 +50,7 @@ class StagingRing:
         self._next = 0
         self._thread = ThreadPoolExecutor(1, f"superpipeline-{name}")
 
-    def up(self, begin: Any, target: Tensor, source: Tensor, after: Any) -> StagedCopy:
+    def up(self, begin: Any, target: Tensor, source: Tensor, after: Any, recorded: Any) -> StagedCopy:
         """Start a copy to the device.
 
         Args:
@@ -58,29 +58,30 @@ class StagingRing:
             target: The bytes on the device.
             source: The bytes on the host.
             after: The copy down that brings the host's bytes; None: they are there.
+            recorded: The context in which the copy is made.
         """
-        return self._submit(begin, lambda staged: self._up(target, source, after))
+        return self._submit(begin, recorded, lambda staged: self._up(target, source, after))
 
-    def down(self, begin: Any, target: Tensor, source: Tensor) -> StagedCopy:
+    def down(self, begin: Any, target: Tensor, source: Tensor, recorded: Any) -> StagedCopy:
         """Start a copy to the host, of memory that may be read after the event ``begin``."""
-        return self._submit(begin, lambda staged: self._down(staged, target, source))
+        return self._submit(begin, recorded, lambda staged: self._down(staged, target, source))
 
     def close(self) -> None:
         """End the thread, after the copies that were submitted."""
         self._thread.shutdown()
 
-    def _submit(self, begin: Any, work: Callable[[StagedCopy], Any]) -> StagedCopy:
+    def _submit(self, begin: Any, recorded: Any, work: Callable[[StagedCopy], Any]) -> StagedCopy:
         staged = StagedCopy()
-        self._thread.submit(self._run, staged, begin, work)
+        self._thread.submit(self._run, staged, begin, recorded, work)
         return staged
 
     # ---- on the thread
 
-    def _run(self, staged: StagedCopy, begin: Any, work: Callable[[StagedCopy], Any]) -> None:
+    def _run(self, staged: StagedCopy, begin: Any, recorded: Any, work: Callable[[StagedCopy], Any]) -> None:
         try:
             torch.accelerator.set_stream(self._stream)
             self._stream.wait_event(begin)
-            with torch.no_grad():
+            with torch.no_grad(), recorded:
                 queued = work(staged)
             if not staged.queued.done():
                 staged.queued.set_result(queued)

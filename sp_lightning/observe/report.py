@@ -96,7 +96,7 @@ class RunReport:
         mean = {cause: statistics.fmean(c[cause] for c in causes) * 1e3 for cause in causes[0]}
         step_ms = statistics.fmean(step.seconds for step in steps) * 1e3
         floor_ms = statistics.fmean(map(floor_s, steps)) * 1e3
-        on_disk = self._handle.options.uses_files
+        on_disk = self._handle.uses_files
         found = {"step_ms": step_ms, "floor_ms": floor_ms, "floor_share": floor_ms / step_ms}
         found["compute_ms"] = mean["compute"]
         found |= {f"stall_{cause}_ms": mean[cause] for cause in ADVICE if cause != "disk" or on_disk}
@@ -121,7 +121,7 @@ class RunReport:
     def table(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
         """Describe, before the first step, the units and the memory on both sides: rows by name."""
         stats, rest = self._handle.stats(), self._handle.stats()["resident_root_bytes"]
-        grows = ", until the first steps show what is free" if self._handle.options.window == "auto" else ""
+        grows = ", until the first steps show what is free" if self._handle.grows else ""
         states = [state_nbytes(optimizer) for optimizer in optimizers]
         terms = {
             "weights": stats["host_weight_bytes"],

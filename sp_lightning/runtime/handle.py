@@ -163,6 +163,16 @@ class Handle:
         return [name for streamed in self.engine.units for name in streamed.names]
 
     @property
+    def grows(self) -> bool:
+        """Whether the window grows until the first steps showed what is free."""
+        return self.options.window == "auto"
+
+    @property
+    def uses_files(self) -> bool:
+        """Whether weights or state may be in files."""
+        return self.options.uses_files
+
+    @property
     def rank(self) -> int:
         """The number of this process among those that stream the module, one for each device."""
         return self.team.rank

@@ -50,8 +50,15 @@ class EarlySteps:
         self._stepper: optim.Optimizer | None = None
         self._options: Any = None  # with which they were stepped
 
+    @property
+    def count(self) -> int:
+        """How many weights there are."""
+        return len(self._stepped)
+
     def mark(self, optimizer: optim.Optimizer, whose: list[Weight]) -> None:
         """Note weights that the optimizer steps from here on. A touch of their gradients is an error."""
+        if self._stepped:
+            self._check_options(optimizer)
         self._stepper, self._options = optimizer, _numbers(optimizer)
         for weight in whose:
             content = self._stepped[weight] = grad_of(weight.host).content
@@ -70,6 +77,9 @@ class EarlySteps:
         grads = {weight: getattr(grad_of(weight.host), "content", None) for weight in self._stepped}
         if any(grads[weight] is not content for weight, content in self._stepped.items()):
             self.check()
+        self._check_options(optimizer)
+
+    def _check_options(self, optimizer: optim.Optimizer) -> None:
         if self._options != _numbers(optimizer):
             raise ExactnessError(
                 "options of the optimizer changed after weights were stepped beside backward with the options before:"

@@ -118,6 +118,12 @@ class SlicedOptimizer:
             noted["foreach"] = self._device.type in devices_with_lists()
         return noted
 
+    def makes_numbers(self, whose: list[Weight], state: WaitingState) -> bool:
+        """Whether the step makes numbers of torch's default type, which a forward beside the step may change."""
+        if isinstance(self._user, (optim.SGD, optim.ASGD)):
+            return isinstance(self._user, optim.ASGD)  # at each step; SGD has none
+        return any(not state.peek(weight.host) for weight in whose)
+
     def step(self, work: list[Work], state: WaitingState) -> None:
         """Step weights on the host."""
         is_infinite = bool(self._scaling_here.get("found_inf", 0))

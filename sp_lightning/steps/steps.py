@@ -23,6 +23,7 @@ from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..compat.streaming import without_dispatch
+from ..host.device import Device
 from ..stream.gradients import GradientBytes, HostGradient, recover
 from ..stream.leaf import Weight
 from ..stream.parameters import unit_of, weights
@@ -35,8 +36,9 @@ from .state import WaitingState
 class Steps:
     """The optimizers of a stream, and the thread that steps them."""
 
-    def __init__(self, chunk: int, device: torch.device) -> None:
-        self._chunk, self._device = chunk, device
+    def __init__(self, chunk: int, overlap: bool, device: Device) -> None:
+        self._chunk, self._overlap, self._device = chunk, overlap, device.torch_device
+        self._counters = device.counters
         self._units: dict[Unit, None] = {}
         # The thread rounds as the device does, which keeps denormals.
         self.thread = ThreadPoolExecutor(1, "superpipeline-steps", torch.set_flush_denormal, (False,))
@@ -57,6 +59,13 @@ class Steps:
     def wait_thread(self) -> None:
         """Wait for what the thread was given so far: steps, and sums of gradients. Raises none of their errors."""
         self.thread.submit(lambda: None).result()
+
+    @property
+    def pending(self) -> str | None:
+        """Which step runs beside other work: "in backward", or "deferred" beside a forward; None: there is none."""
+        if all(unit.pending is None or unit.pending.done() for unit in self._units):
+            return None
+        return "in backward" if self._early is not None else "deferred"
 
     def close(self) -> None:
         """Finish all steps."""
@@ -173,6 +182,7 @@ class Steps:
     ) -> None:
         """Step resident units, whose errors are raised here, and then start the steps of the others."""
         outcome = Outcome()
+        self._counters.held_steps += self._overlap and not all(unit.is_resident for unit in work)
         try:
             for unit in sorted(work, key=lambda unit: (not unit.is_resident, unit.index)):
                 if unit.is_resident:
@@ -188,6 +198,8 @@ class Steps:
             raise
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._adopted and not self._overlap:
+            _wait_steps(optimizer)
         if optimizer in self._adopted and not is_known(optimizer):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             for unit in {unit for param in params if (unit := unit_of(param)) is not None}:
@@ -218,6 +230,11 @@ class Steps:
                 if param.requires_grad:
                     state.reserve(param)
 
+    @property
+    def half_applied(self) -> int:
+        """How many weights were stepped beside a backward, for which the user's call of `step` has not come."""
+        return self._early_steps.count
+
     def is_eager(self) -> bool:
         """Whether this backward's gradients may be stepped as they come."""
         return self._early is not None
@@ -232,6 +249,7 @@ class Steps:
         if mine and all(isinstance(weight.host.grad, HostGradient) for weight in mine):
             self._early_steps.mark(optimizer, mine)
             unit.is_final = True
+            self._counters.stepped_ahead += len(mine)
             step = SlicedOptimizer(optimizer, self._chunk, self._device)
             self._submit(unit, mine, step, groups, optimizer.state, self._early_steps.outcome)
 
@@ -292,7 +310,7 @@ class Steps:
             if isinstance(grad, GradientBytes):
                 grad.step = future
         is_watched = all(isinstance(grad, GradientBytes) and not grad.is_exposed for _, grad, _ in work)
-        if unit.is_open or not is_watched:
+        if unit.is_open or not is_watched or sliced.makes_numbers(whose, state):
             unit.wait_step()  # nothing watches gradients that the user made, or arrays that the user has
 
     def _run(
@@ -304,7 +322,8 @@ class Steps:
                 return
             unit.wait_copy()
             before = [weight.value._version for weight in whose]
-            with torch.no_grad(), without_dispatch():
+            recorded = self._counters.listener.work("optimizer", unit.name, "step")
+            with torch.no_grad(), without_dispatch(), recorded:
                 try:
                     step()
                     outcome.note(whose)

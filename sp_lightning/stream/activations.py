@@ -133,7 +133,8 @@ class Trip:
         """Have compute wait for them, this one among them, and start with those of the unit before."""
         if (here := self._device.current_stream()) != self._waiting:
             self._waiting = here
-            self._wait_arrivals(here)
+            with self._device.counters.listener.waiting("activations"):
+                self._wait_arrivals(here)
         if here != self._stream:
             self._device.keep_for(there, here)
         if (before := self._before()) is not None:
@@ -163,7 +164,9 @@ class Moved:
         self._there: Tensor | None = None
         device.down.wait_event(here.record_event())
         flat = self._source.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        self.went_down = device.send_down(self._here, flat)
+        recorded = device.counters.listener.work("down", "", "activations", flat.nbytes)
+        self.went_down = device.send_down(self._here, flat, recorded)
+        device.counters.bytes_offloaded += flat.nbytes
 
     def let_go(self) -> Tensor:
         """Return the tensor on the device, to which nothing here refers from now on."""
@@ -177,7 +180,9 @@ class Moved:
         assert self._here is not None
         device, there = self._device, self._device.empty(self._here.nbytes)
         device.after_compute(device.up)
-        arrival = device.send_up(there, self._here, self.went_down)
+        recorded = device.counters.listener.work("up", "", "activations", there.nbytes)
+        arrival = device.send_up(there, self._here, self.went_down, recorded)
+        device.counters.bytes_brought_back += there.nbytes
         self._there, self._here = there, None
         return there, arrival
 

@@ -11,6 +11,7 @@ called it, or by the next touch of a weight where an exception ended the backwar
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable
 from concurrent import futures
@@ -177,6 +178,19 @@ class HostGradient(Lazy, Tensor):
         if answer is NotImplemented:
             answer = super().__torch_function__(func, types, args, kwargs)
         return _keep_writes(answer, moved)
+
+    def plain(self) -> Tensor:
+        """Return the true gradient, over the same bytes, as a tensor that nothing watches."""
+        self.before()
+        with without_dispatch():
+            return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = copy.deepcopy(self.plain(), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @property
     def is_unread(self) -> bool:
@@ -383,6 +397,7 @@ class Gradients:
     def end(self, backward: Backward) -> None:
         """Send down what came of units that did not get all their gradients, and put all into `.grad`."""
         with contextlib.ExitStack() as ends:  # which go on, last one first, where a hook of the user's raises
+            ends.callback(self._device.counters.listener.idle)
             ends.callback(self._steps.backward_ended)
             ends.callback(self._deposit_all, backward.sent)
             while backward.came:
@@ -394,10 +409,12 @@ class Gradients:
             here.wait_event(stream.record_event())
             for grad in came.values():
                 self._device.keep_for(grad, here)
+        with without_dispatch():
+            hooked = [weight for weight in came if hooks_of_gradient(weight.host) or weight.is_narrow]
+        with torch.no_grad():
+            for weight in hooked:  # with dispatch: the weights and gradients that hooks read wait
+                came[weight] = self._hooked(weight, came[weight])
         with torch.no_grad(), without_dispatch():
-            for weight, grad in came.items():
-                if hooks_of_gradient(weight.host) or weight.is_narrow:
-                    came[weight] = self._hooked(weight, grad)
             sent = self._send(unit, came, here)
             after = [weight.host for weight in came if hooks_after_accumulation(weight.host)]
         if after or self._steps.is_eager():
@@ -412,7 +429,9 @@ class Gradients:
     @staticmethod
     def _hooked(weight: Weight, grad: Tensor) -> Tensor:
         """Pass a gradient through the user's hooks on the parameter."""
-        for hook in list((hooks_of_gradient(weight.host) or {}).values()):
+        with without_dispatch():
+            hooks = list((hooks_of_gradient(weight.host) or {}).values())
+        for hook in hooks:
             weight.uses = 0
             changed = hook(grad)
             grad = grad if changed is None else changed
@@ -428,7 +447,7 @@ class Gradients:
         if dense:
             norms = norms_of_all([grad.to(weight.value.dtype) for weight, grad in dense], 2.0)
             kind = ResidentGradientBytes if unit.is_resident else GradientBytes
-            raws, arrived = self._kept(dense, here) if unit.is_resident else self._packed(dense, here)
+            raws, arrived = self._kept(dense, here) if unit.is_resident else self._packed(unit, dense, here)
             for (weight, _), raw, norm in zip(dense, raws, norms, strict=True):
                 sent[weight] = kind(weight, raw, arrived, norm)
         if len(dense) < len(came):
@@ -442,23 +461,26 @@ class Gradients:
         kept = [torch.empty_like(weight.there).copy_(grad) for weight, grad in dense]
         return kept, stream.record_event()
 
-    def _packed(self, dense: list[tuple[Weight, Tensor]], stream: Any) -> tuple[list[Tensor], Any]:
+    def _packed(self, unit: Unit, dense: list[tuple[Weight, Tensor]], stream: Any) -> tuple[list[Tensor], Any]:
         """Pack gradients on the device, and start to copy them down as one."""
         places, total = [], 0
         for _, grad in dense:
             places.append(total)
             total += aligned(grad.nbytes)
         there, here = self._device.empty(total), self._device.passing(total)
-        typed = {dtype: (there.view(dtype), here.view(dtype)) for dtype in {grad.dtype for _, grad in dense}}
+        typed = {dtype: there.view(dtype) for dtype in {grad.dtype for _, grad in dense}}
         packed, views = [], []
         for at, (weight, grad) in zip(places, dense, strict=True):
             form = weight.value.shape, weight.value.stride(), at // grad.itemsize
-            on_device, on_host = typed[grad.dtype]
-            packed.append(on_device.as_strided(*form))
-            views.append(on_host.as_strided(*form))
+            packed.append(typed[grad.dtype].as_strided(*form))
+            alone = here.untyped_storage()[at : at + grad.nbytes]  # torch.save writes whole storages
+            views.append(torch.empty(0, dtype=grad.dtype).set_(alone, 0, *form[:2]))
         copy_all(packed, [grad for _, grad in dense])
         self._device.down.wait_event(stream.record_event())
-        arrived = self._device.send_down(here, there)
+        counters = self._device.counters
+        recorded = counters.listener.work("down", unit.name, "gradients", sum(grad.nbytes for _, grad in dense))
+        arrived = self._device.send_down(here, there, recorded)
+        counters.bytes_down += sum(grad.nbytes for _, grad in dense)
         self.ring.hold(there, [arrived], stream)
         return views, arrived
 

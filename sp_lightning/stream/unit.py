@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..compat.streaming import without_dispatch
+from ..core.unit_numbers import UnitNumbers
 from ..host.device import Arrival, Device, aligned, dense_strides
 from .lazy import stored_version
-from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions
+from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions, stepped_already
 from .residency import Presence, Residency
 
 
@@ -147,18 +148,32 @@ class Unit:
         """Note anew where the modules have the parameters."""
         self._slots = [(index, slot) for index, weight in enumerate(self.weights) for slot in weight.slots]
 
+    def numbers(self) -> UnitNumbers:
+        """Return the unit's bytes: of its weights on the device, and of its gradients."""
+        trained = [weight for weight in self.weights if weight.host.requires_grad]
+        return UnitNumbers(
+            name=self.name,
+            up_nbytes=self.nbytes,
+            down_nbytes=sum(aligned(weight.nbytes) for weight in trained),
+            parameters=sum(weight.host.numel() for weight in trained),
+            resident=self.is_held,
+        )
+
     # ---- on the device
 
     def load(self, here: Any) -> None:
         """Start to copy the weights up, into memory of the stream ``here``."""
         self.memory.allocate(here)
         self._stamp = None
+        self.device.counters.fetches += 1
+        self.device.counters.bytes_up += self.nbytes
         self.steps.after(self._copy)
 
     def _copy(self) -> None:
         if self.has_new_wire:
             self._cast()
-        self.memory.arrived = self._copied = self.device.send_up(self.memory.flat, self.slab)
+        recorded = self.device.counters.listener.work("up", self.name, "weights", self.nbytes)
+        self.memory.arrived = self._copied = self.device.send_up(self.memory.flat, self.slab, recorded=recorded)
         self._stamp = self._now()
         if self.is_open:
             self.wait_copy()  # nothing makes the user's next write to the array wait
@@ -196,6 +211,7 @@ class Unit:
     def evict(self) -> None:
         """Let go of the memory on the device."""
         self.steps.cancel()
+        self.device.counters.evictions += self.memory.state is not Presence.ABSENT
         self.memory.release()
 
     # ---- on the host
@@ -208,6 +224,8 @@ class Unit:
 
     def before_host_access(self, weight: Weight) -> None:
         """Wait until the host may read and write a weight's bytes."""
+        if self.is_final and weight.is_half_applied:
+            raise stepped_already(weight.name)
         self.wait_step()
         self.wait_copy()
         self.has_new_wire = True
@@ -215,6 +233,7 @@ class Unit:
 
     def keep_write(self, weight: Weight) -> None:
         """Copy to the host what was written to a leaf."""
+        self.device.counters.bytes_written_back += weight.nbytes
         self.wait_copy()
         if weight.is_narrow:
             if not torch.equal(weight.there.detach().to("cpu").view(torch.uint8), weight.wire.view(torch.uint8)):
@@ -243,7 +262,12 @@ class Unit:
 
     def wait_step(self) -> None:
         """Wait until no step of the unit is pending; raise what it raised."""
-        if self.steps.last is not None:
+        if (last := self.steps.last) is None:
+            return
+        if last.done():
+            self.steps.wait()
+            return
+        with self.device.counters.stall("optimizer"):
             self.steps.wait()
 
     # ---- the modules' parameters

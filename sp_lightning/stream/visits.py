@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from ..compat.dynamo import compiling_as_here, compiling_callback, never_compiled, not_compiled_itself
-from ..compat.streaming import call_slot, graph_task, plain_call, set_call_slot
+from ..compat.streaming import call_slot, graph_task, plain_call, set_call_slot, tree_map_only
 from ..errors import ExactnessError
 from .leaf import Weight
 from .recompute import Recompute
@@ -33,10 +34,12 @@ class Visit:
         units: Sequence[Unit],
         is_entry: bool,
         window: Window,
-        before: Callable[[bool], None],
+        outermost: Callable[[bool], AbstractContextManager[None]],
+        is_root: bool,
     ) -> None:
+        self._is_root = is_root
         self.module, self.units, self.is_entry = module, list(units), is_entry
-        self._window, self._policy, self._before = window, window.policy, before
+        self._window, self._policy, self._outermost = window, window.policy, outermost
         self._name = name
         self._recompute = Recompute(module, name, self._policy.device.torch_device)
         self.chain()
@@ -58,10 +61,21 @@ class Visit:
 
     @not_compiled_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._window.is_in_call:
-            self._before(self.is_entry)
-        elif self._window.caller not in (None, get_ident()):
-            self._window.check_thread(self._name)
+        if self._window.is_in_call:
+            if self._window.caller not in (None, get_ident()):
+                self._window.check_thread(self._name)
+            return self._called(args, kwargs)
+        if self._is_root and not self._policy.device.is_host:
+            args, kwargs = tree_map_only(torch.Tensor, self._moved, (args, kwargs))
+        with self._outermost(self.is_entry):
+            return self._called(args, kwargs)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Move an argument of the root to the device, as fully_shard does."""
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self._policy.device.torch_device)
+
+    @not_compiled_itself
+    def _called(self, args: Any, kwargs: Any) -> Any:
         call = self._call if compiling_callback() is None else compiling_as_here(self._call)
         return self._visited(call, args, kwargs)
 
@@ -106,6 +120,7 @@ class Visit:
                         self._keep_writes(unit, written)
             finally:
                 window.end_call(noted)
+                self._policy.device.counters.listener.left("", graph_task() != -1)
             if torch.is_autocast_enabled(self._policy.device.torch_device.type):
                 torch.clear_autocast_cache()  # of casts of leaves, which would keep memory
 
@@ -115,5 +130,6 @@ class Visit:
                 f"{unit.name} writes to its weights in its forward, which a second forward would repeat: use"
                 " activations='keep' or 'offload'"
             )
+        self._policy.device.counters.writebacks += 1
         for weight in written:
             unit.keep_write(weight)

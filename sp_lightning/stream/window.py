@@ -17,6 +17,7 @@ from ..compat.streaming import dispatch_mode_count, graph_task, without_dispatch
 from ..core.schedule import Schedule
 from ..errors import UnsupportedError
 from ..host.device import Device, DeviceMemoryError
+from ..host.room import Room
 from ..options import format_bytes
 from .activations import Activations
 from .leaf import graph_after_close
@@ -73,9 +74,9 @@ class Call(NamedTuple):
 class Window:
     """Loads units ahead of their visits, and evicts others."""
 
-    def __init__(self, window: int, transfer: int, device: Device, policy: Activations) -> None:
+    def __init__(self, device: Device, policy: Activations) -> None:
         self._units: Sequence[Unit] = ()
-        self._sizes, self._device, self.policy = (window, transfer), device, policy
+        self._device, self.policy = device, policy
         self._trace = Trace()
         self._current: tuple[Unit | None, Any] = None, None  # the unit that was visited last, and on which stream
         self._in_use: dict[int, Unit] = {}
@@ -84,10 +85,10 @@ class Window:
         self.is_in_call = False  # whether a call of a streamed module is under way
         self._is_closed = False
 
-    def begin(self, units: Sequence[Unit]) -> None:
+    def begin(self, units: Sequence[Unit], room: Room) -> None:
         """Stream these units from now on; units without memory of their own that are added stay beside them."""
-        self._units = units
-        self._schedule = Schedule([unit.nbytes for unit in units], *self._sizes)
+        self._units, self.room = units, room
+        self._schedule = Schedule([unit.nbytes for unit in units], room.window, room.transfer)
 
     @contextlib.contextmanager
     def using(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -157,7 +158,9 @@ class Window:
         self._current = None, None  # until the visit succeeds: it may evict the unit that was visited last
         if not unit.is_held:
             self._bring(unit, here[1])
-        unit.show(here[1])
+        phase = "forward" if graph_task() == -1 else "backward"
+        with self._device.counters.listener.waiting("weights", unit.name, phase):
+            unit.show(here[1])
         self._current = here
 
     def _bring(self, unit: Unit, stream: Any) -> None:
@@ -166,18 +169,31 @@ class Window:
             self.drop(unit)
         if period:
             self._schedule.begin(period, wrap=True)
-        decision = self._schedule.visit(unit.index, self._in_use)
+        schedule, room, counters = self._schedule, self.room, self._device.counters
+        if (room.window, room.transfer) != (schedule.window, schedule.transfer):
+            schedule.resize(room.window, room.transfer)
+        decision = schedule.visit(unit.index, self._in_use)
+        counters.surprises += decision.surprise
+        counters.extra_held += len(schedule.resident) > schedule.window
         for index in decision.evict:
             self._units[index].evict()
         for index in decision.load:
             if index in self._schedule.resident:
                 self._load(self._units[index], stream, is_needed=index == unit.index)
+        if decision.load:
+            room.note_memory(schedule.resident_nbytes)
+
+    @property
+    def resident_nbytes(self) -> int:
+        """The bytes of the units that are on the device, or on their way there."""
+        return self._schedule.resident_nbytes
 
     def _load(self, unit: Unit, stream: Any, is_needed: bool) -> None:
         """Load a unit. Where the device is full, a unit that is needed now takes the place of all idle ones."""
         try:
             unit.load(stream)
         except torch.OutOfMemoryError as error:
+            self.room.was_short()
             if not is_needed:
                 self._schedule.invalidate([unit.index])
                 return

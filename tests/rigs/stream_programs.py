@@ -1,4 +1,4 @@
-"""Programs that run plain and then streamed by `handle.stream`, and the comparison of all that they leave, bit for bit.
+"""Programs that run plain and then streamed, and the comparison of all that they leave, bit for bit.
 
 A program is a function of a `Run` and a model. It returns tensors in any nesting; optimizers that it gets from the run
 are compared as well, and so are the model's weights and buffers.
@@ -16,10 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sp_lightning.handle import stream
+from sp_lightning.handle import Handle, Settings
 
 POLICIES = ("keep", "recompute", "offload", "recompute+offload")
 CHUNK = 512  # elements of a slice, so that each weight has several
+
+
+def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Handle:
+    """Stream with settings that users do not have, such as a chunk of few elements."""
+    return Handle(module, device, Settings(**options))
 
 
 class Block(nn.Module):

@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 from refusals import refusal
-from stream_programs import Block, Net, cases, check, collected, device_named, streamed
+from stream_programs import Block, Net, cases, check, collected, device_named, stream, streamed
 from torch import nn
 
 from sp_lightning.errors import OptionError, UnsupportedError
-from sp_lightning.handle import Settings, stream
+from sp_lightning.handle import Settings
 
 PROGRAMS = []
 program = collected(PROGRAMS)

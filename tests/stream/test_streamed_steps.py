@@ -476,8 +476,8 @@ def test_an_error_of_the_first_of_two_optimizers_is_raised():
     first, second = (torch.optim.AdamW(part.parameters(), fused=True) for part in (block.up, block.down))
     with streamed(model, "cpu") as handle:
         model(torch.ones(4, 8)).sum().backward()
-        second.step()  # which makes its state, and so waits for nothing below
-        handle.steps.adopt(first)
+        for optimizer in (first, second):  # which make their state, and so wait for nothing below
+            optimizer.step()
         handle.finish_step()
         handle.steps.thread.submit(time.sleep, 0.2)
         first.param_groups[0]["betas"] = (None, None)

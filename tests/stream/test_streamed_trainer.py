@@ -29,7 +29,7 @@ SETTINGS = {
     "resident": ({"window": 1, "resident": 1, "activations": "recompute"}, {}),
     "fp16": ({"window": 1}, {"precision": "16-mixed", "clip": CLIP}),
     "as_is": ({"window": 1, "wire_dtype": "as-is"}, {"precision": "bf16-mixed"}),
-    "early": ({"window": 1, "early": True}, {}),
+    "early": ({"window": 1, "optimizer_overlap": True}, {}),
     "seen": ({"window": 1}, {"see": "backward"}),
 }
 WRITES = ("rescaled_weight", "rescaled_data", "max_norm_embedding")  # in their forward: not with recomputation
@@ -55,14 +55,14 @@ def test_the_zoo_trains_with_the_bits_of_plain_runs(name, setting):
     make = functools.partial(models.ZooModule, models.ZOO[name], optimizer="adamw", fused=False)
     device = device_named("simgpu")
     want = parity.record(make, SingleDeviceStrategy(device=device), accelerator="simgpu", **settings)
-    got = parity.record(make, StreamStrategy(device, chunk=512, **options), accelerator="simgpu", **settings)
+    got = parity.record(make, StreamStrategy(device, **options), accelerator="simgpu", **settings)
     parity.compare(want, got)
 
 
 @pytest.mark.parametrize("name", WRITES)
 def test_weights_written_by_a_forward_are_refused_under_recompute(name):
     make = functools.partial(models.ZooModule, models.ZOO[name], optimizer="adamw", fused=False)
-    strategy = StreamStrategy("cpu", window=1, activations="recompute", chunk=512)
+    strategy = StreamStrategy("cpu", window=1, activations="recompute")
     with pytest.raises(ExactnessError, match="writes to its weights in its forward"):
         parity.record(make, strategy, accelerator="cpu")
 
@@ -166,7 +166,7 @@ def test_checkpoints_go_both_ways(options, tmp_path):
         return SingleDeviceStrategy(device=device_named("simgpu"))
 
     def streaming():
-        return StreamStrategy(device_named("simgpu"), chunk=512, **options)
+        return StreamStrategy(device_named("simgpu"), **options)
 
     one, other = tmp_path / "plain.ckpt", tmp_path / "streamed.ckpt"
     want = fit(Module, plain(), tmp_path, save=one)
@@ -185,5 +185,5 @@ def test_two_optimizers_by_hand(options, tmp_path):
     import simgpu.lightning  # noqa: F401
 
     want = fit(TwoOptimizers, SingleDeviceStrategy(device=device_named("simgpu")), tmp_path)
-    got = fit(TwoOptimizers, StreamStrategy(device_named("simgpu"), chunk=512, **options), tmp_path)
+    got = fit(TwoOptimizers, StreamStrategy(device_named("simgpu"), **options), tmp_path)
     same([want.losses, want.state_dict()], [got.losses, got.state_dict()])

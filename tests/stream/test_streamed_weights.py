@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from refusals import refusal
-from stream_programs import Block, Net, cases, check, collected, device_named, streamed
+from stream_programs import Block, Net, cases, check, collected, device_named, stream, streamed
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from sp_lightning.errors import ExactnessError, UnsupportedError
-from sp_lightning.handle import stream
 
 PROGRAMS = []
 program = collected(PROGRAMS)

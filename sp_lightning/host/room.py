@@ -1,0 +1,129 @@
+"""How many units fit on the device: `window="auto"` and `transfer="auto"`, from bytes.
+
+1. *Others* is all memory on the device but the window's units. After a step that raised the device's peak, others took
+   that peak, less the window's units when most was allocated. The largest such figure counts.
+2. A run begins with one unit, because the memory of activations is not known, or with the sizes of the run that it
+   resumes. After each step the window grows, at most fourfold, into what others and a reserve leave free.
+3. The first step that trains begins small again: what evaluation left free says nothing about backward.
+4. Where an allocation failed, the window stays smaller than it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ..core.unit_numbers import UnitNumbers
+from ..core.window_choice import GROWTH, DeviceBudget, first_window, sizes_of
+from ..options import Count, Options, format_bytes
+from .device import Device
+
+log = logging.getLogger(__name__)
+
+
+class Room:
+    """The sizes of the window, which grows into the device's memory where the user left that open."""
+
+    def __init__(
+        self, window: Count, transfer: Count, budget: int | None, units: Sequence[UnitNumbers], device: Device
+    ) -> None:
+        self._device, self._budget = device, budget
+        self._given = window, transfer
+        self._streamed = [unit for unit in units if not unit.resident]
+        self._packs = 2 * max((unit.down_nbytes for unit in self._streamed), default=0)
+        root = sum(unit.up_nbytes for unit in units if unit.resident)
+        self.window = self._first = first_window(
+            Options(window=window, memory_budget=budget), self._streamed, root, device.is_host
+        )
+        self.transfer = 1 if transfer == "auto" else min(transfer, self.window)
+        self._most = self.window if budget is not None or device.is_host else max(1, len(self._streamed))
+        self._grows = window == "auto" and not device.is_host
+        self._others = self._resumed = 0  # bytes, in this run and in the one that it resumes
+        self._fullest = self._window_then = 0  # bytes allocated where most were, and those of the window's units
+        self._peak = 0
+        self._was_trained = self._has_begun = False
+        if self._grows:
+            device.reset_memory_peak()
+            log.info(
+                "superpipeline: starts with window %d: units %s; the device has %s",
+                self.window,
+                sizes_of(self._streamed),
+                format_bytes(device.memory_capacity()),
+            )
+
+    def note_memory(self, window_nbytes: int) -> None:
+        """Note the memory in use after loads, with these bytes of the window's units."""
+        if self._grows and (allocated := self._device.memory_allocated()) > self._fullest:
+            self._fullest, self._window_then = allocated, window_nbytes
+
+    def begin_step(self, trains: bool) -> None:
+        """Choose the window for a step, by what the one before it took."""
+        if not self._grows:
+            return
+        if self._has_begun:
+            self._note_peak()
+        if trains and not self._was_trained:
+            self._was_trained = True
+            if self._has_begun:
+                self._device.reset_memory_peak()
+                self._peak = self._others = 0
+            self._resize(self._first if not self._resumed else self.window, "the first step that trains")
+        elif self._has_begun:
+            self._grow()
+        self._has_begun = True
+        self._fullest = self._window_then = 0
+
+    def _note_peak(self) -> None:
+        peak = self._device.memory_peak()
+        if peak > self._peak:
+            self._peak = peak
+            packs = self._packs if self.window == self._first else 0  # that a faster host has on their way down
+            self._others = max(self._others, peak - self._window_then + packs)
+
+    def _memory(self) -> DeviceBudget:
+        return DeviceBudget(capacity=self._device.memory_capacity(), others=max(self._others, self._resumed))
+
+    def _grow(self) -> None:
+        memory = self._memory()
+        most = self._most if self._budget is not None else min(self._most, memory.most(self._streamed))
+        self._resize(min(most, GROWTH * self.window), f"at most {most} fit, as {memory}")
+
+    def _resize(self, window: int, why: str) -> None:
+        if window != self.window:
+            log.info("superpipeline: window %d -> %d: %s", self.window, window, why)
+            self.window, self.transfer = window, min(self.transfer, window)
+
+    def was_short(self) -> None:
+        """Make the window smaller for good: the device had no memory for a unit."""
+        if self._grows and self.window > 1:
+            self._most = self.window - 1
+            self._resize(self._most, "the device had no memory for a unit")
+
+    def ran_out(self) -> None:
+        """Halve the window for good: the model's own code found no memory on the device."""
+        if self._grows and self.window > 1:
+            self._most = self.window // 2
+            self._resize(self._most, "the device had no memory for the model's own code")
+
+    # ---- checkpoints
+
+    def chosen(self) -> dict[str, int]:
+        """Return the sizes from which a resumed run starts; empty if none were chosen."""
+        if self._device.is_host or "auto" not in self._given or not self._has_begun:
+            return {}
+        self._note_peak()
+        others = max(self._others, self._resumed)
+        return {"window": self.window, "transfer": self.transfer, "others_nbytes": others}
+
+    def resume(self, chosen: dict[str, Any], why: str) -> None:
+        """Start from the sizes that an earlier run or a plan chose, as far as they fit here."""
+        if not chosen or self._device.is_host:
+            return
+        self._resumed = chosen["others_nbytes"]
+        if self._given[1] == "auto":
+            self.transfer = chosen["transfer"]
+        if self._grows:
+            fit = self._most if self._budget is not None else min(self._most, self._memory().most(self._streamed))
+            self._resize(min(chosen["window"], fit), why)
+        self.transfer = min(self.transfer, self.window)

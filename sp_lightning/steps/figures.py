@@ -1,0 +1,96 @@
+"""Figures of a stream, for `stats()`, and errors of the user's code with figures of what fills the device."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+
+from ..compat.dynamo import Unsupported
+from ..core import remedies
+from ..core.telemetry import Stats
+from ..errors import SuperpipelineError, UnsupportedError
+from ..host.device import Device, DeviceMemoryError
+from ..options import format_bytes
+from ..stream.activations import Activations
+from ..stream.unit import Unit
+from ..stream.window import Window
+
+BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
+    r"(on|at|in) (the )?same device|expected device|two devices"
+    r"|\(torch\.\w+\.\w+\) and \w+ type \(torch\.\w+\) should be the same"
+)
+
+
+def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str | None) -> Stats:
+    """Return the figures of a stream."""
+    numbers = [unit.numbers() for unit in units]
+    resident = sum(unit.up_nbytes for unit in numbers if unit.resident)
+    streamed = [unit for unit in numbers if not unit.resident]
+    largest = sorted((unit.up_nbytes for unit in streamed), reverse=True)[: window.room.window]
+    gradients = sum(unit.down_nbytes for unit in streamed)
+    weights = [weight for unit in units for weight in unit.weights]
+    on_host = sum(weight.value.untyped_storage().nbytes() for weight in weights)
+    wires = sum(weight.wire.nbytes for weight in weights if weight.is_narrow)
+    figures = {
+        **device.counters.snapshot(),
+        "pending_step": pending,
+        "compiled_step": None,
+        "window": window.room.window,
+        "transfer": window.room.transfer,
+        "units": len(streamed),
+        "resident_root_bytes": resident,
+        "weight_bytes": sum(unit.up_nbytes for unit in numbers),
+        "resident_bytes": resident + window.resident_nbytes,
+        "window_bytes": resident + sum(largest) + 2 * max((unit.down_nbytes for unit in streamed), default=0),
+        "device_peak": device.memory_peak(),
+        "host_bytes": on_host + wires + gradients,
+        "host_weight_bytes": on_host + wires,
+        "host_gradient_bytes": gradients,
+    }
+    return cast(Stats, figures)
+
+
+@contextlib.contextmanager
+def explaining(window: Window, policy: Activations, device: Device) -> Iterator[None]:
+    """Turn errors of the user's code in this context into errors that say what to do."""
+    try:
+        yield
+    except SuperpipelineError:
+        raise
+    except torch.OutOfMemoryError as error:
+        message = _what_fills(window, policy, device)
+        window.room.ran_out()
+        raise DeviceMemoryError(f"{error}\n{message}") from error
+    except Unsupported as error:
+        raise UnsupportedError(
+            f"{error}\nA compiled graph ends where a unit is entered, and another begins: leave out fullgraph=True"
+            " where you compile code that calls units. If the plain run raises this as well, its graph breaks elsewhere"
+        ) from error
+    except RuntimeError as error:
+        if BETWEEN_DEVICES.search(str(error)) is None:
+            raise
+        raise UnsupportedError(
+            f"{error}\nA weight or gradient on the host met a tensor on {device.torch_device}. Between steps weights"
+            " and gradients are on the host; in a step they are on the device where a function of torch gets them. Move"
+            " the other tensor, such as a mask that was made between steps. If the plain run raises this as well, a"
+            " tensor was created without device="
+        ) from error
+
+
+def _what_fills(window: Window, policy: Activations, device: Device) -> str:
+    """Say what fills the device, and name three changes that make room."""
+    held = window.resident_nbytes
+    kept = ("recompute" if policy.recomputes else "") + ("+offload" if policy.offloads else "") or "keep"
+    changes = [f"{one.what} ({one.cost})" for one in remedies.activations(kept.strip("+"))]
+    if window.room.window > 1:
+        changes.append(f"{remedies.window(1).what} ({remedies.window(1).cost})")
+    changes.append(f"{remedies.HALF_BATCHES.what} ({remedies.HALF_BATCHES.cost})")
+    return (
+        f"superpipeline: of {format_bytes(device.memory_capacity())} on {device.torch_device}, the window of"
+        f" {window.room.window} took {format_bytes(held)}, and activations, gradients, buffers and all else"
+        f" {format_bytes(device.memory_allocated() - held)}; to make room: " + "; ".join(changes[:3])
+    )

@@ -1,0 +1,197 @@
+"""What a handle tells of a stream, and the window that it chooses from bytes."""
+
+import time
+
+import pytest
+import torch
+from stream_programs import Net, device_named, stream, streamed
+from torch import nn
+
+from sp_lightning.handle import not_yet
+from sp_lightning.handle import stream as door
+from sp_lightning.host.device import DeviceMemoryError
+from sp_lightning.options import Options
+
+
+def steps(model, device, count=2, optimizer=None, batch=4):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(count):
+        model(torch.ones(batch, 8, device=device_named(device))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def nbytes(*modules):
+    return sum(-(-p.nbytes // 512) * 512 for module in modules for p in module.parameters())
+
+
+def test_counts_are_those_of_the_copies():
+    model = Net()
+    block, blocks = nbytes(model.blocks[0]), len(model.blocks)
+    with streamed(model, "cpu", window=1, units=["Block"]) as handle:
+        steps(model, "cpu")
+        handle.finish_step()
+        stats = handle.stats()
+    loads = 2 * (2 * blocks - 1)  # forward and backward, and the last block is there when backward begins
+    assert (stats["fetches"], stats["bytes_up"], stats["bytes_down"]) == (
+        loads,
+        loads * block,
+        2 * blocks * sum(p.nbytes for p in model.blocks[0].parameters()),
+    )
+    assert (stats["units"], stats["window"], stats["held_steps"], stats["stepped_ahead"]) == (blocks, 1, 2, 0)
+    assert stats["resident_root_bytes"] == nbytes(model.emb, model.head)
+    assert stats["weight_bytes"] == stats["resident_root_bytes"] + blocks * block
+
+
+@pytest.mark.simgpu
+def test_offloaded_bytes_go_down_and_come_back():
+    model = Net()
+    with streamed(model, "simgpu", activations="offload") as handle:
+        steps(model, "simgpu", batch=64)
+        stats = handle.stats()
+    assert stats["bytes_offloaded"] == stats["bytes_brought_back"] > 0
+
+
+def test_a_write_of_a_forward_is_counted():
+    model = Net()
+    model.blocks[1].register_forward_pre_hook(lambda block, _: block.up.weight.data.mul_(0.5))
+    with streamed(model, "cpu") as handle, torch.no_grad():
+        model(torch.ones(4, 8))
+        assert (handle.stats()["writebacks"], handle.stats()["bytes_written_back"]) == (
+            1,
+            model.blocks[1].up.weight.nbytes,
+        )
+
+
+@pytest.mark.simgpu
+def test_an_auto_window_grows_into_what_steps_leave_free():
+    import simgpu
+
+    model = Net()
+    simgpu.config.capacity = 420 * 1024
+    with stream(model, "simgpu", window="auto", transfer="auto", units=["Block"]) as handle:
+        windows = []
+        for _ in range(4):
+            steps(model, "simgpu", count=1)
+            windows.append(handle.stats()["window"])
+        assert windows[0] == 1 and windows[-1] == len(model.blocks)
+        assert torch.accelerator.max_memory_allocated() <= simgpu.config.capacity
+        chosen = handle.chosen()
+    with stream(model, "simgpu", window="auto", units=["Block"]) as handle:
+        handle.resume(chosen)
+        assert handle.stats()["window"] == len(model.blocks)
+
+
+@pytest.mark.simgpu
+def test_an_auto_window_leaves_activations_their_room():
+    import simgpu
+
+    model = Net()
+    simgpu.config.capacity = 340 * 1024
+    with stream(model, "simgpu", window="auto", units=["Block"]) as handle:
+        steps(model, "simgpu", count=4, batch=64)
+        assert 1 < handle.stats()["window"] < len(model.blocks)
+
+
+@pytest.mark.simgpu
+def test_the_first_step_that_trains_begins_with_a_small_window():
+    model = Net()
+    with stream(model, "simgpu", window="auto", units=["Block"]) as handle:
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.ones(4, 8, device=device_named("simgpu")))
+        assert handle.stats()["window"] == len(model.blocks)
+        model(torch.ones(4, 8, device=device_named("simgpu")))
+        assert handle.stats()["window"] == 1
+
+
+def test_a_budget_bounds_an_auto_window():
+    model = Net()
+    budget = nbytes(model.emb, model.head) + 4 * nbytes(model.blocks[0])  # two weights, and two for gradients
+    with stream(model, "cpu", window="auto", memory_budget=budget, units=["Block"]) as handle:
+        steps(model, "cpu")
+        assert handle.stats()["window"] == 2
+
+
+@pytest.mark.simgpu
+def test_a_model_that_fills_the_device_is_told_what_makes_room():
+    import simgpu
+
+    model = Net()
+    with streamed(model, "simgpu", window=2) as handle:
+        steps(model, "simgpu")
+        many = torch.ones(4096, 8, device=device_named("simgpu"))
+        simgpu.config.capacity = torch.accelerator.memory_allocated() + 64 * 1024
+        with pytest.raises(DeviceMemoryError, match=r"the window of 2 took .*; to make room: activations='recompute'"):
+            model(many)
+        assert not handle.closed
+
+
+@pytest.mark.simgpu
+def test_arguments_of_the_root_move_to_the_device():
+    model = Net()
+    with streamed(model, "simgpu"), torch.no_grad():
+        assert model(torch.ones(4, 8)).device.type == "simgpu"
+
+
+@pytest.mark.simgpu
+def test_a_tensor_on_the_host_is_named_as_the_cause():
+    from sp_lightning.errors import UnsupportedError
+
+    model = Net()
+    model.blocks[0].register_forward_pre_hook(lambda block, args: (args[0] + torch.ones(4, 32),))
+    with streamed(model, "simgpu"), pytest.raises(UnsupportedError, match="met a tensor on simgpu:0"):
+        model(torch.ones(4, 8))
+
+
+def test_without_overlap_a_step_is_over_when_it_returns():
+    model = Net()
+    with streamed(model, "cpu", overlap=False) as handle:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        handle.steps.thread.submit(time.sleep, 0.1)
+        steps(model, "cpu", 1, optimizer)
+        assert all(unit.pending is None for unit in handle.units) and handle.stats()["held_steps"] == 0
+
+
+def test_a_forward_beside_a_step_does_not_change_the_types_of_state():
+    model = Net()
+    with streamed(model, "cpu") as handle:
+        optimizer = torch.optim.AdamW(model.parameters())
+        handle.steps.thread.submit(time.sleep, 0.1)
+        steps(model, "cpu", 1, optimizer)
+        torch.set_default_dtype(torch.float64)
+        try:
+            handle.finish_step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "options, missing",
+    [
+        ({}, None),
+        ({"disk": "/tmp"}, "disk="),
+        ({"optimizer_device": "device"}, "optimizer_device"),
+        ({"window": 3}, None),
+    ],
+)
+def test_what_the_core_does_not_have_yet_is_named(options, missing):
+    found = not_yet(Options.parse(**options), devices=1)
+    assert found is None if missing is None else missing in found
+    assert not_yet(Options.parse(**options), devices=2) is not None
+
+
+def test_a_wrong_option_is_refused_at_the_door():
+    from sp_lightning.errors import OptionError
+
+    with pytest.raises(OptionError, match=r"window must be an int >= 1 or 'auto', got 0"):
+        door(nn.Linear(2, 2), "cpu", window=0)
+
+
+def test_the_door_streams_on_this_core():
+    model = Net()
+    with door(model, "cpu", window=1, units=["Block"]) as handle:
+        steps(model, "cpu")
+        assert sorted(handle.managed) == sorted(name for name, _ in model.named_parameters())
+    assert handle.closed and handle.stats()["fetches"] > 0
