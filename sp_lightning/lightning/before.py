@@ -135,7 +135,7 @@ class StrategyBefore(SeveralDevices, SingleDeviceStrategy, ParallelStrategy):
         if self.options.uses_files:
             log.warning(
                 "superpipeline: %s copies all weights (%s) into host memory, those in files too, beside host_budget "
-                "(plan --copies 1 counts them)",
+                "(a plan counts them: of a config, or by copies=1)",
                 of,
                 format_bytes(sum(parameter.nbytes for parameter in self.lightning_module.parameters())),
             )

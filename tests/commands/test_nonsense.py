@@ -38,7 +38,7 @@ SAID = {  # what is typed, and what the line says
     f"{FIT} --data.blok_size 128": "--data.blok_size is no argument",
     f"{FIT} --ckpt_path nowhere.ckpt": "ckpt_path must be a checkpoint that a run wrote, or one of last",
     f"{FIT} --trainer.default_root_dir /proc/runs": "trainer.default_root_dir must be in a folder that can be written",
-    f"predict --config {ROOT}/examples/finetune_vision/config.yaml": "`predict_dataloader` must be implemented",
+    f"predict --config {ROOT}/examples/finetune_vision/config.yaml": "`Trainer.predict` requires `forward`",
     "plan --model llama3-8b --machine rtx306": "did you mean rtx3060?",
     "plan --model llama3-8b --machine rtx3060 --bach 4": "did you mean --batch?",
     "plan --model llama3-8b --machine rtx3060 --host-memory 64": "host_memory must be a size with its unit",
