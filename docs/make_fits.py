@@ -25,11 +25,11 @@ from sp_lightning.plan.planner import Job, Planner
 README = pathlib.Path(__file__).parents[1] / "README.md"
 PAGE = pathlib.Path(__file__).parent / "what-fits.md"
 BEGIN, END = "<!-- what fits -->", "<!-- end of what fits -->"
-CARDS = ("rtx4060", "rtx4070", "rtx4060ti-16gb", "rtx4090")
+CARDS = ("rtx4060", "rtx3060", "rtx4060ti-16gb", "rtx4090")
 MEMORIES = (32, 64, 128)  # GiB
 IN_SHORT = (
     *(("rtx4060", 32), ("rtx4060", 64)),
-    *(("rtx4070", 32), ("rtx4070", 64)),
+    *(("rtx3060", 32), ("rtx3060", 64)),
     *(("rtx4060ti-16gb", 64), ("rtx4090", 64)),
 )
 TOKENS = 2048  # of a step

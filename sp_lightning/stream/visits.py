@@ -18,6 +18,7 @@ from torch import nn
 from ..compat.dynamo import compiling_as_here, compiling_callback, never_compiled, not_compiled_itself
 from ..compat.streaming import call_slot, graph_task, plain_call, set_call_slot, tree_map_only
 from ..errors import ExactnessError
+from .lazy import found_in
 from .leaf import Weight
 from .recompute import Recompute
 from .unit import Unit
@@ -66,13 +67,17 @@ class Visit:
                 self._window.check_thread(self._name)
             return self._called(args, kwargs)
         if self._is_root and not self._policy.device.is_host:
-            args, kwargs = tree_map_only(torch.Tensor, self._moved, (args, kwargs))
+            args, kwargs = self._brought((args, kwargs))
         with self._outermost(self.is_entry):
             return self._called(args, kwargs)
 
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Move an argument of the root to the device, as fully_shard does."""
-        return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self._policy.device.torch_device)
+    def _brought(self, arguments: Any) -> Any:
+        """Move the root's arguments to the device where all are on the host, as `x.to(model.device)` leaves them."""
+        device = self._policy.device.torch_device
+        if any(tensor.device == device for tensor in found_in(arguments, torch.Tensor)):
+            return arguments
+        move = lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(device)  # noqa: E731
+        return tree_map_only(torch.Tensor, move, arguments)
 
     @not_compiled_itself
     def _called(self, args: Any, kwargs: Any) -> Any:

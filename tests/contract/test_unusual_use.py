@@ -980,7 +980,6 @@ def t5():
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
 
 
-@pytest.mark.fails_on_new("generate moves its inputs to where the parameters are: the host", device=["simgpu"])
 @pytest.mark.parametrize("make", [llama, t5])
 @pytest.mark.few(1)
 def test_generation_by_hand(make, device):
