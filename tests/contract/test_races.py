@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import models
 import simgpu
 import sp_lightning
-from sp_lightning.autograd.offload import Offload, PlacesInMemory
+from sp_lightning.autograd.offload import Offload
 from sp_lightning.core.telemetry import Counters
 from sp_lightning.memory.access import Access
 from sp_lightning.memory.device import CudaPageLock, Device
@@ -372,7 +372,7 @@ def test_backward_inside_the_step_brings_back_what_the_last_unit_saved():
 @pytest.mark.parametrize("host_memory", ["auto", "pageable"])
 def test_memory_of_another_stream_is_given_out_again_after_the_copy_of_what_was_saved_there(host_memory):
     device, counters = Device(DEVICE, host_memory), Counters()
-    offload = Offload(device, counters, PlacesInMemory(device, counters))
+    offload = Offload(device, counters)
     main, side = torch.accelerator.current_stream(), torch.Stream(DEVICE)
     slow(d2h=SLOW_US)
     kept = []
