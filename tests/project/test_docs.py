@@ -99,7 +99,7 @@ def docs_world(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(L, "Trainer", functools.partial(L.Trainer, max_steps=2, enable_progress_bar=False))
     case = models.case("mlp")
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)  # a page's "cuda" is the device there is
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, device=None: self)  # a page's "cuda" is the device there is
     monkeypatch.setattr(handle, "Device", on_cpu(handle.Device))
     return {
         "MyLightningModule": lambda: models.ZooModule(case),
