@@ -343,7 +343,7 @@ def test_every_plan_of_the_recipes_for_a_disk_has_its_output():
     page = make_disk.PAGE.read_text()
     found = {match[2]: match[0].removeprefix(match[1]).strip() for match in make_disk.PRINTED.finditer(page)}
     assert [text.partition(":")[0] for text in found.values()] == ["FineTuneLLM", "FineTuneLLM", "LoraLLM"]
-    assert all(": fits\n" in text and "\nMemory\n" in text and "Change first" in text for text in found.values())
+    assert all(": fits\n" in text and "\nDevice:\n" in text and "\nA step takes " in text for text in found.values())
     assert make_disk.written(page, found) == page
     trained = [
         block.split() for block in blocks(make_disk.PAGE, "text") if block.startswith("python -m sp_lightning fit")
