@@ -171,9 +171,11 @@ class SlicedOptimizer:
             params[group].append(param)
             made.append(param)
         self._call(params, states, {name: value.to(self._device) for name, value in self._scaling.items()})
-        for (weight, _, _), param in zip(work, made, strict=True):
+        for (weight, grad, _), param in zip(work, made, strict=True):
             if new := states.get(param):
                 state.make(weight.host).update(new)
+            if self._scaling and (there := param.grad) is not None:  # a fused kernel divides them by the scale in place
+                grad.keep_write(there) if isinstance(grad, GradientBytes) else grad.copy_(there)
 
     def _call(self, params: list[list[Tensor]], states: dict[Tensor, Any], scaling: Options) -> None:
         """Call the class's step on other parameters and state than the user's."""

@@ -115,6 +115,12 @@ class GradientBytes:
         """Return the true gradient on the device."""
         return self.settle().to(self.weight.there.device)
 
+    def keep_write(self, there: Tensor) -> None:
+        """Keep what a kernel wrote to the tensor that `on_device` returned."""
+        self.norm = None
+        if there is not self.raw:
+            self.raw.copy_(there)
+
     def find_norm(self, compute: Callable[[Tensor], Tensor], is_for_many: bool) -> Tensor:
         """Return the gradient's norm by this function, computed on the device."""
         if is_for_many and self.norm is not None and not self.factors and not self.norm._version:  # nobody wrote to it

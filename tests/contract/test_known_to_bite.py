@@ -440,7 +440,6 @@ def test_a_gradient_scaler_sees_infinities_and_clipping_meets_host_gradients(dev
     check(blocks, run, device)
 
 
-@pytest.mark.fails_on_new("after a fused step .grad is still scaled, which the plain run's is not")
 @pytest.mark.few(1)
 def test_a_scaler_hands_its_factor_to_an_optimizer_that_unscales_by_itself(device):
     def run(net, device):
