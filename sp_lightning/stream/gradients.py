@@ -388,7 +388,8 @@ class Gradients:
         backward.streams.add(self._device.current_stream())
         came = backward.came.setdefault(unit, {})
         with without_dispatch():
-            grad, leaf.grad = leaf.grad, None
+            grad = grad_of(leaf)
+            set_grad(leaf, None)
         if grad is None or not weight.host.requires_grad:
             return  # frozen since the forward, as by `toggle_optimizer`
         if grad.requires_grad:

@@ -130,6 +130,15 @@ class Leaf(nn.Parameter):
         return self.weight.host.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
+    def grad(self) -> Any:
+        """The user's parameter's gradient: between backwards autograd leaves none here."""
+        return self.weight.host.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.weight.host.grad = value
+
+    @property
     def data(self) -> Tensor:
         self.weight.unit.exposed.add(self.weight)
         with without_dispatch():

@@ -106,6 +106,29 @@ def numbers_of_python_and_numpy_in_a_forward(run, model):
     return [*run.loop(model), random.random(), float(numpy.random.rand())]
 
 
+class Scaling(Block):
+    """A block that reads the gradients that earlier backwards left."""
+
+    def forward(self, x):
+        grads = [weight.grad for weight in self.parameters() if weight.grad is not None]
+        return super().forward(x) / (1 + sum(grad.norm() for grad in grads))
+
+
+@program(lambda: Net(Scaling, 3), "keep", "recompute", "offload")
+def gradients_are_read_in_their_forward(run, model):
+    optimizer = run.adamw(model.parameters())
+
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return run.loop(model, step, optimizer)
+
+
 @pytest.mark.parametrize("device", ["cpu", "simgpu"])
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
 @pytest.mark.simgpu
