@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ..compat.streaming import base_of, hooks_of_gradient, storage_id, tree_map_only, without_dispatch
+from ..errors import UnsupportedError
 from .gradients import backwards, recover, release_gradient
 from .lazy import METADATA, Lazy, data_of, found_in, set_data, set_grad
 from .leaf import Weight, call_with_leaves, check_form, graph_after_close, version_of
@@ -211,6 +212,16 @@ class HostParameter(Watched, nn.Parameter):
             return super().set_(source, *args)
         _write_data(self, source)
         return self
+
+    def _use_count(self) -> int:
+        """Raise: `torch.utils.swap_tensors` alone asks, before it changes anything, and torch does not dispatch it."""
+        if (weight := weights.get(id(self))) is not None:
+            raise UnsupportedError(
+                f"torch.utils.swap_tensors got {weight.name}, whose memory is streamed: copy to it instead"
+                " (`weight.data.copy_(other)`). load_state_dict() and module.to() swap under"
+                " torch.__future__.set_swap_module_params_on_conversion(True): set it to False while the module streams"
+            )
+        return super()._use_count()  # type: ignore[no-any-return,misc]
 
     __hash__ = Tensor.__hash__
 

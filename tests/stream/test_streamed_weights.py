@@ -442,6 +442,27 @@ def test_another_shape_or_type_is_refused_by_name():
         model.double()
 
 
+@refusal(
+    "`torch.utils.swap_tensors` of a streamed weight,"
+    " by `load_state_dict` under `set_swap_module_params_on_conversion(True)` as well",
+    UnsupportedError,
+    "copy to the weight; set the option to False while the module streams",
+)
+def test_swapped_tensors_are_refused_by_name():
+    model = Net()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with streamed(model, "cpu"):
+        for layer in (model.blocks[1].up, model.head):
+            with pytest.raises(UnsupportedError, match=r"swap_tensors got .*weight, whose memory is streamed"):
+                torch.utils.swap_tensors(layer.weight, nn.Parameter(layer.weight.detach() * 0.5))
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            with pytest.raises(RuntimeError, match=r"swap_tensors got emb\.weight"):
+                model.load_state_dict(state)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def test_a_weight_in_two_streams_is_refused_by_name():
     one, other = Net(), Net()
     other.blocks[1] = one.blocks[1]
