@@ -149,6 +149,8 @@ class Leaf(nn.Parameter):
     def data(self, value: Tensor) -> None:
         check_form(self.weight, value)
         self.data.copy_(value)
+        with without_dispatch():
+            increment_version(self)  # what autograd saved of the weight is overwritten, which a plain run keeps
 
 
 class Absent(Leaf):
@@ -171,7 +173,9 @@ class Narrow(Absent):
 
     @property
     def data(self) -> Tensor:
-        return self.detach()
+        found = self.detach()
+        self.weight.unit.copies.append((self.weight, found, version_of(found)))
+        return found
 
     @data.setter
     def data(self, value: Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ..compat.streaming import base_of, hooks_of_gradient, storage_id, tree_map_only, without_dispatch
@@ -62,7 +63,8 @@ class Watched(Lazy):
         if func in METADATA:
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
-        if func in ON_HOST or not _is_inside_step(func, args, kwargs):
+        is_own = _is_in_own_call(args[0] if args else None)
+        if not is_own and (func in ON_HOST or not _is_inside_step(func, args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)
         has_leaves = False
 
@@ -176,12 +178,17 @@ class HostParameter(Watched, nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        if _is_in_own_call(self):
+            return weights[id(self)].leaf.data
         found: Tensor = super().__torch_function__(data_of, (), (self,))
         return found
 
     @data.setter
     def data(self, data: Tensor) -> None:
-        _write_data(self, data)
+        if _is_in_own_call(self):
+            weights[id(self)].leaf.data = data
+        else:
+            _write_data(self, data)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -240,6 +247,12 @@ def _shares_bytes(tensor: Tensor, value: Tensor) -> bool:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
     return storage_id(tensor.untyped_storage()) == storage_id(value.untyped_storage())
+
+
+def _is_in_own_call(tensor: Any) -> bool:
+    """Whether this is a parameter of the unit whose call is under way, where its bytes are the leaf's."""
+    weight = weights.get(id(tensor))
+    return weight is not None and bool(weight.unit.depth)
 
 
 def _is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
@@ -301,6 +314,7 @@ def _write_data(param: HostParameter, data: Tensor) -> None:
     weight.unit.epoch += 1
     with without_dispatch():
         data_of(param).copy_(data)
+        increment_version(param)  # what autograd saved of the weight is overwritten, which a plain run keeps
 
 
 def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:

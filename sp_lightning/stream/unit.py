@@ -22,7 +22,7 @@ from ..compat.streaming import without_dispatch
 from ..core.unit_numbers import UnitNumbers
 from ..host.device import Arrival, Device, aligned, dense_strides
 from .lazy import stored_version
-from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions, stepped_already
+from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions, stepped_already, version_of
 from .residency import Presence, Residency
 
 
@@ -93,6 +93,7 @@ class Unit:
         self.is_final = False  # stepped beside this backward, which may go on with the bytes on the device
         self.is_open = False  # the user has an array over the bytes, and may write at any time
         self.exposed: set[Weight] = set()  # whose leaves' bytes the user may write behind their versions, in this call
+        self.copies: list[tuple[Weight, Tensor, int]] = []  # `.data` of what travels in another type, and its version
         self.has_new_wire = False  # whether weights that travel in another type may have been written
         self._copied: Arrival | None = None  # the end of the copy up, until the host has waited for it
         self._stamp: tuple[int, list[int]] | None = None  # epoch and versions of what was copied; None: not yet copied
@@ -276,6 +277,7 @@ class Unit:
         """Put the leaves into the modules. Return their versions, for `written_since`."""
         self.trained = 0
         self.exposed.clear()
+        self.copies.clear()
         with without_dispatch():
             for weight in self.weights:
                 trains = weight.host.requires_grad
@@ -303,7 +305,11 @@ class Unit:
                 slot.holder[slot.key] = given[index]
 
     def written_since(self, versions: list[int]) -> list[Weight]:
-        """List the weights that the user's forward wrote to, or may have."""
+        """List the weights that the user's forward wrote to, or may have; raise for writes that are lost."""
+        for weight, data, version in self.copies:
+            if version_of(data) != version:
+                raise weight.lost_write()
+        self.copies.clear()
         with without_dispatch():
             now = list(map(stored_version, self._there))
         if now == versions and not self.exposed:

@@ -129,6 +129,43 @@ def gradients_are_read_in_their_forward(run, model):
     return run.loop(model, step, optimizer)
 
 
+def scale_data(weight):
+    weight.data.mul_(0.9)
+
+
+def give_data(weight):
+    weight.data = weight.data * 0.9
+
+
+CAPTURED = {
+    "copy_": lambda weight: weight.copy_(weight * 0.9),
+    "detach": lambda weight: weight.detach().mul_(0.9),
+    "data": scale_data,
+    "given": give_data,
+}
+
+
+def captured(kind):
+    """Make a program in which a hook inside a unit writes its weight, which it knows from before the stream."""
+
+    @program(Net, "keep", "offload")
+    def written(run, model):
+        weight = model.blocks[1].up.weight
+
+        @torch.no_grad()
+        def hook(layer, args):
+            CAPTURED[kind](weight)
+
+        model.blocks[1].up.register_forward_pre_hook(hook)
+        return run.loop(model)
+
+    written.__name__ = f"hook_writes_by_{kind}"
+
+
+for kind in CAPTURED:
+    captured(kind)
+
+
 @pytest.mark.parametrize("device", ["cpu", "simgpu"])
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
 @pytest.mark.simgpu
@@ -150,3 +187,21 @@ def test_identity_in_a_forward_is_that_of_the_device_s_tensor():
     with streamed(model, "cpu"), contextlib.suppress(RuntimeError):
         model(torch.ones(4, 8))
     assert found == [(False, True)]
+
+
+def test_data_given_after_its_use_in_forward_is_an_error():
+    """A plain run's backward has the old data; torch's error says that ours does not."""
+    model = Net()
+    give = lambda layer, args, out: give_data(layer.weight)  # noqa: E731
+    model.blocks[1].down.register_forward_hook(give)
+    with streamed(model, "cpu"), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.ones(4, 8)).sum().backward()
+
+
+def test_data_given_between_forward_and_backward_is_an_error():
+    model = Net()
+    with streamed(model, "cpu"):
+        loss = model(torch.ones(4, 8)).sum()
+        give_data(model.blocks[1].down.weight)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

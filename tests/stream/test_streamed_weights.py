@@ -236,6 +236,12 @@ def written_by_their_own_forward(run, model):
     return run.loop(model)
 
 
+class WritingData(Block):
+    def forward(self, x):
+        self.up.weight.data.mul_(0.99)
+        return super().forward(x)
+
+
 class ReturnsWeight(Block):
     def __init__(self):
         super().__init__()
@@ -478,8 +484,9 @@ def test_a_forward_that_writes_weights_is_refused_under_recompute():
 
 
 @pytest.mark.simgpu
-def test_a_write_to_a_weight_in_autocast_s_type_is_refused():
-    model, device = Net(Writing), device_named("simgpu")
+@pytest.mark.parametrize("block", [Writing, WritingData])
+def test_a_write_to_a_weight_in_autocast_s_type_is_refused(block):
+    model, device = Net(block), device_named("simgpu")
     with streamed(model, "simgpu", wire=torch.bfloat16), torch.autocast("simgpu", dtype=torch.bfloat16):
         with pytest.raises(ExactnessError, match=r"blocks\.0\.up\.weight was written.*wire_dtype='as-is'"):
             model(torch.ones(4, 8, device=device))
