@@ -81,6 +81,7 @@ class Weight:
         self.nbytes = host.numel() * dtype.itemsize
         self.shown = -1  # version of the host's bytes that the leaf shows
         self.hook: Any = None  # on the leaf, by which its gradient is taken
+        self.end_of_graph: Any = None  # autograd's node for the host's parameter itself, which is to get no gradient
         self.uses = 0  # gradients that came through what was lent
         self.is_half_applied = False  # stepped beside a backward, and the user has not called the step yet
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight

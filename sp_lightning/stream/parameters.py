@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ..compat.streaming import base_of, hooks_of_gradient, storage_id, tree_map_only, without_dispatch
-from ..errors import UnsupportedError
+from ..errors import ExactnessError, UnsupportedError
 from .gradients import backwards, recover, release_gradient
 from .lazy import METADATA, Lazy, data_of, found_in, set_data, set_grad
 from .leaf import Weight, call_with_leaves, check_form, graph_after_close, version_of
@@ -340,12 +340,32 @@ def unit_of(param: Any) -> Unit | None:
 
 def watch(weight: Weight) -> None:
     """Have functions of a parameter wait for its bytes."""
+    is_trainable = weight.leaf.is_floating_point() or weight.leaf.is_complex()
+    if is_trainable and not weight.host.is_inference():
+        weight.end_of_graph = _end_of_graph(weight.host)
+        weight.end_of_graph.register_prehook(functools.partial(_refuse_gradient, weight.name))
     weights[id(weight.host)] = weight
     weight.host.__class__ = _watched(type(weight.host))
 
 
+def _end_of_graph(host: nn.Parameter) -> Any:
+    """Return the node by which autograd would accumulate a gradient of the parameter itself, and not of its leaf."""
+    requires_grad = host.requires_grad
+    host.requires_grad_(True)
+    node = torch.autograd.graph.get_gradient_edge(host).node
+    host.requires_grad_(requires_grad)
+    return node
+
+
 def _refuse(name: str, leaf: Tensor) -> None:
     raise graph_after_close(name)
+
+
+def _refuse_gradient(name: str, grads: Any) -> None:
+    raise ExactnessError(
+        f"{name} was handed to an autograd.Function outside the forward of its module, where torch lets nothing put the"
+        " device's tensor in its place: hand over a view (`weight.view_as(weight)`), or call it in that forward"
+    )
 
 
 def release(weight: Weight) -> None:
@@ -357,6 +377,7 @@ def release(weight: Weight) -> None:
         if weight.leaf.requires_grad:
             refuse: Any = functools.partial(_refuse, weight.name)
             Tensor.register_post_accumulate_grad_hook(weight.leaf, refuse)  # type: ignore[no-untyped-call]
+    weight.end_of_graph = None
     release_gradient(weight.host)
     weight.host.__class__ = getattr(weight.host, "plain", nn.Parameter)
     del weights[id(weight.host)]

@@ -448,6 +448,34 @@ def test_another_shape_or_type_is_refused_by_name():
         model.double()
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@refusal(
+    "an `autograd.Function`, or a reentrant checkpoint, that gets a streamed "
+    "weight as an argument outside the forward of the weight's module",
+    ExactnessError,
+    "hand over a view (`weight.view_as(weight)`), or call it in that forward",
+)
+@pytest.mark.parametrize("part", ["blocks.1.up", "head"])
+def test_a_function_that_gets_the_host_s_weight_is_refused(part):
+    model = Net()
+    weight = model.get_submodule(part).weight
+    with streamed(model, "cpu"):
+        loss = model(torch.ones(4, 8)).sum() + Doubled.apply(weight).sum()
+        with pytest.raises(ExactnessError, match=rf"{part}\.weight was handed to an autograd\.Function"):
+            loss.backward()
+        Doubled.apply(weight.view_as(weight)).sum().backward()
+        assert weight.grad.eq(2).all()
+
+
 @refusal(
     "`torch.utils.swap_tensors` of a streamed weight,"
     " by `load_state_dict` under `set_swap_module_params_on_conversion(True)` as well",
