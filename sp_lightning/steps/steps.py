@@ -149,12 +149,9 @@ class Steps:
         ]
         shadow = shadow_of(args[0], rest)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._take(optimizer, groups)
-            return (shadow, *args[1:]), kwargs
 
-        def closure_and_step() -> Any:
-            result = closure()
+        def closure_and_step() -> Any:  # also without the user's: the optimizer's own hooks on steps come before it
+            result = None if closure is None else closure()
             self._take(optimizer, groups)
             return result
 

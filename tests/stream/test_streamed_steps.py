@@ -51,6 +51,30 @@ def an_optimizer_of_the_user_s(run, model):
     return run.loop(model, optimizer=run.noted(Lion(model.parameters())))
 
 
+@program()
+def hooks_before_a_step_clip_schedule_and_refuse(run, model):
+    optimizer, count = run.adamw(model.parameters()), []
+
+    def before(optimizer, args, kwargs):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.param_groups[0]["lr"] *= 0.5
+        count.append(len(count))
+        if len(count) == 3:
+            raise ValueError("on purpose")
+
+    optimizer.register_step_pre_hook(before)
+
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        with contextlib.suppress(ValueError):
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return [*run.loop(model, step, optimizer, 5), *count]
+
+
 class GlobalNorm(torch.optim.AdamW):
     """An optimizer that looks at all gradients at once."""
 
