@@ -128,12 +128,14 @@ class GradientBytes:
         return compute(self.on_device())
 
     def accumulate(self, came: GradientBytes, worker: Executor) -> None:
-        """Add the gradient of another backward, beside what follows."""
+        """Add the gradient of another backward, beside what follows unless the user may have a view."""
         if self.factors or self.step is not None:
             self.settle()
             self.step = None
         self.norm = None
         self.adding = worker.submit(self._add, came)
+        if self.is_exposed:
+            self.wait_added()  # nothing makes readers of a view wait
 
     def _add(self, came: GradientBytes) -> None:
         total = self.true()

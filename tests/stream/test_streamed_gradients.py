@@ -411,6 +411,22 @@ def test_a_factor_multiplies_the_sum_of_both_backwards():
         assert torch.equal(halved(model, lambda: handle.steps.thread.submit(time.sleep, 0.2)), want)
 
 
+def test_a_view_has_the_sum_as_the_second_backward_ends():
+    model, x = Net(), torch.ones(4, 8)
+    plain = copy.deepcopy(model)
+
+    def read(model, between):
+        model(x).sum().backward()
+        view = model.blocks[1].up.weight.grad.view(-1)
+        between()
+        model(x * 2).square().sum().backward()
+        return view.sum()
+
+    want = read(plain, lambda: None)
+    with streamed(model, "cpu") as handle:
+        assert torch.equal(read(model, lambda: handle.steps.thread.submit(time.sleep, 0.2)), want)
+
+
 def test_a_step_that_changed_nothing_multiplies_no_gradient(monkeypatch):
     from sp_lightning.steps.slices import SlicedOptimizer
 
