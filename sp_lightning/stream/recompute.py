@@ -86,14 +86,17 @@ class Argument:
         """Whether the forward wrote to the tensor."""
         return self._is_tensor and self._version >= 0 and self.value._version != self._version
 
+    def _was_written_inside(self) -> bool:
+        return any(version_of(tensor) != version for tensor, version in self._inside)
+
     def keep(self, pack: Callable[[Tensor], Any], where: str) -> None:
         """Keep the argument for the second run, and let go of the caller's tensor."""
-        if any(version_of(tensor) != version for tensor, version in self._inside):
+        self._where = where
+        if self._was_written_inside():
             raise ExactnessError(
                 f"{where} wrote in place to a tensor inside of one of its arguments: a second run would find what it"
                 " wrote; pass the tensor itself, or use activations='keep' or 'offload'"
             )
-        self._inside.clear()
         if self._is_tensor:
             if self.was_written and self._before is None:
                 raise ExactnessError(
@@ -106,7 +109,12 @@ class Argument:
             self.value = None
 
     def again(self, unpack: Callable[[Any], Tensor]) -> Any:
-        """Return the argument as it was."""
+        """Return the argument as it was; raise if a tensor inside of it was written since."""
+        if self._was_written_inside():
+            raise ExactnessError(
+                f"a tensor inside of an argument of {self._where} was written between forward and backward: the second"
+                " run would find what was written; use activations='keep' or 'offload'"
+            )
         if not self._is_tensor:
             return copied(self._before)
         found = unpack(self._before).detach().requires_grad_(self._requires_grad)

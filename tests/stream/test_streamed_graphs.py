@@ -478,6 +478,30 @@ def batch_norms_see_two_forwards(run, model):
     return run.loop(model, step)
 
 
+class TakesPair(Block):
+    def forward(self, pair):
+        x, factor = pair
+        return self.down(self.up(x * 2).relu()) * factor
+
+
+class WritesPair(Net):
+    """Blocks that get a tensor inside of a tuple, to which their results are added."""
+
+    def __init__(self):
+        super().__init__(TakesPair)
+
+    def forward(self, x):
+        x, factor = self.emb(x), torch.full((), 0.5, device=x.device)
+        for block in self.blocks:
+            x.add_(block((x, factor)))
+        return self.head(x)
+
+
+@program(WritesPair, "keep", "offload")
+def tensors_in_tuples_are_written_after_their_use(run, model):
+    return run.loop(model)
+
+
 @pytest.mark.parametrize("device", ["cpu", "simgpu"])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
@@ -524,6 +548,13 @@ def test_a_buffer_first_written_in_a_later_call_is_refused_under_recompute():
             del block.forward
         with pytest.raises(ExactnessError, match=r"blocks\.0 wrote to its buffer 'mean'"):
             model(torch.ones(4, 8))
+
+
+def test_a_tensor_in_a_tuple_written_before_backward_is_refused():
+    with streamed(WritesPair(), "cpu", activations="recompute") as handle:
+        loss = handle.module(torch.ones(4, 8)).sum()
+        with pytest.raises(ExactnessError, match=r"inside of an argument of blocks\.4 .*activations='keep'"):
+            loss.backward()
 
 
 def test_disabled_hooks_on_saved_tensors_are_refused():
