@@ -35,6 +35,7 @@ from .steps.steps import Steps
 from .stream import parameters
 from .stream.activations import Activations
 from .stream.gradients import Gradients, recover
+from .stream.lazy import set_requires_grad
 from .stream.leaf import Part, Weight, WholeWeight, casts_of, check_moves, pack_weights
 from .stream.unit import HeldUnit, ResidentUnit, Unit
 from .stream.visits import Visit
@@ -320,10 +321,10 @@ class Handle:
             if weight.is_part:
                 continue
             if weight.leaf.is_floating_point() or weight.leaf.is_complex():
-                weight.leaf.requires_grad_(True)
+                set_requires_grad(weight.leaf, True)
                 take: Any = functools.partial(self._gradients.take, weight)
                 weight.hook = Tensor.register_post_accumulate_grad_hook(weight.leaf, take)  # type: ignore[no-untyped-call]
-                weight.leaf.requires_grad_(weight.host.requires_grad)
+                set_requires_grad(weight.leaf, weight.host.requires_grad)
             weight.collector = self._gradients
             parameters.watch(weight)
         if unit.is_held:

@@ -12,13 +12,14 @@ from ..compat.streaming import GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION, without
 _tensor: Any = Tensor  # whose attributes are descriptors, as type checkers do not know
 data_of, set_data = _tensor.data.__get__, _tensor.data.__set__
 grad_of, set_grad = _tensor.grad.__get__, _tensor.grad.__set__
+requires_grad_of, set_requires_grad = _tensor.requires_grad.__get__, _tensor.requires_grad.__set__
 stored_version = _tensor._version.__get__
 
 _READ = "requires_grad shape dtype device layout ndim is_leaf is_sparse grad_fn nbytes is_cuda _version".split()
 
 # Functions that neither read nor write a tensor's bytes.
 METADATA: set[Any] = {getattr(Tensor, name).__get__ for name in (*_READ, GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION)}
-METADATA |= {_tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.size, Tensor.numel, Tensor.dim}
+METADATA |= {set_requires_grad, Tensor.requires_grad_, Tensor.size, Tensor.numel, Tensor.dim}
 METADATA |= {Tensor.stride, Tensor.storage_offset, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex}
 METADATA |= {Tensor.is_inference, Tensor.is_pinned, Tensor.__len__, Tensor.__hash__}
 METADATA |= {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}

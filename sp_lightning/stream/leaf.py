@@ -103,7 +103,10 @@ class Weight:
 
 
 class Leaf(nn.Parameter):
-    """A weight on the device. Only reads of `.data` are noted, whose writes no version shows."""
+    """A weight on the device. Only reads of `.data` are noted, whose writes no version shows.
+
+    Its gradient, and whether it requires one, are those of the user's parameter.
+    """
 
     __slots__ = ("weight",)  # its attributes are the user's parameter's
     weight: Weight
@@ -129,6 +132,19 @@ class Leaf(nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """Register a hook on the user's parameter, which gets the gradient."""
         return self.weight.host.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.weight.host.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.weight.host.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Leaf:
+        """Have the user's parameter, and so the leaf, require a gradient or not."""
+        self.weight.host.requires_grad_(requires_grad)
+        return self
 
     @property
     def grad(self) -> Any:

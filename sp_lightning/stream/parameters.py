@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from ..compat.streaming import base_of, hooks_of_gradient, storage_id, tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
 from .gradients import backwards, recover, release_gradient
-from .lazy import METADATA, Lazy, data_of, found_in, set_data, set_grad
+from .lazy import METADATA, Lazy, data_of, found_in, requires_grad_of, set_data, set_grad, set_requires_grad
 from .leaf import Weight, call_with_leaves, check_form, graph_after_close, version_of
 from .unit import Unit
 
@@ -27,7 +27,7 @@ weights: dict[int, Weight] = {}  # by the id of the parameter
 
 PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
 DRAWING = {torch.rand_like, torch.randn_like, torch.randint_like}  # which record nothing
-FREEZING: set[Any] = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+FREEZING = {Tensor.requires_grad_, set_requires_grad}
 ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # through which the user may write at any time, unseen
 
 # Functions that are about the bytes on the host, also where autograd would record them.
@@ -273,8 +273,9 @@ def _is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _prepare(weight: Weight) -> None:
     """Give the leaf what autograd asks of the parameter."""
-    if weight.leaf.requires_grad != weight.host.requires_grad:
-        weight.leaf.requires_grad_(weight.host.requires_grad)
+    if requires_grad_of(weight.leaf) != weight.host.requires_grad:
+        set_requires_grad(weight.leaf, weight.host.requires_grad)
+        weight.unit.trained += weight.host.requires_grad  # or its gradients were complete without this one
 
 
 def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from ..compat.streaming import without_dispatch
 from ..core.unit_numbers import UnitNumbers
 from ..host.device import Arrival, Device, aligned, dense_strides
-from .lazy import stored_version
+from .lazy import requires_grad_of, set_requires_grad, stored_version
 from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions, stepped_already, version_of
 from .residency import Presence, Residency
 
@@ -282,8 +282,8 @@ class Unit:
             for weight in self.weights:
                 trains = weight.host.requires_grad
                 self.trained += trains and bool(weight.slots)  # the modules may have another parameter by now
-                if weight.leaf.requires_grad != trains:
-                    weight.leaf.requires_grad_(trains)
+                if requires_grad_of(weight.leaf) != trains:
+                    set_requires_grad(weight.leaf, trains)
             self._exchange(self._hosts, self._leaves)
             for whole in self.wholes:
                 whole.bind()

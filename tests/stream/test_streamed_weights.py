@@ -224,6 +224,34 @@ def given_attributes_in_a_forward(run, model):
     return run.loop(model) + [block.up.weight.tag for block in model.blocks]
 
 
+class Freezes(Block):
+    def forward(self, x):
+        self.up.weight.requires_grad = bool(x.sum() > 0)
+        return super().forward(x)
+
+
+class Manages(Net):
+    def __init__(self):
+        super().__init__(Freezes)
+
+    def forward(self, x):
+        self.zero_grad()
+        self.emb.requires_grad_(bool(x.sum() > 0))
+        return super().forward(x)
+
+
+@program(Manages, "keep", "recompute", "offload")
+def frozen_and_their_gradients_dropped_in_a_forward(run, model):
+    optimizer, seen = run.adamw(model.parameters()), []
+    for i in range(5):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        seen += [loss.detach().clone(), [p.requires_grad for p in model.parameters()]]
+        seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+    return seen
+
+
 class Writing(Block):
     def forward(self, x):
         with torch.no_grad():
