@@ -117,6 +117,7 @@ def _after_fork() -> None:
                     f"{weight.name} lies in page-locked memory, which a forked process does not have: read it before"
                     " the fork, or start the process by 'spawn'",
                 )
+    handles.clear()  # whose threads a fork of the forked process would wait for
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

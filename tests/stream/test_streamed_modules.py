@@ -1,6 +1,7 @@
 """Compiled, parametrized, nested and shared modules, threads, forks and streams of the user's."""
 
 import os
+import signal
 import threading
 import time
 
@@ -226,6 +227,21 @@ def test_two_threads_in_one_model_are_refused():
 
 
 @pytest.mark.simgpu
+def test_a_forked_process_may_fork():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with streamed(model, "cpu"):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)  # ends a process that hangs
+            grandchild = os.fork()
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) if grandchild else 7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_a_fork_while_a_step_is_pending_reads_the_stepped_weights():
     model, device = Net(), device_named("simgpu")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
