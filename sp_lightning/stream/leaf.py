@@ -157,9 +157,10 @@ class Leaf(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        self.weight.unit.exposed.add(self.weight)
         with without_dispatch():
             found: Tensor = data_of(self)
+            if self.weight.unit.depth and self.weight not in self.weight.unit.exposed:
+                self.weight.unit.exposed[self.weight] = found.clone()
         return found
 
     @data.setter

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from ..compat.streaming import without_dispatch
 from ..core.unit_numbers import UnitNumbers
 from ..host.device import Arrival, Device, aligned, dense_strides
-from .lazy import requires_grad_of, set_requires_grad, stored_version
+from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
 from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions, stepped_already, version_of
 from .residency import Presence, Residency
 
@@ -92,7 +92,8 @@ class Unit:
         self.epoch = 0
         self.is_final = False  # stepped beside this backward, which may go on with the bytes on the device
         self.is_open = False  # the user has an array over the bytes, and may write at any time
-        self.exposed: set[Weight] = set()  # whose leaves' bytes the user may write behind their versions, in this call
+        # The bytes, in this call, of leaves that the user may write behind their versions.
+        self.exposed: dict[Weight, Tensor] = {}
         self.copies: list[tuple[Weight, Tensor, int]] = []  # `.data` of what travels in another type, and its version
         self.has_new_wire = False  # whether weights that travel in another type may have been written
         self._copied: Arrival | None = None  # the end of the copy up, until the host has waited for it
@@ -305,17 +306,28 @@ class Unit:
                 slot.holder[slot.key] = given[index]
 
     def written_since(self, versions: list[int]) -> list[Weight]:
-        """List the weights that the user's forward wrote to, or may have; raise for writes that are lost."""
+        """List the weights that the user's forward wrote to, and raise for writes that are lost.
+
+        Blocks if it read `.data`, whose bytes are compared.
+        """
         for weight, data, version in self.copies:
             if version_of(data) != version:
                 raise weight.lost_write()
         self.copies.clear()
         with without_dispatch():
             now = list(map(stored_version, self._there))
-        if now == versions and not self.exposed:
-            return []
-        changed = zip(self.weights, versions, now, strict=True)
-        return [weight for weight, before, after in changed if before != after or weight in self.exposed]
+            if now == versions and not self.exposed:
+                return []
+            changed = zip(self.weights, versions, now, strict=True)
+            written = [
+                weight for weight, before, after in changed if before != after or self._was_written_unseen(weight)
+            ]
+        self.exposed.clear()
+        return written
+
+    def _was_written_unseen(self, weight: Weight) -> bool:
+        before = self.exposed.get(weight)
+        return before is not None and not torch.equal(_bytes_of(before), _bytes_of(data_of(weight.there)))
 
 
 class HeldUnit(Unit):
@@ -406,6 +418,11 @@ class ResidentUnit(Unit):
         self._stamp = self._now()
         if self.is_open:
             self.before_host_access(weight)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without gaps as its bytes, in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _without_bytes(like: Tensor, device: torch.device) -> Tensor:

@@ -52,6 +52,14 @@ def test_offloaded_bytes_go_down_and_come_back():
     assert stats["bytes_offloaded"] == stats["bytes_brought_back"] > 0
 
 
+def test_a_read_of_data_is_no_write():
+    model, seen = Net(), []
+    model.blocks[1].register_forward_pre_hook(lambda block, _: seen.append(block.up.weight.data.mean()))
+    with streamed(model, "cpu") as handle, torch.no_grad():
+        model(torch.ones(4, 8))
+        assert handle.stats()["writebacks"] == 0
+
+
 def test_a_write_of_a_forward_is_counted():
     model = Net()
     model.blocks[1].register_forward_pre_hook(lambda block, _: block.up.weight.data.mul_(0.5))

@@ -252,6 +252,21 @@ def frozen_and_their_gradients_dropped_in_a_forward(run, model):
     return seen
 
 
+class ReadsData(Block):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.up.weight.data = self.up.weight.data.t().contiguous().t()
+
+    def forward(self, x):
+        return super().forward(x) * (self.up.weight.data.abs().mean() + self.scale.data)
+
+
+@program(lambda: Net(ReadsData), "keep", "recompute", "offload")
+def read_by_data_in_their_forward(run, model):
+    return run.loop(model)
+
+
 class Writing(Block):
     def forward(self, x):
         with torch.no_grad():
