@@ -35,9 +35,12 @@ from ..compat.streaming import (
 )
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import Arrival, Device, Ring, aligned
-from .lazy import METADATA, Lazy, data_of, grad_of, set_data, set_grad
+from .lazy import ARRAYS, METADATA, Lazy, data_of, found_in, grad_of, set_data, set_grad, shares_bytes
 from .leaf import Weight, version_of
 from .unit import Unit
+
+# Functions whose results are over a gradient's bytes, and no tensors.
+EXPOSING = {*ARRAYS, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
 
 
 class Norm(Tensor):
@@ -190,6 +193,8 @@ class HostGradient(Lazy, Tensor):
     def plain(self) -> Tensor:
         """Return the true gradient, over the same bytes, as a tensor that nothing watches."""
         self.before()
+        if (content := getattr(self, "content", None)) is not None:
+            content.is_exposed = True
         with without_dispatch():
             return self.as_subclass(Tensor)
 
@@ -214,7 +219,14 @@ class HostGradient(Lazy, Tensor):
                     " but the weight was stepped beside backward: set optimizer_overlap=False"
                 )
             content.settle()
-            content.is_exposed = True
+
+    def after(self, func: Any, result: Any) -> None:
+        """Note whether the result is over the same bytes, or autograd keeps them."""
+        if (content := getattr(self, "content", None)) is not None and not content.is_exposed:
+            others = [tensor for tensor in found_in(result, Tensor) if tensor is not self]
+            content.is_exposed = func in EXPOSING or any(
+                tensor.requires_grad or shares_bytes(tensor, content.full) for tensor in others
+            )
 
 
 class BroughtDown(NamedTuple):

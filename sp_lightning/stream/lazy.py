@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..compat.streaming import GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION, without_dispatch
+from ..compat.streaming import GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION, storage_id, without_dispatch
 
 _tensor: Any = Tensor  # whose attributes are descriptors, as type checkers do not know
 data_of, set_data = _tensor.data.__get__, _tensor.data.__set__
@@ -24,6 +25,8 @@ METADATA |= {Tensor.stride, Tensor.storage_offset, Tensor.element_size, Tensor.i
 METADATA |= {Tensor.is_inference, Tensor.is_pinned, Tensor.__len__, Tensor.__hash__}
 METADATA |= {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 METADATA |= {grad_of, set_grad}
+
+ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # through which the user may write at any time, unseen
 
 
 class Lazy:
@@ -51,6 +54,13 @@ class Lazy:
             for tensor in lazy:
                 tensor.after(func, result)
             return result
+
+
+def shares_bytes(tensor: Tensor, value: Tensor) -> bool:
+    """Whether a tensor is over the bytes of a host tensor."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    return storage_id(tensor.untyped_storage()) == storage_id(value.untyped_storage())
 
 
 def found_in(value: Any, kind: type) -> Iterator[Any]:

@@ -16,10 +16,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import reduce_tensor
 
-from ..compat.streaming import base_of, hooks_of_gradient, storage_id, tree_map_only, without_dispatch
+from ..compat.streaming import base_of, hooks_of_gradient, tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
 from .gradients import backwards, recover, release_gradient
-from .lazy import METADATA, Lazy, data_of, found_in, requires_grad_of, set_data, set_grad, set_requires_grad
+from .lazy import (
+    ARRAYS,
+    METADATA,
+    Lazy,
+    data_of,
+    found_in,
+    requires_grad_of,
+    set_data,
+    set_grad,
+    set_requires_grad,
+    shares_bytes,
+)
 from .leaf import Weight, call_with_leaves, check_form, graph_after_close, version_of
 from .unit import Unit
 
@@ -28,7 +39,6 @@ weights: dict[int, Weight] = {}  # by the id of the parameter
 PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
 DRAWING = {torch.rand_like, torch.randn_like, torch.randint_like}  # which record nothing
 FREEZING = {Tensor.requires_grad_, set_requires_grad}
-ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # through which the user may write at any time, unseen
 
 # Functions that are about the bytes on the host, also where autograd would record them.
 ON_HOST: set[Any] = {*ARRAYS, data_of, Tensor.detach, Tensor.detach_, Tensor.data_ptr, Tensor.untyped_storage}
@@ -98,7 +108,7 @@ class Watched(Lazy):
         if func in ARRAYS:
             weight.unit.is_open = True
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
-            if type(tensor) is Tensor and _shares_bytes(tensor, weight.value):
+            if type(tensor) is Tensor and shares_bytes(tensor, weight.value):
                 tensor.__class__ = Alias
                 tensor.weight, tensor.version = weight, version_of(tensor)  # type: ignore[attr-defined]
 
@@ -240,13 +250,6 @@ class HostParameter(Watched, nn.Parameter):
         data = self.data.clone(memory_format=torch.preserve_format)
         made = memo[id(self)] = self.plain(data, self.requires_grad)
         return made
-
-
-def _shares_bytes(tensor: Tensor, value: Tensor) -> bool:
-    """Whether a tensor is over the bytes of a host tensor."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return False
-    return storage_id(tensor.untyped_storage()) == storage_id(value.untyped_storage())
 
 
 def _is_in_own_call(tensor: Any) -> bool:

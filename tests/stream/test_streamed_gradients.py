@@ -427,6 +427,28 @@ def test_a_view_has_the_sum_as_the_second_backward_ends():
         assert torch.equal(read(model, lambda: handle.steps.thread.submit(time.sleep, 0.2)), want)
 
 
+@pytest.mark.parametrize(
+    "touch, is_pending",
+    [
+        (lambda grad: grad.sum(), True),
+        (lambda grad: grad.clamp_(-1, 1), True),
+        (lambda grad: grad.view(-1), False),
+        (lambda grad: grad.chunk(2), False),
+        (lambda grad: grad.numpy(), False),
+        (lambda grad: grad * torch.ones((), requires_grad=True), False),
+    ],
+)
+def test_a_step_is_waited_for_where_gradients_have_views(touch, is_pending):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with streamed(model, "cpu") as handle:
+        model(torch.ones(4, 8)).sum().backward()
+        kept = [touch(block.up.weight.grad) for block in model.blocks]
+        optimizer.step()
+        assert len(kept) == 5
+        assert [unit.pending is not None for unit in handle.units if not unit.is_resident] == [is_pending] * 5
+
+
 def test_a_step_that_changed_nothing_multiplies_no_gradient(monkeypatch):
     from sp_lightning.steps.slices import SlicedOptimizer
 
