@@ -466,11 +466,11 @@ class Gradients:
         dense = [(weight, grad) for weight, grad in came.items() if grad.layout is torch.strided]
         sent: dict[Weight, Any] = dict(came)
         if dense:
-            norms = norms_of_all([grad.to(weight.value.dtype) for weight, grad in dense], 2.0)
+            norms = _norms_by_type(dense)
             kind = ResidentGradientBytes if unit.is_resident else GradientBytes
             raws, arrived = self._kept(dense, here) if unit.is_resident else self._packed(unit, dense, here)
-            for (weight, _), raw, norm in zip(dense, raws, norms, strict=True):
-                sent[weight] = kind(weight, raw, arrived, norm)
+            for (weight, _), raw in zip(dense, raws, strict=True):
+                sent[weight] = kind(weight, raw, arrived, norms[weight])
         if len(dense) < len(came):
             for weight, grad in came.items():
                 if grad.layout is not torch.strided:
@@ -523,6 +523,17 @@ class Gradients:
                     there.content.accumulate(came, self._steps.thread)
                 else:
                     _add_tensors(host, there, came)
+
+
+def _norms_by_type(dense: list[tuple[Weight, Tensor]]) -> dict[Weight, Tensor]:
+    """Return the gradients' norms, by the kernel for many tensors of one type: that for several types is another."""
+    alike: dict[torch.dtype, dict[Weight, Tensor]] = {}
+    for weight, grad in dense:
+        alike.setdefault(weight.value.dtype, {})[weight] = grad.to(weight.value.dtype)
+    norms: dict[Weight, Tensor] = {}
+    for grads in alike.values():
+        norms.update(zip(grads, norms_of_all(list(grads.values()), 2.0), strict=True))
+    return norms
 
 
 def _add_tensors(host: nn.Parameter, there: Any, came: Any) -> None:

@@ -478,6 +478,23 @@ def test_a_step_that_changed_nothing_multiplies_no_gradient(monkeypatch):
         assert torch.equal(weight.grad, want)
 
 
+def test_norms_are_computed_for_gradients_of_one_type(monkeypatch):
+    from sp_lightning.stream import gradients
+
+    types, norms = [], gradients.norms_of_all
+
+    def noted(grads, order):
+        types.append({grad.dtype for grad in grads})
+        return norms(grads, order)
+
+    monkeypatch.setattr(gradients, "norms_of_all", noted)
+    model = nn.ModuleList(nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.LayerNorm(8)) for _ in range(2))
+    model.forward = lambda x: sum(block[1](block[0](x).float()) for block in model)
+    with streamed(model, "cpu"):
+        model(torch.randn(4, 8).bfloat16()).square().sum().backward()
+    assert all(len(found) == 1 for found in types) and set.union(*types) == {torch.bfloat16, torch.float32}
+
+
 def test_writes_to_norms_do_not_change_the_next_ones():
     model = Net()
     with streamed(model, "cpu"):
