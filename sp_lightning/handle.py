@@ -322,10 +322,13 @@ class Handle:
             if weight.is_part:
                 continue
             if weight.leaf.is_floating_point() or weight.leaf.is_complex():
+                trains = weight.host.requires_grad
+                weight.host.requires_grad_(True)  # which the leaf's answers are
                 set_requires_grad(weight.leaf, True)
                 take: Any = functools.partial(self._gradients.take, weight)
                 weight.hook = Tensor.register_post_accumulate_grad_hook(weight.leaf, take)  # type: ignore[no-untyped-call]
-                set_requires_grad(weight.leaf, weight.host.requires_grad)
+                set_requires_grad(weight.leaf, trains)
+                weight.host.requires_grad_(trains)
             weight.collector = self._gradients
             parameters.watch(weight)
         if unit.is_held:
