@@ -355,9 +355,10 @@ def watch(weight: Weight) -> None:
 def _end_of_graph(host: nn.Parameter) -> Any:
     """Return the node by which autograd would accumulate a gradient of the parameter itself, and not of its leaf."""
     requires_grad = host.requires_grad
-    host.requires_grad_(True)
-    node = torch.autograd.graph.get_gradient_edge(host).node
-    host.requires_grad_(requires_grad)
+    with torch.inference_mode(False):  # in which nothing has a node
+        host.requires_grad_(True)
+        node = torch.autograd.graph.get_gradient_edge(host).node
+        host.requires_grad_(requires_grad)
     return node
 
 
