@@ -135,6 +135,9 @@ class Alias(Watched, Tensor):
         with without_dispatch():
             return self.detach().requires_grad_(self.requires_grad) if self.is_leaf else self.view_as(self)
 
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return repr(self.plain())  # as a plain run prints it
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = copy.deepcopy(self.plain(), memo)
         return copied

@@ -205,3 +205,9 @@ def test_data_given_between_forward_and_backward_is_an_error():
         give_data(model.blocks[1].down.weight)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_a_view_of_a_weight_is_printed_as_a_tensor():
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    with streamed(net, "cpu", window=1, units=["Linear"]):
+        assert repr(net[0].weight.data).startswith("tensor(") and f"{net[0].bias.detach()}".startswith("tensor(")
