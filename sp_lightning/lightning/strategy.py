@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, cast
 
@@ -137,7 +137,7 @@ class SuperpipelineStrategy(StrategyBefore):
         host_memory: Literal["auto", "pinned", "pageable"] = "auto",
         compile_units: bool = False,
         host_budget: str | int | None = None,
-        disk: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
+        disk: str | os.PathLike[str] | None = None,
         divide_state: bool = False,
         timeout: timedelta = default_pg_timeout,
         keepalive: timedelta = KEEPALIVE,

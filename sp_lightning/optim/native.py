@@ -35,6 +35,7 @@ from ..compat.modules import step_without_hooks
 from ..compat.tensors import add_to_all, dispatch_mode_count
 from ..kernels.build import Unavailable
 from ..kernels.loader import compiled, load, unforked, variant
+from ..kernels.request import SCALARS, Request, Tensors
 from ..memory.weights import Conversion
 
 log = logging.getLogger(__name__)
@@ -53,27 +54,9 @@ WIRES = {torch.bfloat16: 1, torch.float16: 2}
 ROUNDED, NEWTON, NEWTON_FUSED, NEWTON_14, MKL = range(5)  # optimizer.cpp, Rule 2
 
 
-SCALARS = 8  # that a parameter's step takes beside its tensors
 # Parameter, gradient, state and their elements; scalars; the wire copy, its type, whether it has a NaN; the gradient's
 # type, and its factor.
 PACKED = struct.Struct(f"=5Qq{SCALARS}fQ3if")
-
-
-class Tensors(ctypes.Structure):
-    """One parameter with its gradient, state and scalars, as optimizer.cpp reads them."""
-
-    _fields_ = [
-        ("param", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("state", ctypes.c_void_p * 3),
-        ("count", ctypes.c_int64),
-        ("scalar", ctypes.c_float * SCALARS),
-        ("wire", ctypes.c_void_p),
-        ("wire_type", ctypes.c_int32),
-        ("wire_has_nan", ctypes.c_int32),
-        ("grad_type", ctypes.c_int32),
-        ("factor", ctypes.c_float),
-    ]
 
 
 class Norm(ctypes.Structure):
@@ -84,22 +67,6 @@ class Norm(ctypes.Structure):
         ("count", ctypes.c_int64),
         ("norm", ctypes.c_float),
         ("unused", ctypes.c_int32),
-    ]
-
-
-class Request(ctypes.Structure):
-    """One step of several parameters, as optimizer.cpp reads it."""
-
-    _fields_ = [
-        ("tensors", ctypes.POINTER(Tensors)),
-        ("count", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("flags", ctypes.c_int32),
-        ("root", ctypes.c_int32),
-        ("fused", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("mkl", ctypes.c_void_p),
-        ("done", ctypes.c_int32),
     ]
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 
 from ..kernels.build import Unavailable
 from ..kernels.loader import compiled, load, unforked
+from ..kernels.request import Request, Tensors
 from ..stream.gradients import GradientBytes
 from ..stream.leaf import Weight
 
@@ -31,39 +32,6 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of gradients 
 LISTS_ADAM, FUSED_ADAM, SGD = 4, 5, 6  # the loops
 MAXIMIZE, DECOUPLED, NESTEROV, MOMENTUM, DECAY, AMSGRAD, FIRST = 1, 2, 4, 16, 32, 64, 128  # their branches
 COMPARED = 1 << 14  # elements of each kind
-
-
-class Tensors(ctypes.Structure):
-    """One weight with its gradient, state and numbers, as the code reads them."""
-
-    _fields_ = [
-        ("param", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("state", ctypes.c_void_p * 3),
-        ("count", ctypes.c_int64),
-        ("scalar", ctypes.c_float * 8),
-        ("wire", ctypes.c_void_p),
-        ("wire_type", ctypes.c_int32),
-        ("wire_has_nan", ctypes.c_int32),
-        ("grad_type", ctypes.c_int32),
-        ("factor", ctypes.c_float),
-    ]
-
-
-class Request(ctypes.Structure):
-    """One step of several weights by one loop, as the code reads it."""
-
-    _fields_ = [
-        ("tensors", ctypes.POINTER(Tensors)),
-        ("count", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("flags", ctypes.c_int32),
-        ("root", ctypes.c_int32),
-        ("fused", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("mkl", ctypes.c_void_p),
-        ("done", ctypes.c_int32),
-    ]
 
 
 class Loop(NamedTuple):
