@@ -1,4 +1,4 @@
-"""What the compiled step is given: the structures of optimizer.cpp, field by field."""
+"""The structures of optimizer.cpp by which the compiled step gets weights, gradients, state and options."""
 
 from __future__ import annotations
 
