@@ -32,6 +32,7 @@ from .runtime import handle as before
 from .runtime.recorder import Recorder
 from .steps.figures import explaining, stats_of
 from .steps.steps import Steps
+from .store.store import Store
 from .stream import parameters
 from .stream.activations import Activations
 from .stream.gradients import Gradients, recover
@@ -61,6 +62,9 @@ class Settings:
         master_weights: FP32 weights are so on the host alone, where they are stepped; they travel and compute in the
             type ``wire``.
         host_memory: "pinned": page-locked, or an error; "pageable": not locked; "auto": locked as far as possible.
+        host_budget: Host bytes, beyond which frozen weights stay in the files that they were loaded from; 0: all that
+            can. None: all weights are copied into memory.
+        disk: A folder for what trains and exceeds the budget.
         chunk: Elements that the host steps at a time: what fits a core's cache. A multiple of 64, because torch's fused
             kernels round the last elements of a vector in another way.
         overlap: Whether steps run on beside other work after `optimizer.step()` has returned.
@@ -75,6 +79,8 @@ class Settings:
     wire: torch.dtype | None = None
     master_weights: bool = False
     host_memory: HostMemory = "auto"
+    host_budget: int | None = None
+    disk: str | None = None
     chunk: int = 1 << 18
     overlap: bool = True
 
@@ -127,7 +133,6 @@ class Handle:
     """A module whose units stream between host and device."""
 
     rank = 0
-    uses_files = False
 
     @torch.inference_mode(False)  # what is made here may be trained later
     def __init__(self, module: nn.Module, device: torch.device | str, settings: Settings) -> None:
@@ -140,7 +145,6 @@ class Handle:
         self._check_free()
         cut = partition(module, settings.units)
         streamed = [unit for unit in cut if not unit.resident][settings.resident :]
-        narrow = set() if settings.master_weights else casts_of(module, settings.wire)
         self.units: list[Unit] = []
         self.steps = Steps(settings.chunk, settings.overlap, self.device)
         kept = [part for part in cut if part not in streamed]
@@ -152,16 +156,21 @@ class Handle:
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
         self._visits: dict[nn.Module, Visit] = {}
+        self.store = Store(settings.host_budget, settings.disk, self.device)
         try:
             policy = Activations(settings.activations, self.device)
             self.window = Window(self.device, policy)
-            of_cut = {part: self._add_unit(Unit, part.name, part.params, narrow, part.wholes) for part in streamed}
-            self._entries = {root: of_cut[part] for part in streamed for _, root in part.modules}
+            on_host = [(Unit, part.name, part.params, part.wholes) for part in streamed]
+            streams = {id(param) for _, _, params, _ in on_host for _, param in params}
+            self._narrow = streams & casts_of(module, None if settings.master_weights else settings.wire)
+            self.store.choose([params for _, _, params, _ in on_host], self._wire_of, settings.master_weights)
+            made = [self._add_unit(*given) for given in on_host]
+            self._entries = {root: unit for part, unit in zip(streamed, made, strict=True) for _, root in part.modules}
             if plain_rest := [(name, param) for name, param in rest if id(param) not in of_wholes]:
-                self._add_unit(self._kind_of_rest, "(resident)", plain_rest, set())
+                self._add_unit(self._kind_of_rest, "(resident)", plain_rest)
             if wholes:
                 held = [(name, param) for name, param in rest if id(param) in of_wholes]
-                self._add_unit(HeldUnit, "(resident, quantised)", held, set(), wholes)
+                self._add_unit(HeldUnit, "(resident, quantised)", held, wholes)
             numbers = [unit.numbers() for unit in self.units]
             self.room = Room(settings.window, settings.transfer, settings.memory_budget, numbers, self.device)
             self.window.begin(self.units, self.room)
@@ -279,6 +288,11 @@ class Handle:
         return self.settings.window == "auto"
 
     @property
+    def uses_files(self) -> bool:
+        """Whether weights or state are in files."""
+        return not self.store.placement.is_in_memory
+
+    @property
     def weights(self) -> list[Weight]:
         """All weights, in the order of the units."""
         return [weight for unit in self.units for weight in unit.weights]
@@ -295,26 +309,32 @@ class Handle:
         kind: type[Unit],
         name: str,
         params: Iterable[tuple[str, nn.Parameter]],
-        narrow: set[int],
         wholes: Iterable[Whole] = (),
     ) -> Unit:
-        wire, has_masters = self.settings.wire, self.settings.master_weights
+        index, has_masters = len(self.units), self.settings.master_weights
         parts: dict[int, Weight] = {id(named[1]): Part(*named) for whole in wholes for named in whole.parts}
         weights = []
         for own_name, param in params:
-            is_narrow = param.dtype is torch.float32 if has_masters else id(param) in narrow
-            dtype = wire if wire is not None and is_narrow else param.dtype
+            place = self.store.place_of(index, param)
+            dtype = self._wire_of(param) if place is None else param.dtype
             if id(param) in parts:
                 weights.append(parts[id(param)])
             else:
                 weights.append(Weight(own_name, param, self._slots[param], dtype, has_masters))
-        self.units.append(kind(len(self.units), name, weights, self.device, self.window))
+            weights[-1].place = place
+        self.units.append(kind(index, name, weights, self.device, self.window, self.store.filed(name, weights)))
         for whole in wholes:
             own = [parts[id(tensor)] for _, tensor in whole.parts]
             made = WholeWeight(whole, self._slots[whole.parameter], own, self.device.torch_device)
             self.units[-1].wholes.append(made)
         self.steps.add_unit(self.units[-1])
         return self.units[-1]
+
+    def _wire_of(self, param: nn.Parameter) -> torch.dtype:
+        """Return the type in which a parameter travels, unless it stays in its file."""
+        wire, has_masters = self.settings.wire, self.settings.master_weights
+        is_narrow = param.dtype is torch.float32 if has_masters else id(param) in self._narrow
+        return wire if wire is not None and is_narrow else param.dtype
 
     def _connect(self, unit: Unit) -> None:
         """Hear of a unit's gradients, and of readers of its weights."""
@@ -346,6 +366,7 @@ class Handle:
         for param, data in plain:
             param.data = data
         self._move_buffers(torch.device("cpu"))
+        self.store.close()
         self.device.close()
 
     def _check_free(self) -> None:
@@ -440,6 +461,7 @@ class Handle:
         handles.discard(self)
         with contextlib.ExitStack() as ends:  # which go on, last one first, where one of them raises
             ends.callback(self.device.close)
+            ends.callback(self.store.close)
             ends.callback(self._move_buffers, torch.device("cpu"))
             ends.callback(self._gradients.ring.close)
             ends.callback(self.window.policy.ring.close)
@@ -496,6 +518,8 @@ def settings_of(options: Options, wire: torch.dtype | None) -> Settings:
         wire=wire if options.wire_dtype == "auto" or options.master_weights else None,
         master_weights=options.master_weights,
         host_memory=options.host_memory,
+        host_budget=options.host_budget,
+        disk=options.disk,
         overlap=options.optimizer_overlap,
     )
 

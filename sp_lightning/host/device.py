@@ -29,7 +29,7 @@ from ..core.host import host_memory, lock_limit
 from ..core.telemetry import Counters
 from ..errors import HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
 from ..options import HostMemory, format_bytes
-from .memory import PageLock, Slabs
+from .memory import PageLock, Slabs, keep_from_forks
 from .staging import StagingRing
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Device:
         self.is_host = found.type == "cpu"
         has_number = self.is_host or found.index is not None
         self.torch_device = found if has_number else torch.device(found.type, torch.accelerator.current_device_index())
-        self.up, self.down = self._new_stream(), self._new_stream()
+        self.up, self.down = self.new_stream(), self.new_stream()
         # Returns the stream on which the calling thread launches kernels; called for each gradient, so it is C code.
         self.current_stream: Callable[[], Any] = functools.partial(torch.accelerator.current_stream, self.torch_device)
         if self.is_host:
@@ -182,7 +182,8 @@ class Device:
         self._clock: Any = None  # an idle stream, made when it is first needed
         self.counters = Counters()
 
-    def _new_stream(self) -> Any:
+    def new_stream(self) -> Any:
+        """Make a stream beside the others."""
         return IdleStream() if self.is_host else torch.Stream(device=self.torch_device)
 
     @property
@@ -214,6 +215,13 @@ class Device:
                 f"cannot allocate {format_bytes(nbytes)} of host memory ({error}): {format_bytes(memory.free)} of"
                 f" {format_bytes(memory.total)} are free; train fewer parameters, or close other programs"
             ) from error
+
+    def buffer(self, nbytes: int, alignment: int) -> Tensor:
+        """Allocate a buffer as `slab` does, at a multiple of the alignment; no forked process gets it."""
+        flat = self.slab(nbytes + alignment)
+        buffer = flat[-flat.data_ptr() % alignment :][:nbytes]
+        keep_from_forks(buffer)
+        return buffer
 
     @property
     def hides_slabs(self) -> bool:
@@ -305,7 +313,7 @@ class Device:
             now = HostMoment()
             return now, now.seconds
         if self._clock is None:
-            self._clock = self._new_stream()
+            self._clock = self.new_stream()
         before = time.perf_counter()
         event = self.moment(self._clock)
         return event, (before + time.perf_counter()) / 2
@@ -353,8 +361,8 @@ class Device:
         if self._rings is None:
             nbytes = min(STAGING_NBYTES, aligned(max(self._largest_slab, 1)))
             buffers = [self._staging_buffer(nbytes) for _ in range(2 * STAGING_COUNT)]
-            up = StagingRing(self._new_stream(), buffers[:STAGING_COUNT], "up")
-            down = StagingRing(self._new_stream(), buffers[STAGING_COUNT:], "down")
+            up = StagingRing(self.new_stream(), buffers[:STAGING_COUNT], "up")
+            down = StagingRing(self.new_stream(), buffers[STAGING_COUNT:], "down")
             self._rings = Rings(up, down)
             log.log(
                 logging.INFO if self._host_memory == "pageable" else logging.WARNING,

@@ -96,6 +96,12 @@ def _unlock(lock: PageLock, mapping: mmap.mmap, address: int, process: int) -> N
         _share_with_forks(mapping, True)
 
 
+def keep_from_forks(flat: Tensor) -> None:
+    """Keep memory that begins and ends with a page from forked processes, for good."""
+    if hasattr(mmap, "MADV_DONTFORK"):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(flat.nbytes), mmap.MADV_DONTFORK)
+
+
 def _share_with_forks(mapping: mmap.mmap, shared: bool) -> None:
     if hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DOFORK if shared else mmap.MADV_DONTFORK)

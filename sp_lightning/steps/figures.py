@@ -32,7 +32,7 @@ def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str
     streamed = [unit for unit in numbers if not unit.resident]
     largest = sorted((unit.up_nbytes for unit in streamed), reverse=True)[: window.room.window]
     gradients = sum(unit.down_nbytes for unit in streamed)
-    weights = [weight for unit in units for weight in unit.weights]
+    weights = [weight for unit in units for weight in unit.weights if weight.place is None]
     on_host = sum(weight.value.untyped_storage().nbytes() for weight in weights)
     wires = sum(weight.wire.nbytes for weight in weights if weight.is_narrow)
     figures = {

@@ -71,6 +71,7 @@ class Weight:
     blank: Tensor  # data of the same form without bytes
     is_part = False  # whether it is one of the tensors that a weight of the user's consists of (WholeWeight)
     form: tuple[torch.Size, tuple[int, ...], int]  # shape, strides and first element of what travels
+    place: Any = None  # where in a file its bytes are (store.py); None: they are in memory
 
     def __init__(
         self, name: str, host: nn.Parameter, slots: list[Slot], dtype: torch.dtype, is_master: bool = False

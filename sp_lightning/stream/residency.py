@@ -12,6 +12,7 @@ reader. A copy up waits for what compute had queued when the memory was allocate
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..compat.streaming import storage_id, without_dispatch
+from ..errors import DiskError, SourceFileError
 from ..host.device import Arrival, Device
 from .lazy import set_data
 from .leaf import Absent, Leaf, Weight, show_versions
@@ -84,7 +86,8 @@ class Residency:
     def release(self) -> None:
         """Let go of the memory."""
         if self.state is Presence.LOADING and self.arrived is not None:
-            self.arrived.wait(self._home)  # the memory's next user is queued behind the copy
+            with contextlib.suppress(DiskError, SourceFileError):  # of a load that nobody needed
+                self.arrived.wait(self._home)  # the memory's next user is queued behind the copy
         if self.state is Presence.SHOWN:
             del shown[storage_id(self.flat.untyped_storage())]
             with without_dispatch():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..core.unit_numbers import UnitNumbers
 from ..host.device import Arrival, Device, aligned, dense_strides
 from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
 from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions, stepped_already, version_of
-from .residency import Presence, Residency
+from .residency import NOTHING, Presence, Residency
 
 
 class Pending:
@@ -75,15 +75,30 @@ class Pending:
                     self.last = None
 
 
+class Filed(Protocol):
+    """The weights of a unit that are in files (store.py)."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last fill ended in an error."""
+
+    def send_up(self, flat: Tensor, before: Arrival, stamp: Any) -> Arrival:
+        """Start to fill the unit's memory on the device, beside the copy ``before`` of the slab."""
+
+
 class Unit:
     """Weights that travel as one."""
 
     is_held = False  # whether the window lets it stay on the device
     is_resident = False  # whether its truth is on the device
 
-    def __init__(self, index: int, name: str, weights: list[Weight], device: Device, window: Visitor) -> None:
+    def __init__(
+        self, index: int, name: str, weights: list[Weight], device: Device, window: Visitor, filed: Filed | None = None
+    ) -> None:
+        weights = sorted(weights, key=lambda weight: weight.place is not None)  # the slab has the first ones
         self.index, self.name, self.weights, self.device, self.window = index, name, weights, device, window
         self.nbytes = sum(aligned(weight.nbytes) for weight in weights)
+        self._filed = filed
         self.wholes: list[WholeWeight] = []  # which consist of some of its weights
         self.steps = Pending()
         self.depth = 0  # calls of its modules that are under way
@@ -115,7 +130,8 @@ class Unit:
     # ---- making
 
     def _allocate(self) -> None:
-        self.slab = self.device.slab(self.nbytes)
+        nbytes = sum(aligned(weight.nbytes) for weight in self.weights if weight.place is None)
+        self.slab = self.device.slab(nbytes) if nbytes else NOTHING
 
     def _adopt(self, weight: Weight, blank: Tensor) -> None:
         """Move a parameter's bytes into the slab, and make its leaf."""
@@ -138,6 +154,9 @@ class Unit:
 
     def _take_bytes(self, weight: Weight) -> None:
         host = weight.host
+        if weight.place is not None:
+            weight.wire, weight.value = host.data, host.detach()
+            return
         # A storage of its own: torch.save writes whole storages, and safetensors refuses shared ones.
         part = self.slab.untyped_storage()[weight.at : weight.at + weight.nbytes]
         weight.wire = torch.empty(0, dtype=weight.dtype).set_(part, 0, host.shape, dense_strides(host.data))
@@ -175,8 +194,12 @@ class Unit:
         if self.has_new_wire:
             self._cast()
         recorded = self.device.counters.listener.work("up", self.name, "weights", self.nbytes)
-        self.memory.arrived = self._copied = self.device.send_up(self.memory.flat, self.slab, recorded=recorded)
-        self._stamp = self._now()
+        flat, stamp = self.memory.flat, self._now()
+        copied = self.device.send_up(flat[: self.slab.nbytes], self.slab, recorded=recorded)
+        if self._filed is not None:
+            copied = self._filed.send_up(flat, copied, None if self.is_open else stamp)
+        self.memory.arrived = self._copied = copied
+        self._stamp = stamp
         if self.is_open:
             self.wait_copy()  # nothing makes the user's next write to the array wait
 
@@ -187,7 +210,8 @@ class Unit:
         """Whether what is on the device, or on its way there, is no longer what the host has."""
         if self.memory.state is Presence.ABSENT or self.is_final or self._stamp is None:
             return False
-        return self.is_open or self._stamp != self._now()
+        has_failed = self._filed is not None and self._filed.has_failed
+        return self.is_open or has_failed or self._stamp != self._now()
 
     def _cast(self) -> None:
         """Make the copies that travel in another type anew."""

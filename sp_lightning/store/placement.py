@@ -1,0 +1,66 @@
+"""Which bytes of a run are in memory, and which in files: decided once, from bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+TERMS = ("frozen", "state", "weights", "gradients")  # in the order in which they leave memory
+
+
+class UnitBytes(NamedTuple):
+    """A unit's bytes in host memory, by what may be in files."""
+
+    frozen: int = 0  # of frozen weights that lie in files as they travel
+    state: int = 0  # of an optimizer that has two numbers for each that trains
+    weights: int = 0  # that train
+    gradients: int = 0
+    fixed: int = 0  # of all else, which has to be in memory
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What is in files: for each term the indices of units; all else is in memory."""
+
+    frozen: frozenset[int] = frozenset()
+    state: frozenset[int] = frozenset()
+    weights: frozenset[int] = frozenset()
+    gradients: frozenset[int] = frozenset()
+    host: int = 0  # bytes that are left in memory, buffers included
+    disk: int = 0  # bytes in the scratch file
+    by_term: dict[str, int] = field(default_factory=dict)  # the bytes in memory
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether nothing is in files."""
+        return not (self.frozen or self.state or self.weights or self.gradients)
+
+
+def choose(units: Sequence[UnitBytes], budget: int, has_disk: bool, buffers: int) -> Placement:
+    """Choose what leaves memory, so that what is left fits the budget as closely as whole units allow.
+
+    A term leaves memory before the next one begins to: frozen weights cost a read of each visit, state a read and a
+    write of each step, weights that train both, gradients a write and a read. The units of a term that goes in part
+    are spread over the model, so that the disk has no bursts.
+    """
+    host = sum(map(sum, units))
+    left = {term: sum(getattr(unit, term) for unit in units) for term in (*TERMS, "fixed")}
+    if host <= budget:
+        return Placement(host=host, by_term=left)
+    host += buffers
+    gone: dict[str, set[int]] = {term: set() for term in TERMS}
+    for term in TERMS if has_disk else TERMS[:1]:
+        for index in sorted(range(len(units)), key=_spread):
+            nbytes = getattr(units[index], term)
+            if nbytes and host > budget:
+                gone[term].add(index)
+                host, left[term] = host - nbytes, left[term] - nbytes
+    disk = sum(getattr(units[index], term) for term in TERMS[1:] for index in gone[term])
+    sets = {term: frozenset(indices) for term, indices in gone.items()}
+    return Placement(**sets, host=host, disk=disk, by_term={**left, "buffers": buffers})
+
+
+def _spread(index: int) -> int:
+    """Give an index its turn, so that those of the first few turns are spread over all."""
+    return int(f"{index:032b}"[::-1], 2)
