@@ -105,6 +105,11 @@ class Settings:
 handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
+def _note_new(refer: weakref.ref[Handle], *_: Any) -> None:
+    if (handle := refer()) is not None:
+        handle._is_new = True
+
+
 def _before_fork() -> None:
     """Wait for all steps and copies: a forked process has neither threads nor the device."""
     for handle in list(handles):
@@ -133,6 +138,8 @@ class Handle:
     """A module whose units stream between host and device."""
 
     rank = 0
+    garbage: Any = None  # finds out whether this handle is (handles.py)
+    closed = False  # whether the module is plain again
 
     @torch.inference_mode(False)  # what is made here may be trained later
     def __init__(self, module: nn.Module, device: torch.device | str, settings: Settings) -> None:
@@ -177,10 +184,9 @@ class Handle:
             self._gradients = Gradients(self.device, self.steps)
             for unit in self.units:
                 self._connect(unit)
-            self._hooks += [
-                register_module_parameter_registration_hook(self._note_new),
-                register_module_module_registration_hook(self._note_new),
-            ]
+            note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
+            self._hooks += [register_module_parameter_registration_hook(note)]
+            self._hooks += [register_module_module_registration_hook(note)]
             self._move_buffers(self.device.torch_device)
             self._attach()
         except BaseException:
@@ -271,11 +277,6 @@ class Handle:
         listener, counters.listener = counters.listener, StepListener()
         if isinstance(listener, Recorder):
             listener.flush()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the module is plain again."""
-        return self not in handles
 
     @property
     def managed(self) -> list[str]:
@@ -406,9 +407,6 @@ class Handle:
 
     # ---- between steps
 
-    def _note_new(self, *_: Any) -> None:
-        self._is_new = True
-
     def _outermost(self, is_entry: bool) -> AbstractContextManager[None]:
         """Place what was added or compiled since the last call, and return the context of an outermost call.
 
@@ -456,8 +454,9 @@ class Handle:
 
     def close(self) -> None:
         """Leave a plain module on the host. Safe twice."""
-        if self not in handles:
+        if self.closed:
             return
+        self.closed = True
         handles.discard(self)
         with contextlib.ExitStack() as ends:  # which go on, last one first, where one of them raises
             ends.callback(self.device.close)

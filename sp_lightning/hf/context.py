@@ -46,13 +46,14 @@ from torch.distributed.constants import default_pg_timeout
 from ..autograd.recompute import host_of
 from ..compat.dynamo import never_compiled
 from ..errors import OptionError, PeerError, UnsupportedError
+from ..handles import close_all, close_dropped
 from ..memory.device import Device
 from ..memory.watched_parameters import is_watched, owner_of
 from ..nodes.transport import KEEPALIVE
 from ..options import Options
 from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
-from ..runtime.handle import Handle, close_all, close_dropped, move_buffers, own_state
+from ..runtime.handle import Handle, move_buffers, own_state
 from . import report as reports
 from .patched import function, names_of_accelerate, replace
 from .ranked_model import RankedModel

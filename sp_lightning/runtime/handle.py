@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import operator
 import re
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -691,46 +689,6 @@ def stream(
 
 
 # ---- handles of modules that other code may drop
-
-
-class _Garbage:
-    """Mark on a handle that gives it back if both are garbage."""
-
-    def __init__(self, handle: Handle, found: list[Handle]) -> None:
-        self.handle = handle
-        self.found = found
-
-    def __del__(self) -> None:
-        self.found.append(self.handle)
-
-
-def close_dropped(handles: list[Handle]) -> None:
-    """Close the handles that only this list leads to, and remove those that are closed."""
-    dropped: list[Handle] = []
-    marks = []
-    while handles:
-        handle = handles.pop()
-        if not handle.closed:
-            handle.garbage = _Garbage(handle, dropped)
-            marks.append(weakref.ref(handle.garbage))
-        del handle
-    if marks:
-        gc.collect()
-    for mark in filter(None, (refer() for refer in reversed(marks))):
-        mark.found = []
-        handles.append(mark.handle)
-        mark.handle.garbage = None
-    if dropped:
-        close_all(dropped)
-        gc.collect()  # now they go, before memory is allocated
-
-
-def close_all(handles: list[Handle]) -> None:
-    """Close these handles, whatever error one of them raises, and empty the list."""
-    with contextlib.ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.close)
-        handles.clear()
 
 
 # ---- the module that is streamed: whether it changed, where its buffers are, whether it has memory
