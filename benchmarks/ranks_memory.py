@@ -8,7 +8,7 @@ each): its growth since before the model was made. The ranks stop for it, so tha
 files are left out: libtorch's alone are several hundred MB, and of those a rank's share grows when any other process
 of the machine that maps them ends. Weights, gradients and state lie in none: shared ones are memory files.
 
-Expected is what a plan counts (unit_numbers.py, Rule 5), in bytes per parameter: 4 for the weights, 4 for the gradients
+Expected is what a plan counts (unit_numbers.py), in bytes per parameter: 4 for the weights, 4 for the gradients
 and 8 for the state, once, and in each rank the gradients of the units that are on their way to their owners; where they
 are accumulated, 4 more in each rank. Beside it is what computes in each rank: a window of units. Where the
 CPU computes, its memory is mapped block by block, as an accelerator's is (host_memory.py).

@@ -1,9 +1,9 @@
-"""Draw the picture in docs/seeing.md: a step on the simulated accelerator of the tests.
+"""Draw the picture in docs/troubleshooting.md: a step on the simulated accelerator of the tests.
 
     python benchmarks/timeline.py [--directory docs]
 
 Eight units, whose copy to the device takes 10 ms, forward 10, backward 20, gradients' copy to the host 10 and step on
-the host 30 (as in overlap.py), in a window of 3. The report that the run prints is the one in docs/seeing.md.
+the host 30 (as in overlap.py), in a window of 3.
 """
 
 import argparse

@@ -98,7 +98,7 @@ HOOKS_AFTER_ACCUMULATION = "_post_accumulate_grad_hooks"  # an attribute that te
 forward_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
 
 
-# Without it all gradients would pile up on the device until backward ends (autograd/gradient_nodes.py, Rule 2).
+# Without it all gradients would pile up on the device until backward ends (autograd/gradient_nodes.py).
 def set_sequence_number(node: Any, number: int) -> None:
     """Set the number of a node, by which autograd chooses among those that are ready: the highest first."""
     node._set_sequence_nr(number)

@@ -1,26 +1,12 @@
 """Decide which unit is on the device when: integers in, integers out, shared by the planner and the runtime.
 
 A *pass* is a predicted order of visits. At each visit the schedule says which units to evict and which to load.
-
-Rule 1  After a visit's decision the visited unit is resident, and at most `window` units are, those in use aside.
-Rule 2  The unit to evict is the one whose next predicted visit is farthest away, or that has none (Belady); among
-        several without one, the least recently visited.
-Rule 3  *Due*: the next visit to another unit is predicted and that unit is missing. The next `transfer` missing units
-        are loaded now, while the visited one computes: no visit waits for a load that could have begun earlier.
-        Only units among the next `window` to be visited are loaded, and only in place of later ones.
-Rule 4  *Free*: a missing unit may be loaded before it is due if that costs no extra load: a place is empty, or the unit
-        that Rule 2 would evict when it is due is already idle. Free loads start when there are `transfer` of them.
-Rule 5  A visit that was not predicted moves the prediction to the next occurrence of that unit; if there is none, the
-        unit is loaded on demand and the prediction stays where it was.
-Rule 6  Consecutive visits of one unit are one visit, as at the turn of a forward-backward sweep.
-Rule 7  A unit in use is not evicted and, unless it is the visited one, not counted. Excess units are evicted at the
-        first visit at which they are in use no longer.
-Rule 8  Evictions only make room: a unit that may be used again stays.
+Consecutive visits of one unit are one visit, as at the turn of a forward-backward sweep.
 
 From an empty window, a forward-backward sweep over n units loads 2n - window of them, whatever `transfer` is: the last
 units of forward stay for the start of backward. With `transfer` 1 and any known order (without `wrap`), no schedule
-that obeys Rule 3 loads fewer. A visit costs time in proportion to the window, not to the number of units or the length
-of the pass.
+that loads what is due at once loads fewer. A visit costs time in proportion to the window, not to the number of units
+or the length of the pass.
 """
 
 from __future__ import annotations
@@ -113,7 +99,10 @@ class Schedule:
     # Where we are in the order
 
     def _arrive(self, unit: int) -> bool:
-        """Move the prediction to this visit (Rules 5 and 6); return whether it was a surprise."""
+        """Move the prediction to the next occurrence of this unit; return whether the visit was a surprise.
+
+        A unit that is not predicted any more leaves the prediction where it was.
+        """
         if unit == self._current or not self._order:
             return False
         self._current = unit
@@ -176,7 +165,11 @@ class Schedule:
     # What to move
 
     def _demand(self, unit: int, in_use: Container[int]) -> tuple[list[int], list[int]]:
-        """Make the visited unit resident, and evict excess units (Rules 1 and 7)."""
+        """Make the visited unit resident, and evict as many others as exceed the window: none that may still fit.
+
+        A unit in use is not evicted and, unless it is the visited one, not counted. What exceeds the window then is
+        evicted at the first visit at which it is in use no longer.
+        """
         load = [] if unit in self._resident else [unit]
         evict: list[int] = []
         if len(self._resident) + len(load) > self.window:
@@ -187,7 +180,13 @@ class Schedule:
         return evict, load
 
     def _prefetch(self, unit: int, in_use: Container[int]) -> tuple[list[int], list[int]]:
-        """Load the units that are due or free (Rules 3 and 4)."""
+        """Load units before they are visited, among the next `window`, in place of units that are visited later.
+
+        *Due*: the next visit to another unit is of one that is missing. The next `transfer` missing units are loaded
+        now, while the visited one computes: no visit waits for a load that could have begun earlier. *Free*: a load
+        before that costs no extra load, since a place is empty or its unit would be evicted anyway. Free loads start
+        when there are `transfer` of them.
+        """
         if self.window == 1 or self._resident.keys() >= self._ahead_units:
             return [], []
         order, length = self._order, len(self._order)
@@ -230,7 +229,10 @@ class Schedule:
         return all(self._next_use(other, position) < victim_use for other in busy)
 
     def _evictable(self, unit: int, in_use: Container[int]) -> list[int]:
-        """Return the units that may be evicted while `unit` is visited, in the order of Rule 2."""
+        """Return the units that may be evicted while `unit` is visited, those first whose next visit is farthest away.
+
+        (Belady.) Among several that are not predicted, the least recently visited is first.
+        """
         idle = [other for other in self._resident if other != unit and other not in in_use]
         idle.sort(key=self._resident.__getitem__)
         idle.sort(key=self._use, reverse=True)  # which leaves those of one use in their order

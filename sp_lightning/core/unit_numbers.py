@@ -1,20 +1,10 @@
 """A unit in plain numbers, and the host memory of a run, term by term (measured by ``benchmarks/host_memory.py``).
 
-1. Weights lie in one slab per unit, exact to the page: no allocator rounds them up.
-2. Wire copies lie in a second slab (``wire``); small weights that travel as they are, and join them, do not count.
-3. A unit that trains has a slab for its gradients, in the types of its weights: 4 bytes per parameter of FP32. They are
-   2 where gradients come down in bfloat16 and no code asks for them (gradients/slab.py, Rule 3): a plan knows that, but
-   a check that a run fits does not count on it.
-4. Optimizer state is torch's, in ordinary memory: tensors of the parameters' sizes and types, one by one. Adafactor has
-   means over a matrix's rows and columns instead. What trains and is in no optimizer has gradients only.
-5. Ranks share weights, gradients and state (sp_lightning/ranks). Each has wire copies, offloaded activations, keys and
-   values, averages and staging buffers of its own, and some units' gradients on their way. It has all gradients once
-   more if it accumulates them, or writes to them: by clipping values, gradient scaling, or
-   ``zero_grad(set_to_none=False)``.
-6. With several machines there are also shares of the largest units' gradients: those that have come from each other one
-   and were not taken, those that are packed for each, and the sums of one unit, from each and for all (transport.py,
-   Rule 4). New weights, which cross once these have, take no more. Each machine may have a share of the optimizer's
-   state (new_weights.py).
+Weights lie in one slab per unit, exact to the page, and wire copies in a second one; small weights that travel as they
+are, and join them, do not count. A unit that trains has a slab for its gradients, in the types of its weights.
+Gradients that come down in bfloat16 take half of that until code asks for them: a plan knows, but a check that a run
+fits does not count on it. Optimizer state is torch's: tensors of the parameters' sizes and types. Adafactor has means
+over a matrix's rows and columns instead. What trains and is in no optimizer has gradients only.
 """
 
 from __future__ import annotations
@@ -109,7 +99,10 @@ class HostBytes:
     def of_ranks(
         self, ranks: int, under_way: int, own_gradients: bool = False, shared_state: bool = True, messages: int = 0
     ) -> HostBytes:
-        """Return what this many ranks need together (Rule 5), on one of several machines (Rule 6).
+        """Return what this many ranks need together, on one of several machines.
+
+        Ranks share weights, gradients and state. Each has wire copies, offloaded activations, keys and values, averages
+        and staging buffers of its own, and all gradients once more where it accumulates or writes them.
 
         Args:
             ranks: The number of devices.
@@ -137,7 +130,7 @@ class HostBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class HostSharing:
-    """The ranks of one machine, which share its host memory (Rule 5), and of several (Rule 6)."""
+    """The ranks of one machine, which share its host memory, and of several."""
 
     ranks: int = 1
     nodes: int = 1  # machines with as many ranks each
@@ -152,7 +145,11 @@ class HostSharing:
         return self.ranks * self.nodes > 1
 
     def messages(self, largest: int) -> int:
-        """Return the bytes of sums between machines; ``largest`` is those of the largest unit's gradients (Rule 6)."""
+        """Return the bytes of sums between machines; ``largest`` is those of the largest unit's gradients.
+
+        They are shares that have come from each other machine and were not taken, those that are packed for each, and
+        the sums of one unit, from each and for all.
+        """
         others = self.nodes - 1
         shares = others * (self.parts_ahead + 2) + 1 if others else 0
         return shares * largest // self.nodes

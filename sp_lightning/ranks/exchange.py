@@ -109,7 +109,7 @@ Place = tuple[int, Tensor, Tensor]  # of a gradient: its index, its region of th
 def host_sharing(ranks: int, nodes: int, own_gradients: bool, divides_state: bool = False) -> HostSharing:
     """Describe how the ranks of a machine share its memory (Rules 8 and 11).
 
-    ``own_gradients``: whether each rank certainly has gradients of its own (unit_numbers.py, Rule 5).
+    ``own_gradients``: whether each rank certainly has gradients of its own.
     ``divides_state``: whether each node has a share of the optimizer's state (new_weights.py).
     """
     return HostSharing(

@@ -42,7 +42,7 @@ class Team(Alone):
     ranks: Ranks
 
     def __init__(self, ranks: Ranks, device: Device, own_gradients: bool, divides_state: bool) -> None:
-        """``own_gradients``: whether each rank certainly has gradients of its own (unit_numbers.py, Rule 5)."""
+        """``own_gradients``: whether each rank certainly has gradients of its own."""
         super().__init__(device)
         nodes = ranks.world // ranks.size
         self._divides = divides_state and nodes > 1

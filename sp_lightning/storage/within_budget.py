@@ -207,7 +207,7 @@ class WithinBudget(InMemory):
     def _state_nbytes(self) -> int:
         """Count the bytes in memory of state that known optimizers will have, and of weights that ranks copy to step.
 
-        These copies end with the step of each optimizer (unit_numbers.py, Rule 5).
+        These copies end with the step of each optimizer.
         """
         parameters, ranks = self._params(range(len(self._units))), self._sharing.ranks
         ids, there = set(map(id, parameters)), set(self.state.parameters)

@@ -339,7 +339,7 @@ changes = st.one_of(
 
 
 def check_visit(schedule, unit, held):
-    """Check schedule.py, Rules 1 and 7, at one visit."""
+    """Check at one visit that the unit is there, and that at most a window of idle units is."""
     before = set(schedule.resident)
     decision = schedule.visit(unit, held)
     evicted, loaded, after = set(decision.evict), set(decision.load), set(schedule.resident)

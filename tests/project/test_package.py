@@ -1,6 +1,5 @@
 """What the package promises before any of it is used: what an import costs, where things lie, README's commands."""
 
-import ast
 import fnmatch
 import functools
 import importlib.util
@@ -489,36 +488,6 @@ def test_every_file_with_waits_or_events_has_its_waits_deleted_or_is_beside_the_
     wait = {wait.file for wait in deletions.all_waits(package)}
     assert say | deletions.BESIDE | deletions.FOR_FILES.keys() <= wait
     assert all((ROOT / test).is_file() for tests in deletions.FOR_FILES.values() for test in tests)
-
-
-# What other code asks, so that it need not remember a wait: the bodies of these are no waits that anybody remembers.
-ASKED = {"land", "before_host_access", "about_to_write_back", "require", "_wait_for_copies"}
-
-
-def remembered(deletions, package):
-    """The waits of files above those that own what is waited for: the class, the function, and the wait."""
-    found = set()
-    for kind in ("steps", "files"):
-        for wait in deletions.waits(package, deletions.BESIDE, kind):
-            if wait.file.startswith("runtime/") and wait.function not in ASKED:
-                tree = ast.parse((package / wait.file).read_text())
-                classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-                name = next(one.name for one in classes if one.lineno <= wait.line <= one.end_lineno)
-                *_, owner, call = wait.text.partition("(")[0].split(".")
-                found.add((name, wait.function, call if owner == "self" else f"{owner}.{call}"))
-    return found
-
-
-def test_the_waits_that_code_has_to_remember_are_those_of_the_document(deletions):
-    text = (ROOT / "docs" / "architecture.md").read_text().partition("| where | the wait |")[2].partition("\n\n")[0]
-    said = set()
-    for row in text.splitlines()[2:]:
-        where, call, _ = (cell.strip() for cell in row.strip("|").split("|"))
-        places = where.replace("`", "").split(", ")
-        name = places[0].partition(".")[0]
-        said |= {(name, place.rpartition(".")[2], call.strip("`")) for place in places}
-    assert remembered(deletions, ROOT / "sp_lightning") == said
-    assert len(said) <= 12
 
 
 @pytest.fixture

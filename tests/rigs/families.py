@@ -25,7 +25,7 @@ class Family:
     """A family, by one small member."""
 
     case: models.Case
-    special: str  # about its weights, as the table in docs/models.md says it
+    special: str  # about its weights, as benchmarks/models.py prints it
 
 
 def outputs(value: Any) -> Iterator[Tensor]:
