@@ -27,7 +27,7 @@ from .host.device import Device
 from .host.room import Room
 from .memory.partition import partition, slots
 from .optim import torn_step
-from .options import ACTIVATIONS, HOST_MEMORY, Count, HostMemory, Options, check_choice, is_int
+from .options import ACTIVATIONS, HOST_MEMORY, OPTIMIZER_DEVICES, Count, HostMemory, Options, check_choice, is_int
 from .runtime import handle as before
 from .runtime.recorder import Recorder
 from .steps.figures import explaining, stats_of
@@ -68,6 +68,8 @@ class Settings:
         chunk: Elements that the host steps at a time: what fits a core's cache. A multiple of 64, because torch's fused
             kernels round the last elements of a vector in another way.
         overlap: Whether steps run on beside other work after `optimizer.step()` has returned.
+        steps_on: "host", or "device": slices of weights and state go up to be stepped, and come down; gradients stay
+            on the device until then, as far as they fit.
     """
 
     window: Count = 2
@@ -83,6 +85,7 @@ class Settings:
     disk: str | None = None
     chunk: int = 1 << 18
     overlap: bool = True
+    steps_on: str = "host"
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -100,6 +103,7 @@ class Settings:
             raise OptionError(argument="wire", found=self.wire, allowed=allowed)
         check_choice("activations", self.activations, ACTIVATIONS)
         check_choice("host_memory", self.host_memory, HOST_MEMORY)
+        check_choice("steps_on", self.steps_on, OPTIMIZER_DEVICES)
 
 
 handles: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -121,12 +125,13 @@ def _before_fork() -> None:
 def _after_fork() -> None:
     """Make reads of memory that a forked process does not have an error."""
     for handle in handles:
-        for weight in handle.weights if handle.device.hides_slabs else ():
-            if not weight.unit.is_resident:
+        if handle.device.hides_slabs:
+            hidden = [(weight.name, weight.wire) for weight in handle.weights if not weight.unit.is_resident]
+            for name, tensor in [*hidden, *(("optimizer state", state) for state in handle.steps.locked_state())]:
                 forbid_access(
-                    storage_id(weight.wire.untyped_storage()),
-                    f"{weight.name} lies in page-locked memory, which a forked process does not have: read it before"
-                    " the fork, or start the process by 'spawn'",
+                    storage_id(tensor.untyped_storage()),
+                    f"{name} lies in page-locked memory, which a forked process does not have: read it before the"
+                    " fork, or start the process by 'spawn'",
                 )
     handles.clear()  # whose threads a fork of the forked process would wait for
 
@@ -153,7 +158,8 @@ class Handle:
         cut = partition(module, settings.units)
         streamed = [unit for unit in cut if not unit.resident][settings.resident :]
         self.units: list[Unit] = []
-        self.steps = Steps(settings.chunk, settings.overlap, self.device)
+        makes_trips = settings.steps_on == "device" and not self.device.is_host
+        self.steps = Steps(settings.chunk, settings.overlap, self.device, makes_trips)
         kept = [part for part in cut if part not in streamed]
         rest = [named for part in kept for named in part.params]
         wholes = [whole for part in kept for whole in part.wholes]
@@ -179,9 +185,10 @@ class Handle:
                 held = [(name, param) for name, param in rest if id(param) in of_wholes]
                 self._add_unit(HeldUnit, "(resident, quantised)", held, wholes)
             numbers = [unit.numbers() for unit in self.units]
-            self.room = Room(settings.window, settings.transfer, settings.memory_budget, numbers, self.device)
+            sizes = settings.window, settings.transfer, settings.memory_budget
+            self.room = Room(*sizes, numbers, self.device, makes_trips)
             self.window.begin(self.units, self.room)
-            self._gradients = Gradients(self.device, self.steps)
+            self._gradients = Gradients(self.device, self.steps, self.room if makes_trips else None)
             for unit in self.units:
                 self._connect(unit)
             note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
@@ -498,7 +505,6 @@ def not_yet(options: Options, devices: int, has_shards: bool = False) -> str | N
     asked = {
         "several devices": devices > 1 or has_shards,
         "disk= or host_budget=": options.uses_files,
-        "optimizer_device='device'": options.optimizer_device == "device",
         "divide_state=True": options.divide_state,
         "fused_optimizer=True": options.fused_optimizer,
         "compile_units=True": options.compile_units,
@@ -520,6 +526,7 @@ def settings_of(options: Options, wire: torch.dtype | None) -> Settings:
         host_budget=options.host_budget,
         disk=options.disk,
         overlap=options.optimizer_overlap,
+        steps_on=options.optimizer_device,
     )
 
 

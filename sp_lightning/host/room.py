@@ -6,16 +6,19 @@
    resumes. After each step the window grows, at most fourfold, into what others and a reserve leave free.
 3. The first step that trains begins small again: what evaluation left free says nothing about backward.
 4. Where an allocation failed, the window stays smaller than it was.
+5. Gradients that stay on the device until the step may be there beside the next forward: the window leaves room for all
+   of them, and one that does not fit beside the most that a forward took goes down.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from ..core.unit_numbers import UnitNumbers
-from ..core.window_choice import GROWTH, DeviceBudget, first_window, sizes_of
+from ..core.window_choice import GROWTH, RESERVE_SHARE, DeviceBudget, first_window, sizes_of
 from ..options import Count, Options, format_bytes
 from .device import Device
 
@@ -26,12 +29,21 @@ class Room:
     """The sizes of the window, which grows into the device's memory where the user left that open."""
 
     def __init__(
-        self, window: Count, transfer: Count, budget: int | None, units: Sequence[UnitNumbers], device: Device
+        self,
+        window: Count,
+        transfer: Count,
+        budget: int | None,
+        units: Sequence[UnitNumbers],
+        device: Device,
+        keeps_gradients: bool = False,
     ) -> None:
         self._device, self._budget = device, budget
         self._given = window, transfer
         self._streamed = [unit for unit in units if not unit.resident]
-        self._packs = 2 * max((unit.down_nbytes for unit in self._streamed), default=0)
+        gradients = [unit.down_nbytes for unit in self._streamed]
+        self._packs = sum(gradients) if keeps_gradients else 2 * max(gradients, default=0)
+        self._kept: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # bytes of gradients that stay
+        self._beside = 0  # the most bytes of all else
         root = sum(unit.up_nbytes for unit in units if unit.resident)
         self.window = self._first = first_window(
             Options(window=window, memory_budget=budget), self._streamed, root, device.is_host
@@ -56,6 +68,17 @@ class Room:
         """Note the memory in use after loads, with these bytes of the window's units."""
         if self._grows and (allocated := self._device.memory_allocated()) > self._fullest:
             self._fullest, self._window_then = allocated, window_nbytes
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether gradients of so many bytes may stay on the device, where they are noted by `keep`."""
+        kept = sum(self._kept.values())
+        now = self._device.memory_allocated() - kept if self._beside else self._device.memory_peak()
+        self._beside = max(self._beside, now)
+        return self._beside + kept + nbytes <= (1 - RESERVE_SHARE) * self._device.memory_capacity()
+
+    def keep(self, gradient: Any, nbytes: int) -> None:
+        """Note a gradient that is on the device as long as this object lives."""
+        self._kept[gradient] = nbytes
 
     def begin_step(self, trains: bool) -> None:
         """Choose the window for a step, by what the one before it took."""

@@ -80,9 +80,10 @@ class SuperpipelineStrategy(StrategyBefore):
             step), unless a hook of yours runs in between.
         fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
             ``fused``: not the bits of the default loop, and faster only where compiled code cannot step.
-        optimizer_device: Where torch's optimizers compute. "host": on the host's cores, whose bits a GPU does not have.
-            "device": weights, gradients and state go up in portions and come down stepped, with the bits of a plain run
-            whose optimizer steps on the device (docs/exactness.md). State lies on the host either way.
+        optimizer_device: Where torch's optimizers compute. "host": on the host's cores. "device": slices of weights and
+            state go up and come down stepped, with the bits of a plain run whose optimizer steps on the device
+            (docs/exactness.md); gradients stay on the device until the step, as far as they fit there beside a forward,
+            and state lies on the host.
         wire_dtype: "auto": under autocast (precision "bf16-mixed" or "16-mixed"), weights of linear layers and
             convolutions, and their gradients, travel in autocast's type where all that reads them is one use that
             casts them: half the bytes, the same bits. "as-is": every weight travels in its own type.

@@ -1,8 +1,8 @@
-"""The user's optimizer over slices of weights, gradients and state that fit a core's cache.
+"""The user's optimizer over slices of weights, gradients and state: what fits a core's cache, or a trip to the device.
 
 A `SlicedOptimizer` has the class and the options of the user's optimizer. Its parameters are slices of weights, with
 slices of their gradients and of the user's own state: torch's optimizers of `ELEMENTWISE` treat each element by itself,
-so the elements are stepped as in one whole call.
+so the elements are stepped as in one whole call. State that a first step makes is put together of its slices'.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from ..stream.gradients import GradientBytes
 from ..stream.leaf import Weight
 from .compiled import Options, loop_for
 from .compiled import step as step_compiled
+from .places import OnHost, Place
 from .state import WaitingState
 
 ELEMENTWISE = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adamax, optim.NAdam}
 ELEMENTWISE |= {optim.RAdam, optim.ASGD, optim.Rprop, optim.Adadelta}
 BY_WEIGHT = {optim.Adafactor, optim.Muon, optim.SparseAdam}  # which treat each weight by itself
 
+COUNTS = ("step", "mu_product")  # numbers of the state that a plain run has on the host, unless a kernel reads them
 SCALING = ("grad_scale", "found_inf")  # what a GradScaler tells a fused optimizer
 
 
@@ -40,6 +42,7 @@ class Slice(NamedTuple):
     """A range of a weight's elements in the order of memory; without ends the whole weight, in its shape."""
 
     work: Work
+    own: Options  # the weight's state before the step
     start: int | None
     stop: int | None
 
@@ -53,38 +56,60 @@ class Slice(NamedTuple):
             return tensor.detach()
         return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
 
-    def gradient(self) -> Tensor:
-        """Return the true gradient; a slice is multiplied by the factors on its way."""
-        grad, value = self.work.grad, self.work.weight.value
+    def gradient(self, place: Place) -> Tensor:
+        """Return the gradient where the slice is stepped, multiplied by its factors on the way."""
+        grad = self.work.grad
         if not isinstance(grad, GradientBytes):
-            return grad  # type: ignore[no-any-return]
-        if self.start is None:
-            return grad.true()
-        grad.arrived.synchronize()
-        part = grad.flat()[self.start : self.stop]
-        part = part if part.dtype == value.dtype else part.to(value.dtype)
+            return place.up(grad)
+        place.wait(grad.arrived, grad.raw)
+        part = place.up(self.of(grad.raw)).to(self.work.weight.value.dtype)
         for factor in grad.factors:
             part = part * factor  # the gradient stays as it is: a step that raises has changed nothing
         return part
 
-    def state_of(self, entry: Any) -> Any:
-        """Return the range of an entry of the weight's state; numbers are copied."""
-        if not isinstance(entry, Tensor) or self.start is None:
-            return entry
-        return self.of(entry) if entry.shape == self.work.weight.value.shape else entry.clone()
+    def state(self, place: Place, counts_go_up: bool) -> Options:
+        """Return the state where the slice is stepped; the numbers of a weight that is cut are copied."""
+        there = {}
+        for key, entry in self.own.items():
+            if isinstance(entry, Tensor):
+                if self.start is not None:
+                    entry = self.of(entry) if entry.shape == self.work.weight.value.shape else entry.clone()
+                if counts_go_up or key not in COUNTS:
+                    entry = place.up(entry)
+            there[key] = entry
+        return there
 
-    def put_state(self, state: dict[str, Any], new: dict[str, Any]) -> None:
-        """Put back what a step made, and the numbers that it changed."""
+    def put_state(self, state: Options, new: Options, place: Place) -> None:
+        """Put what the step made of the state where the user's is, in its order; the last slice's numbers count."""
+        home = place.home(self.work.weight)
         for key, entry in new.items():
-            if self.start is None or not isinstance(entry, Tensor):
+            mine = state.get(key)
+            if not isinstance(entry, Tensor):
                 state[key] = entry
-            elif isinstance(state.get(key), Tensor) and state[key].shape == entry.shape and not entry.ndim:
-                state[key].copy_(entry)
+            elif self.start is not None and entry.ndim:
+                if not isinstance(mine, Tensor):
+                    mine = state[key] = place.new(home, entry.dtype)
+                place.down(self.of(mine), entry)
+            elif self.is_last or key not in state:
+                if not isinstance(mine, Tensor) or (mine.shape, mine.dtype) != (entry.shape, entry.dtype):
+                    belongs_here = entry.device.type == "cpu" or entry.device == home.device
+                    mine = state[key] = entry if belongs_here else place.new(entry, entry.dtype)
+                place.down(mine, entry)
 
 
 def is_known(optimizer: optim.Optimizer) -> bool:
     """Whether an optimizer's step treats each weight by itself."""
     return type(optimizer) in ELEMENTWISE | BY_WEIGHT
+
+
+def names_of_known() -> list[str]:
+    """List the optimizers whose step treats each weight by itself."""
+    return sorted(kind.__name__ for kind in ELEMENTWISE | BY_WEIGHT)
+
+
+def counts_on_device(optimizer: optim.Optimizer, group: Options) -> bool:
+    """Whether a plain run on a device has all numbers of the state there."""
+    return bool(group.get("fused") or group.get("capturable")) or type(optimizer) is optim.ASGD
 
 
 def code_of_step(optimizer: optim.Optimizer) -> Any:
@@ -96,8 +121,8 @@ def code_of_step(optimizer: optim.Optimizer) -> Any:
 class SlicedOptimizer:
     """One step of the user's optimizer, with its options as they were when the user called it, over slices."""
 
-    def __init__(self, user: optim.Optimizer, chunk: int, device: torch.device) -> None:
-        self._user, self._chunk, self._device = user, chunk, device
+    def __init__(self, user: optim.Optimizer, device: torch.device) -> None:
+        self._user, self._device = user, device
         self.has_written = False  # whether any weight was stepped
         self._is_elementwise = type(user) in ELEMENTWISE  # which take lists of tensors by default
         self._options = [self._noted(group) for group in user.param_groups]
@@ -124,88 +149,80 @@ class SlicedOptimizer:
             return isinstance(self._user, optim.ASGD)  # at each step; SGD has none
         return any(not state.peek(weight.host) for weight in whose)
 
-    def step(self, work: list[Work], state: WaitingState) -> None:
-        """Step weights on the host."""
-        is_infinite = bool(self._scaling_here.get("found_inf", 0))
-        scale = self._scaling_here.get("grad_scale")
-        left = work if is_infinite else step_compiled(self._loops, work, scale, state)
-        self.has_written |= len(left) < len(work)
-        for run in self._runs(left, state):
-            self._step_slices(run, state)
-            self.has_written = True
+    def step(self, work: list[Work], state: WaitingState, place: Place) -> None:
+        """Step weights; wait until all is where it belongs."""
+        left = work
+        if isinstance(place, OnHost) and not self._scaling_here.get("found_inf", 0):
+            left = step_compiled(self._loops, work, self._scaling_here.get("grad_scale"), state)
+            self.has_written = self.has_written or len(left) < len(work)
+        if self._scaling:
+            for _, grad, _ in left:
+                if isinstance(grad, GradientBytes):
+                    grad.make_true()  # which a fused kernel divides by the scale in place
+        try:
+            for run in self._runs(left, state, place.chunk):
+                with place.lane():
+                    self._step_slices(run, state, place)
+                self.has_written = True
+        finally:
+            place.finish()
         for _, grad, _ in work:
-            if isinstance(grad, GradientBytes) and grad.is_full:
-                grad.norm = None  # a fused kernel that scales gradients writes them
+            if isinstance(grad, GradientBytes) and self._scaling:
+                grad.norm = None
 
-    def _step_slices(self, run: list[Slice], state: WaitingState) -> None:
+    def _step_slices(self, run: list[Slice], state: WaitingState, place: Place) -> None:
         params: list[list[Tensor]] = [[] for _ in self._options]
         states: dict[Tensor, Any] = collections.defaultdict(dict)
+        counts_go_up = [counts_on_device(self._user, group) for group in self._options]
         ordered = sorted(run, key=lambda part: part.work.group)
         made = []
         for part in ordered:
-            weight = part.work.weight
-            param = part.of(weight.value)
-            param.grad = part.gradient()
-            if own := state.peek(weight.host):
-                states[param] = {key: part.state_of(entry) for key, entry in own.items()}
-            params[part.work.group].append(param)
-            made.append(param)
-        self._call(params, states, self._scaling_here)
-        for part, param in zip(ordered, made, strict=True):
-            weight = part.work.weight
-            if (new := states.get(param)) and part.is_last:
-                part.put_state(state.make(weight.host), new)
-            if weight.is_narrow:
-                part.of(weight.wire).copy_(param)
-
-    def step_on_device(self, work: list[Work], state: WaitingState) -> None:
-        """Step resident weights where they are, as a plain run steps them."""
-        params: list[list[Tensor]] = [[] for _ in self._options]
-        states: dict[Tensor, Any] = collections.defaultdict(dict)
-        made = []
-        for weight, grad, group in work:
-            param = weight.there.detach()
-            param.grad = grad.on_device() if isinstance(grad, GradientBytes) else grad.to(param.device)
-            if own := state.peek(weight.host):
-                states[param] = dict(own)
+            group = part.work.group
+            param = place.up(part.of(place.home(part.work.weight)))
+            param.grad = part.gradient(place)
+            if part.own:
+                states[param] = part.state(place, counts_go_up[group])
             params[group].append(param)
             made.append(param)
-        self._call(params, states, {name: value.to(self._device) for name, value in self._scaling.items()})
-        for (weight, grad, _), param in zip(work, made, strict=True):
+        self._call(params, states, {name: place.up(value) for name, value in self._scaling_here.items()})
+        for part, param in zip(ordered, made, strict=True):
+            weight, grad = part.work.weight, part.work.grad
+            place.down(part.of(place.home(weight)), param)
             if new := states.get(param):
-                state.make(weight.host).update(new)
-            if self._scaling and (there := param.grad) is not None:  # a fused kernel divides them by the scale in place
-                grad.keep_write(there) if isinstance(grad, GradientBytes) else grad.copy_(there)
+                part.put_state(state.make(weight.host), new, place)
+            if self._scaling and param.grad is not None:
+                place.down(part.of(grad.raw) if isinstance(grad, GradientBytes) else grad, param.grad)
+            if weight.is_narrow:
+                place.down(part.of(weight.wire), param)
 
     def _call(self, params: list[list[Tensor]], states: dict[Tensor, Any], scaling: Options) -> None:
         """Call the class's step on other parameters and state than the user's."""
         groups = [{**group, "params": own} for group, own in zip(self._options, params, strict=True)]
         code_of_step(self._user)(shadow_of(self._user, groups, state=states, **scaling))
 
-    def _runs(self, work: list[Work], state: WaitingState) -> Iterator[list[Slice]]:
-        """Cut weights into runs of slices of about a chunk's elements; a step that makes state is of a whole."""
-        cut = [item for item in work if self._is_cut(item, state)]
-        if len(cut) < len(work):
-            whole = {id(item.weight) for item in cut}
-            yield [Slice(item, None, None) for item in work if id(item.weight) not in whole]
+    def _runs(self, work: list[Work], state: WaitingState, chunk: int) -> Iterator[list[Slice]]:
+        """Cut weights into runs of slices of about a chunk's elements; those that are not cut are one run."""
+        owned = [(item, state.peek(item.weight.host)) for item in work]
+        cut = [self._is_cut(item, own) for item, own in owned]
+        if whole := [Slice(*one, None, None) for one, is_cut in zip(owned, cut, strict=True) if not is_cut]:
+            yield whole
         run: list[Slice] = []
-        room = self._chunk
-        for item in cut:
-            for start in range(0, item.weight.value.numel(), self._chunk):
-                stop = min(start + self._chunk, item.weight.value.numel())
-                run.append(Slice(item, start, stop))
+        room = chunk
+        for item, own in (one for one, is_cut in zip(owned, cut, strict=True) if is_cut):
+            for start in range(0, item.weight.value.numel(), chunk):
+                stop = min(start + chunk, item.weight.value.numel())
+                run.append(Slice(item, own, start, stop))
                 room -= stop - start
                 if room <= 0:
                     yield run
-                    run, room = [], self._chunk
+                    run, room = [], chunk
         if run:
             yield run
 
-    def _is_cut(self, item: Work, state: WaitingState) -> bool:
-        value, own = item.weight.value, state.peek(item.weight.host)
-        if not (self._is_elementwise and own and value.ndim and value.numel()) or None in own.values():
-            return False
-        if not isinstance(item.grad, GradientBytes):
+    def _is_cut(self, item: Work, own: Options) -> bool:
+        value = item.weight.value
+        is_usual = self._is_elementwise and value.ndim and value.numel() and isinstance(item.grad, GradientBytes)
+        if not is_usual or (own and None in own.values()):
             return False
         alike = [entry for entry in own.values() if isinstance(entry, Tensor) and entry.shape == value.shape]
         return all(entry.stride() == value.stride() for entry in alike)

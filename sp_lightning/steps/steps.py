@@ -2,7 +2,8 @@
 
 1. A step of a unit is pending from its submission until something needs its results: a load, a read of a weight, its
    gradient or its state.
-2. Resident weights are stepped on the device, by the calling thread, as in a plain run.
+2. Resident weights are stepped on the device, by the calling thread, as in a plain run; the others on the host, or by
+   trips to the device (places.py).
 3. The optimizer's own code gets a shadow of the optimizer, which has the parameters that are not streamed.
 4. A step beside backward takes gradients as they come. The user's own call of `step` finds those weights stepped;
    until it comes, the step is half applied: it is neither saved nor followed by another backward.
@@ -23,21 +24,25 @@ from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..compat.streaming import without_dispatch
+from ..errors import UnsupportedError
 from ..host.device import Device
 from ..stream.gradients import GradientBytes, HostGradient, recover
 from ..stream.leaf import Weight
 from ..stream.parameters import unit_of, weights
 from ..stream.unit import Unit
 from .half_applied import EarlySteps, Outcome, check_no_second
-from .slices import SlicedOptimizer, Work, is_known, shadow_of
+from .places import ByTrips, OnDevice, OnHost, Place
+from .slices import COUNTS, SlicedOptimizer, Work, counts_on_device, is_known, names_of_known, shadow_of
 from .state import WaitingState
 
 
 class Steps:
     """The optimizers of a stream, and the thread that steps them."""
 
-    def __init__(self, chunk: int, overlap: bool, device: Device) -> None:
-        self._chunk, self._overlap, self._device = chunk, overlap, device.torch_device
+    def __init__(self, chunk: int, overlap: bool, device: Device, makes_trips: bool = False) -> None:
+        self._overlap, self._device, self._makes_trips = overlap, device.torch_device, makes_trips
+        self._residents = OnDevice(chunk, device)
+        self._place: Place = ByTrips(chunk, device) if makes_trips else OnHost(chunk)  # of the others
         self._counters = device.counters
         self._units: dict[Unit, None] = {}
         # The thread rounds as the device does, which keeps denormals.
@@ -55,6 +60,11 @@ class Steps:
     def add_unit(self, unit: Unit) -> None:
         """Step this unit's weights as well."""
         self._units[unit] = None
+
+    def locked_state(self) -> list[Tensor]:
+        """List the tensors of optimizers' state that are in page-locked memory."""
+        made = self._place.made if isinstance(self._place, ByTrips) else []
+        return [state for reference in made if (state := reference()) is not None]
 
     def wait_thread(self) -> None:
         """Wait for what the thread was given so far: steps, and sums of gradients. Raises none of their errors."""
@@ -116,7 +126,7 @@ class Steps:
             id(param)
             for group in optimizer.param_groups
             for param in group["params"]
-            if group.get("fused") or group.get("capturable")
+            if counts_on_device(optimizer, group)
         }  # parameters whose kernels read the number of steps on the device
         for param, state in optimizer.state.items():
             if (weight := self._weight(param)) is None:
@@ -124,9 +134,13 @@ class Steps:
             is_resident = weight.unit.is_resident and not is_closing
             home = weight.there.device if is_resident else torch.device("cpu")
             for key, value in state.items():
-                travels = isinstance(value, Tensor) and (value.ndim or not is_resident or id(param) in counts_there)
+                travels = isinstance(value, Tensor) and (
+                    key not in COUNTS or not is_resident or id(param) in counts_there
+                )
                 if travels and value.device != home:
                     state[key] = value.to(home)
+                elif travels and value.ndim and not is_resident and not is_closing:
+                    state[key] = self._place.adopt(value)
 
     def _loaded(self, optimizer: optim.Optimizer) -> None:
         self._failed.has_state = self._early_steps.outcome.has_state = True
@@ -142,6 +156,11 @@ class Steps:
         self.check_whole()
         self.adopt(optimizer)
         if not is_known(optimizer):  # it may look at all weights at once
+            if self._makes_trips:
+                raise UnsupportedError(
+                    f"optimizer_device='device' steps torch's own {', '.join(names_of_known())};"
+                    f" {type(optimizer).__name__} is none of them: step it with optimizer_device='host'"
+                )
             return None
         rest = [
             {**group, "params": [param for param in group["params"] if self._weight(param) is None]}
@@ -171,7 +190,7 @@ class Steps:
             work: dict[Unit, list[Weight]] = {}
             for weight in self._early_steps.left_of(optimizer, [weight for weight in whose if weight is not None]):
                 work.setdefault(weight.unit, []).append(weight)
-            self._step_units(work, SlicedOptimizer(optimizer, self._chunk, self._device), groups, state)
+            self._step_units(work, SlicedOptimizer(optimizer, self._device), groups, state)
         self._early_steps.end(optimizer)
 
     def _step_units(
@@ -247,7 +266,7 @@ class Steps:
             self._early_steps.mark(optimizer, mine)
             unit.is_final = True
             self._counters.stepped_ahead += len(mine)
-            step = SlicedOptimizer(optimizer, self._chunk, self._device)
+            step = SlicedOptimizer(optimizer, self._device)
             self._submit(unit, mine, step, groups, optimizer.state, self._early_steps.outcome)
 
     def backward_ended(self) -> None:
@@ -297,7 +316,7 @@ class Steps:
         def step() -> None:
             if before is not None:
                 before.result()  # raise its error, which nothing has waited for
-            sliced.step(work, state)
+            sliced.step(work, state, self._place)
 
         def run() -> None:
             self._run(unit, whose, sliced, outcome, step)
@@ -349,7 +368,7 @@ class Steps:
         is_done = False
         try:
             with torch.no_grad():
-                sliced.step_on_device(work, state)
+                sliced.step(work, state, self._residents)
             is_done = True
         finally:
             if is_done or before != [weight.there._version for weight in whose]:

@@ -35,6 +35,7 @@ from ..compat.streaming import (
 )
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import Arrival, Device, Ring, aligned
+from ..host.room import Room
 from .lazy import ARRAYS, METADATA, Lazy, data_of, found_in, grad_of, set_data, set_grad, shares_bytes
 from .leaf import Weight, version_of
 from .unit import Unit
@@ -114,15 +115,13 @@ class GradientBytes:
         if self.factors:
             self.factors, self.norm = [], None
 
+    def make_true(self) -> None:
+        """Have the true gradient in `raw`, in the weight's type. Called as `true` is."""
+        self.true()
+
     def on_device(self) -> Tensor:
         """Return the true gradient on the device."""
         return self.settle().to(self.weight.there.device)
-
-    def keep_write(self, there: Tensor) -> None:
-        """Keep what a kernel wrote to the tensor that `on_device` returned."""
-        self.norm = None
-        if there is not self.raw:
-            self.raw.copy_(there)
 
     def find_norm(self, compute: Callable[[Tensor], Tensor], is_for_many: bool) -> Tensor:
         """Return the gradient's norm by this function, computed on the device."""
@@ -143,27 +142,44 @@ class GradientBytes:
     def _add(self, came: GradientBytes) -> None:
         total = self.true()
         came.arrived.synchronize()
-        total.add_(came.raw)
+        total.add_(came.raw.to(total.device))
 
     def flat(self) -> Tensor:
         """Return all elements in the order of memory, in the type in which they came."""
         return self.raw.as_strided((self.raw.numel(),), (1,))
 
 
-class ResidentGradientBytes(GradientBytes):
-    """The gradient of a resident weight: on the device until it is read on the host."""
+class DeviceGradientBytes(GradientBytes):
+    """A gradient that stays where it is stepped: on the device, until it is read on the host."""
+
+    def make_true(self) -> None:
+        if self.is_full:
+            self.true()
+            return
+        here = self.weight.unit.device.current_stream()
+        self.arrived.wait(here)
+        self.raw = self.raw.to(self.weight.value.dtype)
+        self.multiply()
+        self.arrived = here.record_event()
 
     def on_device(self) -> Tensor:
         if self.is_full:
             return super().on_device()
-        self.multiply()
+        self.wait()
+        self.make_true()
         return self.raw
 
     def accumulate(self, came: GradientBytes, worker: Executor) -> None:
         """Add the gradient of another backward, where the sum is."""
-        self.step = self.norm = None
-        self.multiply()
-        self.raw.add_(came.settle() if self.is_full else came.raw)
+        self.wait()
+        self.step = None
+        self.make_true()
+        if self.is_full or not isinstance(came, DeviceGradientBytes):
+            came.true()
+        here = self.weight.unit.device.current_stream()
+        came.arrived.wait(here)
+        self.raw.add_(came.raw.to(self.raw.device))
+        self.arrived, self.norm = here.record_event(), None
 
 
 class HostGradient(Lazy, Tensor):
@@ -389,8 +405,9 @@ class Stepper(Protocol):
 class Gradients:
     """Takes the leaves' gradients to the user's parameters."""
 
-    def __init__(self, device: Device, steps: Stepper) -> None:
+    def __init__(self, device: Device, steps: Stepper, room: Room | None = None) -> None:
         self._device, self._steps = device, steps
+        self._room = room  # for gradients that stay on the device until the step
         self.ring = Ring()
 
     def take(self, weight: Weight, leaf: Tensor) -> None:
@@ -467,10 +484,14 @@ class Gradients:
         sent: dict[Weight, Any] = dict(came)
         if dense:
             norms = _norms_by_type(dense)
-            kind = ResidentGradientBytes if unit.is_resident else GradientBytes
-            raws, arrived = self._kept(dense, here) if unit.is_resident else self._packed(unit, dense, here)
+            room = None if unit.is_resident else self._room
+            stays = unit.is_resident or (room is not None and room.takes(sum(grad.nbytes for _, grad in dense)))
+            kind = DeviceGradientBytes if stays else GradientBytes
+            raws, arrived = self._kept(dense, here) if stays else self._packed(unit, dense, here)
             for (weight, _), raw in zip(dense, raws, strict=True):
                 sent[weight] = kind(weight, raw, arrived, norms[weight])
+                if stays and room is not None:
+                    room.keep(sent[weight], raw.nbytes)
         if len(dense) < len(came):
             for weight, grad in came.items():
                 if grad.layout is not torch.strided:
@@ -479,7 +500,7 @@ class Gradients:
 
     def _kept(self, dense: list[tuple[Weight, Tensor]], stream: Any) -> tuple[list[Tensor], Any]:
         """Keep gradients on the device, as fresh memory in the order of their weights."""
-        kept = [torch.empty_like(weight.there).copy_(grad) for weight, grad in dense]
+        kept = [torch.empty_like(weight.there, dtype=grad.dtype).copy_(grad) for weight, grad in dense]
         return kept, stream.record_event()
 
     def _packed(self, unit: Unit, dense: list[tuple[Weight, Tensor]], stream: Any) -> tuple[list[Tensor], Any]:

@@ -88,16 +88,22 @@ def test_locked_slabs_change_no_bit(locks):
     check(Program(lambda run, model: run.loop(model)), "simgpu")
 
 
+@pytest.mark.parametrize("name", ["blocks.0.up.weight", "optimizer state"])
 @pytest.mark.simgpu
-def test_a_forked_process_that_reads_a_locked_slab_gets_an_error(locks):
+def test_a_forked_process_that_reads_a_locked_slab_gets_an_error(locks, name):
     model = Net()
-    with streamed(model, "simgpu"):
+    optimizer = torch.optim.AdamW(model.parameters())
+    with streamed(model, "simgpu", steps_on="device"):
+        model(torch.ones(4, 8, device="simgpu")).sum().backward()
+        optimizer.step()
+        weight = model.blocks[0].up.weight
+        state = optimizer.state[weight]["exp_avg"]
         child = os.fork()
         if not child:
             try:
-                model.blocks[0].up.weight.detach().sum()
+                (weight.detach() if "up" in name else state).sum()
             except RuntimeError as error:
-                os._exit(7 if "blocks.0.up.weight lies in page-locked memory" in str(error) else 1)
+                os._exit(7 if f"{name} lies in page-locked memory" in str(error) else 1)
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert model.blocks[0].up.weight.detach().sum().isfinite()

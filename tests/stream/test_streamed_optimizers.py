@@ -64,8 +64,8 @@ class Odd(nn.Module):
         self.none, self.scale = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x):
-        seen = self.conv(x[:, :27].reshape(-1, 3, 3, 3)).sum()
-        return x + self.down(self.up(x).relu()) * self.scale + self.none.sum() + seen
+        seen = self.conv(x[:, :27].reshape(-1, 3, 3, 3)).mean()
+        return x + (self.down(self.up(x).relu()) * self.scale + self.none.sum() + seen) / 8
 
 
 @pytest.mark.parametrize("device", ["cpu", "simgpu"])
