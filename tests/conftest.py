@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+import zlib
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read with torch; else threads spin while they wait, as others run
 
@@ -74,7 +75,21 @@ def collect():
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--shard", metavar="2/8", help="only the second of eight shares of the tests, by their names")
+
+
+def keep_shard(config, items):
+    """Deselects the tests of other shards: a test's name alone says in which it is."""
+    number, count = map(int, config.getoption("shard").split("/"))
+    mine, others = [], []
+    for item in items:
+        (mine if zlib.crc32(item.nodeid.encode()) % count == number - 1 else others).append(item)
+    items[:] = mine
+    config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_modifyitems(config, items):
     rigs = pathlib.Path(__file__).parent / "rigs"
     for item in items:
         if item.path.parent == rigs and item.originalname not in DAILY:
@@ -98,6 +113,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("seldom"):
             item.add_marker(pytest.mark.slow)
+    if config.getoption("shard"):
+        keep_shard(config, items)
 
 
 def pytest_runtest_logfinish():

@@ -1,8 +1,6 @@
 """Facts about the host: its free and total memory, page locks, cores and GPUs. No tensors needed.
 
-1. The memory of a process is the machine's or its cgroup's, whichever is smaller. In a cgroup, file pages count as
-   free, because the kernel reclaims them before it kills a process.
-2. A limit that the system does not report is None, never a guess.
+A limit that the system does not report is None, never a guess.
 """
 
 from __future__ import annotations
@@ -38,7 +36,11 @@ def _psutil() -> Any:
 
 
 def host_memory(root: Path = ROOT) -> HostMemory:
-    """Return how much memory this process may use at most, and how much of that is free now (Rule 1)."""
+    """Return how much memory this process may use at most, and how much of that is free now.
+
+    The smaller of the machine's and the cgroup's. In a cgroup file pages count as free: the kernel reclaims them before
+    it kills a process.
+    """
     machine = _psutil().virtual_memory()
     total, free = machine.total, machine.available
     for limit, used in _cgroup_limits(root):

@@ -1,17 +1,10 @@
 """Freed memory that glibc's malloc keeps resident, and how to make it keep less.
 
-1. glibc maps large blocks from the system one by one, and takes small ones from a heap that only shrinks at its end.
-   The threshold between them grows with the largest block ever freed, up to 32 MiB: most of a model's tensors are
-   small then. A block freed in the middle of the heap stays resident. An aligned allocation, as all of torch's are,
-   cannot even reuse the hole that a block of its own size left.
-2. Weights that move into slabs leave such holes, and state that moves to a disk: `freed` returns their pages to the
-   system.
-3. The first step of an optimizer makes its state, tensor by tensor, among temporaries of the same sizes. From a heap,
-   the holes between the tensors that stay took a fifth as much memory as the state. From `by_themselves` until
-   `as_ever`, blocks of at least 1 MiB are mapped: state takes its exact size, and freed temporaries leave nothing.
-   Where the CPU computes for a budget of host memory, that is so for the whole run: units come and go among gradients
-   and in the holes of weights that moved, and what they leave resident took 1.5 times as much as the gradients.
-4. Nothing is changed if the user set malloc's thresholds, or if this is another C library.
+glibc maps large blocks from the system one by one, and takes small ones from a heap that only shrinks at its end. The
+threshold between them grows with the largest block ever freed, up to 32 MiB: most of a model's tensors are small then.
+A block freed in the middle of the heap stays resident. An aligned allocation, as all of torch's are, cannot even reuse
+the hole that a block of its own size left. Nothing is changed if the user set malloc's thresholds, or if this is
+another C library.
 """
 
 from __future__ import annotations
@@ -46,9 +39,9 @@ _state = _HeapState()
 
 
 def freed(nbytes: int) -> None:
-    """Count bytes that were freed in many pieces; every 64 MiB return the heap's free pages to the system (Rule 2).
+    """Count bytes that were freed in many pieces; every 64 MiB return the heap's free pages to the system.
 
-    Returning them takes milliseconds.
+    Weights that move into slabs leave such holes, and state that moves to a disk. Returning pages takes milliseconds.
     """
     _state.freed += nbytes
     if _glibc is not None and _state.freed >= ENOUGH:
@@ -57,7 +50,12 @@ def freed(nbytes: int) -> None:
 
 
 def by_themselves() -> None:
-    """Make malloc map blocks of at least 1 MiB one by one, so that freeing one returns it to the system (Rule 3)."""
+    """Make malloc map blocks of at least 1 MiB one by one, so that freeing one returns it to the system.
+
+    For an optimizer's first step, which makes state among temporaries of the same sizes: from a heap, the holes between
+    what stays took a fifth as much memory as the state. Where the CPU computes within a budget, for the whole run:
+    units come and go among gradients, and what they left resident took 1.5 times as much as the gradients.
+    """
     if _glibc is not None:
         _state.by_themselves = True
         _glibc.mallopt(MMAP_THRESHOLD, MIB)

@@ -1,11 +1,7 @@
 """The changes that make room, or a step faster: what each is called in every message, and when there is one.
 
-1. The code that offers a change tells in numbers what it takes and gains. Nothing here measures.
-2. A change is named as the user makes it. Where it consists of options alone, these stand beside the name.
-3. A function returns no remedy where its change cannot be made, or would change nothing.
-4. Changes that free host memory come in the order of what they change: nothing, the optimizer, the precision, what is
-   trained (the planner puts slow ones behind fast ones that train as much). Each says what it costs in bits and what to
-   type. A folder on a local SSD is left to fill in, as `FOLDER`.
+The code that offers a change tells in numbers what it takes and gains; nothing here measures. A change is named as the
+user makes it. A function returns no remedy where its change cannot be made, or would change nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +66,7 @@ def half_precision(single: bool) -> list[Remedy]:
 
 @dataclass(frozen=True, kw_only=True)
 class HostRemedy:
-    """A change to a run that leaves less in host memory (Rule 4)."""
+    """A change to a run that leaves less in host memory, with what to type; `FOLDER` is left to fill in."""
 
     what: str
     bits: str  # what it does to the numbers
@@ -97,7 +93,9 @@ _FACTORED = "other updates than AdamW's"
 
 
 def host(*, half: bool, wires: bool, activations: str, optimizer: str, masters: bool = False) -> Iterator[HostRemedy]:
-    """Yield changes that free host memory, those first that change least (Rule 4).
+    """Yield changes that free host memory, in the order of what they change.
+
+    First what changes nothing, then the optimizer, the precision, and what is trained.
 
     Args:
         half: Whether weights are in half precision already, on the host too.

@@ -1,13 +1,7 @@
 """Choose the window: pure decisions from bytes.
 
 Each decision gives its reason in one line, with all the numbers from which it was made.
-
-1. With a budget, the window is at most the largest whose bytes always fit into it: the resident root, two gradient
-   buffers of the largest unit, and as many of the largest units as the window has places.
-2. Without a budget, it is at most what fits on the device beside the most that anything else ever took there, and a
-   reserve for what varies from step to step.
-3. Of those the largest is chosen: memory that is left serves nobody, and a larger window is never slower.
-4. A value that the user set is not changed. On the CPU more than two units gain nothing: device memory is host memory.
+Of the windows that fit the largest is chosen: memory that is left serves nobody, and a larger one is never slower.
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ class DeviceBudget:
         return max(0, self.capacity - self.reserve - self.others)
 
     def most(self, units: Sequence[UnitNumbers]) -> int:
-        """Return the largest window that fits, at least 1 (Rule 2)."""
+        """Return the largest window that fits beside the most that others ever took and the reserve, at least 1."""
         return max(1, largest_window(units, self.spare))
 
     def __str__(self) -> str:
@@ -67,7 +61,12 @@ def largest_window(units: Sequence[UnitNumbers], budget: int) -> int:
 
 
 def first_window(options: Options, units: Sequence[UnitNumbers], resident_nbytes: int, on_host: bool) -> int:
-    """Return the window to begin with, from which it grows if there is no budget (Rules 1, 2 and 4)."""
+    """Return the window to begin with, from which it grows if there is no budget.
+
+    With a budget it has room for the resident root, two gradient buffers of the largest unit, and as many of the
+    largest units as the window has places. A value of the user's stays. On the CPU more than two units gain nothing:
+    device memory is host memory.
+    """
     gradients = 2 * max((unit.down_nbytes for unit in units), default=0)
     count = max(1, len(units))
     if options.memory_budget is None:

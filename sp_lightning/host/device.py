@@ -1,11 +1,7 @@
 """Streams, events, page-locked memory and copies: the only file that knows an accelerator's API.
 
-1. Every backend that ``torch.accelerator`` serves is used through it. The CPU is a device whose streams are always
-   idle, and which needs no page-locked memory.
-2. Host memory that stays (`slab`) is our own if the device can register it: exact, locked once. For other devices
-   torch allocates it. Host memory that comes and goes (`passing`) is always torch's, which caches it.
-3. Once memory could not be locked, no more is: each attempt might be refused, and slowly. Every copy from or to memory
-   that is not locked goes through a ring of staging buffers.
+Every backend that ``torch.accelerator`` serves is used through it. The CPU is a device whose streams are always idle,
+and which needs no page-locked memory.
 """
 
 from __future__ import annotations
@@ -198,7 +194,11 @@ class Device:
     # ---- memory
 
     def slab(self, nbytes: int) -> Tensor:
-        """Allocate flat host memory that stays, page-locked if that is possible (Rules 2 and 3)."""
+        """Allocate flat host memory that stays, page-locked if that is possible.
+
+        Memory of our own where the device can register it: exact, and locked once. Once memory could not be locked, no
+        more is: each attempt might be refused, and slowly. Copies of what is not locked go through staging buffers.
+        """
         self._largest_slab = max(self._largest_slab, nbytes)
         if self._can_lock:
             try:

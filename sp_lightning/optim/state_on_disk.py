@@ -91,7 +91,7 @@ WEIGHT = ""  # the key of the parameter itself among what it has in the file
 WIRE = "\0wire"  # that of its wire copy
 GRADIENT = "\0gradient"  # that of its gradient
 BESIDE_STATE = (WEIGHT, WIRE, GRADIENT)
-NEW_PIECE = 1 << 17  # elements: malloc does not map state of so few by itself (malloc.py, Rule 3)
+NEW_PIECE = 1 << 17  # elements: malloc does not map state of so few by itself (malloc.py)
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 1. A run starts from the sizes that a plan or a resumed run chose, as far as they fit. The memory that came with them
    counts, too: that of other batches, or of another device. Without such sizes the window of the first pass is one
    unit: the memory of activations is not known yet, and without a recorded order nothing could be loaded early anyway.
-   After each pass the window may grow, at most fourfold, into the memory that the pass left (window_choice.py, Rule 2).
+   After each pass the window may grow, at most fourfold, into the memory that the pass left (window_choice.py).
 2. *Others* is all memory on the device but the window's units. Its peak is known after a pass in which the device's
    peak rose: that peak, less the window's units when most was allocated. The largest of these peaks counts, so a window
    that shrank for a large batch does not grow back before the next one.

@@ -49,7 +49,7 @@ class InMemory:
     adopted: Collection[int] = ()  # ids of weights that are in files, and do not stay there
     on_disk = 0  # bytes of the optimizer's state, and of weights, that will be on a disk
     frozen: Sequence[nn.Parameter] = ()  # there may be no memory for training these
-    maps_blocks = False  # for the whole run (malloc.py, Rule 3)
+    maps_blocks = False  # for the whole run (malloc.py)
 
     def __init__(self, state: StateInMemory | None = None) -> None:
         self.state = state or StateInMemory()  # of optimizers

@@ -21,7 +21,7 @@ class UnitBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """What is in files: for each term the indices of units; all else is in memory."""
+    """The terms of a run that are in files: for each the indices of units; all else is in memory."""
 
     frozen: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()

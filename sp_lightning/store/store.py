@@ -88,7 +88,7 @@ class FiledWeights:
 
 
 class Store:
-    """What of a stream is in files."""
+    """The part of a stream that is in files."""
 
     def __init__(self, budget: int | None, disk: str | None, device: Device) -> None:
         self._budget, self._disk, self._device = budget, disk, device

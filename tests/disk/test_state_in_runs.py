@@ -1305,7 +1305,7 @@ def test_memory_stays_within_what_the_choice_says(autocast, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["", "fabric ", "transformers "])
 def test_the_memory_of_a_run_stays_within_its_budget_also_after_a_resume(by, tmp_path):
-    """Its layers are small: malloc would keep a hole between any two gradients (malloc.py, Rule 3)."""
+    """Its layers are small: malloc would keep a hole between any two gradients (malloc.py)."""
     script = pathlib.Path(__file__).parents[2] / "benchmarks" / "state_on_disk.py"
     for run in f"{by}fit", f"{by}resume":
         command = [sys.executable, str(script), "--run", run, "--gigabytes", "0.8", "--folder", str(tmp_path)]

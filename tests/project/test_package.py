@@ -1,5 +1,6 @@
 """What the package promises before any of it is used: what an import costs, where things lie, README's commands."""
 
+import ast
 import fnmatch
 import functools
 import importlib.util
@@ -250,8 +251,8 @@ def steps():
 
 def test_workflows_run_nothing_but_ci():
     commands = {step["run"] for step in steps() if "run" in step}
-    share = ".ci/run --share ${{ matrix.share }}"
-    assert commands == {".ci/run", ".ci/run --quick", ".ci/run --default", ".ci/run --dist", ".ci/run --site", share}
+    shard = ".ci/run --slow ${{ matrix.shard }}"
+    assert commands == {".ci/run", ".ci/run --quick", ".ci/run --default", ".ci/run --dist", ".ci/run --site", shard}
     used = {step["uses"].partition("@")[0] for step in steps() if "uses" in step}
     assert {name for name in used if not name.startswith("actions/")} == {"pypa/gh-action-pypi-publish"}
 
@@ -272,12 +273,10 @@ def test_actions_are_pinned_to_a_commit_and_say_its_version():
     assert len(used) > 10 and [name for name in used if not re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", name)] == []
 
 
-def test_the_nightly_run_has_all_slow_tests_and_each_share_of_them_ends_within_its_jobs_limit():
-    parts = loaded(ROOT / ".ci/parts.py")
+def test_the_nightly_run_has_all_shards_of_the_slow_tests():
+    (count,) = re.findall(r"^shards=(\d+)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
     job = workflows()["tests.yml"]["jobs"]["slow"]
-    shares = [parts.share(share, parts.read()) for share in job["strategy"]["matrix"]["share"]]
-    assert sorted(name for names in shares for name in names) == sorted(parts.PARTS)
-    assert all(2 * sum(parts.read()[name] for name in names) < 60 * job["timeout-minutes"] for names in shares)
+    assert job["strategy"]["matrix"]["shard"] == [f"{number}/{count}" for number in range(1, int(count) + 1)]
 
 
 def test_issues_ask_for_what_doctor_prints():
@@ -318,7 +317,10 @@ def test_a_tag_that_does_not_agree_with_version_and_changelog_builds_nothing(clo
     assert said in done.stderr and done.returncode == 1 and not (clone / "dist").exists()
 
 
-@pytest.mark.parametrize("arguments, said", [(["--fast"], "unknown argument: --fast"), (["--list", "x"], "got 2")])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [(["--fast"], "unknown argument: --fast"), (["--list", "x"], "got 2"), (["--slow", "9/8"], "a shard such as 2/8")],
+)
 def test_ci_refuses_arguments_that_it_does_not_know(clone, arguments, said):
     done = ci(clone, *arguments)
     assert said in done.stderr and done.returncode == 1
@@ -335,141 +337,49 @@ def test_quick_tests_need_no_accelerator():
     assert [path.name for path in quick if re.search(r"simgpu|null_?cuda|mark\.slow", path.read_text())] == []
 
 
-# ---- parts of the slow tests
+def of_conftest(*names):
+    """These functions of tests/conftest.py."""
+    text = (ROOT / "tests/conftest.py").read_text()
+    return "\n\n".join(
+        ast.get_source_segment(text, node) for node in ast.parse(text).body if getattr(node, "name", "") in names
+    )
 
 
-def test_each_part_names_files_and_tests_that_exist():
-    for part in loaded(ROOT / ".ci/parts.py").PARTS.values():
-        for path in part.tests:
-            file, _, name = path.partition("::")
-            assert (ROOT / file).exists(), path
-            assert not name or f"\ndef {name}(" in (ROOT / file).read_text(), path
+SHARDED = f"""import zlib
 
 
-@pytest.fixture
-def parts(tmp_path, monkeypatch):
-    """.ci/parts.py as a module, with parts and a table of its own, in a folder with slow tests for them."""
-    module = loaded(ROOT / ".ci/parts.py")
-    kinds = {"one": "tests/a/test_one.py::test_slow", "half": "tests/a/test_one.py::test_slow_half", "rest": "tests"}
-    made = {name: module.Part((path,), (f"src/{name}/",)) for name, path in kinds.items()}
-    monkeypatch.setattr(module, "PARTS", made)
-    monkeypatch.setattr(module, "TABLE", tmp_path / "parts.txt")
-    monkeypatch.setattr(module, "read", functools.partial(module.read, tmp_path / "parts.txt"))
-    monkeypatch.setattr(module, "write", functools.partial(module.write, table=tmp_path / "parts.txt"))
-    (tmp_path / "parts.txt").write_text("# a comment\n")
-    module.write(dict.fromkeys(kinds, 100))
-    tests = {"a/test_one.py": ["test_slow", "test_slow_half", "test_other"], "test_two.py": ["test_slow"]}
-    for file, names in tests.items():
-        (tmp_path / "tests" / file).parent.mkdir(exist_ok=True, parents=True)
-        code = [f"@pytest.mark.slow\ndef {name}():\n    print('ran', '{file}', '{name}')\n" for name in names]
-        (tmp_path / "tests" / file).write_text("\n".join(["import pytest", *code]))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\naddopts = -s -p no:cacheprovider\n")
-    return module
+{of_conftest("pytest_addoption", "keep_shard")}
 
 
-def test_each_slow_test_is_in_one_part(parts, tmp_path):
-    def ran(name):
-        command = [sys.executable, "-m", "pytest", "-m", "slow", *parts.arguments(name)]
-        env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        return re.findall(r"ran (\S+) (\w+)", subprocess.run(command, env=env, capture_output=True, text=True).stdout)
-
-    assert ran("one") == [("a/test_one.py", "test_slow")]
-    assert ran("half") == [("a/test_one.py", "test_slow_half")]
-    assert sorted(ran("rest")) == [("a/test_one.py", "test_other"), ("test_two.py", "test_slow")]
+def pytest_collection_modifyitems(config, items):
+    keep_shard(config, items)
+"""
 
 
-@pytest.mark.parametrize(
-    "seconds, changed, turn, chosen",
-    [
-        (1000, [], 0, ["one", "half", "rest"]),
-        (1000, [], 4, ["half", "rest", "one"]),  # the next commit begins with the next part
-        (250, [], 2, ["rest", "one"]),
-        (130, ["src/rest/x.py"], 0, ["rest"]),  # but before them what the change touches
-        (130, ["tests/a/test_one.py", "src/half/x.py"], 1, ["half"]),  # of these by turns
-        (124, ["src/one/x.py"], 0, []),
-    ],
-)
-def test_a_run_takes_what_the_change_touches_and_then_others_by_turns(seconds, changed, turn, chosen, parts):
-    found, left = parts.choose(seconds, changed, parts.read(), turn)
-    assert found == chosen and {*found, *left} == set(parts.PARTS)
-
-
-def test_the_change_is_that_of_a_day_or_from_a_commit_that_is_named(parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "ROOT", tmp_path)
-    for day, name in enumerate(["old", "new", "newest"]):
-        (tmp_path / name).write_text(name)
-        env = {**os.environ, "GIT_COMMITTER_DATE": f"2026-01-0{1 + day}T00:00:00", "GIT_CONFIG_GLOBAL": "/dev/null"}
-        env |= {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-        for command in (["init", "--quiet"], ["add", name], ["commit", "--quiet", "-m", name]):
-            subprocess.run(["git", *command], cwd=tmp_path, env=env, check=True)
-    (tmp_path / "loose").write_text("")
-    monkeypatch.delenv("CI_BASE", raising=False)
-    assert {"newest", "loose"} <= parts.change() and not {"old", "new"} & parts.change() and parts.turn() == 3
-    monkeypatch.setenv("CI_BASE", "HEAD~2")
-    assert {"new", "newest", "loose"} <= parts.change() and "old" not in parts.change()
-
-
-def test_shares_are_of_about_one_length_and_are_all_parts(parts):
-    rows = {"a": 5, "b": 4, "c": 3, "d": 3, "e": 1}
-    assert [parts.share(f"{number}/2", rows) for number in (1, 2)] == [["a", "d"], ["b", "c", "e"]]
-    with pytest.raises(ValueError, match="a share is one of 1/2 to 2/2, got 3/2"):
-        parts.share("3/2", rows)
-
-
-def test_a_part_that_passed_is_recorded_and_one_that_failed_is_not(parts, monkeypatch, capsys):
-    statuses = iter(["", "FAILED (1)"])
-    monkeypatch.setattr(parts, "run_tests", lambda arguments, seconds: next(statuses))
-    assert parts.run(["rest", "one"], None, record=True) == 1
-    assert parts.read() == {"one": 100, "half": 100, "rest": 0}
-    assert parts.TABLE.read_text().startswith("# a comment\npart ")
-    assert "slow parts that failed: one" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("slowness, ran", [(1, ["one", "half", "rest"]), (1.5, ["one", "half"]), (3, ["one"])])
-def test_a_part_that_no_longer_fits_at_the_pace_of_the_others_is_left_out(slowness, ran, parts, monkeypatch, capsys):
-    now, begun = 0.0, []
-
-    def run_tests(arguments, seconds):
-        nonlocal now
-        now += 100 * slowness
-        begun.append(arguments)
-        return ""
-
-    monkeypatch.setattr(parts, "run_tests", run_tests)
-    monkeypatch.setattr(parts.time, "monotonic", lambda: now)
-    assert parts.run(parts.PARTS, 400, record=False) == 0
-    assert begun == [parts.arguments(name) for name in ran]
-    assert capsys.readouterr().out.count("left out") == 3 - len(ran)
-
-
-def test_a_part_that_is_cut_off_has_failed(parts, monkeypatch):
-    popen = subprocess.Popen
-    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(parts.subprocess, "Popen", lambda _: popen(sleeping))
-    assert "CUT OFF" in parts.run_tests([], 0.1)
-
-
-def test_a_part_without_tests_has_failed(parts, monkeypatch):
-    popen = subprocess.Popen
-    monkeypatch.setattr(parts.subprocess, "Popen", lambda _: popen([sys.executable, "-c", "raise SystemExit(5)"]))
-    assert parts.run_tests([], None) == "FAILED: no test was collected"
-
-
-def test_the_table_has_a_row_for_each_part():
-    parts = loaded(ROOT / ".ci/parts.py")
-    assert list(parts.read()) == list(parts.PARTS)
-    tests = [path.partition("::")[0] for part in parts.PARTS.values() for path in part.tests]
-    assert [path for path in tests if not (ROOT / path).exists()] == []
-    begins = {path for part in parts.PARTS.values() for path in part.code}
-    assert [path for path in begins if not list(ROOT.glob(f"{path.rstrip('/')}*"))] == []
-
-
-def test_a_table_of_other_parts_is_an_error(parts):
-    parts.TABLE.write_text(parts.TABLE.read_text().replace("half", "third"))
-    with pytest.raises(
-        ValueError, match=r"has the parts \['one', 'third', 'rest'\], expected \['one', 'half', 'rest'\]"
-    ):
-        parts.read()
+def test_each_slow_test_is_in_one_shard(tmp_path):
+    names = [f"test_{number}" for number in range(40)]
+    tests = "\n".join(f"@pytest.mark.slow\ndef {name}(): pass\n" for name in names)
+    for path, text in {"conftest.py": SHARDED, "pytest.ini": "[pytest]\nmarkers = slow", "test_it.py": tests}.items():
+        (tmp_path / path).write_text(f"import pytest\n{text}" if path == "test_it.py" else text)
+    found = []
+    for number in range(1, 5):
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-v",
+            "-m",
+            "slow",
+            "--shard",
+            f"{number}/4",
+        ]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        shard = re.findall(r"::(\w+) PASSED", done.stdout)
+        assert 0 < len(shard) < len(names), done.stdout
+        found += shard
+    assert sorted(found) == sorted(names)
 
 
 # ---- the guide

@@ -36,6 +36,12 @@ def packages(root: pathlib.Path) -> list[str]:
     return [name.rstrip("/") for name in re.findall(r"^\| `(\w+(?:/|\.py))` \|", text, re.MULTILINE)]
 
 
+def core(root: pathlib.Path) -> list[str]:
+    """List the packages of the table down to handle.py, which every door uses."""
+    order = packages(root)
+    return order[: order.index("handle.py") + 1]
+
+
 def upward(root: pathlib.Path) -> list[str]:
     """List the imports of a package from one below it in the table, as far as both are in it."""
     order, faults = packages(root), []
@@ -142,19 +148,17 @@ def test_the_modules_that_run_under_both_names_of_lightning_import_it_from_one_p
 # ---- one name, one class
 
 
-NEW_CORE = ("host", "stream", "steps", "handle.py")  # counted by themselves while the core before them is there
-
-
 def classes_of_one_name(root: pathlib.Path) -> list[str]:
-    """The names that two classes of one core have, also one class inside of a function."""
-    package = root / PACKAGE
+    """The names that two classes of the core have, also one class inside of a function."""
+    package, order = root / PACKAGE, core(root)
     found = Counter(
-        (node.name, path.relative_to(package).parts[0] in NEW_CORE)
+        node.name
         for path in sorted(package.rglob("*.py"))
+        if path.relative_to(package).parts[0] in order
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     )
-    return [name for (name, _), count in found.items() if count > 1]
+    return [name for name, count in found.items() if count > 1]
 
 
 def test_no_two_classes_have_one_name():
@@ -162,7 +166,12 @@ def test_no_two_classes_have_one_name():
 
 
 def test_a_second_class_of_a_name_is_noticed(tmp_path):
-    write(tmp_path, {f"{PACKAGE}/a.py": "class A: ...\nclass B: ...", f"{PACKAGE}/b/c.py": "def f():\n  class B: ..."})
+    files = {
+        "errors.py": "class A: ...\nclass B: ...",
+        "low/c.py": "def f():\n  class B: ...",
+        "old/d.py": "class A: ...",
+    }
+    write(tmp_path, {"docs/architecture.md": TABLE, **{f"{PACKAGE}/{name}": text for name, text in files.items()}})
     assert classes_of_one_name(tmp_path) == ["B"]
 
 
@@ -338,15 +347,11 @@ CITES = re.compile(r"\b[\w/]+\.py`?, [Rr]ules? \d")
 
 
 def ruled(root: pathlib.Path) -> list[str]:
-    """List the files of the core with more than five numbered rules, and citations of rules of another file.
-
-    The core are the packages of the table down to handle.py.
-    """
-    order, faults = packages(root), []
-    core = order[: order.index("handle.py") + 1]
+    """List the files of the core with more than five numbered rules, and citations of rules of another file."""
+    faults = []
     for path in sorted((root / PACKAGE).rglob("*.py")):
         name = path.relative_to(root / PACKAGE).as_posix()
-        if name.split("/")[0] in core:
+        if name.split("/")[0] in core(root):
             text = path.read_text()
             faults += (
                 [f"{name} has more than five rules"]
