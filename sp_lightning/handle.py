@@ -158,8 +158,9 @@ class Handle:
         cut = partition(module, settings.units)
         streamed = [unit for unit in cut if not unit.resident][settings.resident :]
         self.units: list[Unit] = []
+        self.store = Store(settings.host_budget, settings.disk, self.device)
         makes_trips = settings.steps_on == "device" and not self.device.is_host
-        self.steps = Steps(settings.chunk, settings.overlap, self.device, makes_trips)
+        self.steps = Steps(settings.chunk, settings.overlap, self.device, self.store, makes_trips)
         kept = [part for part in cut if part not in streamed]
         rest = [named for part in kept for named in part.params]
         wholes = [whole for part in kept for whole in part.wholes]
@@ -169,17 +170,18 @@ class Handle:
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
         self._visits: dict[nn.Module, Visit] = {}
-        self.store = Store(settings.host_budget, settings.disk, self.device)
         try:
             policy = Activations(settings.activations, self.device)
             self.window = Window(self.device, policy)
             on_host = [(Unit, part.name, part.params, part.wholes) for part in streamed]
             streams = {id(param) for _, _, params, _ in on_host for _, param in params}
             self._narrow = streams & casts_of(module, None if settings.master_weights else settings.wire)
-            self.store.choose([params for _, _, params, _ in on_host], self._wire_of, settings.master_weights)
+            plain_rest = [(name, param) for name, param in rest if id(param) not in of_wholes]
+            host_params = [params for _, _, params, _ in on_host] + [plain_rest] * settings.master_weights
+            self.store.choose(host_params, self._wire_of, settings.master_weights)
             made = [self._add_unit(*given) for given in on_host]
             self._entries = {root: unit for part, unit in zip(streamed, made, strict=True) for _, root in part.modules}
-            if plain_rest := [(name, param) for name, param in rest if id(param) not in of_wholes]:
+            if plain_rest:
                 self._add_unit(self._kind_of_rest, "(resident)", plain_rest)
             if wholes:
                 held = [(name, param) for name, param in rest if id(param) in of_wholes]
@@ -230,8 +232,11 @@ class Handle:
     def loaded(self, optimizer: Optimizer) -> None:
         """Copy an optimizer's state that was loaded: the file that it is in may vanish."""
         state = optimizer.state
-        for param in list(state):
-            state[param] = tree_map_only(Tensor, torch.clone, state[param])
+        self.steps.adopt(optimizer)
+        for param in list(state):  # what is in the scratch file was copied there
+            state[param] = tree_map_only(
+                Tensor, lambda one: one if self.store.is_filed(one) else one.clone(), state[param]
+            )
         self.steps.adopt(optimizer)
         self.steps.place_state(optimizer)
 
@@ -323,14 +328,16 @@ class Handle:
         parts: dict[int, Weight] = {id(named[1]): Part(*named) for whole in wholes for named in whole.parts}
         weights = []
         for own_name, param in params:
-            place = self.store.place_of(index, param)
-            dtype = self._wire_of(param) if place is None else param.dtype
+            wire = self._wire_of(param)
+            place = self.store.place_of(index, param, wire)
+            dtype = wire if place is None else param.dtype
             if id(param) in parts:
                 weights.append(parts[id(param)])
             else:
                 weights.append(Weight(own_name, param, self._slots[param], dtype, has_masters))
             weights[-1].place = place
         self.units.append(kind(index, name, weights, self.device, self.window, self.store.filed(name, weights)))
+        self.units[-1].spill = self.store.gradients_of(index)
         for whole in wholes:
             own = [parts[id(tensor)] for _, tensor in whole.parts]
             made = WholeWeight(whole, self._slots[whole.parameter], own, self.device.torch_device)

@@ -143,6 +143,16 @@ class SlicedOptimizer:
             noted["foreach"] = self._device.type in devices_with_lists()
         return noted
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element is stepped by itself."""
+        return self._is_elementwise
+
+    @property
+    def scales(self) -> bool:
+        """Whether the step divides gradients by the scale of a GradScaler."""
+        return bool(self._scaling)
+
     def makes_numbers(self, whose: list[Weight], state: WaitingState) -> bool:
         """Whether the step makes numbers of torch's default type, which a forward beside the step may change."""
         if isinstance(self._user, (optim.SGD, optim.ASGD)):

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,10 +27,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..compat.streaming import without_dispatch
 from ..errors import UnsupportedError
 from ..host.device import Device
+from ..store.store import Store
 from ..stream.gradients import GradientBytes, HostGradient, recover
 from ..stream.leaf import Weight
 from ..stream.parameters import unit_of, weights
 from ..stream.unit import Unit
+from .filed import FiledSteps
 from .half_applied import EarlySteps, Outcome, check_no_second
 from .places import ByTrips, OnDevice, OnHost, Place
 from .slices import COUNTS, SlicedOptimizer, Work, counts_on_device, is_known, names_of_known, shadow_of
@@ -39,10 +42,11 @@ from .state import WaitingState
 class Steps:
     """The optimizers of a stream, and the thread that steps them."""
 
-    def __init__(self, chunk: int, overlap: bool, device: Device, makes_trips: bool = False) -> None:
+    def __init__(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool = False) -> None:
         self._overlap, self._device, self._makes_trips = overlap, device.torch_device, makes_trips
         self._residents = OnDevice(chunk, device)
         self._place: Place = ByTrips(chunk, device) if makes_trips else OnHost(chunk)  # of the others
+        self._filed = FiledSteps(store)
         self._counters = device.counters
         self._units: dict[Unit, None] = {}
         # The thread rounds as the device does, which keeps denormals.
@@ -133,13 +137,15 @@ class Steps:
                 continue
             is_resident = weight.unit.is_resident and not is_closing
             home = weight.there.device if is_resident else torch.device("cpu")
+            if not is_resident:
+                self._filed.keep_state(weight, state)
             for key, value in state.items():
                 travels = isinstance(value, Tensor) and (
                     key not in COUNTS or not is_resident or id(param) in counts_there
                 )
                 if travels and value.device != home:
                     state[key] = value.to(home)
-                elif travels and value.ndim and not is_resident and not is_closing:
+                elif travels and value.ndim and not is_resident and not is_closing and not self._filed.has(value):
                     state[key] = self._place.adopt(value)
 
     def _loaded(self, optimizer: optim.Optimizer) -> None:
@@ -316,7 +322,9 @@ class Steps:
         def step() -> None:
             if before is not None:
                 before.result()  # raise its error, which nothing has waited for
-            sliced.step(work, state, self._place)
+            with contextlib.closing(self._filed.parts(work, state, sliced)) as parts:
+                for part, own in parts:
+                    sliced.step(part, own, self._place)
 
         def run() -> None:
             self._run(unit, whose, sliced, outcome, step)

@@ -1,6 +1,7 @@
 """The pipeline between files and memory: page-locked buffers, a thread that reads and a thread that writes.
 
-1. Each thread does what it was given in its order.
+1. Each thread does what it was given in its order. The buffers of a window go from the reader to the work, and from
+   there to the writer. What the writer brings from the device has buffers of its own: it waits for no other thread.
 2. A buffer is filled again once the device, the work or the writer has read it, also after an error.
 3. No forked process gets the buffers: the kernel might give a child the page into which a read is under way, and the
    parent a copy without what is read.
@@ -8,12 +9,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import queue
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +29,9 @@ from .direct import BLOCK, DirectFile, blocks
 
 MOST = 64 << 20  # bytes of a buffer: threads wait in the kernel so long that one in Python does not delay them
 LEAST = 16 << 20
+SMALLEST = 1 << 17  # where all units are smaller
 COUNT = 5  # buffers that are read into: one works, one is written, the others are read ahead
+DOWN = 2  # buffers that the writer fills from the device: one is filled while the other is written
 GAP = 1 << 20  # bytes between two ranges of a file that cost less to read than a read of its own
 
 
@@ -43,6 +49,19 @@ class FileRange(NamedTuple):
     offset: int
     nbytes: int
     at: int
+
+
+class Window(Protocol):
+    """Ranges of files that are in a buffer together."""
+
+    def ranges(self, writes: bool) -> list[FileRange]:
+        """List what is read before the work, or written after it."""
+
+    def show(self, buffer: Buffer) -> None:
+        """Note the buffer, which has what was read."""
+
+
+W = TypeVar("W", bound=Window)
 
 
 class Piece:
@@ -101,24 +120,26 @@ class Pipeline:
         """Allocate buffers of this many bytes."""
         self.nbytes = blocks(nbytes)
         self._device, self._counters = device, device.counters
-        self._stream = device.new_stream()
-        self._buffers = [self._allocate() for _ in range(COUNT)]
+        self._stream, self._down_stream = device.new_stream(), device.new_stream()
         self._free: queue.SimpleQueue[tuple[Buffer, Any]] = queue.SimpleQueue()  # each with the event of its last use
-        for buffer in self._buffers:
-            self._free.put((buffer, None))
-        self._reader = ThreadPoolExecutor(1, "superpipeline-read", self._begin_thread)
+        for _ in range(COUNT):
+            self._free.put((self._allocate(), None))
+        self._down = [self._allocate() for _ in range(DOWN)]
+        self._reader = ThreadPoolExecutor(1, "superpipeline-read", self._begin_thread, (self._stream,))
+        self._writer = ThreadPoolExecutor(1, "superpipeline-write", self._begin_thread, (self._down_stream,))
 
     def _allocate(self) -> Buffer:
         flat = self._device.buffer(self.nbytes, BLOCK)
         return Buffer(flat, memoryview((ctypes.c_uint8 * self.nbytes).from_address(flat.data_ptr())).cast("B"))
 
-    def _begin_thread(self) -> None:
+    def _begin_thread(self, stream: Any) -> None:
         if not self._device.is_host:
-            torch.accelerator.set_stream(self._stream)
+            torch.accelerator.set_stream(stream)
 
     def close(self) -> None:
         """End the threads, after what they were given."""
         self._reader.shutdown()
+        self._writer.shutdown()
 
     # ---- up
 
@@ -175,3 +196,95 @@ class Pipeline:
         if used is not None:
             used.synchronize()
         return buffer
+
+    # ---- down
+
+    def send_down(
+        self, file: DirectFile, offset: int, there: Tensor, recorded: AbstractContextManager[None]
+    ) -> StagedCopy:
+        """Start to write a device's memory to a range of a file, behind what the down stream has queued."""
+        copied, begin = StagedCopy(), self._device.down.record_event()
+        self._counters.disk_written += there.nbytes
+
+        def work() -> None:
+            under_way: collections.deque[tuple[int, Any, int, int]] = collections.deque()
+
+            def write() -> None:
+                number, arrived, first, nbytes = under_way.popleft()
+                arrived.synchronize()
+                file.write(self._down[number].memory, offset + first, blocks(nbytes))
+
+            try:
+                self._down_stream.wait_event(begin)
+                with torch.no_grad(), recorded:
+                    for number, first in enumerate(range(0, len(there), self.nbytes)):
+                        if len(under_way) == DOWN:
+                            write()
+                        part = there[first : first + self.nbytes]
+                        self._down[number % DOWN].flat[: len(part)].copy_(part, non_blocking=True)
+                        under_way.append((number % DOWN, self._down_stream.record_event(), first, len(part)))
+                    copied.queued.set_result(self._down_stream.record_event())
+                    while under_way:
+                        write()
+                copied.done.set_result(None)
+            except BaseException as error:
+                with contextlib.suppress(RuntimeError):  # the device's own error, which each wait for it raises
+                    self._down_stream.synchronize()
+                copied.fail(error)
+
+        self._writer.submit(work)
+        return copied
+
+    # ---- windows
+
+    def windows(self, todo: Iterable[W]) -> Generator[W, None, None]:
+        """Yield windows whose ranges were read, and write them when the next one is asked for.
+
+        Those after it are read meanwhile. All is written at the end. The caller closes this generator, also after an
+        error of its own: then all buffers are free, and no transfer is under way.
+        """
+        ahead: collections.deque[tuple[W, Future[Buffer]]] = collections.deque()
+        writes: collections.deque[Future[None]] = collections.deque()
+        following = iter(todo)
+        try:
+            while True:
+                while len(ahead) < COUNT - 1 and (window := next(following, None)) is not None:
+                    ahead.append((window, self._reader.submit(self._fetch, window.ranges(False))))
+                if not ahead:
+                    break
+                window, read = ahead[0]
+                window.show(read.result())
+                yield window
+                ahead.popleft()
+                writes.append(self._writer.submit(self._store, read.result(), window.ranges(True)))
+                while writes and writes[0].done():
+                    writes.popleft().result()
+            while writes:
+                writes.popleft().result()
+        except BaseException:
+            futures.wait(writes)
+            for _, read in ahead:
+                if read.exception() is None:
+                    self._free.put((read.result(), None))
+            raise
+
+    def _fetch(self, ranges: list[FileRange]) -> Buffer:
+        buffer = self._take()
+        try:
+            for file, offset, nbytes, at in ranges:
+                with self._counters.listener.work("disk in", "", "state", nbytes):
+                    file.read(buffer.memory[at:], offset, nbytes)
+                self._counters.disk_read += nbytes
+        except BaseException:
+            self._free.put((buffer, None))
+            raise
+        return buffer
+
+    def _store(self, buffer: Buffer, ranges: list[FileRange]) -> None:
+        try:
+            for file, offset, nbytes, at in ranges:
+                with self._counters.listener.work("disk out", "", "state", nbytes):
+                    file.write(buffer.memory[at:], offset, blocks(nbytes))
+                self._counters.disk_written += nbytes
+        finally:
+            self._free.put((buffer, None))

@@ -1,25 +1,34 @@
-"""The bytes of a stream that are in files: chosen once, as it begins, and the way of weights from there."""
+"""The bytes of a stream that are in files: chosen once, as it begins, and their ways from there and back."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
+from ..core.host import headroom, host_memory
 from ..errors import HostMemoryError, OptionError
 from ..host.device import Arrival, Device
 from ..options import format_bytes
 from . import pipeline
-from .direct import DirectFile, blocks
-from .pipeline import COUNT, FileFill, FileRange, Pipeline, pieces_of
+from .direct import BLOCK, DirectFile, blocks
+from .pipeline import COUNT, DOWN, FileFill, FileRange, Pipeline, pieces_of
 from .placement import Placement, UnitBytes, choose
+from .scratch import ScratchFile, check_folder, scratch_in
 from .sources import Found, SourceFile, find, written
+from .spans import Span, SpanWindow, cut
 
 log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=Sequence[Span])
 
 
 class Place(NamedTuple):
@@ -87,6 +96,18 @@ class FiledWeights:
         self._pieces = pieces_of((one for n, one in enumerate(ranges) if n not in found), self._pipeline.nbytes)
 
 
+def _may_move(param: Tensor) -> bool:
+    """Whether a weight, its state and its gradient may be in the scratch file: small ones would be slow there."""
+    is_usual = param.layout is torch.strided and not param.is_conj() and not param.is_neg()
+    return param.requires_grad and is_usual and param.nbytes >= BLOCK
+
+
+def _free_nbytes(units: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> int:
+    """Return the bytes that the run may take: what is free, with its own weights, but for the system's share."""
+    memory, own = host_memory(), sum(param.nbytes for unit in units for _, param in unit if not param.is_meta)
+    return max(1, memory.free + own - headroom(memory.total))
+
+
 class Store:
     """The part of a stream that is in files."""
 
@@ -98,6 +119,7 @@ class Store:
         self._found: dict[int, Found] = {}
         self._files: dict[Any, SourceFile] = {}
         self._pipeline: Pipeline | None = None
+        self._scratch: ScratchFile | None = None
 
     def choose(
         self, units: Sequence[Sequence[tuple[str, nn.Parameter]]], wire_of: Callable[[Any], torch.dtype], masters: bool
@@ -109,24 +131,48 @@ class Store:
             wire_of: Returns the type in which a parameter travels from memory.
             masters: Whether that is the type in which it computes, so that it has to travel in it from a file, too.
         """
-        if self._budget is None:
+        if self._budget is None and self._disk is None:
             return
+        if self._disk is not None:
+            check_folder(self._disk)
+        budget = self._budget if self._budget is not None else _free_nbytes(units)
         frozen = [param for unit in units for _, param in unit if not param.requires_grad]
         self._found = find(param for param in frozen if not masters or wire_of(param) is param.dtype)
         counted = [self._count(unit, wire_of) for unit in units]
         largest = max((sum(param.nbytes for _, param in unit) for unit in units), default=0)
-        nbytes = blocks(min(pipeline.MOST, max(pipeline.LEAST, self._budget // 64), max(largest, 1)))
-        self.placement = placement = choose(counted, self._budget, self._disk is not None, COUNT * nbytes)
-        if placement.host > self._budget > 0:
-            raise self._not_met()
-        if not placement.is_in_memory:
-            self._pipeline = Pipeline(self._device, nbytes)
-            log.info(
-                "superpipeline: %s of frozen weights stay in their files; %s are in host memory, of them %s in buffers",
-                format_bytes(sum(counted[index].frozen for index in placement.frozen)),
-                format_bytes(placement.host),
-                format_bytes(placement.by_term["buffers"]),
-            )
+        nbytes = blocks(min(pipeline.MOST, max(pipeline.LEAST, budget // 64), max(largest, pipeline.SMALLEST)))
+        self.placement = placement = choose(counted, budget, self._disk is not None, (COUNT + DOWN) * nbytes)
+        if placement.host > budget > 0:
+            raise self._not_met(budget)
+        if placement.is_in_memory:
+            return
+        if self._disk is not None and placement.disk:
+            self._scratch = scratch_in(self._disk, self._disk_nbytes(units, wire_of))
+        self._pipeline = Pipeline(self._device, nbytes)
+        log.info(
+            "superpipeline: %s of frozen weights stay in their files, and %s go to the disk; %s are in host memory, of"
+            " them %s in buffers",
+            format_bytes(sum(counted[index].frozen for index in placement.frozen)),
+            format_bytes(placement.disk),
+            format_bytes(placement.host),
+            format_bytes(placement.by_term["buffers"]),
+        )
+
+    def _disk_nbytes(
+        self, units: Sequence[Sequence[tuple[str, nn.Parameter]]], wire_of: Callable[[Any], torch.dtype]
+    ) -> int:
+        """Count the bytes of the scratch file, in whole blocks."""
+        total, placed = 0, self.placement
+        for index, unit in enumerate(units):
+            for _, param in unit:
+                if not _may_move(param):
+                    continue
+                is_cast = wire_of(param) is not param.dtype
+                total += 2 * blocks(param.nbytes) * (index in placed.state)
+                total += blocks(param.nbytes) * (index in placed.weights)
+                total += blocks(param.numel() * wire_of(param).itemsize) * (index in placed.gradients)
+                total += blocks(param.nbytes) * is_cast * (index in placed.gradients)
+        return total
 
     def _count(self, unit: Iterable[tuple[str, nn.Parameter]], wire_of: Callable[[Any], torch.dtype]) -> UnitBytes:
         terms = dict.fromkeys(UnitBytes._fields, 0)
@@ -135,28 +181,40 @@ class Store:
             travels = param.numel() * wire.itemsize
             if wire is not param.dtype and id(param) not in self._found:
                 terms["fixed"] += travels
-            if param.requires_grad:
+            if not param.requires_grad:
+                terms["frozen" if id(param) in self._found else "fixed"] += param.nbytes
+            elif _may_move(param):
                 terms["state"] += 2 * param.nbytes
                 terms["weights"] += param.nbytes
                 terms["gradients"] += travels
             else:
-                terms["frozen" if id(param) in self._found else "fixed"] += param.nbytes
+                terms["fixed"] += 3 * param.nbytes + travels
         return UnitBytes(**terms)
 
-    def _not_met(self) -> HostMemoryError:
+    def _not_met(self, budget: int) -> HostMemoryError:
         """Make the error of a budget that is less than what has to be in memory."""
         left = {term: nbytes for term, nbytes in self.placement.by_term.items() if nbytes}
         terms = ", ".join(f"{term} {format_bytes(nbytes)}" for term, nbytes in left.items())
         spill = "" if self._disk else " Give disk= a folder on a local SSD for what trains, and freeze what does not."
         return HostMemoryError(
-            f"host_budget={format_bytes(self._budget or 0)} cannot be met: the run takes"
+            f"host_budget={format_bytes(budget)} cannot be met: the run takes"
             f" {format_bytes(self.placement.host, up=True)} of host memory ({terms}); 'fixed' are weights that travel,"
             f" and frozen ones that lie in no file as they travel (from_pretrained(dtype='auto')).{spill} Raise the"
             " budget, or give '0B' for as little as can be had"
         )
 
-    def place_of(self, index: int, param: nn.Parameter) -> Place | None:
-        """Return where in a file a parameter of a unit is that does not travel from memory."""
+    def place_of(self, index: int, param: nn.Parameter, wire: torch.dtype) -> Place | None:
+        """Return where in a file a parameter of a unit is that does not travel from memory.
+
+        A weight that trains moves to the scratch file, if that is its place; where it travels in another type, what
+        travels is in memory.
+        """
+        if index in self.placement.weights and _may_move(param):
+            assert self._scratch is not None
+            param.data = self.moved(param.data)
+            offset = self._scratch.offset_of(param.data)
+            assert offset is not None
+            return Place(self._scratch, offset) if wire is param.dtype else None
         found = self._found.get(id(param)) if index in self.placement.frozen else None
         if found is None:
             return None
@@ -172,8 +230,99 @@ class Store:
         assert self._pipeline is not None
         return FiledWeights(name, there, self._pipeline, self._device)
 
+    # ---- what trains
+
+    def has_state_of(self, weight: Any) -> bool:
+        """Whether the optimizer's state of a weight belongs into the scratch file."""
+        return weight.unit.index in self.placement.state and _may_move(weight.value)
+
+    def is_filed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the scratch file's."""
+        return self._scratch is not None and self._scratch.offset_of(tensor) is not None
+
+    def gradients_of(self, index: int) -> Store | None:
+        """Return the place of a unit's gradients; None: it is memory."""
+        return self if index in self.placement.gradients else None
+
+    def take(self, like: Tensor) -> Tensor:
+        """Make a tensor of the scratch file with a shape, type and strides; its bytes are any."""
+        assert self._scratch is not None
+        return self._scratch.take(like)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's values in the scratch file, where it may be already."""
+        if self.is_filed(tensor):
+            return tensor
+        there = self.take(tensor)
+        with torch.no_grad():
+            if tensor.stride() == there.stride():
+                self.each(Tensor.copy_, there, tensor)
+            else:
+                there.copy_(tensor)
+        return there
+
+    def each(self, work: Callable[..., Any], target: Tensor, *others: Tensor) -> None:
+        """Do elementwise work on tensors with the same strides, in windows if any is in the file; it writes the first.
+
+        Blocks until all is written.
+        """
+        tensors = target, *others
+        if not any(map(self.is_filed, tensors)):
+            work(*tensors)
+            return
+        types = [tensor.dtype for tensor in tensors]
+        assert self._pipeline is not None
+        ranges = cut(target.numel(), types, self._pipeline.nbytes)
+        windows = ([Span(one, one.dtype, *ends, is_written=one is target) for one in tensors] for ends in ranges)
+        with contextlib.closing(self.fetch(windows)) as fetched:
+            for window in fetched:
+                work(*[span.here for span in window])
+        increment_version(target)
+
+    @property
+    def room(self) -> int:
+        """The bytes of a window."""
+        assert self._pipeline is not None
+        return self._pipeline.nbytes
+
+    def fetch(self, windows: Iterable[S]) -> Generator[S, None, None]:
+        """Yield lists of spans while their elements are in memory; written they are when the next one is asked for.
+
+        The caller closes this generator.
+        """
+        assert self._pipeline is not None and self._scratch is not None
+        file = self._scratch
+        given: collections.deque[S] = collections.deque()
+
+        def todo() -> Iterator[SpanWindow]:
+            for spans in windows:
+                given.append(spans)
+                yield SpanWindow(file, spans)
+
+        with contextlib.closing(self._pipeline.windows(todo())) as shown:
+            for _ in shown:
+                yield given.popleft()
+
+    # ---- gradients: what a device offers for those in memory
+
+    aligned = staticmethod(blocks)
+
+    def passing(self, nbytes: int) -> Tensor:
+        """Take a range for a unit's gradients, as bytes."""
+        return self.take(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+
+    def send_down(self, target: Tensor, source: Tensor, recorded: AbstractContextManager[None]) -> Arrival:
+        """Start to write bytes of the device to a range."""
+        assert self._pipeline is not None and self._scratch is not None
+        offset = self._scratch.offset_of(target)
+        assert offset is not None
+        return self._pipeline.send_down(self._scratch, offset, source, recorded)
+
     def close(self) -> None:
-        """End the threads and close the files; weights in them stay what their loader made them. Safe twice."""
+        """End the threads and close the files; weights in them stay what their loader made them. Safe twice.
+
+        The scratch file lives as long as its tensors.
+        """
         ended, self._pipeline = self._pipeline, None
         if ended is not None:
             ended.close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from concurrent import futures
@@ -67,14 +68,26 @@ class GradientBytes:
         if raw.device.type == "cpu" and raw.dtype == weight.value.dtype and not weight.unit.is_resident:
             self.full = raw
         else:
-            self.full = torch.empty_like(weight.value, device="cpu")
-            self.full.untyped_storage().resize_(0)
+            self.full = self.room(weight.value)
         self.norm = norm  # by the kernel for many tensors
         self.factors: list[Any] = []
         self.is_stepped_early = False  # whether a step has read it that the user has not called yet
         self.is_exposed = False  # whether the user may have a view of it
         self.adding: Future[None] | None = None  # of another gradient to it
         self.step: Future[None] | None = None  # the step that reads it
+
+    def room(self, like: Tensor) -> Tensor:
+        """Make a tensor for the gradient as the user sees it, without bytes unless it is in a file."""
+        if (spill := self.weight.unit.spill) is not None:
+            return spill.take(like)  # type: ignore[no-any-return]
+        full = torch.empty_like(like, device="cpu")
+        full.untyped_storage().resize_(0)
+        return full
+
+    def _each(self, work: Callable[..., Any], target: Tensor, *others: Tensor) -> None:
+        """Do elementwise work, which writes to the first tensor, wherever they are."""
+        spill = self.weight.unit.spill
+        work(target, *others) if spill is None else spill.each(work, target, *others)
 
     @property
     def is_full(self) -> bool:
@@ -101,8 +114,9 @@ class GradientBytes:
         """Return the true gradient in host memory. Called by the optimizer's thread, or when nothing is pending."""
         self.arrived.synchronize()
         if self.raw is not self.full:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
-            self.full.copy_(self.raw)
+            if self.weight.unit.spill is None:
+                self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+            self._each(Tensor.copy_, self.full, self.raw)
             self.raw = self.full
         self.multiply()
         self.norm = None  # the caller may change the gradient
@@ -111,7 +125,7 @@ class GradientBytes:
     def multiply(self) -> None:
         """Multiply by the factors that were noted."""
         for factor in self.factors:
-            self.raw.mul_(factor)
+            self._each(functools.partial(Tensor.mul_, other=factor), self.raw)
         if self.factors:
             self.factors, self.norm = [], None
 
@@ -142,7 +156,7 @@ class GradientBytes:
     def _add(self, came: GradientBytes) -> None:
         total = self.true()
         came.arrived.synchronize()
-        total.add_(came.raw.to(total.device))
+        self._each(Tensor.add_, total, came.raw.to(total.device))
 
     def flat(self) -> Tensor:
         """Return all elements in the order of memory, in the type in which they came."""
@@ -506,10 +520,12 @@ class Gradients:
     def _packed(self, unit: Unit, dense: list[tuple[Weight, Tensor]], stream: Any) -> tuple[list[Tensor], Any]:
         """Pack gradients on the device, and start to copy them down as one."""
         places, total = [], 0
+        host: Any = self._device if unit.spill is None else unit.spill
+        round_up = aligned if unit.spill is None else unit.spill.aligned
         for _, grad in dense:
             places.append(total)
-            total += aligned(grad.nbytes)
-        there, here = self._device.empty(total), self._device.passing(total)
+            total += round_up(grad.nbytes)
+        there, here = self._device.empty(total), host.passing(total)
         typed = {dtype: there.view(dtype) for dtype in {grad.dtype for _, grad in dense}}
         packed, views = [], []
         for at, (weight, grad) in zip(places, dense, strict=True):
@@ -521,7 +537,7 @@ class Gradients:
         self._device.down.wait_event(stream.record_event())
         counters = self._device.counters
         recorded = counters.listener.work("down", unit.name, "gradients", sum(grad.nbytes for _, grad in dense))
-        arrived = self._device.send_down(here, there, recorded)
+        arrived = host.send_down(here, there, recorded)
         counters.bytes_down += sum(grad.nbytes for _, grad in dense)
         self.ring.hold(there, [arrived], stream)
         return views, arrived

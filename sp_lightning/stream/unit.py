@@ -99,6 +99,7 @@ class Unit:
         self.index, self.name, self.weights, self.device, self.window = index, name, weights, device, window
         self.nbytes = sum(aligned(weight.nbytes) for weight in weights)
         self._filed = filed
+        self.spill: Any = None  # where its gradients go (store.py); None: into memory
         self.wholes: list[WholeWeight] = []  # which consist of some of its weights
         self.steps = Pending()
         self.depth = 0  # calls of its modules that are under way

@@ -1,0 +1,212 @@
+"""Steps of weights that, or whose gradients or state, are in the scratch file: in windows that are in memory.
+
+The optimizer steps a window as it steps whole weights: what it gets are stand-ins for the weights, over a range of
+their elements. State that a first step makes is put together of what it makes in each window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ..host.device import IdleEvent
+from ..store.direct import blocks
+from ..store.spans import Span, cut, elements_of
+from ..store.store import Store
+from ..stream.gradients import GradientBytes
+
+NEW = 3  # tensors of state that a first step may make without the page cache
+
+
+class SliceState(dict[Any, dict[str, Any]]):
+    """The state of the weights of a window, as an optimizer's that waits for nothing."""
+
+    def peek(self, key: Any) -> dict[str, Any]:
+        """Return an entry; an empty one if there is none."""
+        return self.get(key, {})
+
+    def make(self, key: Any) -> dict[str, Any]:
+        """Return an entry; make it if there is none."""
+        return self.setdefault(key, {})
+
+
+class Part:
+    """A range of a weight's elements in a window."""
+
+    def __init__(self, item: Any, own: dict[str, Any], new: dict[str, Tensor], start: int, stop: int) -> None:
+        self.item, self.own, self.new, self.start, self.stop = item, own, new, start, stop
+        value, raw = item.weight.value, item.grad.raw
+        self.value, self.grad = self._span(value), self._span(raw, is_written=False)
+        self.entries = {key: self._span(entry) for key, entry in own.items() if is_shaped(entry, value)}
+        self.rooms = [] if own else [Span(None, value.dtype, start, stop) for _ in range(NEW)]
+
+    def _span(self, tensor: Tensor, is_written: bool = True) -> Span:
+        return Span(tensor, tensor.dtype, self.start, self.stop, is_written)
+
+    @property
+    def spans(self) -> list[Span]:
+        return [self.value, self.grad, *self.entries.values(), *self.rooms]
+
+    def stand_in(self) -> Any:
+        """Return the work of an optimizer that steps the range as a whole weight."""
+        weight, grad = copy.copy(self.item.weight), self.item.grad
+        weight.value = self.value.here
+        wire = self.item.weight.wire
+        weight.wire = elements_of(wire, self.start, self.stop) if weight.is_narrow else weight.value
+        content = GradientSlice(weight, self.grad.here, IdleEvent(), None)  # type: ignore[arg-type]
+        content.factors = list(grad.factors)
+        return self.item._replace(weight=weight, grad=content)
+
+    def state(self) -> dict[str, Any]:
+        """Return the range's state; numbers are copied."""
+        return {
+            key: self.entries[key].here if key in self.entries else entry.clone() if is_number(entry) else entry
+            for key, entry in self.own.items()
+        }
+
+    def keep(self, made: dict[str, Any], state: Any, store: Store) -> None:
+        """Keep what the step made of the state; with the last range it is the weight's."""
+        weight, rooms = self.item.weight, iter(self.rooms)
+        for key, entry in made.items():
+            if key in self.entries:
+                here = self.entries[key].here
+                if here is not entry and here is not None:
+                    here.copy_(entry)
+            elif isinstance(entry, Tensor) and entry.ndim:
+                if key not in self.new:
+                    self.new[key] = store.take(torch.empty_like(weight.value, dtype=entry.dtype, device="meta"))
+                room = next((one for one in rooms if one.dtype is entry.dtype), None)
+                if room is None or room.here is None:
+                    elements_of(self.new[key], self.start, self.stop).copy_(entry)
+                else:
+                    room.tensor = self.new[key]
+                    room.here.copy_(entry)
+        written = [span.tensor for span in (self.value, *self.entries.values()) if span.at >= 0]
+        increment_version([tensor for tensor in written if tensor is not None])
+        if made and self.stop == weight.value.numel():
+            self._keep_all(made, state.make(weight.host))
+
+    def _keep_all(self, made: dict[str, Any], own: dict[str, Any]) -> None:
+        for key, entry in made.items():
+            if key in self.new:
+                own[key] = self.new[key]
+            elif is_number(own.get(key)) and is_number(entry) and own[key].dtype == entry.dtype:
+                own[key].copy_(entry)
+            elif key not in self.entries:
+                own[key] = entry
+
+
+class GradientSlice(GradientBytes):
+    """A range of a gradient in memory."""
+
+    def room(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+
+class StepWindow(list[Span]):
+    """The spans of some parts."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        super().__init__(span for part in parts for span in part.spans)
+        self.parts = parts
+
+
+def is_shaped(entry: Any, value: Tensor) -> bool:
+    """Whether an entry of the state has a number for each of the weight's."""
+    return isinstance(entry, Tensor) and bool(entry.ndim) and entry.shape == value.shape
+
+
+def is_number(entry: Any) -> bool:
+    """Whether an entry of the state is one number."""
+    return isinstance(entry, Tensor) and not entry.ndim
+
+
+class FiledSteps:
+    """The work of a step, as it is in memory."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def parts(self, work: list[Any], state: Any, step: Any) -> Generator[tuple[list[Any], Any], None, None]:
+        """Yield work and its state while they are in memory; all is where it belongs at the end.
+
+        Args:
+            work: The weights, of one unit.
+            state: The optimizer's.
+            step: What steps them (slices.py).
+        """
+        in_windows = [item for item in work if self._goes_in_windows(item, state, step)]
+        if whole := [item for item in work if not any(item is other for other in in_windows)]:
+            yield whole, state
+            for item in whole:
+                self.keep_state(item.weight, state.peek(item.weight.host))
+        if in_windows:
+            yield from self._windows(in_windows, state, step)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the scratch file."""
+        return self._store.is_filed(tensor)
+
+    def keep_state(self, weight: Any, own: dict[str, Any]) -> None:
+        """Move the state of a weight into the scratch file, if that is its place."""
+        if own and self._store.has_state_of(weight):
+            for key, entry in own.items():
+                if is_shaped(entry, weight.value) and entry.device.type == "cpu":
+                    own[key] = self._store.moved(entry)
+
+    def _goes_in_windows(self, item: Any, state: Any, step: Any) -> bool:
+        value, own, grad = item.weight.value, state.peek(item.weight.host), item.grad
+        if not (step.is_elementwise and isinstance(grad, GradientBytes) and value.numel()) or None in own.values():
+            return False
+        shaped = [entry for entry in own.values() if is_shaped(entry, value)]
+        others = [entry for entry in own.values() if isinstance(entry, Tensor) and entry.ndim]
+        if len(others) > len(shaped) or any(one.stride() != value.stride() for one in shaped):
+            return False
+        makes_state = not own and self._store.has_state_of(item.weight)
+        return makes_state or any(map(self._store.is_filed, (value, grad.raw, *shaped)))
+
+    def _windows(self, work: list[Any], state: Any, step: Any) -> Generator[tuple[list[Any], Any], None, None]:
+        for item in work:
+            item.grad.arrived.synchronize()
+            if step.scales or len(item.grad.factors) > 1:
+                item.grad.true()  # which the step writes
+        with contextlib.closing(self._store.fetch(self._planned(work, state))) as windows:
+            for window in windows:
+                own = SliceState()
+                for part in window.parts:
+                    if part.own:
+                        own[part.item.weight.host] = part.state()
+                    part.grad.is_written = step.scales
+                yield [part.stand_in() for part in window.parts], own
+                for part in window.parts:
+                    part.keep(own.peek(part.item.weight.host), state, self._store)
+        for item in work:
+            if step.scales:
+                item.grad.norm = None
+
+    def _planned(self, work: list[Any], state: Any) -> Iterator[StepWindow]:
+        """Cut weights into windows; small ones are together in one."""
+        parts: list[Part] = []
+        left = room = self._store.room
+        for item in work:
+            own, new = state.peek(item.weight.host), dict[str, Tensor]()
+            types = [span.dtype for span in Part(item, own, new, 0, 1).spans]
+            count = item.weight.value.numel()
+            whole = sum(blocks(count * dtype.itemsize) for dtype in types)
+            if whole > left and parts:
+                yield StepWindow(parts)
+                parts, left = [], room
+            for start, stop in cut(count, types, room):
+                parts.append(Part(item, own, new, start, stop))
+                left -= whole
+                if stop < count:
+                    yield StepWindow(parts)
+                    parts, left = [], 0
+        if parts:
+            yield StepWindow(parts)

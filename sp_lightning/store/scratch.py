@@ -1,0 +1,202 @@
+"""The scratch file: tensors on a local disk that any code may use, and whose bytes move past the page cache.
+
+1. It has no name (O_TMPFILE): however the process ends, its space is free again. It is no checkpoint.
+2. Its tensors lie over one shared mapping and are right at any time, by page faults. The pipeline moves the same ranges
+   directly. The kernel keeps the two equal: a direct read writes dirty pages out first, a direct write drops cached
+   ones. A trial finds out whether this filesystem does; where it does not, both go through the page cache.
+3. A range has whole blocks of its own, allocated before it has bytes: a write never finds the disk full. It is free for
+   another tensor once nothing refers to its storage. The file lives as long as any of its tensors.
+4. A forked process has neither the mapping nor the descriptors: what it wrote would be the parent's weights. A read of
+   a tensor there is an error.
+5. Refused are files in memory, on a network filesystem, and on one that copies on write and cannot be told not to.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.streaming import forbid_access, storage_id
+from ..errors import DiskError, OptionError
+from ..host.device import dense_strides
+from ..host.memory import keep_from_forks
+from ..options import format_both
+from .direct import BLOCK, IN_MEMORY, DirectFile, Mount, blocks, mount_of
+
+STACKED = ("overlay", "aufs")
+COPIES_ON_WRITE = ("btrfs", "zfs", "bcachefs", "nilfs2")
+GET_FLAGS, SET_FLAGS, NO_COPY = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
+ALLOWED = "a folder on a local disk of this machine"
+FORKED = "this tensor lies in the scratch file, which a forked process does not have: start the process by 'spawn'"
+
+files: weakref.WeakValueDictionary[str, ScratchFile] = weakref.WeakValueDictionary()  # by their folders
+
+
+def scratch_in(folder: str, nbytes: int) -> ScratchFile:
+    """Return the scratch file in a folder, with so many bytes allocated or free; one that still has tensors is kept."""
+    file = files.get(folder)
+    if file is None:
+        file = files[folder] = ScratchFile(folder)
+    file.allocate(nbytes)
+    return file
+
+
+class ScratchFile(DirectFile):
+    """A nameless file of which tensors are made."""
+
+    outcome = f"Check the disk, or name another one, and {DiskError.GO_ON}"
+
+    def __init__(self, folder: str) -> None:
+        """Make the file; raise OptionError where its folder cannot hold it."""
+        mount = check_folder(folder)
+        self.folder = folder
+        super().__init__(f"the scratch file in {folder}", _nameless(folder, mount), mount.kind)
+        self._end = self._allocated = 0  # of ranges that were taken, and of those that may be
+        self._free: dict[int, list[int]] = collections.defaultdict(list)  # offsets of ranges, by their bytes
+        self._storages: dict[int, int] = {}  # of tensors that live, by their offsets
+        status = os.fstatvfs(self.fd)
+        nbytes = status.f_bavail * status.f_frsize // BLOCK * BLOCK
+        try:
+            os.ftruncate(self.fd, nbytes)
+            with torch.inference_mode(False):
+                whole: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{self.fd}", True, nbytes)
+                self._flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole)
+            keep_from_forks(self._flat)
+            self._allocate(BLOCK)
+            self.open_directly(os.O_RDWR, self._both_ways_are_equal)
+        except BaseException:
+            self.close()
+            raise
+
+    def allocate(self, nbytes: int) -> None:
+        """Allocate space for further tensors of so many bytes; raise DiskError if the disk has none."""
+        unused = self._allocated - self._end + sum(size * len(free) for size, free in self._free.items())
+        if nbytes > unused:
+            self._allocate(self._allocated + nbytes - unused)
+
+    def _allocate(self, end: int) -> None:
+        status = os.fstatvfs(self.fd)
+        there, needed = status.f_bavail * status.f_frsize, end - self._allocated
+        try:
+            if needed > there or end > len(self._flat):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.posix_fallocate(self.fd, self._allocated, needed)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise self.failed(self._allocated, error.errno or errno.EIO, writes=True) from error
+            texts = format_both(needed, there)
+            raise DiskError(
+                path=self.folder,
+                offset=self._allocated,
+                errno=errno.ENOSPC,
+                writes=True,
+                outcome=f"What exceeds host_budget needs {texts[0]} more there, and {texts[1]} are free: nothing was"
+                " stepped. Free some, name another disk, or raise host_budget",
+            ) from error
+        self._allocated = end
+
+    def take(self, like: Tensor) -> Tensor:
+        """Make a tensor of the file with a shape, type and strides; its bytes are any."""
+        size = blocks(max(like.nbytes, 1))
+        if free := self._free[size]:
+            offset = free.pop()
+        else:
+            offset = self._end
+            self.allocate(size)
+            self._end += size
+        with torch.inference_mode(False):
+            memory = (ctypes.c_uint8 * size).from_address(self._flat.data_ptr() + offset)
+            weakref.finalize(memory, self._release, offset, size).atexit = False  # which keeps the file until then
+            storage = torch.frombuffer(memory, dtype=torch.uint8, count=max(like.nbytes, 1)).untyped_storage()
+            self._storages[offset] = storage_id(storage)
+            return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, dense_strides(like))
+
+    def _release(self, offset: int, size: int) -> None:
+        """Have a range free: nothing refers to it. Called by any thread."""
+        del self._storages[offset]
+        self._free[size].append(offset)
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Return the first byte of a tensor that fills whole blocks of the file; None if it is no such tensor."""
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return None
+        offset = tensor.data_ptr() - self._flat.data_ptr()
+        is_here = 0 <= offset < self._end and offset % BLOCK == 0
+        return offset if is_here and tensor.stride() == dense_strides(tensor) else None
+
+    def forget(self) -> None:
+        """Have reads of all tensors raise: this is a forked process."""
+        for storage in self._storages.values():
+            forbid_access(storage, FORKED)
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _both_ways_are_equal(self, direct: int) -> bool:
+        """Write on each way and read on the other."""
+        mapped = self._flat[:BLOCK]
+        with mmap.mmap(-1, BLOCK) as memory:
+            for first, second in (b"12", b"34"):
+                memory[:] = bytes([first]) * BLOCK
+                if os.pwritev(direct, [memory], 0) != BLOCK or not bool((mapped == first).all()):
+                    return False
+                mapped.fill_(second)
+                if os.preadv(direct, [memory], 0) != BLOCK or memory[:] != bytes([second]) * BLOCK:
+                    return False
+        return True
+
+
+def _forget_all() -> None:
+    for file in list(files.values()):
+        file.forget()
+    files.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+def check_folder(folder: str) -> Mount:
+    """Return a folder's mount; raise OptionError where a scratch file cannot be."""
+    if not sys.platform.startswith("linux"):
+        raise OptionError(argument="disk", found=folder, allowed="None on this system: it needs Linux")
+    if not os.path.isdir(folder):
+        raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED}; there is no such folder")
+    mount = mount_of(folder)
+    if mount.kind in IN_MEMORY or mount.is_remote:
+        where = "in memory" if mount.kind in IN_MEMORY else "a network's, or not known to be local"
+        raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED}; this one is on {mount.kind}, {where}")
+    return mount
+
+
+def _nameless(folder: str, mount: Mount) -> int:
+    """Open a file without a name that is written in place."""
+    try:
+        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error
+    if mount.kind in (*COPIES_ON_WRITE, *STACKED):
+        import fcntl  # which Windows has not
+
+        flags = array.array("l", [0])
+        try:
+            fcntl.ioctl(fd, GET_FLAGS, flags)
+            flags[0] |= NO_COPY
+            fcntl.ioctl(fd, SET_FLAGS, flags)
+        except OSError as error:
+            if mount.kind in COPIES_ON_WRITE:
+                os.close(fd)
+                allowed = f"{ALLOWED}; this one is on {mount.kind}, which copies what is written"
+                raise OptionError(argument="disk", found=folder, allowed=allowed) from error
+    return fd

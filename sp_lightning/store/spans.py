@@ -1,0 +1,75 @@
+"""Windows over tensors: ranges of elements that are in memory together, some of them in a buffer of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .direct import BLOCK, blocks
+from .pipeline import Buffer, FileRange
+from .scratch import ScratchFile
+
+
+@dataclass
+class Span:
+    """A range of a tensor's elements in the order of memory."""
+
+    tensor: Tensor | None  # None: room for what the work makes; it is written once a tensor is given
+    dtype: torch.dtype
+    start: int
+    stop: int
+    is_written: bool = True
+    at: int = -1  # place in the buffer; -1: the tensor is in memory
+    is_read: bool = True
+    here: Tensor | None = None  # the elements, while the window is worked on
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.dtype.itemsize
+
+
+def elements_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return a range of a tensor's elements, in the order of memory, over the same bytes."""
+    return tensor.as_strided((stop - start,), (1,), tensor.storage_offset() + start)
+
+
+class SpanWindow:
+    """Spans that are in memory together."""
+
+    def __init__(self, file: ScratchFile, spans: Sequence[Span]) -> None:
+        self.file, self.spans = file, spans
+        at = 0
+        for span in spans:
+            span.is_read = span.tensor is not None
+            if span.tensor is None or file.offset_of(span.tensor) is not None:
+                span.at, at = at, at + blocks(span.nbytes)
+            else:
+                span.here = elements_of(span.tensor, span.start, span.stop)
+
+    def show(self, buffer: Buffer) -> None:
+        """Note the buffer, which has what was read."""
+        for span in self.spans:
+            if span.at >= 0:
+                span.here = buffer.flat[span.at : span.at + span.nbytes].view(span.dtype)
+
+    def ranges(self, writes: bool) -> list[FileRange]:
+        """List what is read before the work, or written after it."""
+        found = []
+        for span in self.spans:
+            if span.at >= 0 and span.tensor is not None and (span.is_written if writes else span.is_read):
+                first = self.file.offset_of(span.tensor)
+                assert first is not None
+                found.append(FileRange(self.file, first + span.start * span.dtype.itemsize, span.nbytes, span.at))
+        return found
+
+
+def cut(count: int, types: Sequence[torch.dtype], room: int, start: int = 0) -> Iterator[tuple[int, int]]:
+    """Cut elements into ranges that begin at whole blocks of tensors of all these types, and fit a room together."""
+    each, step = sum(dtype.itemsize for dtype in types), BLOCK // min(dtype.itemsize for dtype in types)
+    size = max((room - len(types) * BLOCK) // each // step, 1) * step
+    while start < count:
+        yield start, min(start + size, count)
+        start += size
