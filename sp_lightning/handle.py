@@ -32,7 +32,7 @@ from .runtime import handle as before
 from .runtime.recorder import Recorder
 from .steps.figures import explaining, stats_of
 from .steps.steps import Steps
-from .store.store import Store
+from .store.store import Store, is_in_source, is_same
 from .stream import parameters
 from .stream.activations import Activations
 from .stream.gradients import Gradients, recover
@@ -107,6 +107,15 @@ class Settings:
 
 
 handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def _keep_filed(refer: weakref.ref[Handle], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Have weights load themselves whose files have the values already: what is written leaves its file."""
+    handle = refer()
+    filed = {id(weight.host): weight for weight in handle.weights if is_in_source(weight)} if handle else {}
+    for name, param in module.named_parameters(remove_duplicate=False) if filed else ():
+        if id(param) in filed and is_same(filed[id(param)].value, state.get(prefix + name)):
+            state[prefix + name] = param
 
 
 def _note_new(refer: weakref.ref[Handle], *_: Any) -> None:
@@ -196,6 +205,8 @@ class Handle:
             note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
             self._hooks += [register_module_parameter_registration_hook(note)]
             self._hooks += [register_module_module_registration_hook(note)]
+            keep = functools.partial(_keep_filed, weakref.ref(self))
+            self._hooks += [module.register_load_state_dict_pre_hook(keep)]  # type: ignore[no-untyped-call]
             self._move_buffers(self.device.torch_device)
             self._attach()
         except BaseException:
@@ -511,7 +522,6 @@ def not_yet(options: Options, devices: int, has_shards: bool = False) -> str | N
     """
     asked = {
         "several devices": devices > 1 or has_shards,
-        "disk= or host_budget=": options.uses_files,
         "divide_state=True": options.divide_state,
         "fused_optimizer=True": options.fused_optimizer,
         "compile_units=True": options.compile_units,

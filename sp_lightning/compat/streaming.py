@@ -69,9 +69,7 @@ def set_call_slot(module: nn.Module, call: Any) -> None:
     if call is None:
         vars(module).pop("_compiled_call_impl", None)  # the class has None
     else:
-        vars(module)["_compiled_call_impl"] = (
-            call  # not by `setattr`, which a wrapper may hand on
-        )
+        vars(module)["_compiled_call_impl"] = call  # not by `setattr`, which a wrapper may hand on
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:

@@ -96,6 +96,20 @@ class FiledWeights:
         self._pieces = pieces_of((one for n, one in enumerate(ranges) if n not in found), self._pipeline.nbytes)
 
 
+def is_in_source(weight: Any) -> bool:
+    """Whether the file that a weight was loaded from has its bytes."""
+    is_there = weight.place is not None and isinstance(weight.place.file, SourceFile)
+    return is_there and not written([(weight.value.data_ptr(), weight.nbytes)])
+
+
+def is_same(one: Tensor, other: Any) -> bool:
+    """Whether another tensor has the same type, shape and bits."""
+    if not isinstance(other, Tensor) or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.itemsize)
+    return bits is not None and other.device.type == "cpu" and torch.equal(one.view(bits), other.detach().view(bits))
+
+
 def _may_move(param: Tensor) -> bool:
     """Whether a weight, its state and its gradient may be in the scratch file: small ones would be slow there."""
     is_usual = param.layout is torch.strided and not param.is_conj() and not param.is_neg()

@@ -1,5 +1,6 @@
 """Frozen weights that stay in the files they were loaded from (`host_budget="0B"`): the same bits, and typed errors."""
 
+import copy
 import errno
 import os
 
@@ -95,6 +96,21 @@ def test_frozen_weights_take_no_host_memory_and_are_read_for_each_visit(device):
         assert handle.stats()["disk_read"] >= 2 * frozen
         assert mapped(model) == before
     assert there == [p.data_ptr() for p in model.blocks.parameters() if not p.requires_grad]
+
+
+def test_loading_the_values_that_files_have_leaves_weights_there():
+    model = net()
+    state = copy.deepcopy(model.state_dict())
+    state["blocks.1.up.weight"] += 1
+    with Handle(model, "cpu", settings()):
+        before = mapped(model)
+        model.load_state_dict(state)
+        assert mapped(model) > before - 3 * model.blocks[1].up.weight.nbytes  # and what shares its pages
+        with torch.no_grad():
+            found = model(torch.ones(4, 8))
+    plain = Net(count=4)
+    plain.load_state_dict(state)
+    assert torch.equal(plain(torch.ones(4, 8)), found)
 
 
 def test_a_budget_that_all_fits_reads_no_file():
