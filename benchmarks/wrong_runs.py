@@ -1,18 +1,16 @@
 """Patch each wrong run of tests/rigs/test_parity_harness.py into the library: does the default suite fail?
 
-    python benchmarks/wrong_runs.py [--only NAME] [--sample 20] [--jobs 2]
+    python benchmarks/wrong_runs.py [--only NAME] [--jobs 2]
 
 Each wrong run changes one method of `SuperpipelineStrategy` in a copy of the package, and the default run's `TESTS`
-run against the copy until the first fails. ``--sample`` adds so many deleted waits (race_deletions.py), always the
-same of one package, with the race tests of the default run. The tests have to pass on the unchanged package. The exit
-status is 1 if anything goes unnoticed.
+run against the copy until the first fails. The tests have to pass on the unchanged package.
+The exit status is 1 if anything goes unnoticed.
 """
 
 from __future__ import annotations
 
 import argparse
 import pathlib
-import random
 import sys
 import tempfile
 import textwrap
@@ -22,7 +20,6 @@ from functools import partial
 import race_deletions
 
 TESTS = ("tests/contract/test_exactness.py",)
-DEFAULT = "not slow"  # the marks of the default run
 STRATEGY = "lightning/strategy.py"
 
 # What a method does wrong: `proceed()` is the right one. Here `batch` is the number of the batch, `trained` are the
@@ -114,21 +111,16 @@ def patch(name: str, package: pathlib.Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of a wrong run's name")
-    parser.add_argument("--sample", type=int, default=0, help="deleted waits")
     parser.add_argument("--jobs", type=int, default=1, help="test runs at a time")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source = race_deletions.copied(race_deletions.ROOT, pathlib.Path(folder))
-        if unchanged := race_deletions.verdict(source, None, TESTS, DEFAULT).status:
+        if unchanged := race_deletions.verdict(source, None, TESTS, "-x").status:
             sys.exit(f"the tests end with status {unchanged} on the unchanged package: they can show nothing")
-        changes = [(name, partial(patch, name), TESTS) for name in WRONG if options.only in name]
-        waits = race_deletions.waits(source / "sp_lightning")
-        for wait in random.Random(0).sample(waits, min(options.sample, len(waits))):
-            change = partial(race_deletions.delete, wait)
-            changes.append((f"{wait.file}:{wait.line} {wait.text}", change, race_deletions.TESTS))
+        changes = [(name, partial(patch, name)) for name in WRONG if options.only in name]
         with ThreadPoolExecutor(options.jobs) as pool:
-            found = pool.map(lambda change: race_deletions.verdict(source, *change[1:], DEFAULT), changes)
-            caught = [say(name, result) for (name, *_), result in zip(changes, found, strict=True)]
+            found = pool.map(lambda change: race_deletions.verdict(source, change[1], TESTS, "-x"), changes)
+            caught = [say(name, result) for (name, _), result in zip(changes, found, strict=True)]
     sys.stdout.write(f"{len(changes)} changes, {caught.count(False)} of them can go unnoticed\n")
     return 0 if changes and all(caught) else 1
 

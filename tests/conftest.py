@@ -7,7 +7,6 @@ import gc
 import importlib.abc
 import logging
 import os
-import pathlib
 import signal
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import hypothesis.configuration
 import nullcuda
 import pytest
 import torch
-from daily import DAILY, axes, more_than_few, not_needed
+from daily import axes, more_than_few, not_needed
 
 gc.disable()  # until all is imported and collected: nothing of it is garbage
 torch.set_num_threads(1)  # decides a sum's last bit, and holds only from before the first use
@@ -90,10 +89,6 @@ def keep_shard(config, items):
 
 
 def pytest_collection_modifyitems(config, items):
-    rigs = pathlib.Path(__file__).parent / "rigs"
-    for item in items:
-        if item.path.parent == rigs and item.originalname not in DAILY:
-            item.add_marker(pytest.mark.slow)
     together = collections.defaultdict(list)
     for item in items:
         often = not any(item.get_closest_marker(mark) for mark in ("slow", "quick"))

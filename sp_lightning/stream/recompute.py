@@ -121,7 +121,7 @@ class Argument:
         return found.clone() if self._is_written else found  # autograd refuses writes to a leaf
 
 
-class Buffer:
+class ForwardBuffer:
     """A buffer before a forward."""
 
     def __init__(self, place: dict[str, Any], name: str, is_cloned: bool) -> None:
@@ -173,7 +173,7 @@ class Recompute:
             Argument(value, is_first or place in self._written) for place, value in enumerate((*args, *kwargs.values()))
         ]
         buffers = [
-            Buffer(module._buffers, name, is_first or (id(module), name) in self._buffers)
+            ForwardBuffer(module._buffers, name, is_first or (id(module), name) in self._buffers)
             for module in self._module.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -195,7 +195,7 @@ class Recompute:
         self._learn(arguments, buffers, pack)
         return result
 
-    def _learn(self, arguments: list[Argument], buffers: list[Buffer], pack: Callable[[Tensor], Any]) -> None:
+    def _learn(self, arguments: list[Argument], buffers: list[ForwardBuffer], pack: Callable[[Tensor], Any]) -> None:
         """Note what the forward wrote to, and keep what a second run needs."""
         is_first, self._is_first = self._is_first, False
         for place, argument in enumerate(arguments):
@@ -234,7 +234,7 @@ def _set_generators(states: tuple[Any, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _as_they_were(buffers: list[Buffer], generators: tuple[Any, Any]) -> Iterator[None]:
+def _as_they_were(buffers: list[ForwardBuffer], generators: tuple[Any, Any]) -> Iterator[None]:
     """Put buffers and generators back into the state before the first run, for a while."""
     now = [(buffer, buffer.place[buffer.name]) for buffer in buffers]
     states = _generators()

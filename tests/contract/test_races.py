@@ -1,4 +1,4 @@
-"""No wait is missing: each test fails if one of the runtime's waits is deleted (benchmarks/race_deletions.py does so).
+"""No wait is missing: each test fails if one of the runtime's waits is deleted.
 
 The checker of the simulated device reports what the device does in the wrong order, and what the host reads or writes
 in page-locked memory before it has waited for the copy there, whatever the timing was; every test ends with that

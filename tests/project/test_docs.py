@@ -30,7 +30,6 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 IN_CI = ("python3 -m venv", "pip install", "pytest", ".ci/run")  # which .ci/run runs, or which run this
 LAUNCHERS = ("torchrun ", "accelerate launch ")  # which tests/hf/test_hf_ranks.py runs
 LONG = {  # for users with time; what else runs each of them
-    "python benchmarks/race_deletions.py": "test_package.py, on a small package",
     "python benchmarks/models.py": "test_families.py",
     "python benchmarks/telemetry.py --width 256 --rounds 30": "test_recorder.py, without timing it",
 }

@@ -15,6 +15,7 @@ import sys
 import campaign
 import publish
 import pytest
+import torch
 
 ROOT = pathlib.Path(__file__).parents[2]
 slow = pytest.mark.slow
@@ -32,12 +33,24 @@ def run(tmp_path, name, *arguments, environment=os.environ):
     return json.loads(path.read_text()), done
 
 
+def differences(tmp_path, part, device, minutes):
+    found, done = run(tmp_path, "exact", "--part", part, "--device", device, "--minutes", minutes, "--jobs", "1")
+    assert found["results"] and done.returncode == 0 and "0 differ" in done.stdout, done.stdout
+    return {result["difference"] for result in found["results"]}
+
+
 @slow
 @pytest.mark.parametrize("part", ["zoo", "blocks", "optimizer"])
 def test_exactness_is_compared_cell_by_cell(part, tmp_path):
-    found, done = run(tmp_path, "exact", "--part", part, "--device", "cpu", "--minutes", "0.4", "--jobs", "1")
-    assert found["results"] and {result["difference"] for result in found["results"]} == {None}, done.stdout
-    assert done.returncode == 0 and "0 differ" in done.stdout
+    assert differences(tmp_path, part, "cpu", "0.4") == {None}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", ["zoo", "blocks", "optimizer"])
+def test_runs_on_a_gpu_have_the_plain_runs_bits(part, tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    assert differences(tmp_path, part, "cuda", "3") == {None}
 
 
 def test_processes_of_a_campaign_end_when_asked_also_within_a_fit():

@@ -1,46 +1,4 @@
-"""Choose what the default run has of the rigs' own tests, by name, and of a product of settings: the rest is slow."""
-
-DAILY = {
-    # simgpu: a race is seen and fails its test, memory is counted and ends, streams run beside each other
-    "test_use_before_copy_is_done",
-    "test_copy_into_a_buffer_still_read",
-    "test_host_overwrites_source_early",
-    "test_host_reads_result_early",
-    "test_record_stream",
-    "test_layers_streamed_through_two_slots",
-    "test_out_of_memory_and_counters",
-    "test_backward_runs_on_the_forwards_stream",
-    "test_a_race_fails_the_test_that_has_it_and_no_other",
-    # the host's accesses of pinned memory are seen, and CUDA's arithmetic is the reference's
-    "test_a_slab_written_while_its_copy_is_in_flight_is_reported",
-    "test_each_deleted_wait_of_a_step_is_reported",
-    "test_bytes_beside_a_copy_in_its_pages_are_free",
-    "test_an_access_before_the_wait_for_a_copy_down_is_reported",
-    "test_a_norm_has_the_references_bits",
-    "test_an_adamw_run_has_the_references_bits",
-    # parity: right runs are equal, a wrong one is named, and observing a run does not change it
-    "test_two_plain_runs_are_equal",
-    "test_observing_adds_no_callback",
-    "test_observing_leaves_the_order_in_which_units_are_stepped",
-    "test_what_is_on_the_device_is_kept_without_waiting_for_it",
-    "test_a_dropped_gradient_is_named",
-    "test_a_gradient_dropped_in_the_last_batch_is_named",
-    "test_a_stale_weight_is_named",
-    "test_an_overwritten_accumulation_is_named",
-    "test_one_random_number_too_many_is_named",
-    "test_a_buffer_updated_twice_is_named",
-    "test_zeroed_optimizer_state_is_named",
-    "test_a_prediction_off_by_one_representable_number_is_named",
-    "test_a_wrong_validation_loss_is_named",
-    "test_a_negative_zero_is_named",
-    "test_a_wrong_run_on_the_simulated_accelerator_is_named",
-    "test_check_compares_plain_with_streaming_and_returns_its_telemetry",
-    "test_check_raises_where_the_streaming_run_differs",
-    "test_pairwise_covers_every_pair",
-    "test_a_product_keeps_each_value_in_the_default_run",
-    "test_the_default_run_has_each_value_of_a_test_that_is_parametrized_several_times",
-    "test_few_of_a_tests_items_are_of_both_devices_and_apart",
-}
+"""Choose what the default run has of a product of settings, and of a test with many cases: the rest is slow."""
 
 
 def axes(item):

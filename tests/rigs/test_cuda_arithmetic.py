@@ -63,6 +63,7 @@ def assert_same_bits(actual, expected):
     assert same.all(), (actual[~same][:4], expected[~same][:4], (~same).sum())
 
 
+@pytest.mark.slow
 def test_the_references_fma_rounds_exactly_once():
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**32, (3, 20000), dtype=np.uint64).astype(np.uint32)
@@ -122,6 +123,7 @@ LISTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("scalar", [1.0, 0.1, -0.001, 0.7])
 def test_an_operator_has_the_references_bits(name, scalar):
@@ -135,6 +137,7 @@ def test_an_operator_has_the_references_bits(name, scalar):
     assert_same_bits(x, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("scalar", [1.0, 0.1, -0.001, 0.7])
 def test_an_operator_on_lists_has_the_references_bits(name, scalar):
@@ -149,6 +152,7 @@ def test_an_operator_on_lists_has_the_references_bits(name, scalar):
         assert_same_bits(other, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["addcmul", "addcdiv"])
 def test_an_operator_with_listed_numbers_has_the_references_bits(name):
     data, scalars = [[numbers(100, 10 * n + seed) for n in range(2)] for seed in range(3)], [0.3, -2.0]
@@ -158,6 +162,7 @@ def test_an_operator_with_listed_numbers_has_the_references_bits(name):
         assert_same_bits(one, OPERATORS[name][0](*three, scalar))
 
 
+@pytest.mark.slow
 def test_shorter_types_are_computed_in_float32_and_rounded_once():
     a, b, c = (torch.randn(1000, dtype=torch.bfloat16) for _ in range(3))
     found = a.to(D).addcmul_(b.to(D), c.to(D), value=0.1)
@@ -165,6 +170,7 @@ def test_shorter_types_are_computed_in_float32_and_rounded_once():
     assert torch.equal(found.cpu(), torch.from_numpy(expected).bfloat16())
 
 
+@pytest.mark.slow
 def test_strides_and_broadcasting_are_kept():
     a, b = torch.randn(6, 8), torch.randn(8)
     found = a.to(D).t().add(b.to(D)[:, None], alpha=0.3)
@@ -172,6 +178,7 @@ def test_strides_and_broadcasting_are_kept():
     assert_same_bits(found.contiguous(), add(a.t().contiguous().numpy(), b[:, None].numpy(), None, 0.3))
 
 
+@pytest.mark.slow
 def test_only_work_of_the_context_rounds_so_whenever_it_runs():
     a, b = torch.randn(10_000), torch.randn(10_000)
     x, y = a.to(D), b.to(D)
@@ -231,12 +238,14 @@ def test_a_norm_has_the_references_bits(n, offset):
     assert_same_bits(found.cpu().numpy().reshape(1), norm(data[offset:], aligned).reshape(1))
 
 
+@pytest.mark.slow
 def test_norms_of_a_list_are_those_of_its_tensors():
     tensors = [there(gradients(n, n)) for n in (7, 64, 70_000)]
     for one, found in zip(tensors, torch._foreach_norm(tensors), strict=True):
         assert_same_bits(found.cpu().numpy().reshape(1), norm(one.cpu().numpy(), one.numel() % 4 == 0).reshape(1))
 
 
+@pytest.mark.slow
 def test_a_norm_of_bfloat16_is_that_of_its_widened_elements():
     data = torch.randn(70_000).bfloat16()
     (found,) = torch._foreach_norm([data.to(D)], 2, dtype=torch.float32)
@@ -244,12 +253,14 @@ def test_a_norm_of_bfloat16_is_that_of_its_widened_elements():
     assert found.dtype == torch.float32 and torch.equal(found, wide)
 
 
+@pytest.mark.slow
 def test_other_norms_take_all_elements():
     data = gradients(5000, 1)
     (largest,), (ones,) = (torch._foreach_norm([there(data)], order) for order in (float("inf"), 1))
     assert largest.item() == np.abs(data).max() and ones.item() == pytest.approx(np.abs(np.float64(data)).sum(), 1e-5)
 
 
+@pytest.mark.slow
 def test_a_norm_of_many_elements_is_right_where_the_hosts_is_not():
     data = torch.full((1 << 25,), 0.01)
     exact = float(np.float32(0.01)) * 2**12.5
@@ -294,6 +305,7 @@ def power(base, exponent):
     return F32(np.ldexp(np.float64(result), int(turns)))
 
 
+@pytest.mark.slow
 def test_the_references_power_is_one_bit_off_at_most():
     for base in (0.5, 0.9, 0.95, 0.999):
         for step in (1, 2, 3, 17, 102, 1000, 20_000):
@@ -321,6 +333,7 @@ def adam_step(p, g, m, v, largest, step, *, lr, beta1, beta2, decay, eps, decoup
     return p - m * (lr / correction1) / denominator, stored, m, v, largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_a_fused_adam_step_has_the_references_bits(seed):
     rnd = random.Random(seed)
@@ -348,6 +361,7 @@ def test_a_fused_adam_step_has_the_references_bits(seed):
             assert_same_bits(list_[0], right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(16))
 def test_a_fused_sgd_step_has_the_references_bits(seed):
     rnd = random.Random(seed)
@@ -378,6 +392,7 @@ def test_a_fused_sgd_step_has_the_references_bits(seed):
     assert_same_bits(lists[0][0], fma(g, F32(-lr), p))
 
 
+@pytest.mark.slow
 def test_a_fused_step_with_an_infinite_gradient_changes_nothing():
     lists = [[there(numbers(100, k))] for k in range(4)]
     before = [list_[0].clone() for list_ in lists]
@@ -436,6 +451,7 @@ def test_an_adamw_run_has_the_references_bits(kind):
     assert_same_bits(parameter.detach(), p)
 
 
+@pytest.mark.slow
 def test_its_steps_wait_for_nothing():
     parameter = torch.nn.Parameter(torch.ones(1000, device=D))
     parameter.grad = torch.ones(1000, device=D)

@@ -9,6 +9,7 @@ import forks
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, returncode, stdout",
     [
@@ -24,11 +25,13 @@ def test_a_program_has_its_arguments_and_ends_as_it_ends(code, returncode, stdou
     assert ("ZeroDivisionError" in done.stderr) == (returncode == 1)
 
 
+@pytest.mark.slow
 def test_a_program_is_where_its_caller_is_with_the_environment_that_it_is_given(tmp_path):
     code = "import os; print(os.getcwd(), dict(os.environ) == {'ONE': 'two'})"
     assert forks.run(code, env={"ONE": "two"}).stdout == f"{tmp_path} True\n"
 
 
+@pytest.mark.slow
 def test_a_program_begins_with_what_was_imported_and_with_nothing_of_another_program():
     forks.run("import sys, tabnanny; sys.modules['sp_lightning'].mark = 1")
     code = "import sys; print('tabnanny' in sys.modules, hasattr(sys.modules['sp_lightning'], 'mark'), __name__)"
@@ -42,6 +45,7 @@ def runs(process):
         return False
 
 
+@pytest.mark.slow
 def test_what_a_program_leaves_running_keeps_nobody_waiting_and_is_ended():
     program = forks.Program("import os, time\nprint(child := os.fork(), flush=True)\nchild or time.sleep(60)")
     child = int(program.wait(30).stdout.split()[0])
@@ -52,6 +56,7 @@ def test_what_a_program_leaves_running_keeps_nobody_waiting_and_is_ended():
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_too_long_is_ended():
     with pytest.raises(subprocess.TimeoutExpired):
         forks.run("import time; time.sleep(60)", timeout=0.1)

@@ -111,6 +111,7 @@ def assert_one_race(what):
 # ---- which accesses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_before_the_wait_for_a_copy_up_is_reported(write):
     host = pinned()
@@ -127,6 +128,7 @@ def test_an_access_before_the_wait_for_a_copy_down_is_reported(access):
     assert_one_race("memory that copy D2H writes on stream 0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", READS)
 def test_reads_beside_a_copy_up_are_allowed(read):
     host = pinned()
@@ -135,6 +137,7 @@ def test_reads_beside_a_copy_up_are_allowed(read):
     assert not simgpu.races()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copy", [up, down])
 @pytest.mark.parametrize("number", range(8))
 def test_an_access_after_a_wait_is_allowed(copy, number):
@@ -146,6 +149,7 @@ def test_an_access_after_a_wait_is_allowed(copy, number):
     assert not simgpu.races()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copy", [up, down])
 def test_a_copy_that_happens_to_be_done_is_no_wait(copy):
     host = pinned()
@@ -155,6 +159,7 @@ def test_a_copy_that_happens_to_be_done_is_no_wait(copy):
     assert len(simgpu.races()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copy", [up, down])
 def test_a_wait_for_what_came_before_the_copy_is_none(copy):
     host, stream = pinned(), acc.current_stream()
@@ -166,6 +171,7 @@ def test_a_wait_for_what_came_before_the_copy_is_none(copy):
     assert len(simgpu.races()) == 1
 
 
+@pytest.mark.slow
 def test_a_blocking_copy_waits():
     host, device = pinned(), torch.ones(5 * PAGE // 4, device=D)
     host.copy_(device)
@@ -175,6 +181,7 @@ def test_a_blocking_copy_waits():
     assert not simgpu.races() and not device.any()
 
 
+@pytest.mark.slow
 def test_the_check_can_be_turned_off():
     config.host = False
     host = pinned()
@@ -183,6 +190,7 @@ def test_the_check_can_be_turned_off():
     assert not simgpu.races()
 
 
+@pytest.mark.slow
 def test_one_copy_is_reported_once_and_the_next_one_again():
     host = pinned()
     for _ in range(2):
@@ -192,6 +200,7 @@ def test_one_copy_is_reported_once_and_the_next_one_again():
     assert host.eq(1).all()
 
 
+@pytest.mark.slow
 def test_an_access_goes_on_and_copies_what_was_there():
     config.h2d_us = 20_000
     host = pinned()
@@ -220,6 +229,7 @@ def test_bytes_beside_a_copy_in_its_pages_are_free(copy):
     assert len(simgpu.races()) == 1
 
 
+@pytest.mark.slow
 def test_a_loop_over_copied_and_free_bytes_is_reported():
     host = pinned(300)
     down(host[200:])
@@ -227,6 +237,7 @@ def test_a_loop_over_copied_and_free_bytes_is_reported():
     assert_one_race("(byte 0 of 400)")
 
 
+@pytest.mark.slow
 def test_each_of_two_copies_in_one_page_needs_a_wait():
     host, device, streams = pinned(64), torch.ones(32, device=D), [torch.Stream(device=D) for _ in range(2)]
     acc.synchronize()
@@ -240,6 +251,7 @@ def test_each_of_two_copies_in_one_page_needs_a_wait():
     assert_one_race("for which it has not waited (byte 0 of 128)")
 
 
+@pytest.mark.slow
 def test_a_wait_for_the_later_of_two_copies_is_one_for_both():
     host = pinned()
     down(host)
@@ -249,6 +261,7 @@ def test_a_wait_for_the_later_of_two_copies_is_one_for_both():
     assert not simgpu.races()
 
 
+@pytest.mark.slow
 def test_memory_that_its_owner_pinned_is_checked():
     memory = np.ones(3 * PAGE, dtype=np.float32)
     host = torch.from_numpy(memory)
@@ -263,6 +276,7 @@ def test_memory_that_its_owner_pinned_is_checked():
     assert device.numel() == host.numel() and not simgpu.races()
 
 
+@pytest.mark.slow
 def test_freed_memory_is_unmapped_when_its_copy_is_done():
     host = pinned()
     device = up(host.fill_(4))
@@ -338,6 +352,7 @@ def test_each_deleted_wait_of_a_step_is_reported(deleted):
 # ---- any order of events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_exactly_the_unordered_accesses_of_programs_are_reported(seed):
     rnd = random.Random(seed)

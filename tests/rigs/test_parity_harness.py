@@ -6,7 +6,6 @@ import math
 import types
 
 import daily
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,38 +112,7 @@ def test_two_plain_runs_are_equal(accelerator, options):
     compare(run(accelerator=accelerator, **options), run(accelerator=accelerator, **options))
 
 
-@pytest.mark.simgpu
-def test_plain_runs_on_cpu_and_simulated_accelerator_compute_the_same_losses():
-    mlp = case("mlp")
-    on_cpu, on_simgpu = run(make=mlp), run(make=mlp, accelerator="simgpu")
-    for index in range(4):
-        assert torch.equal(on_cpu[f"batch {index}", "loss"], on_simgpu[f"batch {index}", "loss"])
-
-
-@pytest.mark.simgpu
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate": 2, "clip": ("norm", 0.1)}, {"optimizer": "two"}, {"precision": "16-mixed"}],
-    ids=str,
-)
-def test_stepping_on_the_host_equals_stepping_on_the_device_where_kernels_are_the_same(options):
-    compare(run(accelerator="simgpu", **options), run(parity.HostOptimizerStrategy, accelerator="simgpu", **options))
-
-
-@pytest.mark.simgpu
-def test_stepping_on_the_host_keeps_optimizer_state_on_the_host_and_parameters_on_the_device():
-    class Devices(L.Callback):
-        seen = set()
-
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            parameters = [("parameter", p) for p in pl_module.parameters()]
-            states = [("state", s["exp_avg"]) for s in trainer.optimizers[0].state.values()]
-            self.seen |= {(what, tensor.device.type) for what, tensor in parameters + states}
-
-    run(parity.HostOptimizerStrategy, accelerator="simgpu", callbacks=[Devices()])
-    assert Devices.seen == {("parameter", "simgpu"), ("state", "cpu")}
-
-
+@pytest.mark.slow
 def test_a_run_is_recorded_in_time_order():
     entries = run(batches=2, accumulate=2).entries
     assert list(dict.fromkeys(entry.where for entry in entries)) == [
@@ -165,43 +133,6 @@ def test_a_run_is_recorded_in_time_order():
     assert [kind for kind, _ in itertools.groupby(kinds)] == order
     after = {entry.what.split(" ")[0] for entry in entries if entry.where == "after fit"}
     assert after == {"parameter", "buffer", "optimizer", "RNG"}
-
-
-def test_every_batch_has_its_own_gradients_and_parameters():
-    seen = run(batches=3)
-    for what in ("gradient of net.head.weight", "parameter net.head.weight"):
-        first, second, third = (seen[f"batch {index}", what] for index in range(3))
-        assert not first.equal(second) and not second.equal(third)
-    assert seen["batch 2", "parameter net.head.weight"].equal(seen["after fit", "parameter net.head.weight"])
-
-
-@pytest.mark.simgpu
-def test_every_call_of_a_closure_has_its_own_record_also_when_stepping_on_the_host():
-    def search(kind):
-        strategy = kind(device=parity.device_of("simgpu"))
-        return record(lambda: LineSearching(case("mlp")), strategy, accelerator="simgpu", batches=2)
-
-    expected = search(SingleDeviceStrategy)
-    name = "gradient of net.head.weight"
-    assert not expected["batch 1", name].equal(expected["batch 1, call 2", name])
-    compare(expected, search(parity.HostOptimizerStrategy))
-
-
-def test_each_micro_batch_shows_what_has_accumulated_so_far():
-    alone, accumulated = run(batches=1, optimizer="sgd"), run(batches=2, accumulate=2, optimizer="sgd")
-    name = "gradient of net.head.bias"
-    assert torch.equal(accumulated["batch 0", name], alone["batch 0", name] / 2)
-    assert not torch.equal(accumulated["batch 1", name], accumulated["batch 0", name])
-
-
-def test_gradients_after_backward_are_those_before_clipping():
-    seen = run(see="backward", clip=("norm", 1e-3), batches=1)
-    name = "of net.head.weight"
-    assert seen["batch 0", f"gradient after backward {name}"].norm() > 0.01 > seen["batch 0", f"gradient {name}"].norm()
-
-
-def test_parameters_without_gradient_are_recorded_as_none():
-    assert run(batches=1)["batch 0", "gradient of net.unused"] is None
 
 
 def test_observing_adds_no_callback():
@@ -226,17 +157,6 @@ def test_observing_leaves_the_order_in_which_units_are_stepped(accelerator, capl
         telemetry = parity.check(TRAITS, {"window": 1}, accelerator=accelerator)
     assert telemetry["stepped_ahead"] > 0
     assert "the optimizer steps after backward" not in caplog.text
-
-
-def test_observing_leaves_torch_as_it_was():
-    before = torch.autograd.backward, torch.autograd.grad, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
-    run(batches=1)
-    assert before == (
-        torch.autograd.backward,
-        torch.autograd.grad,
-        torch.optim.Optimizer.zero_grad,
-        nn.Module.zero_grad,
-    )
 
 
 @pytest.mark.simgpu
@@ -317,26 +237,6 @@ def test_one_random_number_too_many_is_named(name, draw):
     assert found.startswith(f"batch 1: RNG state at the end of {name}: ")
 
 
-def test_a_random_number_drawn_in_forward_is_named_before_the_loss_it_changes():
-    def draw_too_many(strategy, proceed):
-        torch.rand(1)
-        return proceed()
-
-    found = difference_of(tampering(training_step=draw_too_many))
-    assert found.startswith("batch 0: RNG state after training_step of torch: ")
-
-
-@pytest.mark.simgpu
-def test_one_random_number_too_many_on_the_device_is_named():
-    def draw_too_many(strategy, proceed):
-        if batch_of(strategy) == 3:
-            torch.rand(1, device="simgpu")
-        return proceed()
-
-    found = difference_of(tampering(optimizer_step=draw_too_many), accelerator="simgpu", make=case("mlp"))
-    assert found.startswith("after fit: RNG state of simgpu: ")
-
-
 def test_a_buffer_updated_twice_is_named():
     def update_twice(strategy, proceed):
         result = proceed()
@@ -348,16 +248,6 @@ def test_a_buffer_updated_twice_is_named():
     assert found.startswith("batch 2: buffer net.norm.running_mean: 8 of 8 elements differ, first at (0,): ")
 
 
-def test_a_buffer_changed_by_validation_is_not_blamed_on_the_batch_before():
-    def change(strategy, proceed):
-        result = proceed()
-        strategy.lightning_module.net.norm.running_var.mul_(2)
-        return result
-
-    found = difference_of(tampering(validation_step=change), num_sanity_val_steps=0, optimizer="sgd")
-    assert found.startswith("validation 0: metric val_loss: ")
-
-
 def test_zeroed_optimizer_state_is_named():
     def zero(strategy, proceed):
         strategy.optimizers[0].state[parameter_of(strategy, "net.embedding.weight")]["exp_avg"].zero_()
@@ -365,14 +255,6 @@ def test_zeroed_optimizer_state_is_named():
 
     found = difference_of(tampering(on_train_end=zero))
     assert found.startswith("after fit: optimizer 0: exp_avg of net.embedding.weight: ")
-
-
-def test_a_flag_left_in_an_optimizer_group_is_named():
-    def leave(strategy, proceed):
-        strategy.optimizers[0].param_groups[0]["streamed"] = True
-        return proceed()
-
-    assert difference_of(tampering(on_train_end=leave)) == "after fit: optimizer 0: group.0.streamed: not expected"
 
 
 def test_a_prediction_off_by_one_representable_number_is_named():
@@ -399,17 +281,6 @@ def test_a_wrong_validation_loss_is_named():
     assert found.startswith("validation 0: metric val_loss: ")
 
 
-def test_a_zero_gradient_instead_of_none_is_named():
-    def fill(strategy, proceed):
-        result = proceed()
-        unused = parameter_of(strategy, "net.unused")
-        unused.grad = torch.zeros_like(unused)
-        return result
-
-    found = difference_of(tampering(backward=fill))
-    assert found == "batch 0: gradient of net.unused: None != a tensor of shape (2,)"
-
-
 def test_a_negative_zero_is_named():
     def negate(strategy, proceed):
         result = proceed()
@@ -432,31 +303,6 @@ def test_a_wrong_run_on_the_simulated_accelerator_is_named():
 
     found = difference_of(tampering(backward=scale), accelerator="simgpu", make=case("mlp"))
     assert found.startswith("batch 1: gradient of net.blocks.1.down.weight: ")
-
-
-def test_of_two_wrong_batches_the_earlier_is_named():
-    def scale(strategy, proceed):
-        result = proceed()
-        names = {1: "net.head.bias", 2: "net.embedding.weight"}
-        if batch_of(strategy) in names:
-            parameter_of(strategy, names[batch_of(strategy)]).grad.mul_(2)
-        return result
-
-    found = difference_of(tampering(backward=scale))
-    assert found.startswith("batch 1: gradient of net.head.bias: ")
-
-
-def test_within_a_batch_a_gradient_is_named_before_the_weight_it_changes():
-    def scale(strategy, proceed):
-        result = proceed()
-        parameter_of(strategy, "net.head.bias").grad.neg_()
-        return result
-
-    wrong = run(tampering(backward=scale), optimizer="sgd")
-    right = run(optimizer="sgd")
-    assert not right["batch 0", "parameter net.head.bias"].equal(wrong["batch 0", "parameter net.head.bias"])
-    with pytest.raises(Difference, match=r"^batch 0: gradient of net.head.bias: "):
-        compare(right, wrong)
 
 
 # --- check
@@ -502,6 +348,7 @@ def bit_pattern(integer, dtype=torch.float32):
     return torch.tensor([integer - 2 ** (8 * dtype.itemsize)], dtype=signed).view(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [
@@ -522,6 +369,7 @@ def test_equal_values_are_equal(value, bitwise):
     compare(one(value), one(value.clone() if isinstance(value, torch.Tensor) else value), bitwise=bitwise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "expected, actual, message",
     [
@@ -546,6 +394,7 @@ def test_what_differs_is_described(expected, actual, message):
         compare(one(expected), one(actual))
 
 
+@pytest.mark.slow
 def test_missing_unexpected_and_reordered_values_are_told_apart():
     first, second = Entry("batch 0", "a", 1), Entry("batch 1", "b", 2)
     with pytest.raises(Difference, match=r"^batch 0: a: missing$"):
@@ -560,6 +409,7 @@ def test_missing_unexpected_and_reordered_values_are_told_apart():
         compare(Record([first]), Record([first, first]))
 
 
+@pytest.mark.slow
 def test_rounding_is_relative_to_the_largest_element():
     expected = torch.tensor([1000.0, 1e-3])
     compare(one(expected), one(expected + 0.3), bitwise=False)
@@ -569,6 +419,7 @@ def test_rounding_is_relative_to_the_largest_element():
         compare(one(expected), one(expected + 0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "expected, actual",
     [
@@ -609,20 +460,6 @@ def test_a_product_keeps_each_value_in_the_default_run():
     rare = [row.values for row in rows if type(row) is not tuple and [mark.name for mark in row.marks] == ["slow"]]
     assert names == list(axes) and {*often, *rare} == set(itertools.product(*axes.values())) and len(rows) == 8
     assert often == [(1, True, "x"), (2, False, "y")]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_each_value_has_every_value_in_as_few_rows_as_there_can_be(count):
-    axes = dict(list(AXES.items())[:count])
-    rows = parity.each_value(**axes)
-    assert len(rows) == max(map(len, axes.values())) and all(list(row) == list(axes) for row in rows)
-    assert all(any(row[name] == value for row in rows) for name, values in axes.items() for value in values)
-
-
-def test_pairwise_is_small_and_always_the_same():
-    axes = {str(axis): range(3) for axis in range(6)}  # 729 combinations; no cover has fewer than 9 rows
-    assert len(pairwise(**axes)) <= 20
-    assert pairwise(**axes) == pairwise(**axes)
 
 
 def test_the_default_run_has_each_value_of_a_test_that_is_parametrized_several_times():

@@ -122,6 +122,7 @@ def test_record_stream(record):
     assert bool(simgpu.races()) != record
 
 
+@pytest.mark.slow
 def test_streams_and_events():
     config.h2d_us = 20000
     host, x, side = torch.ones(10).pin_memory(), ones(10), torch.Stream(device=D)
@@ -140,6 +141,7 @@ def test_streams_and_events():
     assert side.query()
 
 
+@pytest.mark.slow
 def test_trace_shows_overlap():
     config.h2d_us = config.d2h_us = config.compute_us = 100000
     host, back, x, y, z = torch.ones(10).pin_memory(), torch.empty(10, pin_memory=True), ones(10), ones(10), ones(10)
@@ -165,6 +167,7 @@ def test_trace_shows_overlap():
     assert simgpu.races()  # x, used by two streams
 
 
+@pytest.mark.slow
 def test_forked_process():
     """Has no streams: an error, and no hang; DataLoader workers, which seed all devices and collect garbage, work."""
     x, pid = ones(), os.fork()
@@ -204,6 +207,7 @@ def test_backward_runs_on_the_forwards_stream():
     assert torch.equal(w.grad.cpu(), torch.full((8, 8), 2.0)) and not simgpu.races()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_random_programs(drop):
     """On three streams: with every needed wait the result is the CPU's and nothing is reported; wrong results are."""
@@ -334,6 +338,7 @@ def test_out_of_memory_and_counters():
     del x
 
 
+@pytest.mark.slow
 def test_no_fragmentation():
     config.capacity = acc.memory_allocated() + (1 << 20)
     blocks = [torch.empty(1 << 14, dtype=torch.uint8, device=D) for _ in range(64)]
@@ -341,6 +346,7 @@ def test_no_fragmentation():
     torch.empty(1 << 19, dtype=torch.uint8, device=D)
 
 
+@pytest.mark.slow
 def test_allocation_waits_for_recorded_streams():
     base = acc.memory_allocated()
     config.capacity = base + 4096
@@ -357,6 +363,7 @@ def test_allocation_waits_for_recorded_streams():
     assert side.query()
 
 
+@pytest.mark.slow
 def test_storage_resize_and_data_swap():
     p = nn.Parameter(torch.arange(256.0).to(D))
     base, keep = acc.memory_allocated(), p.detach().cpu().pin_memory()
@@ -386,6 +393,7 @@ def test_storage_resize_and_data_swap():
     assert a.sum().item() == 0 and a.data_ptr() == flat.data_ptr() + 8
 
 
+@pytest.mark.slow
 def test_pinned_memory():
     base = simgpu.pinned_bytes()[0]
     t, u = torch.empty(1000, pin_memory=True), torch.ones(10).pin_memory()
@@ -406,6 +414,7 @@ def test_pinned_memory():
 # ---- the rest of what programs use
 
 
+@pytest.mark.slow
 def test_saved_tensor_hooks():
     kept = []
 
@@ -425,6 +434,7 @@ def test_saved_tensor_hooks():
     y.sum().backward()
 
 
+@pytest.mark.slow
 def test_the_state_of_random_numbers_is_told_at_once_unless_some_are_being_drawn():
     ones() + 1  # the first call runs inline
     drawn, told = torch.Generator(device=D).manual_seed(3), torch.Generator(device=D).manual_seed(3)
@@ -441,6 +451,7 @@ def test_the_state_of_random_numbers_is_told_at_once_unless_some_are_being_drawn
     assert busy.query()
 
 
+@pytest.mark.slow
 def test_random_numbers():
     torch.manual_seed(1)
     a = torch.randn(5, device=D)
@@ -456,6 +467,7 @@ def test_random_numbers():
     assert torch.equal(torch.rand(4, device=D, generator=g), torch.rand(4, device=D, generator=g2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_keeps_dropout(use_reentrant):
     m, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()).to(D), torch.randn(4, 8, device=D)
@@ -467,6 +479,7 @@ def test_checkpointing_keeps_dropout(use_reentrant):
     assert torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.slow
 def test_errors():
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(3, device=D) + torch.ones(3)
@@ -480,6 +493,7 @@ def test_errors():
     assert table.sum().item() == 12
 
 
+@pytest.mark.slow
 def test_default_dtype_decides_a_result():
     x = torch.arange(4, device=D)
     assert (x / 2).dtype == torch.float32
@@ -490,6 +504,7 @@ def test_default_dtype_decides_a_result():
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 def test_save_and_load(tmp_path):
     m = nn.Linear(4, 4).to(D)
     torch.save(m.state_dict(), tmp_path / "a.pt")
@@ -507,6 +522,7 @@ def test_save_and_load(tmp_path):
         assert nn.Linear(2, 2).weight.is_simgpu
 
 
+@pytest.mark.slow
 def test_autocast_and_scaler():
     scaler, m = torch.amp.GradScaler(D), nn.Linear(4, 4).to(D)
     o = torch.optim.SGD(m.parameters(), 0.1)
@@ -519,6 +535,7 @@ def test_autocast_and_scaler():
     assert scaler.get_scale() > 0
 
 
+@pytest.mark.slow
 def test_sync_mode():
     config.sync, config.compute_us = True, 2000
     x = ones()
@@ -541,6 +558,7 @@ def fake_compiler(folder, body):
     )
 
 
+@pytest.mark.slow
 def test_processes_build_once_and_survive_a_killed_build(tmp_path):
     calls = tmp_path / "calls"
     killed = fake_compiler(tmp_path, 'echo half > "$out"; exec sleep 60')

@@ -29,6 +29,7 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 def test_trainer(precision, tmp_path):

@@ -43,22 +43,26 @@ WITHOUT_COMPILER = {"CXX": "/no/such/compiler"}
 MISSING = "simgpu needs a C++20 compiler: '/no/such/compiler' ($CXX, else c++) is not on this machine"
 
 
+@pytest.mark.slow
 def test_without_a_compiler_a_module_that_imports_simgpu_is_skipped_with_the_reason(tmp_path):
     status, output = run_pytest(tmp_path, IMPORTS_SIMGPU, SIMGPU_BUILD_DIR=str(tmp_path), **WITHOUT_COMPILER)
     assert "1 skipped" in output and MISSING in output and status == 5  # nothing else was collected
 
 
+@pytest.mark.slow
 def test_without_a_compiler_only_the_marked_test_is_skipped(tmp_path):
     status, output = run_pytest(tmp_path, MARKED, SIMGPU_BUILD_DIR=str(tmp_path), **WITHOUT_COMPILER)
     assert "1 passed, 1 skipped" in output and MISSING in output and status == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [IMPORTS_SIMGPU, MARKED])
 def test_without_a_compiler_ci_fails_with_the_reason(tmp_path, source):
     status, output = run_pytest(tmp_path, source, ci=True, SIMGPU_BUILD_DIR=str(tmp_path), **WITHOUT_COMPILER)
     assert "1 error" in output and "skipped" not in output and MISSING in output and status in (1, 2)
 
 
+@pytest.mark.slow
 def test_sources_that_do_not_compile_fail_outside_ci_too(tmp_path):
     status, output = run_pytest(tmp_path, IMPORTS_SIMGPU, SIMGPU_BUILD_DIR=str(tmp_path), CXX="false")
     assert "1 error" in output and "simgpu_C" in output and "false -std=c++20" in output and status == 2
@@ -92,6 +96,7 @@ def test_a_race_fails_the_test_that_has_it_and_no_other(tmp_path):
     assert "simgpu race: " in output
 
 
+@pytest.mark.slow
 def test_counters_peaks_and_config_start_anew(tmp_path):
     source = """
         import simgpu
@@ -111,6 +116,7 @@ def test_counters_peaks_and_config_start_anew(tmp_path):
     assert "2 passed" in output and status == 0
 
 
+@pytest.mark.slow
 def test_an_error_in_queued_work_fails_the_test_that_queued_it_and_no_other(tmp_path):
     source = """
         import pytest
@@ -134,6 +140,7 @@ def test_an_error_in_queued_work_fails_the_test_that_queued_it_and_no_other(tmp_
     assert "2 passed, 1 error" in output and "ERROR test_inner.py::test_reads_beyond_a_table" in output and status == 1
 
 
+@pytest.mark.slow
 def test_a_file_left_in_the_root_is_an_error_and_one_in_the_own_directory_is_not(tmp_path):
     source = f"""
         import pathlib
@@ -146,6 +153,7 @@ def test_a_file_left_in_the_root_is_an_error_and_one_in_the_own_directory_is_not
     assert "1 passed, 1 error" in output and f"a test left ['left'] in {tmp_path}" in output and status == 1
 
 
+@pytest.mark.slow
 def test_a_module_that_streams_on_is_an_error_and_so_is_a_check_that_can_not_find_out(tmp_path):
     source = """
         import sys

@@ -4,6 +4,7 @@ import pytest
 from speeds import TRIES, measured_again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failures", [0, TRIES - 1, TRIES])
 def test_a_test_fails_where_each_of_its_tries_does(failures):
     tries = []

@@ -258,7 +258,7 @@ def _target(descriptor: str) -> str:
 def messages() -> list[bool]:
     """Send messages to the other node, and return whether its own came as they were sent.
 
-    Ranks that hear nothing of each other end before the limit of a test does (benchmarks/race_deletions.py).
+    Ranks that hear nothing of each other end before the limit of a test does.
     """
     with connected(timeout_s=10) as ranks:
         rail, keys = ranks.transport, [(0, 0, number) for number in range(3)]
