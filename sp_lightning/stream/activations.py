@@ -259,6 +259,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
+        del self.pack_hook, self.unpack_hook  # methods of its own, with which it would live until a garbage collection
         for handed in self._handed:
             if handed.source is not None:
                 handed.was_written, handed.source = handed.source._version != handed.version, None

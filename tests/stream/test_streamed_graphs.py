@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import random
+import weakref
 
 import numpy
 import pytest
@@ -15,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from sp_lightning.errors import ExactnessError, UnsupportedError
+from sp_lightning.handle import Handle, Settings
 
 PROGRAMS = []
 program = collected(PROGRAMS)
@@ -598,3 +601,22 @@ def test_a_unit_that_shares_a_resident_weight_is_recomputed():
     with streamed(model, "cpu", activations="recompute"):
         model(torch.ones(4, 8)).sum().backward()
         assert len(count) == 2
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "recompute+offload"])
+def test_a_step_s_inputs_go_without_a_garbage_collection(activations):
+    """Of several steps they would fill the device until Python looks for cycles."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+    inputs = []
+    gc.collect()
+    gc.disable()
+    try:
+        with Handle(net, "cpu", Settings(window=2, activations=activations, units=["Sequential"])):
+            hook = net[1].register_forward_pre_hook(
+                lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage()))
+            )
+            net(torch.ones(2, 8)).sum().backward()
+            hook.remove()
+            assert inputs and all(one() is None for one in inputs)
+    finally:
+        gc.enable()
