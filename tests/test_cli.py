@@ -196,7 +196,7 @@ def test_without_jsonargparse_the_error_names_the_extra(monkeypatch, capsys):
     assert needed in capsys.readouterr().err
 
 
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_as_a_program_it_trains_and_its_bar_has_one_line(toy):
     """Without a terminal, whose width the bar would know."""
     bar = ["--trainer.enable_progress_bar", "true", "--trainer.callbacks", "RichProgressBar"]

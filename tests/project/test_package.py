@@ -40,7 +40,7 @@ def loaded(path):
 # ---- import
 
 
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_import_makes_less_than_an_eightieth_of_the_calls_that_torch_and_lightning_make():
     """In calls of Python functions, which are the same under any load; 1/93 of theirs, about as much of the time."""
     output = python("""
@@ -111,13 +111,13 @@ def after_lightning():
 
 
 @pytest.mark.parametrize("run", ["run_import", "run_help"])
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_neither_import_nor_help_brings_an_optional_package(run):
     optional, _, _ = after_lightning()[run]
     assert optional == []
 
 
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_import_registers_the_strategy_and_does_nothing_else():
     _, strategies, same = after_lightning()["run_import"]
     assert strategies == ["superpipeline"] and same

@@ -68,7 +68,7 @@ def test_sources_that_do_not_compile_fail_outside_ci_too(tmp_path):
     assert "1 error" in output and "simgpu_C" in output and "false -std=c++20" in output and status == 2
 
 
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_a_race_fails_the_test_that_has_it_and_no_other(tmp_path):
     source = """
         import simgpu
