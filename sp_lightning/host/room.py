@@ -70,7 +70,7 @@ class Room:
             self._fullest, self._window_then = allocated, window_nbytes
 
     def takes(self, nbytes: int) -> bool:
-        """Whether gradients of so many bytes may stay on the device, where they are noted by `keep`."""
+        """Whether nbytes of gradients may stay on the device, where `keep` notes them."""
         kept = sum(self._kept.values())
         now = self._device.memory_allocated() - kept if self._beside else self._device.memory_peak()
         self._beside = max(self._beside, now)

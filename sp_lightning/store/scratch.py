@@ -43,7 +43,7 @@ files: weakref.WeakValueDictionary[str, ScratchFile] = weakref.WeakValueDictiona
 
 
 def scratch_in(folder: str, nbytes: int) -> ScratchFile:
-    """Return the scratch file in a folder, with so many bytes allocated or free; one that still has tensors is kept."""
+    """Return the scratch file in a folder, with nbytes allocated or free; one that still has tensors is kept."""
     file = files.get(folder)
     if file is None:
         file = files[folder] = ScratchFile(folder)
@@ -79,7 +79,7 @@ class ScratchFile(DirectFile):
             raise
 
     def allocate(self, nbytes: int) -> None:
-        """Allocate space for further tensors of so many bytes; raise DiskError if the disk has none."""
+        """Allocate nbytes for further tensors; raise DiskError if the disk has none."""
         unused = self._allocated - self._end + sum(size * len(free) for size, free in self._free.items())
         if nbytes > unused:
             self._allocate(self._allocated + nbytes - unused)
