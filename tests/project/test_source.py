@@ -379,6 +379,33 @@ def test_many_rules_and_a_citation_are_noticed(tmp_path):
     assert ruled(tmp_path) == ["errors.py has more than five rules", "low/unit.py:1 cites a rule of another file"]
 
 
+# ---- helpers of tests
+
+
+def unused_helpers(root: pathlib.Path) -> list[str]:
+    """List the files in tests/rigs that no other file of the project imports, runs or names."""
+    texts = {path: path.read_text() for name in ("tests", "benchmarks") for path in (root / name).rglob("*.py")}
+    found = []
+    for path in sorted((root / "tests" / "rigs").glob("*.py")):
+        used = re.compile(
+            rf"(?:import|from) {path.stem}\b|\b{path.stem}\.py\b|import .*\b{path.stem}\b|\"{path.stem}\""
+        )
+        others = (text for other, text in texts.items() if other != path)
+        if not path.name.startswith("test_") and not any(used.search(text) for text in others):
+            found.append(path.name)
+    return found
+
+
+def test_every_helper_of_tests_is_used():
+    assert unused_helpers(ROOT) == []
+
+
+def test_a_helper_that_nothing_uses_is_noticed(tmp_path):
+    files = {"rigs/nets.py": "", "rigs/left.py": "import nets", "test_it.py": "from nets import Net"}
+    write(tmp_path, {f"tests/{name}": text for name, text in files.items()})
+    assert unused_helpers(tmp_path) == ["left.py"]
+
+
 # ---- docstrings are read alone, in a hover: the first line names a thing, and numbers have names
 
 VAGUE = re.compile(r"(?:It|Its|Of|They|Their|That|Those|These|What|Who|He|His)\b")
