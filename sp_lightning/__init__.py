@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .lightning.callback import SuperpipelineCallback
     from .lightning.fabric import SuperpipelineFabricStrategy
     from .lightning.strategy import SuperpipelineStrategy
+    from .peers.sums import tree_hook
     from .plan import Plan, plan
-    from .ranks.exchange import tree_hook
     from .runtime.handle import Handle, stream
 
 __all__ = [
@@ -38,7 +38,7 @@ _PLACES = {
     "SuperpipelineStrategy": "lightning.strategy",
     "plan": "plan",
     "stream": "runtime.handle",
-    "tree_hook": "ranks.exchange",
+    "tree_hook": "peers.sums",
 }
 
 

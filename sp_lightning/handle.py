@@ -28,14 +28,15 @@ from .host.room import Room
 from .memory.partition import partition, slots
 from .optim import torn_step
 from .options import ACTIVATIONS, HOST_MEMORY, OPTIMIZER_DEVICES, Count, HostMemory, Options, check_choice, is_int
+from .peers.alone import Alone
+from .peers.peers import Peers
 from .runtime import handle as before
 from .runtime.recorder import Recorder
 from .steps.figures import explaining, stats_of
-from .steps.steps import Steps
 from .store.store import Store, is_in_source, is_same
 from .stream import parameters
 from .stream.activations import Activations
-from .stream.gradients import Gradients, recover
+from .stream.gradients import recover
 from .stream.lazy import set_requires_grad
 from .stream.leaf import Part, Weight, WholeWeight, casts_of, check_moves, pack_weights
 from .stream.unit import HeldUnit, ResidentUnit, Unit
@@ -151,14 +152,16 @@ os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 class Handle:
     """A module whose units stream between host and device."""
 
-    rank = 0
     garbage: Any = None  # finds out whether this handle is (handles.py)
     closed = False  # whether the module is plain again
 
     @torch.inference_mode(False)  # what is made here may be trained later
-    def __init__(self, module: nn.Module, device: torch.device | str, settings: Settings) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device | str, settings: Settings, team: Alone | None = None
+    ) -> None:
         self.module, self.settings = module, settings
-        self.device = Device(device, settings.host_memory)
+        self.team = team or Alone()
+        self.device = Device(device, settings.host_memory, self.team.slabs)
         pack_weights(module)
         if not self.device.is_host:
             check_moves(module)
@@ -169,7 +172,7 @@ class Handle:
         self.units: list[Unit] = []
         self.store = Store(settings.host_budget, settings.disk, self.device)
         makes_trips = settings.steps_on == "device" and not self.device.is_host
-        self.steps = Steps(settings.chunk, settings.overlap, self.device, self.store, makes_trips)
+        self.steps = self.team.steps(settings.chunk, settings.overlap, self.device, self.store, makes_trips)
         kept = [part for part in cut if part not in streamed]
         rest = [named for part in kept for named in part.params]
         wholes = [whole for part in kept for whole in part.wholes]
@@ -199,7 +202,10 @@ class Handle:
             sizes = settings.window, settings.transfer, settings.memory_budget
             self.room = Room(*sizes, numbers, self.device, makes_trips)
             self.window.begin(self.units, self.room)
-            self._gradients = Gradients(self.device, self.steps, self.room if makes_trips else None)
+            self._gradients = self.team.gradients(
+                self.device, self.steps, self.units, self.room if makes_trips else None
+            )
+            self.team.share_units(self.units, self.device)
             for unit in self.units:
                 self._connect(unit)
             note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
@@ -208,6 +214,7 @@ class Handle:
             keep = functools.partial(_keep_filed, weakref.ref(self))
             self._hooks += [module.register_load_state_dict_pre_hook(keep)]  # type: ignore[no-untyped-call]
             self._move_buffers(self.device.torch_device)
+            self.team.share_buffers(module)
             self._attach()
         except BaseException:
             self._disconnect(plain)
@@ -235,6 +242,8 @@ class Handle:
         trains = torch.is_grad_enabled()
         self.device.counters.listener.begin_pass(kind, trains)
         self.room.begin_step(trains)
+        if trains:
+            self.team.begin_forward(self.module)
 
     def announce(self, optimizer: Optimizer) -> None:
         """Take over an optimizer's steps, and put its state where its weights are stepped."""
@@ -300,6 +309,15 @@ class Handle:
         listener, counters.listener = counters.listener, StepListener()
         if isinstance(listener, Recorder):
             listener.flush()
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that train the model."""
+        return self.team.rank
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backwards leave gradients of this rank alone in `.grad`, as under DDP."""
+        return self.team.no_sync()
 
     @property
     def managed(self) -> list[str]:
@@ -393,6 +411,7 @@ class Handle:
             param.data = data
         self._move_buffers(torch.device("cpu"))
         self.store.close()
+        self.team.close()
         self.device.close()
 
     def _check_free(self) -> None:
@@ -487,7 +506,8 @@ class Handle:
             ends.callback(self.device.close)
             ends.callback(self.store.close)
             ends.callback(self._move_buffers, torch.device("cpu"))
-            ends.callback(self._gradients.ring.close)
+            ends.callback(self.team.close)
+            ends.callback(self._gradients.close)
             ends.callback(self.window.policy.ring.close)
             for weight in self.weights:
                 ends.callback(parameters.release, weight)
@@ -567,8 +587,9 @@ def stream(module: nn.Module, device: torch.device | str, *, group: Any = None, 
     """
     waits = {name: options.pop(name) for name in ("timeout", "keepalive") if name in options}
     parsed = Options.parse(**options)
-    if group is not None or not_yet(parsed, devices=1):
+    if not_yet(parsed, devices=1):
         handle: Any = before.stream(module, device, group=group, **waits, **options)
         return handle  # type: ignore[no-any-return]  # of before, which has what a loop calls
     before.materialize(module)
-    return Handle(module, device, settings_of(parsed, torch.bfloat16 if parsed.master_weights else None))
+    settings = settings_of(parsed, torch.bfloat16 if parsed.master_weights else None)
+    return Handle(module, device, settings, None if group is None or group.size() == 1 else Peers(group))

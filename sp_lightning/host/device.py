@@ -25,6 +25,7 @@ from ..core.host import host_memory, lock_limit
 from ..core.telemetry import Counters
 from ..errors import HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
 from ..options import HostMemory, format_bytes
+from . import memory
 from .memory import PageLock, Slabs, keep_from_forks
 from .staging import StagingRing
 
@@ -158,7 +159,9 @@ class Rings(NamedTuple):
 class Device:
     """A compute device with a stream for copies up, one for copies down, and the caller's stream for compute."""
 
-    def __init__(self, device: torch.device | str, host_memory: HostMemory = "auto") -> None:
+    def __init__(
+        self, device: torch.device | str, host_memory: HostMemory = "auto", slabs: Slabs | None = None
+    ) -> None:
         found = torch.device(device)
         check_supported(found)
         self.is_host = found.type == "cpu"
@@ -172,7 +175,7 @@ class Device:
         self._host_memory = host_memory
         self._can_lock = not self.is_host and host_memory != "pageable"
         self._refusal = "host_memory='pageable'"  # why memory is not locked
-        self._slabs, self._lock = Slabs(), page_lock(self.torch_device)
+        self.slabs, self._lock = slabs or Slabs(), page_lock(self.torch_device)
         self._locked_nbytes = self._largest_slab = 0
         self._rings: Rings | None = None
         self._clock: Any = None  # an idle stream, made when it is first needed
@@ -202,13 +205,13 @@ class Device:
         self._largest_slab = max(self._largest_slab, nbytes)
         if self._can_lock:
             try:
-                flat = self._slabs.locked(nbytes, self._lock) if self._lock is not None else _locked_by_torch(nbytes)
+                flat = self.slabs.locked(nbytes, self._lock)
                 self._locked_nbytes += nbytes
                 return flat
             except (RuntimeError, OSError) as error:
                 self._stop_locking(nbytes, error)
         try:
-            return self._slabs.plain(nbytes)
+            return self.slabs.plain(nbytes)
         except OSError as error:
             memory = host_memory()
             raise HostMemoryError(
@@ -226,13 +229,13 @@ class Device:
     @property
     def hides_slabs(self) -> bool:
         """Whether a forked process does not have the slabs."""
-        return self._lock is not None and self._locked_nbytes > 0
+        return self.slabs.are_hidden or (self._lock is not None and self._locked_nbytes > 0)
 
     def passing(self, nbytes: int) -> Tensor:
         """Allocate flat host memory that comes and goes; it is kept until the device's copies are done."""
         if self._can_lock:
             try:
-                return _locked_by_torch(nbytes)
+                return memory.locked_by_torch(nbytes)
             except RuntimeError as error:
                 self._stop_locking(nbytes, error)
         with torch.inference_mode(False):
@@ -269,7 +272,7 @@ class Device:
         if rings is not None:
             rings.up.close()
             rings.down.close()
-        self._slabs.unlock_all()
+        self.slabs.unlock_all()
 
     # ---- figures
 
@@ -376,9 +379,9 @@ class Device:
 
     def _staging_buffer(self, nbytes: int) -> Tensor:
         try:
-            return _locked_by_torch(nbytes)
+            return memory.locked_by_torch(nbytes)
         except RuntimeError:  # then copies block the ring's thread instead of the caller's
-            return self._slabs.plain(nbytes)
+            return self.slabs.plain(nbytes)
 
 
 class Ring:
@@ -409,8 +412,3 @@ class Ring:
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor without gaps or overlaps, otherwise those of a contiguous one."""
     return torch.empty_like(tensor, device="meta").stride()
-
-
-def _locked_by_torch(nbytes: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

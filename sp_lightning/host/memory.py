@@ -5,6 +5,8 @@
    driver faults in untouched pages one by one.
 3. A slab is unlocked once: by `unlock_all`, with its last tensor, or as the interpreter ends.
 4. A forked process does not get locked pages, which the kernel would copy for each worker of a data loader.
+5. Where several processes share slabs (peers/memory.py), what this one reads and writes is another mapping of the same
+   pages than their *truth*, which travels and is stepped. Here both are one.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
@@ -37,19 +40,23 @@ class PageLock(Protocol):
 class Slabs:
     """An allocator of slabs, which unlocks those that it locked."""
 
+    are_hidden = False  # whether forked processes have none of them
+
     def __init__(self) -> None:
         self._locks: list[weakref.finalize[..., Any]] = []
 
     def plain(self, nbytes: int) -> Tensor:
         """Allocate an unlocked slab, whose pages are taken when they are first written."""
-        return _over(_memory(_mapping(nbytes)))
+        return over(memory_of(self._mapping(nbytes)))
 
-    def locked(self, nbytes: int, lock: PageLock) -> Tensor:
-        """Allocate a locked slab."""
-        mapping = _mapping(nbytes)
-        memory = _memory(mapping)
-        flat = _over(memory)
-        _touch(flat)
+    def locked(self, nbytes: int, lock: PageLock | None) -> Tensor:
+        """Allocate a locked slab; without a lock torch does."""
+        if lock is None:
+            return locked_by_torch(nbytes)
+        mapping = self._mapping(nbytes)
+        memory = memory_of(mapping)
+        flat = over(memory)
+        self._touch(flat)
         lock.lock(flat.data_ptr(), nbytes)
         self._locks.append(weakref.finalize(memory, _unlock, lock, mapping, flat.data_ptr(), os.getpid()))
         _share_with_forks(mapping, False)
@@ -61,8 +68,28 @@ class Slabs:
             unlock()  # does nothing the second time
         self._locks.clear()
 
+    def truth(self, tensor: Tensor) -> Tensor:
+        """Return the true bytes of a tensor over a slab, as a tensor like it."""
+        return tensor
 
-def _mapping(nbytes: int) -> mmap.mmap:
+    def fill(self, tensor: Tensor, source: Tensor) -> None:
+        """Write the first bytes of a tensor over a slab."""
+        tensor.copy_(source)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a host tensor with the bytes of one that stays, which may be that one."""
+        return tensor
+
+    def _mapping(self, nbytes: int) -> mmap.mmap:
+        return private_mapping(nbytes)
+
+    def _touch(self, flat: Tensor) -> None:
+        """Fault in all pages of a new slab."""
+        in_parallel(flat, Tensor.zero_)
+
+
+def private_mapping(nbytes: int) -> mmap.mmap:
+    """Map memory that no other process has."""
     size = max(nbytes, 1)
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return mmap.mmap(-1, size)
@@ -73,21 +100,28 @@ def _mapping(nbytes: int) -> mmap.mmap:
     return mapping
 
 
-def _memory(mapping: mmap.mmap) -> ctypes.Array[ctypes.c_uint8]:
+def memory_of(mapping: mmap.mmap) -> ctypes.Array[ctypes.c_uint8]:
     """Make the object to which all tensors over a mapping refer, and which dies with the last of them."""
     return (ctypes.c_uint8 * len(mapping)).from_buffer(mapping)
 
 
-def _over(memory: ctypes.Array[ctypes.c_uint8]) -> Tensor:
+def over(memory: ctypes.Array[ctypes.c_uint8]) -> Tensor:
+    """Make a flat tensor over a mapping."""
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _touch(flat: Tensor) -> None:
-    """Fault in all pages of a new slab."""
+def in_parallel(flat: Tensor, touch: Callable[[Tensor], object]) -> None:
+    """Call a function of one byte of each page, by several threads."""
     pieces = [flat[begin : begin + TOUCHED_AT_ONCE : mmap.PAGESIZE] for begin in range(0, len(flat), TOUCHED_AT_ONCE)]
     with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1, MOST_THREADS), "superpipeline-touch") as threads:
-        list(threads.map(Tensor.zero_, pieces))
+        list(threads.map(touch, pieces))
+
+
+def locked_by_torch(nbytes: int) -> Tensor:
+    """Allocate page-locked memory of torch's, which caches it."""
+    with torch.inference_mode(False):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _unlock(lock: PageLock, mapping: mmap.mmap, address: int, process: int) -> None:

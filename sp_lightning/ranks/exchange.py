@@ -67,7 +67,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -923,28 +922,6 @@ def tree(parts: list[Tensor]) -> Tensor:
         pairs = zip(parts[::2], [*parts[1::2], None], strict=False)
         parts = [one if other is None else one + other for one, other in pairs]
     return parts[0]
-
-
-def tree_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and takes no string
-    """Sum DDP's gradients as several devices do here, as a communication hook: the reference for more than two ranks.
-
-    ``DistributedDataParallel(...).register_comm_hook(None, sp_lightning.tree_hook)``, or
-    ``DDPStrategy(ddp_comm_hook=sp_lightning.tree_hook)`` on CUDA. On several machines that have another number of
-    ranks each than a power of two, ``state`` is that number. Where DDP has a ``process_group``, ``state`` is that
-    group.
-    """
-    group, per_node = (state, None) if isinstance(state, dist.ProcessGroup) else (None, state)
-    size = dist.get_world_size(group)
-    mine = bucket.buffer()
-    of_all = [torch.empty_like(mine) for _ in range(size)]
-    gathered = dist.all_gather(of_all, mine, group, async_op=True).get_future()
-
-    def summed(_: Any) -> Tensor:
-        shares = [_share(part, part, size, slice(None)) for part in of_all]
-        of_node = per_node or size
-        return tree([tree(shares[first : first + of_node]) for first in range(0, size, of_node)])
-
-    return gathered.then(summed)
 
 
 def _share(source: Tensor | None, like: Tensor, size: int, part: slice) -> Tensor:

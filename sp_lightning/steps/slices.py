@@ -122,9 +122,9 @@ class SlicedOptimizer:
     """One step of the user's optimizer, with its options as they were when the user called it, over slices."""
 
     def __init__(self, user: optim.Optimizer, device: torch.device) -> None:
-        self._user, self._device = user, device
+        self.user, self._device = user, device
         self.has_written = False  # whether any weight was stepped
-        self._is_elementwise = type(user) in ELEMENTWISE  # which take lists of tensors by default
+        self.is_elementwise = type(user) in ELEMENTWISE  # which take lists of tensors by default
         self._options = [self._noted(group) for group in user.param_groups]
         self._loops = [loop_for(type(user), group, device) for group in self._options]
         given = {name: getattr(user, name, None) for name in SCALING}
@@ -138,15 +138,10 @@ class SlicedOptimizer:
             for key, value in group.items()
             if key != "params"
         }
-        is_free = self._is_elementwise and noted["foreach"] is None and noted.get("fused") is None
+        is_free = self.is_elementwise and noted["foreach"] is None and noted.get("fused") is None
         if is_free and not noted.get("differentiable") and not isinstance(noted["lr"], Tensor):
             noted["foreach"] = self._device.type in devices_with_lists()
         return noted
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether each element is stepped by itself."""
-        return self._is_elementwise
 
     @property
     def scales(self) -> bool:
@@ -155,8 +150,8 @@ class SlicedOptimizer:
 
     def makes_numbers(self, whose: list[Weight], state: WaitingState) -> bool:
         """Whether the step makes numbers of torch's default type, which a forward beside the step may change."""
-        if isinstance(self._user, (optim.SGD, optim.ASGD)):
-            return isinstance(self._user, optim.ASGD)  # at each step; SGD has none
+        if isinstance(self.user, (optim.SGD, optim.ASGD)):
+            return isinstance(self.user, optim.ASGD)  # at each step; SGD has none
         return any(not state.peek(weight.host) for weight in whose)
 
     def step(self, work: list[Work], state: WaitingState, place: Place) -> None:
@@ -183,7 +178,7 @@ class SlicedOptimizer:
     def _step_slices(self, run: list[Slice], state: WaitingState, place: Place) -> None:
         params: list[list[Tensor]] = [[] for _ in self._options]
         states: dict[Tensor, Any] = collections.defaultdict(dict)
-        counts_go_up = [counts_on_device(self._user, group) for group in self._options]
+        counts_go_up = [counts_on_device(self.user, group) for group in self._options]
         ordered = sorted(run, key=lambda part: part.work.group)
         made = []
         for part in ordered:
@@ -208,7 +203,7 @@ class SlicedOptimizer:
     def _call(self, params: list[list[Tensor]], states: dict[Tensor, Any], scaling: Options) -> None:
         """Call the class's step on other parameters and state than the user's."""
         groups = [{**group, "params": own} for group, own in zip(self._options, params, strict=True)]
-        code_of_step(self._user)(shadow_of(self._user, groups, state=states, **scaling))
+        code_of_step(self.user)(shadow_of(self.user, groups, state=states, **scaling))
 
     def _runs(self, work: list[Work], state: WaitingState, chunk: int) -> Iterator[list[Slice]]:
         """Cut weights into runs of slices of about a chunk's elements; those that are not cut are one run."""
@@ -231,7 +226,7 @@ class SlicedOptimizer:
 
     def _is_cut(self, item: Work, own: Options) -> bool:
         value = item.weight.value
-        is_usual = self._is_elementwise and value.ndim and value.numel() and isinstance(item.grad, GradientBytes)
+        is_usual = self.is_elementwise and value.ndim and value.numel() and isinstance(item.grad, GradientBytes)
         if not is_usual or (own and None in own.values()):
             return False
         alike = [entry for entry in own.values() if isinstance(entry, Tensor) and entry.shape == value.shape]

@@ -322,14 +322,12 @@ class Steps:
         def step() -> None:
             if before is not None:
                 before.result()  # raise its error, which nothing has waited for
-            with contextlib.closing(self._filed.parts(work, state, sliced)) as parts:
-                for part, own in parts:
-                    sliced.step(part, own, self._place)
+            self._step(unit, work, sliced, state)
 
         def run() -> None:
             self._run(unit, whose, sliced, outcome, step)
 
-        future: Future[None] = unit.begin_step(lambda: self.thread.submit(run))
+        future: Future[None] = unit.begin_step(lambda: self._start(unit, whose, run))
         for _, grad, _ in work:
             if isinstance(grad, GradientBytes):
                 grad.step = future
@@ -337,29 +335,43 @@ class Steps:
         if unit.is_open or not is_watched or sliced.makes_numbers(whose, state):
             unit.wait_step()  # nothing watches gradients that the user made, or arrays that the user has
 
+    def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
+        """Give a unit's step to the thread, and return its end."""
+
+        def run_and_end() -> None:
+            try:
+                run()
+            finally:
+                unit.end_step()
+
+        return self.thread.submit(run_and_end)
+
+    def _step(self, unit: Unit, work: list[Work], sliced: SlicedOptimizer, state: Any) -> None:
+        """Step weights of a unit. Runs on the thread."""
+        with contextlib.closing(self._filed.parts(work, state, sliced)) as parts:
+            for part, own in parts:
+                sliced.step(part, own, self._place)
+
     def _run(
         self, unit: Unit, whose: list[Weight], sliced: SlicedOptimizer, outcome: Outcome, step: Callable[[], None]
     ) -> None:
-        """Step a unit. Runs on the thread."""
-        try:
-            if outcome.error is not None:
-                return
-            unit.wait_copy()
-            before = [weight.value._version for weight in whose]
-            recorded = self._counters.listener.work("optimizer", unit.name, "step")
-            with torch.no_grad(), without_dispatch(), recorded:
-                try:
-                    step()
+        """Step a unit, unless an error has ended the step of one before it. Runs on the thread."""
+        if outcome.error is not None:
+            return
+        unit.wait_copy()
+        before = [weight.value._version for weight in whose]
+        recorded = self._counters.listener.work("optimizer", unit.name, "step")
+        with torch.no_grad(), without_dispatch(), recorded:
+            try:
+                step()
+                outcome.note(whose)
+            except BaseException as error:
+                outcome.error, outcome.where = error, unit.name
+                if sliced.has_written or before != [weight.value._version for weight in whose]:
                     outcome.note(whose)
-                except BaseException as error:
-                    outcome.error, outcome.where = error, unit.name
-                    if sliced.has_written or before != [weight.value._version for weight in whose]:
-                        outcome.note(whose)
-                    if outcome.versions or outcome.is_early:
-                        self._failed = outcome
-                    raise
-        finally:
-            unit.end_step()
+                if outcome.versions or outcome.is_early:
+                    self._failed = outcome
+                raise
 
     def _step_on_device(
         self,

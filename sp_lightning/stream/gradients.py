@@ -424,6 +424,10 @@ class Gradients:
         self._room = room  # for gradients that stay on the device until the step
         self.ring = Ring()
 
+    def close(self) -> None:
+        """Let go of memory on the device, once the copies are done."""
+        self.ring.close()
+
     def take(self, weight: Weight, leaf: Tensor) -> None:
         """Take a leaf's gradient; with the last one of a unit, send them down."""
         key, unit = (graph_task(), self), weight.unit
@@ -456,6 +460,13 @@ class Gradients:
                 self._flush(backward, *backward.came.popitem(), is_complete=False)
 
     def _flush(self, backward: Backward, unit: Unit, came: dict[Weight, Tensor], is_complete: bool) -> None:
+        self._prepare(backward, came)
+        with torch.no_grad(), without_dispatch():
+            sent = self._send(unit, came, self._device.current_stream())
+        self._deliver(backward, unit, sent, is_complete)
+
+    def _prepare(self, backward: Backward, came: dict[Weight, Tensor]) -> None:
+        """Have the caller's stream wait for gradients, and pass them through the user's hooks."""
         here = self._device.current_stream()
         for stream in backward.streams - {here}:
             here.wait_event(stream.record_event())
@@ -466,9 +477,11 @@ class Gradients:
         with torch.no_grad():
             for weight in hooked:  # with dispatch: the weights and gradients that hooks read wait
                 came[weight] = self._hooked(weight, came[weight])
-        with torch.no_grad(), without_dispatch():
-            sent = self._send(unit, came, here)
-            after = [weight.host for weight in came if hooks_after_accumulation(weight.host)]
+
+    def _deliver(self, backward: Backward, unit: Unit, sent: list[tuple[Weight, Any]], is_complete: bool) -> None:
+        """Put a unit's gradients into `.grad`, now if a step or a hook of the user's reads them, and tell the steps."""
+        with without_dispatch():
+            after = [weight.host for weight, _ in sent if hooks_after_accumulation(weight.host)]
         if after or self._steps.is_eager():
             self._deposit_all(sent)
             for host in after:
@@ -476,7 +489,7 @@ class Gradients:
                     hook(host)
         else:
             backward.sent += sent
-        self._steps.delivered(unit, list(came), is_complete)
+        self._steps.delivered(unit, [weight for weight, _ in sent], is_complete)
 
     @staticmethod
     def _hooked(weight: Weight, grad: Tensor) -> Tensor:
@@ -497,7 +510,7 @@ class Gradients:
         dense = [(weight, grad) for weight, grad in came.items() if grad.layout is torch.strided]
         sent: dict[Weight, Any] = dict(came)
         if dense:
-            norms = _norms_by_type(dense)
+            norms = norms_by_type(dense)
             room = None if unit.is_resident else self._room
             stays = unit.is_resident or (room is not None and room.takes(sum(grad.nbytes for _, grad in dense)))
             kind = DeviceGradientBytes if stays else GradientBytes
@@ -562,7 +575,7 @@ class Gradients:
                     _add_tensors(host, there, came)
 
 
-def _norms_by_type(dense: list[tuple[Weight, Tensor]]) -> dict[Weight, Tensor]:
+def norms_by_type(dense: list[tuple[Weight, Tensor]]) -> dict[Weight, Tensor]:
     """Return the gradients' norms, by the kernel for many tensors of one type: that for several types is another."""
     alike: dict[torch.dtype, dict[Weight, Tensor]] = {}
     for weight, grad in dense:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from ..host.device import Arrival, Device, aligned, dense_strides
 from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
 from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions, stepped_already, version_of
 from .residency import NOTHING, Presence, Residency
+
+Stamp: TypeAlias = tuple[int, list[int]]  # epoch and versions of a unit's weights
 
 
 class Pending:
@@ -113,7 +115,9 @@ class Unit:
         self.copies: list[tuple[Weight, Tensor, int]] = []  # `.data` of what travels in another type, and its version
         self.has_new_wire = False  # whether weights that travel in another type may have been written
         self._copied: Arrival | None = None  # the end of the copy up, until the host has waited for it
-        self._stamp: tuple[int, list[int]] | None = None  # epoch and versions of what was copied; None: not yet copied
+        self._stamp: Stamp | None = None  # of what was copied; None: not yet copied
+        self.sources: list[Tensor] = []  # the first bytes of weights that the host does not keep
+        self.stepped: Stamp | None = None  # of what the last step left, where the truth is elsewhere
         self._allocate()
         at, blank = 0, device.empty(self.nbytes)
         for weight in weights:
@@ -133,6 +137,9 @@ class Unit:
     def _allocate(self) -> None:
         nbytes = sum(aligned(weight.nbytes) for weight in self.weights if weight.place is None)
         self.slab = self.device.slab(nbytes) if nbytes else NOTHING
+        self.truth = (
+            self.device.slabs.truth(self.slab) if nbytes else NOTHING
+        )
 
     def _adopt(self, weight: Weight, blank: Tensor) -> None:
         """Move a parameter's bytes into the slab, and make its leaf."""
@@ -161,9 +168,8 @@ class Unit:
         # A storage of its own: torch.save writes whole storages, and safetensors refuses shared ones.
         part = self.slab.untyped_storage()[weight.at : weight.at + weight.nbytes]
         weight.wire = torch.empty(0, dtype=weight.dtype).set_(part, 0, host.shape, dense_strides(host.data))
-        weight.wire.copy_(host.data)
-        if not weight.is_narrow:
-            host.data = weight.wire
+        self.device.slabs.fill(weight.wire, host.data)
+        host.data = self.device.slabs.keep(host.data) if weight.is_narrow else weight.wire
         weight.value = host.detach()
 
     def note_slots(self) -> None:
@@ -194,9 +200,10 @@ class Unit:
     def _copy(self) -> None:
         if self.has_new_wire:
             self._cast()
+        source = self.slab if self.is_edited() else self.truth
         recorded = self.device.counters.listener.work("up", self.name, "weights", self.nbytes)
         flat, stamp = self.memory.flat, self._now()
-        copied = self.device.send_up(flat[: self.slab.nbytes], self.slab, recorded=recorded)
+        copied = self.device.send_up(flat[: self.slab.nbytes], source, recorded=recorded)
         if self._filed is not None:
             copied = self._filed.send_up(flat, copied, None if self.is_open else stamp)
         self.memory.arrived = self._copied = copied
@@ -204,7 +211,7 @@ class Unit:
         if self.is_open:
             self.wait_copy()  # nothing makes the user's next write to the array wait
 
-    def _now(self) -> tuple[int, list[int]]:
+    def _now(self) -> Stamp:
         return self.epoch, list(map(stored_version, self._values))
 
     def is_stale(self) -> bool:
@@ -214,11 +221,15 @@ class Unit:
         has_failed = self._filed is not None and self._filed.has_failed
         return self.is_open or has_failed or self._stamp != self._now()
 
+    def is_edited(self) -> bool:
+        """Whether the slab may have other bytes than its truth, as the user wrote to it since the last step."""
+        return self.truth is self.slab or self.is_open or self.stepped != self._now()
+
     def _cast(self) -> None:
         """Make the copies that travel in another type anew."""
         self.has_new_wire = False
         self.wait_copy()
-        for weight in self.weights:
+        for weight in self.weights if self.is_edited() else ():
             if weight.is_narrow:
                 weight.wire.copy_(weight.value)
 
@@ -282,6 +293,10 @@ class Unit:
         """Note a step, which this function starts."""
         self.epoch += 1
         return self.steps.begin(step)
+
+    def note_stepped(self) -> None:
+        """Note that the slab has the bytes of its truth."""
+        self.stepped = self._now()
 
     def end_step(self) -> None:
         """Note a step's end. Called by its thread."""
@@ -372,13 +387,13 @@ class ResidentUnit(Unit):
     is_held = is_resident = True
 
     def _allocate(self) -> None:
-        self._sources: list[Tensor] = []
+        """Allocate nothing: the host has bytes of what was read alone."""
 
     def _take_bytes(self, weight: Weight) -> None:
         host = weight.host
         weight.wire = torch.empty_strided(host.shape, dense_strides(host.data), dtype=host.dtype, device="cpu")
         weight.wire.untyped_storage().resize_(0)
-        self._sources.append(host.data)
+        self.sources.append(host.data)
         host.data = weight.wire
         weight.value = host.detach()
         weight.is_ahead = True
@@ -388,9 +403,9 @@ class ResidentUnit(Unit):
         self.memory.allocate(here)
         self.device.counters.bytes_up += self.nbytes
         with without_dispatch(), torch.no_grad(), torch.inference_mode(False):
-            for weight, source in zip(self.weights, self._sources, strict=True):
+            for weight, source in zip(self.weights, self.sources, strict=True):
                 self._on_device(weight).copy_(source)
-        self._sources.clear()
+        self.sources.clear()
         self.memory.arrived = here.record_event()
         self._stamp = self._now()
 

@@ -11,6 +11,7 @@ from stream_programs import POLICIES, Net, Program, check, device_named, streame
 from sp_lightning.errors import HostMemoryError, OptionError, UnsupportedError
 from sp_lightning.handle import Handle, Settings
 from sp_lightning.host import device as devices
+from sp_lightning.host import memory
 from sp_lightning.host.device import DeviceMemoryError, aligned
 from sp_lightning.stream.residency import Presence
 from sp_lightning.stream.window import Window
@@ -116,7 +117,7 @@ def refuse(nbytes):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.simgpu
 def test_refused_locks_change_no_bit(monkeypatch, policy):
-    monkeypatch.setattr(devices, "_locked_by_torch", refuse)
+    monkeypatch.setattr(memory, "locked_by_torch", refuse)
     check(Program(lambda run, model: run.loop(model)), "simgpu", policy, window=2)
 
 
@@ -129,7 +130,7 @@ def test_pageable_memory_changes_no_bit(policy):
 
 @pytest.mark.simgpu
 def test_refused_locks_are_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(devices, "_locked_by_torch", refuse)
+    monkeypatch.setattr(memory, "locked_by_torch", refuse)
     model = Net()
     with caplog.at_level(logging.WARNING), streamed(model, "simgpu"):
         model(torch.ones(4, 8, device=device_named("simgpu")))
@@ -139,7 +140,7 @@ def test_refused_locks_are_said_once(monkeypatch, caplog):
 
 @pytest.mark.simgpu
 def test_refused_locks_are_an_error_where_the_user_requires_them(monkeypatch):
-    monkeypatch.setattr(devices, "_locked_by_torch", refuse)
+    monkeypatch.setattr(memory, "locked_by_torch", refuse)
     with pytest.raises(HostMemoryError, match=r"host_memory='pinned'.*could not be page-locked.*host_memory='auto'"):
         Handle(Net(), "simgpu", Settings(host_memory="pinned"))
 

@@ -1,0 +1,1 @@
+"""Several devices, one process for each, that train one model on torch.distributed."""

@@ -1,0 +1,122 @@
+"""Numbers that each rank of a machine raises and the others read, and the thread that waits for them.
+
+A number counts the weights of a unit for which a stage is over: a rank raises its own, in memory that all ranks map.
+Whoever waits for a stage waits until every rank's number is as high as its own. So ranks may come to the units in
+different orders, and at different times.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+SHORTEST, LONGEST = 5e-5, 1e-3  # seconds between two looks
+
+
+class Stage(enum.IntEnum):
+    """What ranks say of a unit's weights."""
+
+    ARRIVED = 0  # this rank's gradients are on the host
+    READY = 1  # nothing of this rank reads what a step will write
+    WHOLE = 2  # this rank has stepped whole weights, in its user's copy
+    STEPPED = 3  # this rank's parts are stepped
+
+
+class Alarm(Protocol):
+    """What notices that another rank does not come."""
+
+    error: BaseException | None
+
+    def waiting(self, place: str | None) -> None:
+        """Note where the board's thread waits; None: it does not."""
+
+
+class Item(NamedTuple):
+    """A number that is waited for."""
+
+    column: int
+    target: int
+    place: str
+    reached: Future[None]
+
+
+class Board:
+    """The numbers of all ranks of a machine."""
+
+    def __init__(self, numbers: Tensor, rank: int, alarm: Alarm) -> None:
+        """Share numbers, a row for each rank."""
+        self._numbers, self._rank, self._alarm = numbers, rank, alarm
+        self._items: list[Item] = []
+        self._begun: list[tuple[Callable[[], Any], Item]] = []
+        self._change, self._is_closed = threading.Condition(), False
+        self._counts: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._run, name="superpipeline-board", daemon=True)
+        self._thread.start()
+
+    def follow(self, stage: Stage, unit: int, count: int, place: str, before: Callable[[], Any] = int) -> Future[None]:
+        """Raise this rank's number by a count once ``before`` has returned, on the thread; return when all have."""
+        column = unit * len(Stage) + stage
+        item = Item(column, self._counts.get(column, 0) + count, place, Future())
+        self._counts[column] = item.target
+        with self._change:
+            self._begun.append((before, item))
+            self._change.notify()
+        return item.reached
+
+    def close(self) -> None:
+        """End the thread; what still waits fails. Safe twice."""
+        with self._change:
+            self._is_closed = True
+            self._change.notify()
+        self._thread.join()
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        pause = SHORTEST
+        while True:
+            with self._change:
+                if not self._items:
+                    self._alarm.waiting(None)
+                while not (self._items or self._begun or self._is_closed):
+                    self._change.wait()
+                begun, self._begun = self._begun, []
+            for before, item in begun:
+                self._begin(before, item)
+            if self._look() or begun:
+                pause = SHORTEST
+                continue
+            if (error := self._alarm.error) is not None or self._is_closed:
+                for item in self._items:
+                    item.reached.set_exception(error or RuntimeError(f"closed before all ranks came to {item.place}"))
+                self._items.clear()
+                if self._is_closed:
+                    return
+            if self._items:
+                self._alarm.waiting(self._items[0].place)
+                time.sleep(pause := min(2 * pause, LONGEST))
+
+    def _begin(self, before: Callable[[], Any], item: Item) -> None:
+        try:
+            before()
+            self._numbers[self._rank, item.column] = item.target
+            self._items.append(item)
+        except BaseException as error:
+            item.reached.set_exception(error)
+
+    def _look(self) -> bool:
+        """Complete what all ranks have reached; return whether there was any."""
+        if not (items := self._items):
+            return False
+        lowest = self._numbers[:, [item.column for item in items]].amin(0).tolist()
+        self._items = [item for item, low in zip(items, lowest, strict=True) if low < item.target]
+        for item, low in zip(items, lowest, strict=True):
+            if low >= item.target:
+                item.reached.set_result(None)
+        return len(self._items) < len(items)

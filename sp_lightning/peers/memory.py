@@ -1,0 +1,144 @@
+"""Slabs that all ranks of a machine share: one copy of the model's bytes, which each maps twice.
+
+1. All slabs are ranges of one file without a name (a memfd), gone with the last process that maps it. Ranks allocate in
+   the same order, so a range is the same on all of them without a word. A range takes memory where it is written.
+2. The *truth* is the shared mapping: the device copies from and to it, and steps write it. What the user's tensors are
+   over is a private mapping of the same pages, the *face*: where this process wrote nothing it shows the truth, and
+   what it writes there stays its own. So an edit that each rank makes is not made several times to the same bytes.
+3. `drop` gives up this process's own pages: the face shows the truth again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import bisect_right, insort
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..host.device import dense_strides
+from ..host.memory import PageLock, Slabs, in_parallel, memory_of, over
+
+SIZE = 1 << 46  # of the file, in which ranges that nobody wrote take nothing
+
+
+class Twin(NamedTuple):
+    """A slab: what the user's tensors are over, and the truth."""
+
+    address: int  # of the face
+    face: Tensor
+    truth: Tensor
+    mapping: mmap.mmap  # of the face
+
+    def truth_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor over the truth that is like one over the face."""
+        at = tensor.data_ptr() - self.address
+        part = self.truth.untyped_storage()[at : at + tensor.numel() * tensor.itemsize]
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=tensor.dtype).set_(part, 0, tensor.shape, tensor.stride())
+
+    def drop(self) -> None:
+        """Have the face show the truth again."""
+        self.mapping.madvise(mmap.MADV_DONTNEED)
+
+    def tensor(self, at: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Make a tensor of this type over the face that is like another one, with a storage of its own."""
+        part = self.face.untyped_storage()[at : at + like.numel() * dtype.itemsize]
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=dtype).set_(part, 0, like.shape, like.stride())
+
+
+class SharedSlabs(Slabs):
+    """An allocator of slabs that ranks share, of which the first one fills them."""
+
+    are_hidden = True
+
+    def __init__(self, descriptor: int, is_first: bool) -> None:
+        super().__init__()
+        self._descriptor, self._is_first = descriptor, is_first
+        self._at = 0
+        self._twins: list[Twin] = []  # by address
+
+    def reserve(self, nbytes: int) -> int:
+        """Return a range of the file, which takes no memory yet, by its first byte."""
+        at, self._at = self._at, self._at + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        return at
+
+    def at(self, offset: int, nbytes: int) -> Twin:
+        """Map a range that was reserved."""
+        return self._twin(over(memory_of(self._mapped(offset, nbytes, mmap.MAP_SHARED))), offset)
+
+    def plain(self, nbytes: int) -> Tensor:
+        at = self._at
+        return self._twin(super().plain(nbytes), at).face
+
+    def locked(self, nbytes: int, lock: PageLock | None) -> Tensor:
+        at = self._at
+        try:
+            if lock is None:
+                raise RuntimeError("this kind of device locks no memory that processes share")
+            return self._twin(super().locked(nbytes, lock), at).face
+        except BaseException:
+            self._at = at
+            raise
+
+    def _twin(self, truth: Tensor, offset: int) -> Twin:
+        mapping = self._mapped(offset, len(truth), mmap.MAP_PRIVATE)
+        face = over(memory_of(mapping))
+        twin = Twin(face.data_ptr(), face, truth, mapping)
+        insort(self._twins, twin, key=lambda twin: twin.address)
+        return twin
+
+    def twin_of(self, tensor: Tensor) -> Twin:
+        """Return the slab over whose face a tensor is."""
+        return self._twins[bisect_right(self._twins, tensor.data_ptr(), key=lambda twin: twin.address) - 1]
+
+    def truth(self, tensor: Tensor) -> Tensor:
+        return self.twin_of(tensor).truth_of(tensor)
+
+    def fill(self, tensor: Tensor, source: Tensor) -> None:
+        if self._is_first:
+            self.truth(tensor).copy_(source)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        like = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="meta")
+        offset = self.reserve(tensor.nbytes)
+        kept = self.at(offset, max(tensor.nbytes, 1)).tensor(0, like, tensor.dtype)
+        self.fill(kept, tensor)
+        return kept
+
+    def unlock_all(self) -> None:
+        super().unlock_all()
+        with suppress(OSError):  # closed before
+            os.close(self._descriptor)
+
+    def _mapping(self, nbytes: int) -> mmap.mmap:
+        return self._mapped(self.reserve(max(nbytes, 1)), nbytes, mmap.MAP_SHARED)
+
+    def _mapped(self, offset: int, nbytes: int, flags: int) -> mmap.mmap:
+        mapping = mmap.mmap(self._descriptor, max(nbytes, 1), flags=flags, offset=offset)
+        mapping.madvise(mmap.MADV_DONTFORK)  # what a forked process reads there would change as these ranks step
+        return mapping
+
+    def _touch(self, flat: Tensor) -> None:
+        in_parallel(flat, Tensor.sum)  # others may have written there
+
+
+def made() -> int:
+    """Make a file for slabs; return its descriptor."""
+    descriptor = os.memfd_create("superpipeline")
+    os.ftruncate(descriptor, SIZE)
+    return descriptor
+
+
+def opened(process: int, descriptor: int) -> int:
+    """Open another process's file."""
+    return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def counters(slabs: SharedSlabs, rows: int, columns: int) -> Tensor:
+    """Map numbers that all ranks read."""
+    return slabs.at(slabs.reserve(rows * columns * 8), rows * columns * 8).truth.view(torch.int64).view(rows, columns)

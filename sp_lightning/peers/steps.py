@@ -1,0 +1,278 @@
+"""Steps of several ranks: each steps its part of every weight, in memory that all of a machine's ranks share.
+
+1. A rank begins a unit's step once no rank reads what is stepped, and has called the step or is past its backward. The
+   step is over when every rank has stepped its parts.
+2. Before it steps, a rank copies its parts of what its user wrote (memory.py, Rule 2) to the truth. All ranks make
+   alike edits, so the truth is whole then; at the end of the step the user's own pages are given up.
+3. State is whole in memory that ranks share, too: a checkpoint of any number of ranks is that of one device. Numbers,
+   such as a count of steps, are each rank's own.
+4. An optimizer that does not treat each element by itself steps whole weights, on every rank, in its user's copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn, optim
+from torch.autograd.graph import increment_version
+
+from ..host.device import Device, aligned
+from ..steps.places import ByTrips
+from ..steps.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
+from ..steps.steps import Steps
+from ..store.store import Store
+from ..stream.gradients import GradientBytes
+from ..stream.leaf import Weight
+from ..stream.parameters import unit_of
+from ..stream.unit import Unit
+from .board import Stage
+from .cut import Cut
+from .memory import SharedSlabs, Twin
+from .team import Team
+
+PAGE = mmap.PAGESIZE
+PLANES = 64  # kinds of state that a unit may have
+LARGEST = 8  # bytes of an element of state
+
+
+class WeightPart:
+    """This rank's part of a weight, to the slicer a weight with one dimension."""
+
+    is_part = False
+
+    def __init__(self, weight: Weight, cut: Cut, rank: int, slabs: SharedSlabs) -> None:
+        self.whole, self.host, self.unit, self.name = weight, weight.host, weight.unit, weight.name
+        self.is_narrow, self.dtype = weight.is_narrow, weight.dtype
+        self.value = cut.part_of(slabs.truth(weight.value), rank)
+        self.wire = cut.part_of(slabs.truth(weight.wire), rank)
+        self.there = weight.there
+
+
+class GradientPart(GradientBytes):
+    """This rank's part of a gradient, of which nothing is changed."""
+
+    def true(self) -> Tensor:
+        self.arrived.synchronize()
+        part = self.raw.to(self.weight.value.dtype)
+        for factor in self.factors:
+            part = part * factor
+        return part
+
+    def make_true(self) -> None:
+        self.raw, self.factors = self.true(), []
+
+
+class State:
+    """Optimizer state as the slicer gets it: each entry that is like a weight is this rank's part of it."""
+
+    def __init__(self, real: Any, planes: Planes, parts: list[WeightPart], cuts: list[Cut], rank: int) -> None:
+        self._real, self._planes, self._rank = real, planes, rank
+        self._parts = {id(part.host): (part, cut) for part, cut in zip(parts, cuts, strict=True)}
+        self._made: dict[int, dict[str, Any]] = {}
+
+    def peek(self, host: nn.Parameter) -> dict[str, Any]:
+        """Return the parts of a weight's entry."""
+        if id(host) not in self._made:
+            own = self._real.peek(host)
+            self._made[id(host)] = {key: self._part(host, key, entry) for key, entry in own.items()}
+        return self._made[id(host)]
+
+    make = peek
+
+    def _part(self, host: nn.Parameter, key: str, entry: Any) -> Any:
+        part, cut = self._parts[id(host)]
+        if not isinstance(entry, Tensor) or entry.shape != part.whole.value.shape:
+            return entry
+        own = self._planes.part(part.whole, key, entry, cut, self._rank)
+        self._real.make(host)[key] = self._planes.face(part.whole, key, entry.dtype)
+        return own
+
+    def keep(self) -> None:
+        """Put what the step made into the state."""
+        for at, made in self._made.items():
+            part, cut = self._parts[at]
+            for key, entry in made.items():
+                real = self._real.make(part.host)
+                if isinstance(entry, Tensor) and entry.ndim:
+                    whole = self._planes.face(part.whole, key, entry.dtype)
+                    own = cut.part_of(self._planes.slabs.truth(whole), self._rank)
+                    if own.data_ptr() != entry.data_ptr():
+                        own.copy_(entry)
+                    real[key] = whole
+                else:
+                    real[key] = entry
+
+
+class Planes:
+    """Shared memory for the state of a unit's weights: a plane for each kind of state of each optimizer."""
+
+    def __init__(self, unit: Unit, slabs: SharedSlabs) -> None:
+        self.slabs = slabs
+        self._places, self._size = {}, 0
+        for weight in unit.weights:
+            self._places[weight] = self._size
+            self._size += aligned(weight.value.numel() * LARGEST)
+        self._size = -(-self._size // PAGE) * PAGE
+        self._offset = slabs.reserve(PLANES * self._size)
+        self._twins: dict[Any, Twin] = {}
+        self._faces: dict[Any, Tensor] = {}
+        self._versions: dict[Any, int] = {}
+        self.optimizer: Any = None  # whose state is meant
+        self.edited: list[Twin] = []  # what the user wrote to
+
+    def face(self, weight: Weight, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the user's tensor for an entry."""
+        name = self.optimizer, key
+        if name not in self._twins:
+            at = self._offset + len(self._twins) * self._size
+            self._twins[name] = self.slabs.at(at, self._size)
+        if (*name, weight) not in self._faces:
+            face = self._twins[name].tensor(self._places[weight], weight.value, dtype)
+            self._faces[(*name, weight)] = face
+            self._versions[(*name, weight)] = face._version
+        return self._faces[(*name, weight)]
+
+    def part(self, weight: Weight, key: str, entry: Tensor, cut: Cut, rank: int) -> Tensor:
+        """Return a rank's part of an entry, with what the user wrote to it, or put in its place."""
+        face = self.face(weight, key, entry.dtype)
+        own = cut.part_of(self.slabs.truth(face), rank)
+        name = self.optimizer, key, weight
+        if entry is not face or face._version != self._versions[name]:
+            like = entry if entry.stride() == face.stride() else torch.empty_like(face).copy_(entry)
+            own.copy_(cut.part_of(like, rank))
+            self._versions[name] = face._version
+            self.edited.append(self._twins[self.optimizer, key])
+        return own
+
+
+class SharedTrips(ByTrips):
+    """Trips of parts, whose state is copied to shared memory."""
+
+    def new(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(like, dtype=dtype, device="cpu")
+
+    def adopt(self, state: Tensor) -> Tensor:
+        return state
+
+
+class SharedSteps(Steps):
+    """The optimizers of a stream through several devices."""
+
+    def __init__(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool, team: Team) -> None:
+        super().__init__(chunk, overlap, device, store, makes_trips)
+        if makes_trips:
+            self._place = SharedTrips(chunk, device)
+        self._team, self._slabs = team, team.slabs
+        self._planes: dict[Unit, Planes] = {}
+        # Optimizers, in the order in which they first stepped.
+        self._numbers: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._edited: set[Unit] = set()
+
+    def add_unit(self, unit: Unit) -> None:
+        super().add_unit(unit)
+        if not unit.is_resident:
+            self._planes[unit] = Planes(unit, self._slabs)
+
+    def step_beside_backward(self, optimizer: optim.Optimizer | None) -> None:
+        # Steps of whole weights wait for each other, so all ranks take them in one order.
+        super().step_beside_backward(optimizer if type(optimizer) in ELEMENTWISE else None)
+
+    def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
+        """Give this rank's part of a unit's step to the thread, and return the end of all parts (Rule 1)."""
+        follow, place, count = self._team.board.follow, f"the step of {unit.name}", len(whose)
+        ready = follow(Stage.READY, unit.index, count, place, unit.wait_copy)
+        ended: Future[None] = Future()
+
+        def run_part() -> None:
+            try:
+                ready.result()
+                run()
+            except BaseException as error:
+                self._end(unit, ended, error)
+                return
+            stepped = follow(Stage.STEPPED, unit.index, count, place)
+            stepped.add_done_callback(lambda stepped: self._end(unit, ended, stepped.exception()))
+
+        self.thread.submit(run_part)
+        return ended
+
+    def _end(self, unit: Unit, ended: Future[None], error: BaseException | None) -> None:
+        if error is None and unit in self._edited:
+            self._edited.discard(unit)
+            for weight in unit.weights:
+                if weight.is_narrow:
+                    self._slabs.twin_of(weight.value).drop()
+            self._slabs.twin_of(unit.slab).drop()
+        for twin in self._planes[unit].edited if error is None else ():
+            twin.drop()
+        self._planes[unit].edited.clear()
+        unit.note_stepped()
+        unit.end_step()
+        ended.set_result(None) if error is None else ended.set_exception(error)
+
+    def _submit(self, unit: Unit, *args: Any) -> None:
+        if unit.is_edited():
+            self._edited.add(unit)
+        super()._submit(unit, *args)
+
+    def _step(self, unit: Unit, work: list[Work], sliced: SlicedOptimizer, state: Any) -> None:
+        own = [item for item in work if sliced.is_elementwise and _is_cut(item)]
+        if len(own) < len(work):
+            cut = {id(item.weight) for item in own}
+            whole = [item for item in work if id(item.weight) not in cut]
+            sliced.step(whole, state, self._place)
+            # What others publish would show in weights that this rank has not stepped.
+            self._team.board.follow(Stage.WHOLE, unit.index, len(whole), f"the step of {unit.name}").result()
+            self._edited.add(unit)
+        if unit in self._edited:
+            self._publish(unit)
+        rank = self._team.local_rank
+        cuts = [self._team.cut(item.weight.value.numel()) for item in own]
+        parts = [WeightPart(item.weight, cut, rank, self._slabs) for item, cut in zip(own, cuts, strict=True)]
+        planes = self._planes[unit]
+        planes.optimizer = self._numbers.setdefault(sliced.user, len(self._numbers))
+        mine = State(state, planes, parts, cuts, rank)
+        work = [self._part(*each, rank) for each in zip(own, parts, cuts, strict=True)]
+        sliced.step(work, cast(Any, mine), self._place)
+        mine.keep()
+        increment_version([item.weight.value for item in own])
+
+    @staticmethod
+    def _part(item: Work, part: Any, cut: Cut, rank: int) -> Work:
+        """Make the slicer's view of this rank's part of a weight and its gradient."""
+        grad = item.grad
+        if not isinstance(grad, GradientBytes):
+            return Work(part, cut.part_of(torch.empty_like(item.weight.value).copy_(grad), rank), item.group)
+        made = GradientPart(part, cut.part_of(grad.raw, rank), grad.arrived, None)
+        made.factors = grad.factors
+        return Work(part, made, item.group)
+
+    @torch.no_grad()
+    def _publish(self, unit: Unit) -> None:
+        """Copy this rank's parts of what the user wrote to the truth (Rule 2)."""
+        for weight in unit.weights:
+            cut, rank = self._team.cut(weight.value.numel()), self._team.local_rank
+            for face in (weight.value, weight.wire) if weight.is_narrow else (weight.value,):
+                cut.part_of(self._slabs.truth(face), rank).copy_(cut.part_of(weight.value, rank))
+
+    def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        super()._after(optimizer, args, kwargs)
+        if optimizer in self._adopted and not is_known(optimizer):  # the user's own code stepped whole weights
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            for unit in {unit for param in params if (unit := unit_of(param)) is not None and not unit.is_resident}:
+                self._edited.add(unit)
+                unit.begin_step(
+                    functools.partial(self._start, unit, unit.weights, functools.partial(self._publish, unit))
+                )
+                unit.window.drop(unit)
+
+
+def _is_cut(item: Work) -> bool:
+    """Whether ranks step parts of a weight: a number has none, and no gradient without strides has."""
+    return bool(item.weight.value.ndim) and getattr(item.grad, "layout", torch.strided) is torch.strided

@@ -1,0 +1,43 @@
+"""Several ranks that train by hand have the bits of DDP, and with more than two those of DDP with the tree's order."""
+
+import peer_runs
+import processes
+import pytest
+from peer_runs import Case
+
+pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
+SLOW = pytest.mark.slow
+CASES = [
+    Case("tied", "fused", accumulated=2, clipped=0.3, device="simgpu"),
+    Case("frozen", "sgd", options={"window": 1}),
+    Case("skipping", "adamw", accumulated=2, edits=True),
+    Case("pictures", "foreach", device="simgpu", options={"window": 1, "activations": "recompute+offload"}),
+    Case("plain", "adamw", accumulated=2, syncs=False),
+    Case("skipping", "adafactor", edits=True, device="simgpu", options={"host_memory": "pageable"}),
+    Case("skipping", "own", accumulated=2, edits=True),
+    Case("plain", "sgd", clipped=0.3, options={"optimizer_overlap": False}),
+]
+PRODUCT = [
+    Case(net, optimizer, accumulated, clipped)
+    for net in peer_runs.NETS
+    for optimizer in ("sgd", "adamw", "fused", "foreach")
+    for accumulated in (1, 3)
+    for clipped in (None, 0.3)
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.net}-{case.optimizer}-{case.device}")
+def test_two_ranks_have_the_bits_of_ddp(case):
+    assert processes.run(2, peer_runs.differences, case) == [[], []]
+
+
+@pytest.mark.parametrize("case", [CASES[2], *(pytest.param(case, marks=SLOW) for case in CASES)])
+def test_three_ranks_have_the_bits_of_the_tree(case):
+    assert processes.run(3, peer_runs.differences, case) == [[], [], []]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@SLOW
+def test_nets_optimizers_and_accumulation_have_the_bits_of_ddp(size):
+    found = processes.run(size, peer_runs.all_differences, PRODUCT)
+    assert all(not any(of_rank) for of_rank in found)

@@ -1,0 +1,203 @@
+"""Runs of several ranks by hand, through streaming and through DDP, for tests that compare their bits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import simccl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+import sp_lightning
+from sp_lightning.handle import stream
+
+DIM = 48
+
+
+class Block(nn.Module):
+    """A layer of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.up, self.down = (
+            nn.LayerNorm(DIM),
+            nn.Linear(DIM, DIM),
+            nn.Linear(DIM, 2 * DIM),
+            nn.Linear(2 * DIM, DIM),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.norm(x)).cumsum(1) / 9
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Language(nn.Module):
+    """A model of tokens, whose layers may be skipped."""
+
+    def __init__(self, tied: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(37, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.extra, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 37, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+        if frozen:
+            for part in (self.table, self.blocks[1], self.blocks[2].up):
+                part.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, skipped: tuple[Any, ...] = ()) -> Tensor:
+        hidden = self.table(tokens)
+        for index, block in enumerate(self.blocks):
+            if index not in skipped:
+                hidden = block(hidden)
+        if "extra" not in skipped:
+            hidden = hidden + self.extra(hidden)
+        return nn.functional.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    def data(self, generator: torch.Generator) -> Tensor:
+        return torch.randint(0, 37, (3, 7), generator=generator)
+
+
+class Pictures(nn.Module):
+    """Convolutions with batch norms, whose statistics are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stage = lambda i, o: nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU())  # noqa: E731
+        self.blocks = nn.ModuleList([stage(3, 12), stage(12, 24), stage(24, 24)])
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x: Tensor, skipped: tuple[Any, ...] = ()) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3))).square().mean()
+
+    def data(self, generator: torch.Generator) -> Tensor:
+        return torch.randn(4, 3, 9, 9, generator=generator)
+
+
+NETS: dict[str, Callable[[], Any]] = {
+    "plain": Language,
+    "tied": lambda: Language(tied=True),
+    "frozen": lambda: Language(frozen=True),
+    "skipping": Language,
+    "pictures": Pictures,
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "own": lambda params: Halving(params, {"lr": 0.1}),
+}
+SKIPPED = [(), (1,), ("extra",), (0, 3), (2, "extra")]
+
+
+class Halving(torch.optim.Optimizer):
+    """An optimizer of the user's own, with state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                    mean.lerp_(param.grad, 0.5)
+                    param.add_(mean, alpha=-group["lr"])
+
+
+class Case(NamedTuple):
+    """A run of so many steps."""
+
+    net: str = "plain"
+    optimizer: str = "adamw"
+    accumulated: int = 1
+    clipped: float | None = None
+    edits: bool = False
+    syncs: bool = True  # only in the last of the accumulated backwards
+    options: dict[str, Any] = {}
+    steps: int = 4
+    device: str = "cpu"
+
+
+def begin_group(device: str) -> Any:
+    """Begin the process group of a run."""
+    if not dist.is_initialized():
+        backend = "gloo" if device == "cpu" else simccl.register()
+        dist.init_process_group(backend, "env://", rank=int(os.environ["LOCAL_RANK"]))
+    return dist.group.WORLD
+
+
+def run(case: Case, streamed: bool) -> dict[str, Any]:
+    """Train on this rank, and return losses, norms, weights and state."""
+    group = begin_group(case.device)
+    rank, size = group.rank(), group.size()
+    torch.manual_seed(rank)  # the first rank's weights count
+    model = NETS[case.net]()
+    with contextlib.ExitStack() as stack:
+        if streamed:
+            handle = stack.enter_context(stream(model, case.device, group=group, units=blocks_of, **case.options))
+            called, no_sync = model, handle.no_sync
+        else:
+            called = DistributedDataParallel(model.to(case.device), find_unused_parameters=True)
+            no_sync = called.no_sync
+            if size > 2:
+                called.register_comm_hook(None, sp_lightning.tree_hook)
+        optimizer = OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad])
+        losses, norms = [], []
+        for step in range(case.steps):
+            for turn in range(case.accumulated):
+                data = model.data(torch.Generator().manual_seed(1000 * step + 10 * turn + rank)).to(case.device)
+                skipped = SKIPPED[(step * 3 + rank * 2 + turn) % 5] if case.net == "skipping" else ()
+                waits = no_sync() if turn + 1 < case.accumulated and case.syncs else contextlib.nullcontext()
+                with waits:
+                    loss = called(data, skipped)
+                    loss.backward()
+                losses.append(loss.item())
+            if case.clipped is not None:
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.clipped)))
+            optimizer.step()
+            optimizer.zero_grad()
+            if case.edits:
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(0.9)
+                    for state in list(optimizer.state.values())[:3]:
+                        for entry in state.values():
+                            if isinstance(entry, Tensor) and entry.ndim:
+                                entry.add_(0.01)
+        weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        state = tree_map_only(Tensor, lambda tensor: tensor.cpu().clone(), optimizer.state_dict())
+    return {"losses": losses, "norms": norms, "weights": weights, "state": state}
+
+
+def blocks_of(module: Any) -> list[nn.Module]:
+    return list(module.blocks)
+
+
+def differences(case: Case) -> list[str]:
+    """Train both ways, and say what differs."""
+    plain, ours = run(case, streamed=False), run(case, streamed=True)
+    found = [name for name in ("losses", "norms") if plain[name] != ours[name]]
+    found += [name for name, value in plain["weights"].items() if not torch.equal(value, ours["weights"][name])]
+    theirs, mine = plain["state"]["state"], ours["state"]["state"]
+    if list(theirs) != list(mine):
+        return [*found, f"state of {list(mine)}"]
+    for index, entry in theirs.items():
+        for key, value in entry.items():
+            same = torch.equal(value, mine[index][key]) if isinstance(value, Tensor) else value == mine[index][key]
+            if not same:
+                found.append(f"state {index} {key}")
+    return found
+
+
+def all_differences(cases: list[Case]) -> list[list[str]]:
+    """Say of each case what differs."""
+    return [differences(case) for case in cases]
