@@ -190,7 +190,8 @@ class Handle:
             self._narrow = streams & casts_of(module, None if settings.master_weights else settings.wire)
             plain_rest = [(name, param) for name, param in rest if id(param) not in of_wholes]
             host_params = [params for _, _, params, _ in on_host] + [plain_rest] * settings.master_weights
-            self.store.choose(host_params, self._wire_of, settings.master_weights)
+            window = 1 if settings.window == "auto" else settings.window
+            self.store.choose(host_params, self._wire_of, settings.master_weights, window)
             made = [self._add_unit(*given) for given in on_host]
             self._entries = {root: unit for part, unit in zip(streamed, made, strict=True) for _, root in part.modules}
             if plain_rest:

@@ -29,6 +29,7 @@ from .spans import Span, SpanWindow, cut
 log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Sequence[Span])
+BESIDE = 4  # times the largest unit: one that arrives, the gradients of one, and two packs of them
 
 
 class Place(NamedTuple):
@@ -136,7 +137,11 @@ class Store:
         self._scratch: ScratchFile | None = None
 
     def choose(
-        self, units: Sequence[Sequence[tuple[str, nn.Parameter]]], wire_of: Callable[[Any], torch.dtype], masters: bool
+        self,
+        units: Sequence[Sequence[tuple[str, nn.Parameter]]],
+        wire_of: Callable[[Any], torch.dtype],
+        masters: bool,
+        window: int,
     ) -> None:
         """Choose what is in files.
 
@@ -144,6 +149,7 @@ class Store:
             units: The parameters of each unit whose bytes are on the host.
             wire_of: Returns the type in which a parameter travels from memory.
             masters: Whether that is the type in which it computes, so that it has to travel in it from a file, too.
+            window: How many units are where it computes.
         """
         if self._budget is None and self._disk is None:
             return
@@ -155,7 +161,10 @@ class Store:
         counted = [self._count(unit, wire_of) for unit in units]
         largest = max((sum(param.nbytes for _, param in unit) for unit in units), default=0)
         nbytes = blocks(min(pipeline.MOST, max(pipeline.LEAST, budget // 64), max(largest, pipeline.SMALLEST)))
-        self.placement = placement = choose(counted, budget, self._disk is not None, (COUNT + DOWN) * nbytes)
+        buffers = (COUNT + DOWN) * nbytes
+        if self._device.is_host:  # whose memory has the units that compute, their gradients and packs of these
+            buffers += (window + BESIDE) * largest
+        self.placement = placement = choose(counted, budget, self._disk is not None, buffers)
         if placement.host > budget > 0:
             raise self._not_met(budget)
         if placement.is_in_memory:
