@@ -1,14 +1,8 @@
 """When an optimizer may step: beside backward, after it, or beside the next forward, by the user hooks that run between
 them.
 
-1. A hook between backward and the optimizer step may read or change gradients. If there is one, no unit is stepped
-   while backward runs (pending_step.py).
-2. A hook between the optimizer step and the next forward changes nothing: where it reads a weight, it waits for that
-   weight's step, as all code does (pending_step.py, Rule 6).
-3. Where SLURM may requeue a job, a signal handler of Lightning's saves a checkpoint at any time, which is of one step
-   only if no unit is stepped while backward runs. One that comes while several ranks step is an error.
-4. Methods of Lightning's classes and of this package's are known. Methods of any other class, and methods set on an
-   object, may read anything.
+A hook between the optimizer's step and the next forward changes nothing: where it reads a weight, it waits for that
+weight's step, as all code does.
 """
 
 from __future__ import annotations
@@ -32,7 +26,11 @@ SAVING = ("on_save_checkpoint",)
 
 
 def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, optimizer: Optimizer) -> str | None:
-    """Say which hook or setting needs final gradients before the optimizer steps, or return None (Rules 1 and 3)."""
+    """Say which hook or setting needs final gradients before the optimizer steps, or return None.
+
+    A hook between backward and the step may read or change gradients: if there is one, no unit is stepped while
+    backward runs. Nor is it where SLURM may requeue the job: Lightning's signal handler saves a checkpoint at any time.
+    """
     plugin, environment = strategy.precision_plugin, getattr(strategy, "cluster_environment", None)
     if not module.trainer.callbacks:  # type: ignore[attr-defined]  # the strategy adds one, which Lightning's tuner takes out
         return "in trials of a tuner, which may fail in backward and are followed by others"
@@ -92,7 +90,7 @@ def _has_own(hook: str, part: object, base: type) -> bool:
 
 
 def _overrides(part: object, methods: Collection[str]) -> str | None:
-    """Name the first of these methods that comes from the user's code (Rule 4)."""
+    """Name the first of these methods that comes from the user's code: not from Lightning's classes, nor from ours."""
     known = ("lightning", "pytorch_lightning", "lightning_fabric", "sp_lightning")
     places = [part, *(kind for kind in type(part).__mro__ if kind.__module__.partition(".")[0] not in known)]
     method = next((method for place in places for method in methods if method in vars(place)), None)
