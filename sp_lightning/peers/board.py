@@ -20,7 +20,7 @@ SHORTEST, LONGEST = 5e-5, 1e-3  # seconds between two looks
 
 
 class Stage(enum.IntEnum):
-    """What ranks say of a unit's weights."""
+    """The stages of a unit's weights that ranks tell each other."""
 
     ARRIVED = 0  # this rank's gradients are on the host
     READY = 1  # nothing of this rank reads what a step will write
@@ -29,7 +29,7 @@ class Stage(enum.IntEnum):
 
 
 class Alarm(Protocol):
-    """What notices that another rank does not come."""
+    """A watch that notices when another rank does not come."""
 
     error: BaseException | None
 

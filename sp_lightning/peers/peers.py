@@ -1,4 +1,4 @@
-"""What a stream through several devices has in the place of `Alone`."""
+"""The part of a stream through several devices that stands in the place of `Alone`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 1. A rank begins a unit's step once no rank reads what is stepped, and has called the step or is past its backward. The
    step is over when every rank has stepped its parts.
-2. Before it steps, a rank copies its parts of what its user wrote (memory.py, Rule 2) to the truth. All ranks make
+2. Before it steps, a rank copies its parts of what its user wrote (memory.py) to the truth. All ranks make
    alike edits, so the truth is whole then; at the end of the step the user's own pages are given up.
 3. State is whole in memory that ranks share, too: a checkpoint of any number of ranks is that of one device. Numbers,
    such as a count of steps, are each rank's own.

@@ -56,7 +56,7 @@ class Team:
         """Note where the board's thread waits; None: it does not."""
 
     def cut(self, numel: int) -> Cut:
-        """Return how so many elements are cut among the ranks of the machine."""
+        """Return how a number of elements is cut among the ranks of the machine."""
         return Cut.of(numel, self.local)
 
     # ---- gradients

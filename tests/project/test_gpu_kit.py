@@ -53,6 +53,7 @@ def test_runs_on_a_gpu_have_the_plain_runs_bits(part, tmp_path):
     assert differences(tmp_path, part, "cuda", "3") == {None}
 
 
+@slow
 def test_processes_of_a_campaign_end_when_asked_also_within_a_fit():
     code = """
 import sys, threading, time, os, signal
@@ -237,6 +238,7 @@ def campaign_of(tmp_path, monkeypatch, capsys):
     return run
 
 
+@slow
 def test_rows_of_a_measured_machine_stand_beside_their_plans(campaign_of):
     code = "import dataclasses, json\nfrom sp_lightning.plan.machines import MACHINES\n"
     _, found, _ = campaign_of(code + "print(json.dumps(dataclasses.asdict(MACHINES['h200'])))")
@@ -245,6 +247,7 @@ def test_rows_of_a_measured_machine_stand_beside_their_plans(campaign_of):
     assert found["machine"]["name"] == "h200" and found["unplanned"] is None
 
 
+@slow
 def test_rows_are_measured_where_the_machine_is_too_noisy(campaign_of):
     status, found, said = campaign_of(f"import sys\nsys.exit('a traceback\\n{NOISY}')")
     assert [row["step_s"] for row in found["rows"]] == [{"median": 0.5}] and status == 0
@@ -252,6 +255,7 @@ def test_rows_are_measured_where_the_machine_is_too_noisy(campaign_of):
     assert f"no plans: {found['unplanned']}" in said and found["unplanned"].endswith(NOISY)
 
 
+@slow
 def test_rows_are_measured_where_the_machine_takes_too_long(campaign_of, monkeypatch):
     import measured
 

@@ -184,8 +184,8 @@ def test_a_recipe_resumes_from_a_plain_checkpoint(recipe):
     parity.compare(left(plain), left(resumed))
 
 
+@SLOW
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.few(1)
 def test_a_script_of_trl_has_the_plain_runs_bits(name):
     from safetensors.torch import load_file
 
@@ -411,8 +411,8 @@ def test_packed_documents_do_not_see_each_other(family):
 # --- Plans
 
 
+@SLOW
 @pytest.mark.parametrize("recipe", ["lora_llm", "finetune_llm", "predict"])
-@pytest.mark.few(1)
 def test_a_recipe_is_planned_without_weights(recipe, capsys):
     from examples.common import tiny
 

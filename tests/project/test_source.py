@@ -20,7 +20,7 @@ import pytest
 pytestmark = pytest.mark.quick
 
 ROOT = pathlib.Path(__file__).parents[2]
-FOLDERS = ("sp_lightning", "tests", "benchmarks", "examples")
+FOLDERS = ("sp_lightning", "benchmarks", "examples")
 PACKAGE = "sp_lightning"
 CODE = (".py", ".cpp", ".h")
 PATH = r"[\w./-]*\w\.(?:py|cpp|h)\b"
