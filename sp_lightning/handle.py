@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from .compat.dynamo import never_compiled
 from .compat.streaming import call_slot, forbid_access, graph_task, storage_id, tree_map_only
 from .compat.tensors import consists_of_tensors
 from .core.telemetry import Stats, StepListener
@@ -38,7 +39,7 @@ from .stream import parameters
 from .stream.activations import Activations
 from .stream.gradients import recover
 from .stream.lazy import set_requires_grad
-from .stream.leaf import Part, Weight, WholeWeight, casts_of, check_moves, pack_weights
+from .stream.leaf import Part, Weight, WholeWeight, casts_of, check_moves, has_form_of, pack_weights
 from .stream.unit import HeldUnit, ResidentUnit, Unit
 from .stream.visits import Visit
 from .stream.window import Window
@@ -178,7 +179,6 @@ class Handle:
         wholes = [whole for part in kept for whole in part.wholes]
         of_wholes = {id(tensor) for whole in wholes for _, tensor in whole.parts}
         plain = [(param, param.data) for _, param in rest]
-        self._is_in_scope = False
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
         self._visits: dict[nn.Module, Visit] = {}
@@ -228,16 +228,16 @@ class Handle:
     @contextlib.contextmanager
     def scope(self, kind: str) -> Iterator[None]:
         """Run a step of the module. Errors of the module's code that streaming causes say what to do."""
-        if self._is_in_scope:
+        if self.window.is_in_step:
             yield
             return
         self._begin_step(kind)
-        self._is_in_scope = True
+        self.window.is_in_step = True
         try:
             with self.explaining():
                 yield
         finally:
-            self._is_in_scope = False
+            self.window.is_in_step = False
 
     def _begin_step(self, kind: str) -> None:
         trains = torch.is_grad_enabled()
@@ -452,13 +452,13 @@ class Handle:
 
     # ---- between steps
 
-    def _outermost(self, is_entry: bool) -> AbstractContextManager[None]:
+    def _outermost(self, is_root: bool) -> AbstractContextManager[None]:
         """Place what was added or compiled since the last call, and return the context of an outermost call.
 
-        Such a call is a step, unless it is in one. Where a loop of the user's calls units, the first of them after each
-        optimizer step is.
+        A call of the root is a step, unless it is in one. Where a loop of the user's calls its parts, the first of them
+        after each optimizer step is.
         """
-        is_first = not is_entry or self.steps.has_stepped
+        is_first = is_root or self.steps.has_stepped
         if is_first:
             self.steps.has_stepped = False
             for visit in self._visits.values():
@@ -469,16 +469,26 @@ class Handle:
             self._place_new()
         return self.scope("forward") if is_first and graph_task() == -1 else contextlib.nullcontext()
 
+    @never_compiled
     def _place_new(self) -> None:
         """Stream parameters that replaced others, and keep new ones on the device."""
         self._slots = slots(self.module)
         known = {id(weight.host) for weight in self.weights}
         known |= {id(whole.host) for unit in self.units for whole in unit.wholes}
+        gone = {weight.name: weight for weight in self.weights if weight.slots and weight.host not in self._slots}
+        named = []
+        for name, param in self.module.named_parameters():
+            if id(param) in known:
+                continue
+            parameters.let_go_of_weight(param)
+            if name in gone and gone[name].place is None and has_form_of(gone[name], param):
+                parameters.replace(gone[name], param)
+            else:
+                named.append((name, param))
         for weight in self.weights:
             weight.slots = self._slots.get(weight.host, [])
         for unit in self.units:
             unit.note_slots()
-        named = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
         for name, param in named:
             if consists_of_tensors(param):
                 raise UnsupportedError(

@@ -190,6 +190,12 @@ class Device:
         """The stream on which the calling thread launches kernels."""
         return self.current_stream()
 
+    @functools.cached_property
+    def rounds_factors(self) -> bool:
+        """Whether a number on the device is rounded to the type of a narrower tensor that it multiplies."""
+        narrow = torch.tensor([1 + 2**-7], dtype=torch.bfloat16, device=self.torch_device)
+        return bool(narrow.clone().mul_(torch.tensor(1 + 2**-8, device=self.torch_device)).eq(narrow))
+
     def synchronize(self) -> None:
         """Wait for what the calling thread's stream has queued."""
         self.compute.synchronize()

@@ -56,6 +56,7 @@ class Steps:
         self._early_steps = EarlySteps()
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self._failed = Outcome()  # of the last step that ended half-way
+        self._was_in_step = False  # whether the user's call of step came in the code of a step
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -155,8 +156,9 @@ class Steps:
     def _before(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Step what is streamed, and give the optimizer's own code a shadow with the rest."""
         recover()
-        groups = self._groups(optimizer)
-        if not groups:
+        window = next(iter(self._units)).window
+        self._was_in_step, window.is_in_step = window.is_in_step, False  # an optimizer of the user's steps on the host
+        if not self._groups(optimizer):
             return None
         self.has_stepped = True
         self.check_whole()
@@ -168,23 +170,24 @@ class Steps:
                     f" {type(optimizer).__name__} is none of them: step it with optimizer_device='host'"
                 )
             return None
-        rest = [
-            {**group, "params": [param for param in group["params"] if self._weight(param) is None]}
-            for group in args[0].param_groups  # those of a shadow, where the optimizer is another stream's as well
-        ]
-        shadow = shadow_of(args[0], rest)
+        own = args[0]  # a shadow, where the optimizer is another stream's as well
+        shadow = shadow_of(own, [])
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
         def closure_and_step() -> Any:  # also without the user's: the optimizer's own hooks on steps come before it
-            result = None if closure is None else closure()
-            self._take(optimizer, groups)
+            result = None if closure is None else closure()  # a first call in it streams what was added
+            for group in own.param_groups:
+                rest = [param for param in group["params"] if self._weight(param) is None]
+                shadow.param_groups.append({**group, "params": rest})
+            self._take(optimizer)
             return result
 
         return (shadow, closure_and_step), {}
 
-    def _take(self, optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
+    def _take(self, optimizer: optim.Optimizer) -> None:
         """Step the streamed weights that have gradients, but for those that were stepped beside backward."""
         self.adopt(optimizer)
+        groups = self._groups(optimizer)
         state: Any = optimizer.state
         whose = []
         with without_dispatch():
@@ -220,6 +223,7 @@ class Steps:
             raise
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        next(iter(self._units)).window.is_in_step = self._was_in_step
         if optimizer in self._adopted and not self._overlap:
             _wait_steps(optimizer)
         if optimizer in self._adopted and not is_known(optimizer):
@@ -332,8 +336,8 @@ class Steps:
             if isinstance(grad, GradientBytes):
                 grad.step = future
         is_watched = all(isinstance(grad, GradientBytes) and not grad.is_exposed for _, grad, _ in work)
-        if unit.is_open or not is_watched or sliced.makes_numbers(whose, state):
-            unit.wait_step()  # nothing watches gradients that the user made, or arrays that the user has
+        if not is_watched or sliced.makes_numbers(whose, state):
+            unit.wait_step()  # nothing watches gradients that the user made
 
     def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
         """Give a unit's step to the thread, and return its end."""

@@ -43,16 +43,22 @@ from .unit import Unit
 
 # Functions whose results are over a gradient's bytes, and no tensors.
 EXPOSING = {*ARRAYS, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
+JOINING = {torch.stack, torch.cat, torch.hstack}  # functions that make one tensor of a list
 
 
 class Norm(Tensor):
-    """A gradient's norm on the device, where clipping stacks and sums norms as in a plain run."""
+    """A gradient's norm on the device, where clipping stacks and sums norms as in a plain run.
+
+    Joined with tensors on the host it is one of them, as between steps all weights and gradients are.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.to and isinstance(args[0], Norm):
             return args[0]  # clipping asks for the device of the first gradient
         with without_dispatch():
+            if func in JOINING and any(tensor.device.type == "cpu" for tensor in args[0]):
+                args = [tensor.cpu() for tensor in args[0]], *args[1:]
             return func(*args, **(kwargs or {}))
 
 
@@ -213,12 +219,13 @@ class HostGradient(Lazy, Tensor):
         if func in METADATA:
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
+        if func in DEFERRED:
+            answer = DEFERRED[func](*args, **(kwargs or {}))
+            if answer is not NotImplemented:
+                return answer
         moved: list[BroughtDown] = []
         args, kwargs = _on_host(args, moved), _on_host(kwargs or {}, moved)
-        answer = DEFERRED[func](*args, **kwargs) if func in DEFERRED else NotImplemented
-        if answer is NotImplemented:
-            answer = super().__torch_function__(func, types, args, kwargs)
-        return _keep_writes(answer, moved)
+        return _keep_writes(super().__torch_function__(func, types, args, kwargs), moved)
 
     def plain(self) -> Tensor:
         """Return the true gradient, over the same bytes, as a tensor that nothing watches."""
@@ -326,14 +333,29 @@ def _norms(gradients: Any, ord: Any = 2, **kwargs: Any) -> Any:
 
 
 def _multiply(gradients: Any, factor: Any) -> Any:
-    is_number = isinstance(factor, (int, float)) or (type(factor) is Tensor and not factor.ndim)
+    is_number = isinstance(factor, (int, float)) or (type(factor) in (Tensor, Norm) and not factor.ndim)
     if not is_number or not all(isinstance(one, HostGradient) and one.is_unread for one in gradients):
         return NotImplemented
-    factor = factor.clone() if isinstance(factor, Tensor) else factor
+    noted: dict[torch.dtype, Any] = {}
     for gradient in gradients:
-        gradient.content.wait_added()  # or the sum would be of a multiplied gradient and of one that is not
-        gradient.content.factors.append(factor)
+        content = gradient.content
+        content.wait_added()  # or the sum would be of a multiplied gradient and of one that is not
+        if gradient.dtype not in noted:
+            noted[gradient.dtype] = _noted(factor, gradient.dtype, content.weight.unit.device)
+        content.factors.append(noted[gradient.dtype])
     return gradients
+
+
+def _noted(factor: Any, dtype: torch.dtype, device: Device) -> Any:
+    """Return a factor on the host, with the bits by which the device's kernels multiply a gradient of this type.
+
+    One on the host counts as one on the device: clipping brings it to where the gradients are.
+    """
+    if not isinstance(factor, Tensor):
+        return factor
+    is_rounded = dtype.itemsize < factor.itemsize and device.rounds_factors
+    with without_dispatch():
+        return factor.to("cpu", dtype if is_rounded else factor.dtype, copy=True)
 
 
 def _multiply_one(gradient: Any, factor: Any) -> Any:

@@ -11,6 +11,7 @@ backward is that of the cast; any other function gets the weight in its own type
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -37,6 +38,7 @@ class Visitor(Protocol):
     """The window of a stream, as leaves and units know it."""
 
     is_in_call: bool  # whether a call of a streamed module is under way
+    is_in_step: bool  # whether the code of a step is
 
     def using(self, units: Sequence[Any]) -> AbstractContextManager[None]:
         """Keep units on the device meanwhile, under hooks that save their weights as references."""
@@ -86,12 +88,18 @@ class Weight:
         self.uses = 0  # gradients that came through what was lent
         self.is_half_applied = False  # stepped beside a backward, and the user has not called the step yet
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
+        # The user's views of the host's bytes, by their ids.
+        self.aliases: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def keep_written(self) -> None:
+    def keep_written(self, made: Tensor) -> None:
         """Keep what a function wrote to the tensor that it was given for the weight; raise if that is not possible."""
-        if self.is_lent:
+        if self.is_lent and (self.unit.depth or made.dtype != self.value.dtype):
             raise self.lost_write()
-        if not self.unit.depth:  # or the end of the call keeps it
+        if self.is_lent:
+            self.unit.before_host_access(self)
+            with torch.no_grad(), without_dispatch():
+                self.value.as_strided(made.size(), made.stride(), made.storage_offset()).copy_(made)
+        elif not self.unit.depth:  # or the end of the call keeps it
             self.unit.keep_write(self)
 
     def lost_write(self) -> ExactnessError:
@@ -234,11 +242,16 @@ def show_versions(weights: Sequence[Weight], versions: Sequence[int]) -> None:
             weight.shown = version
 
 
+def has_form_of(weight: Weight, data: Tensor) -> bool:
+    """Whether data has the weight's shape, type and memory format."""
+    like = weight.value
+    return data.shape == like.shape and data.dtype == like.dtype and _strides(data) == _strides(like)
+
+
 def check_form(weight: Weight, data: Tensor) -> None:
     """Raise if data that the user assigns to a weight has another shape, type or memory format."""
     like = weight.value
-    is_like = data.shape == like.shape and data.dtype == like.dtype
-    if not is_like or _strides(data) != _strides(like):
+    if not has_form_of(weight, data):
         raise UnsupportedError(
             f"{weight.name}.data of {like.dtype} {list(like.shape)} in strides {list(like.stride())} gets"
             f" {data.dtype} {list(data.shape)} in {list(data.stride())}: a streamed weight keeps its shape, type and"
@@ -301,7 +314,7 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         for weight, made, version in written:
             if version_of(made) != version:
-                weight.keep_written()
+                weight.keep_written(made)
     return result
 
 

@@ -1,7 +1,8 @@
 """The user's parameters while they are streamed: the same objects, with a class whose functions wait for the bytes.
 
 Between steps they are host tensors. Inside a step they are the device's: where autograd records what is read of them,
-where a function gets them together with tensors on the device, and inside the call of a streamed module.
+where a function gets them together with tensors on the device, inside the call of a streamed module, and in the code of
+a Trainer's step, unless a function gets them together with tensors on the host.
 """
 
 from __future__ import annotations
@@ -64,9 +65,14 @@ ON_HOST |= {
 class Watched(Lazy):
     """Bytes of a weight on the host. Functions wait for a pending step, and results over the same bytes do, too."""
 
+    alias_of: Weight | None = None  # whose bytes these are, where it is not the weight itself
+
     def weight_of(self) -> Weight | None:
-        """Return the weight; None: this is a copy."""
-        return None
+        """Return the weight; None: this is a copy, or the stream has ended."""
+        if (own := weights.get(id(self))) is not None:
+            return own
+        weight = self.alias_of
+        return weight if weight is not None and weights.get(id(weight.host)) is weight else None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +88,7 @@ class Watched(Lazy):
             nonlocal has_leaves
             if (weight := tensor.weight_of()) is None:
                 return tensor
-            if isinstance(tensor, Alias):
+            if tensor is not weight.host:
                 tensor.before()
                 with without_dispatch():
                     return tensor.to(weight.leaf.device)
@@ -106,22 +112,34 @@ class Watched(Lazy):
         if (weight := self.weight_of()) is None:
             return
         if func in ARRAYS:
-            weight.unit.is_open = True
+            weight.unit.epoch += 1  # the user is about to write
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if type(tensor) is Tensor and shares_bytes(tensor, weight.value):
                 tensor.__class__ = Alias
-                tensor.weight, tensor.version = weight, version_of(tensor)  # type: ignore[attr-defined]
+                tensor.alias_of, tensor.version = weight, version_of(tensor)  # type: ignore[attr-defined]
+                tensor.is_detached = func is Tensor.detach and self is weight.host  # type: ignore[attr-defined]
+                weight.aliases[id(tensor)] = tensor
 
 
 class Alias(Watched, Tensor):
     """A view of a weight's bytes that the user has."""
 
-    weight: Weight
     version: int  # after the last write that was noted
+    is_detached: bool  # whether it is `weight.detach()`
 
-    def weight_of(self) -> Weight | None:
-        weight = getattr(self, "weight", None)
-        return weight if weight is not None and weights.get(id(weight.host)) is weight else None
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Take the weight's class if this is `weight.detach()`, as `nn.Parameter(weight)` demands."""
+        with without_dispatch():
+            super().requires_grad_(requires_grad)
+        if self.is_detached and self.alias_of is not None:
+            self.__class__ = type(self.alias_of.host)  # type: ignore[assignment]
+        return self
+
+    def keep(self, before: Tensor) -> None:
+        """Lie in memory that has what the weight was: the weight is about to get other data."""
+        form = self.storage_offset(), self.size(), self.stride()
+        set_data(self, torch.empty(0, dtype=self.dtype).set_(before.untyped_storage(), *form))
+        self.alias_of = None
 
     def after(self, func: Any, result: Any) -> None:
         super().after(func, result)
@@ -149,11 +167,36 @@ class Alias(Watched, Tensor):
 class LeafView(Tensor):
     """A view of a weight on the device that code outside of any call has, where autograd records.
 
-    Its `.data` is the host's: what is written to it there reaches the weight.
+    Functions find the weight's bytes of the time in it, and what they write to it reaches the weight. Its `.data` is
+    the host's.
     """
 
-    __torch_function__ = nn.Parameter.__torch_function__  # functions of it are as those of a plain tensor
     weight: Weight
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = [] if func in METADATA else list(found_in((args, kwargs), LeafView))
+        with without_dispatch():
+            for view in views:
+                view.renew()
+            versions = [view._version for view in views]
+            result = func(*args, **(kwargs or {}))
+            for view, version in zip(views, versions, strict=True):
+                if view._version != version:
+                    view.weight.keep_written(view)
+            if views:
+                _note_views(views[0].weight, result)
+            return result
+
+    def renew(self) -> None:
+        """Take over the weight's bytes as they are now."""
+        weight = self.weight
+        if weights.get(id(weight.host)) is not weight:
+            return
+        unit = weight.unit
+        unit.window.visit(unit)
+        now = weight.value.to(weight.there.device) if weight.is_lent else unit.memory.flat.view(self.dtype)
+        set_data(self, now.as_strided(self.size(), self.stride(), self.storage_offset()))
 
     @property
     def data(self) -> Tensor:
@@ -209,8 +252,9 @@ class HostParameter(Watched, nn.Parameter):
             recover()
         if func in METADATA and (func != set_grad or args[1] is None):
             with without_dispatch():
-                if func in PLACE and (weight := weights.get(id(args[0]))) is not None and weight.unit.window.is_in_call:
-                    return func(weight.leaf)
+                if func in PLACE and (weight := weights.get(id(args[0]))) is not None:
+                    window = weight.unit.window
+                    return func(weight.leaf if window.is_in_call or window.is_in_step else args[0])
                 result = func(*args, **(kwargs or {}))
                 if func in FREEZING and (weight := weights.get(id(args[0]))) is not None:
                     _prepare(weight)
@@ -222,9 +266,6 @@ class HostParameter(Watched, nn.Parameter):
         if func is torch.autograd.backward:  # whose hooks are the user's code
             return func(*tree_map_only(HostParameter, _edge_of, args), **tree_map_only(HostParameter, _edge_of, kwargs))
         return super().__torch_function__(func, types, args, kwargs)
-
-    def weight_of(self) -> Weight | None:
-        return weights.get(id(self))
 
     def set_(self, source: Any, *args: Any) -> Any:
         """Take over another tensor's values, as removed parametrizations have it: torch does not dispatch this."""
@@ -270,11 +311,16 @@ def _is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
     ):
         return True
     tensors = list(found_in((args, kwargs), Tensor))
-    found = [weight for each in tensors if isinstance(each, Watched) and (weight := each.weight_of()) is not None]
+    watched = [each for each in tensors if isinstance(each, Watched)]
+    found = [weight for each in watched if (weight := each.weight_of()) is not None]
     if any(weight.unit.window.is_in_call for weight in found):
         return True
     where = {weight.leaf.device for weight in found}
-    return any(each.ndim and each.device in where and each.device.type != "cpu" for each in tensors)
+    others = {each.device for each in tensors if each.ndim and not isinstance(each, Watched)}
+    if others:
+        return any(device.type != "cpu" for device in where & others)
+    is_in_step = any(weight.unit.window.is_in_step for weight in found)
+    return is_in_step and all(id(each) in weights for each in watched)  # what is written to an alias is the host's
 
 
 def _prepare(weight: Weight) -> None:
@@ -314,14 +360,45 @@ def _write_data(param: HostParameter, data: Tensor) -> None:
     """Write other data to the parameter's place."""
     weight = weights.get(id(param))
     if weight is None:  # a copy
-        set_data(param, data)
+        with without_dispatch():
+            set_data(param, data)
         return
     check_form(weight, data)
     param.before()
     weight.unit.epoch += 1
     with without_dispatch():
+        if weight.aliases and not shares_bytes(data, weight.value):
+            _let_go_of_aliases(weight, data_of(param).clone())
         data_of(param).copy_(data)
         increment_version(param)  # what autograd saved of the weight is overwritten, which a plain run keeps
+
+
+def _let_go_of_aliases(weight: Weight, before: Tensor) -> None:
+    """Leave to the user's views of a weight what it was before."""
+    for alias in weight.aliases.values():
+        alias.keep(before)
+    weight.aliases.clear()
+
+
+def let_go_of_weight(param: nn.Parameter) -> None:
+    """Make a parameter plain that was made over the bytes of a streamed one; it gets bytes of its own."""
+    if isinstance(param, Watched):
+        param.before()
+        vars(param).pop("alias_of", None)
+        param.__class__ = getattr(param, "plain", nn.Parameter)
+
+
+def replace(weight: Weight, host: nn.Parameter) -> None:
+    """Stream another parameter in the place of a weight's, which becomes plain; it has the same form."""
+    weight.unit.before_host_access(weight)
+    with without_dispatch():
+        before = weight.value.clone()
+        _let_go_of_aliases(weight, before)
+    old = weight.host
+    _make_plain(weight)
+    old.data = before
+    weight.unit.replace(weight, host)
+    watch(weight)
 
 
 def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:
@@ -385,6 +462,10 @@ def release(weight: Weight) -> None:
         if weight.leaf.requires_grad:
             refuse: Any = functools.partial(_refuse, weight.name)
             Tensor.register_post_accumulate_grad_hook(weight.leaf, refuse)  # type: ignore[no-untyped-call]
+    _make_plain(weight)
+
+
+def _make_plain(weight: Weight) -> None:
     weight.end_of_graph = None
     release_gradient(weight.host)
     weight.host.__class__ = getattr(weight.host, "plain", nn.Parameter)

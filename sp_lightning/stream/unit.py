@@ -109,7 +109,6 @@ class Unit:
         self.calls = 0  # forwards since steps are taken beside backward
         self.epoch = 0
         self.is_final = False  # stepped beside this backward, which may go on with the bytes on the device
-        self.is_open = False  # the user has an array over the bytes, and may write at any time
         # The bytes, in this call, of leaves that the user may write behind their versions.
         self.exposed: dict[Weight, Tensor] = {}
         self.copies: list[tuple[Weight, Tensor, int]] = []  # `.data` of what travels in another type, and its version
@@ -137,9 +136,7 @@ class Unit:
     def _allocate(self) -> None:
         nbytes = sum(aligned(weight.nbytes) for weight in self.weights if weight.place is None)
         self.slab = self.device.slab(nbytes) if nbytes else NOTHING
-        self.truth = (
-            self.device.slabs.truth(self.slab) if nbytes else NOTHING
-        )
+        self.truth = self.device.slabs.truth(self.slab) if nbytes else NOTHING
 
     def _adopt(self, weight: Weight, blank: Tensor) -> None:
         """Move a parameter's bytes into the slab, and make its leaf."""
@@ -171,6 +168,18 @@ class Unit:
         self.device.slabs.fill(weight.wire, host.data)
         host.data = self.device.slabs.keep(host.data) if weight.is_narrow else weight.wire
         weight.value = host.detach()
+
+    def replace(self, weight: Weight, host: Any) -> None:
+        """Have another parameter of the same form in a weight's place, from now on."""
+        weight.host = host
+        with torch.inference_mode(False), without_dispatch():
+            self._take_bytes(weight)
+            increment_version(weight.there)  # what autograd saved is overwritten
+        weight.leaf.__dict__ = host.__dict__
+        weight.shown = weight.value._version
+        self._hosts = [each.host for each in self.weights]
+        self._values = [each.value for each in self.weights]
+        self.epoch += 1
 
     def note_slots(self) -> None:
         """Note anew where the modules have the parameters."""
@@ -205,11 +214,9 @@ class Unit:
         flat, stamp = self.memory.flat, self._now()
         copied = self.device.send_up(flat[: self.slab.nbytes], source, recorded=recorded)
         if self._filed is not None:
-            copied = self._filed.send_up(flat, copied, None if self.is_open else stamp)
+            copied = self._filed.send_up(flat, copied, stamp)
         self.memory.arrived = self._copied = copied
         self._stamp = stamp
-        if self.is_open:
-            self.wait_copy()  # nothing makes the user's next write to the array wait
 
     def _now(self) -> Stamp:
         return self.epoch, list(map(stored_version, self._values))
@@ -219,11 +226,11 @@ class Unit:
         if self.memory.state is Presence.ABSENT or self.is_final or self._stamp is None:
             return False
         has_failed = self._filed is not None and self._filed.has_failed
-        return self.is_open or has_failed or self._stamp != self._now()
+        return has_failed or self._stamp != self._now()
 
     def is_edited(self) -> bool:
         """Whether the slab may have other bytes than its truth, as the user wrote to it since the last step."""
-        return self.truth is self.slab or self.is_open or self.stepped != self._now()
+        return self.truth is self.slab or self.stepped != self._now()
 
     def _cast(self) -> None:
         """Make the copies that travel in another type anew."""
@@ -398,6 +405,11 @@ class ResidentUnit(Unit):
         weight.value = host.detach()
         weight.is_ahead = True
 
+    def replace(self, weight: Weight, host: Any) -> None:
+        super().replace(weight, host)
+        with torch.no_grad():
+            self._on_device(weight).copy_(self.sources.pop())
+
     def load(self, here: Any) -> None:
         """Copy the weights up, and drop the host's bytes."""
         self.memory.allocate(here)
@@ -418,7 +430,7 @@ class ResidentUnit(Unit):
         super().show(here)
 
     def is_stale(self) -> bool:
-        return self.is_open or self._stamp != self._now()
+        return self._stamp != self._now()
 
     def _refresh(self) -> None:
         """Copy up what the host has written; the memory and the leaves stay."""
@@ -456,8 +468,6 @@ class ResidentUnit(Unit):
             increment_version(weight.value)
         weight.shown = weight.value._version
         self._stamp = self._now()
-        if self.is_open:
-            self.before_host_access(weight)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

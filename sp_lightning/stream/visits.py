@@ -68,7 +68,7 @@ class Visit:
             return self._called(args, kwargs)
         if self._is_root and not self._policy.device.is_host:
             args, kwargs = self._brought((args, kwargs))
-        with self._outermost(self.is_entry):
+        with self._outermost(self._is_root):
             return self._called(args, kwargs)
 
     def _brought(self, arguments: Any) -> Any:

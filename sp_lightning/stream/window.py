@@ -83,6 +83,7 @@ class Window:
         self.caller: int | None = None  # the thread whose call of a streamed module is under way
         self.thread: int | None = None  # which called a streamed module last, and then calls backward
         self.is_in_call = False  # whether a call of a streamed module is under way
+        self.is_in_step = False  # whether the code of a step is, as Lightning's `training_step`
         self._is_closed = False
 
     def begin(self, units: Sequence[Unit], room: Room) -> None:
@@ -105,8 +106,6 @@ class Window:
         mine = []
         try:
             for unit in units:
-                if unit.is_open:
-                    self.look_again(unit)
                 self.visit(unit)
                 if unit.index not in self._in_use:
                     self._in_use[unit.index] = unit

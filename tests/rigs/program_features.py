@@ -361,7 +361,7 @@ def freeze_and_thaw(scene: Scene, at: int) -> None:
 
 
 transposed = on_weight(lambda p: setattr(p, "data", p.data.t().contiguous().t()))
-feature("weight: data = transposed", OUTSIDE, ranks=False)(transposed)
+feature("weight: data = transposed", OUTSIDE, ranks=False, error=always)(transposed)  # section 4: a stride change
 
 
 @feature("weight: exchange", OUTSIDE, ranks=False)
@@ -488,13 +488,17 @@ def new_weights(program: Program) -> bool:
 
 @feature("module: parametrize", OUTSIDE, ranks=False, then=("module: remove parametrizations",), unless=new_weights)
 def parametrize_linear(scene: Scene, at: int) -> None:
-    """In one of three ways; the optimizer has the weights from which the third computes."""
+    """In one of three ways; the optimizer has the weights from which the third computes.
+
+    The second makes a parameter over the bytes of another one (section 5), which no step writes any more.
+    """
     linear = scene.linear(at)
     if parametrize.is_parametrized(linear) or type(linear._parameters.get("weight")) in (wrapped.Coded, type(None)):
         return
     if at % 3 == 0:
         parametrize.register_parametrization(linear, "weight", Times())
     elif at % 3 == 1:
+        linear.weight.grad = None
         parametrizations.weight_norm(linear)
     else:
         nn.utils.weight_norm(linear)
@@ -599,7 +603,12 @@ each("hook after accumulation", OUTSIDE, after, ranks=False, error=steps_early)
 each("hook of a module", OUTSIDE, of_modules, ranks=False, error=steps_early)
 
 
-@feature("hook: differentiates by a weight", OUTSIDE, ranks=False, unless=cannot_ask, error=always)
+def cannot_ask_once(program: Program) -> bool:
+    """What runs inside a forward runs once more where that does."""
+    return cannot_ask(program) or runs_again(program)
+
+
+@feature("hook: differentiates by a weight", OUTSIDE, ranks=False, unless=cannot_ask_once, error=always)
 def hook_differentiates(scene: Scene, at: int) -> None:
     weight = scene.net.stem.weight
 

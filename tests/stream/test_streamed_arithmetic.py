@@ -3,8 +3,9 @@
 import logging
 
 import pytest
+import rounding
 import torch
-from stream_programs import Net, Run, cases, check, collected, streamed
+from stream_programs import Net, Program, Run, cases, check, collected, streamed
 
 from sp_lightning.steps import compiled
 from sp_lightning.stream.gradients import HostGradient
@@ -200,3 +201,29 @@ def test_gradients_in_half_precision_are_stepped_as_they_came(arithmetic, steppe
         model(Run(torch.device("simgpu", 0), True).x(0))
         assert grad.content.raw.dtype is torch.bfloat16 and not grad.content.is_full
     assert stepped["compiled"] and not stepped["left"]
+
+
+def clipped_in_half_precision(run, model):
+    """Multiply gradients by a number in FP32, which the device rounds to their type first."""
+
+    def step(model, optimizer, i):
+        loss = model(run.x(i).bfloat16()).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm.float())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return run.loop(model, step, run.noted(torch.optim.SGD(model.parameters(), 0.1, foreach=False)))
+
+
+def rounded_first(gradients, factor):
+    torch._foreach_copy_(gradients, [gradient * float(factor.to(gradient.dtype)) for gradient in gradients])
+
+
+@pytest.mark.parametrize("options", [{}, {"resident": 2}])
+def test_a_number_that_clips_has_the_devices_rounding(options):
+    one = {"mul_.Tensor": lambda gradient, factor: gradient * float(factor.to(gradient.dtype))}
+    with rounding.replaced({**one, "_foreach_mul_.Tensor": rounded_first}):
+        check(Program(clipped_in_half_precision, lambda: Net().bfloat16(), options=options), "simgpu")

@@ -126,6 +126,18 @@ def clipped_twice(run, model):
 
 
 @program()
+def norms_of_weights_beside_those_of_gradients(run, model):
+    def step(model, optimizer, i):
+        model(run.x(i)).square().mean().backward()
+        norms = torch.stack([norm for p in model.parameters() for norm in (p.detach().norm(), p.grad.norm())])
+        optimizer.step()
+        optimizer.zero_grad()
+        return norms.cpu()
+
+    return run.loop(model, step)
+
+
+@program()
 def total_norm_and_clip_by_it(run, model):
     norms = []
 

@@ -82,31 +82,6 @@ def test_gradients_are_in_place_as_backward_ends():
         assert seen == [None] and model.blocks[4].up.weight.grad is not None
 
 
-def test_a_parameter_made_of_a_streamed_one_is_torch_s_error():
-    model = Net()
-    with streamed(model, "cpu"), pytest.raises(RuntimeError, match="Creating a Parameter from an instance"):
-        nn.Parameter(model.blocks[0].up.weight)
-
-
-def writes_through_an_array(run, model):
-    """Keep a NumPy array over a weight's bytes, and write to it after each step."""
-    optimizer, weight = run.adamw(model.parameters()), model.blocks[1].up.weight
-    array = weight.detach().numpy() if run.device.type == "cpu" or run.is_streamed else None
-    seen = []
-    for i in range(4):
-        seen.append(run.step(model, optimizer, i))
-        if array is None:
-            weight.detach().mul_(0.5)
-        else:
-            array *= 0.5
-    return seen
-
-
-@pytest.mark.simgpu
-def test_writes_through_an_array_that_is_kept_are_seen():
-    check(Program(writes_through_an_array), "simgpu")
-
-
 @torch.no_grad()
 def test_transformer_encoders_make_no_nested_tensors():
     """torch makes them of padded sequences where the first layer has weights of its own class, and here it has ours."""

@@ -109,6 +109,27 @@ def lbfgs_with_a_closure(run, model):
 
 
 @program()
+def a_layer_that_was_added_before_a_closure(run, model):
+    """Stream a layer that the first call inside the closure finds."""
+    optimizer = run.adamw(model.parameters())
+    model.head.extra = torch.nn.Linear(4, 4, device=model.head.weight.device)
+    torch.nn.init.constant_(model.head.extra.weight, 0.1)
+    torch.nn.init.constant_(model.head.extra.bias, 0.1)
+    optimizer.add_param_group({"params": list(model.head.extra.parameters())})
+
+    def step(model, optimizer, i):
+        def closure():
+            optimizer.zero_grad()
+            loss = model.head.extra(model(run.x(i))).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    return run.loop(model, step, optimizer)
+
+
+@program()
 def an_optimizer_per_weight_in_a_hook(run, model):
     optimizers = {param: torch.optim.SGD([param], 0.1, fused=True) for param in model.parameters()}
 

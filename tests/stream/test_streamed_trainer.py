@@ -130,13 +130,14 @@ class SavesFirstEpoch(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def fit(kind, strategy, tmp_path, resume=None, save=None):
+def fit(kind, strategy, tmp_path, resume=None, save=None, precision=None):
     L.seed_everything(3, verbose=False)
     module = kind()
     trainer = L.Trainer(
         accelerator="simgpu",
         devices=1,
         strategy=strategy,
+        precision=precision,
         max_epochs=2,
         logger=False,
         enable_progress_bar=False,
@@ -186,4 +187,33 @@ def test_two_optimizers_by_hand(options, tmp_path):
 
     want = fit(TwoOptimizers, SingleDeviceStrategy(device=device_named("simgpu")), tmp_path)
     got = fit(TwoOptimizers, StreamStrategy(device_named("simgpu"), **options), tmp_path)
+    same([want.losses, want.state_dict()], [got.losses, got.state_dict()])
+
+
+class ReadsInItsStep(Module):
+    """Compute from weights in the step itself, without gradients, and write one, alone and by rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+
+    def training_step(self, batch, index):
+        with torch.no_grad():
+            scale = 1 + self.net.head.weight.norm() + self.frozen.weight.norm()
+            self.net.blocks[1].up.weight.clamp_(-0.1, 0.1)
+            self.net.blocks[2].up.weight[0].mul_(0.5)
+        assert self.frozen.weight.device == self.net.head.weight.device == batch.device
+        return super().training_step(torch.nn.functional.linear(batch, self.frozen.weight), index) * scale
+
+
+@pytest.mark.simgpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_code_of_a_step_reads_and_writes_weights_on_the_device(precision, tmp_path):
+    import rounding
+
+    import simgpu.lightning  # noqa: F401
+
+    with rounding.rounds_otherwise("linalg_vector_norm"):
+        want = fit(ReadsInItsStep, SingleDeviceStrategy(device=device_named("simgpu")), tmp_path, precision=precision)
+        got = fit(ReadsInItsStep, StreamStrategy(device_named("simgpu")), tmp_path, precision=precision)
     same([want.losses, want.state_dict()], [got.losses, got.state_dict()])

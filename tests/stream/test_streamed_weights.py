@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from refusals import refusal
-from stream_programs import Block, Net, cases, check, collected, device_named, stream, streamed
+from stream_programs import Block, Net, Run, cases, check, collected, device_named, stream, streamed
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -35,6 +35,57 @@ def averaged_and_swapped_in(run, model):
             for name, param in model.named_parameters():
                 param.data = kept[name]
     return seen
+
+
+@program(Net, "keep")
+def backed_up_by_data_and_put_back(run, model):
+    """Swap averages in as many EMA callbacks do: the backup is the weights' own data."""
+    optimizer, seen = run.adamw(model.parameters()), []
+    average = {name: p.data.clone() for name, p in model.named_parameters()}
+    for i in range(3):
+        seen.append(run.step(model, optimizer, i))
+        backup = {name: p.data for name, p in model.named_parameters()}
+        for name, param in model.named_parameters():
+            param.data = average[name]
+        with torch.no_grad():
+            seen.append(model(run.x(50 + i)).clone())
+        for name, param in model.named_parameters():
+            param.data = backup[name]
+    return seen
+
+
+@program()
+def exchanged_by_data(run, model):
+    def step(model, optimizer, i):
+        one, other = model.blocks[1].up.weight, model.blocks[3].up.weight
+        one.data, other.data = other.data, one.data
+        return run.step(model, optimizer, i)
+
+    return run.loop(model, step)
+
+
+@program()
+def seen_through_views_with_a_graph(run, model):
+    """Keep views that autograd recorded, look through them after steps, and write through one."""
+    kept, seen = [model.blocks[1].up.weight.t(), model.emb.weight[0], model.head.weight.t()[:2]], []
+
+    def step(model, optimizer, i):
+        seen.extend(view.detach().clone() for view in kept)
+        with torch.no_grad():
+            kept[0].mul_(0.9)
+        return run.step(model, optimizer, i)
+
+    return [*run.loop(model, step), *seen]
+
+
+@program()
+def parametrized_over_a_parameter_of_a_weight(run, model):
+    """Weight norm makes `nn.Parameter(weight)`."""
+    optimizer = run.adamw(model.parameters())
+    seen = [run.step(model, optimizer, 0)]
+    nn.utils.parametrizations.weight_norm(model.blocks[1].up)
+    optimizer = run.adamw(model.parameters())
+    return [*seen, *run.loop(model, optimizer=optimizer)]
 
 
 @program(Net, "keep", "offload")
@@ -576,7 +627,23 @@ def test_a_failed_stream_leaves_nothing_behind():
 def test_a_write_through_an_array_is_seen_by_the_next_call():
     model, x = Net(), torch.randn(4, 32).to("simgpu")
     with streamed(model, "simgpu"), torch.no_grad():
-        array = model.blocks[0].up.weight.detach().numpy()
         before = model.blocks[0](x)
-        array[:] = 0
+        model.blocks[0].up.weight.detach().numpy()[:] = 0
         assert not torch.equal(model.blocks[0](x).cpu(), before.cpu())
+
+
+@pytest.mark.parametrize("options", [{}, {"resident": 2}, {"wire": torch.bfloat16}])
+def test_weights_that_are_loaded_by_assignment_stay_in_their_units(options):
+    model = Net()
+    with streamed(model, "cpu", **options) as handle:
+        run, units = Run(torch.device("cpu"), True), [unit.nbytes for unit in handle.units]
+        run.step(model, run.adamw(model.parameters()), 0)
+        old, kept = model.blocks[1].up.weight, model.blocks[1].up.weight.detach()
+        was = old.detach().clone()
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+        plain = copy.deepcopy(model)
+        got = run.loop(model, optimizer=torch.optim.AdamW(model.parameters(), 1e-2, fused=True))
+        assert [unit.nbytes for unit in handle.units] == units
+        assert type(old) is nn.Parameter and torch.equal(old, was) and torch.equal(kept, was)
+    want = run.loop(plain, optimizer=torch.optim.AdamW(plain.parameters(), 1e-2, fused=True))
+    assert all(map(torch.equal, [*got, *model.parameters()], [*want, *plain.parameters()]))
