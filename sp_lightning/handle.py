@@ -28,14 +28,24 @@ from .host.device import Device
 from .host.room import Room
 from .memory.partition import partition, slots
 from .optim import torn_step
-from .options import ACTIVATIONS, HOST_MEMORY, OPTIMIZER_DEVICES, Count, HostMemory, Options, check_choice, is_int
+from .options import (
+    ACTIVATIONS,
+    HOST_MEMORY,
+    OPTIMIZER_DEVICES,
+    Bytes,
+    Count,
+    HostMemory,
+    Options,
+    check_choice,
+    is_int,
+)
 from .peers.alone import Alone
 from .peers.peers import Peers
 from .runtime import handle as before
 from .runtime.recorder import Recorder
 from .steps.figures import explaining, stats_of
 from .store.store import Store, is_in_source, is_same
-from .stream import parameters
+from .stream import parameters, residents
 from .stream.activations import Activations
 from .stream.gradients import recover
 from .stream.lazy import set_requires_grad
@@ -57,7 +67,8 @@ class Settings:
         transfer: Units exchanged at a time, or "auto".
         memory_budget: Device bytes for weights and gradients, which an "auto" window does not exceed; None: all.
         units: "auto", class names, or a callable that returns modules.
-        resident: How many units never leave the device, from the first.
+        resident: How many units never leave the device, or bytes for them: of those with a tied weight, and then from
+            the first.
         activations: What becomes of what autograd saves inside a unit.
         wire: The type in which weights of linear layers and convolutions travel, for runs under autocast to that type;
             None: each in its own.
@@ -78,7 +89,7 @@ class Settings:
     transfer: Count = 1
     memory_budget: int | None = None
     units: str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]] = "auto"
-    resident: int = 0
+    resident: int | Bytes = 0
     activations: str = "keep"
     wire: torch.dtype | None = None
     master_weights: bool = False
@@ -169,11 +180,13 @@ class Handle:
         self._slots = slots(module)
         self._check_free()
         cut = partition(module, settings.units)
-        streamed = [unit for unit in cut if not unit.resident][settings.resident :]
+        first, free = residents.choose(cut, self._slots, settings.resident), residents.free_bytes(self.device)
+        streamed = [part for part in cut if not part.resident and part not in first]
         self.units: list[Unit] = []
         self.store = Store(settings.host_budget, settings.disk, self.device)
         makes_trips = settings.steps_on == "device" and not self.device.is_host
         self.steps = self.team.steps(settings.chunk, settings.overlap, self.device, self.store, makes_trips)
+        self.steps.chose_residents = bool(first)
         kept = [part for part in cut if part not in streamed]
         rest = [named for part in kept for named in part.params]
         wholes = [whole for part in kept for whole in part.wholes]
@@ -217,8 +230,10 @@ class Handle:
             self._move_buffers(self.device.torch_device)
             self.team.share_buffers(module)
             self._attach()
-        except BaseException:
+        except BaseException as error:
             self._disconnect(plain)
+            if first and isinstance(error, torch.OutOfMemoryError):
+                raise residents.too_many(self.device, first, free) from error
             raise
         torn_step.notice_loads(module)
         handles.add(self)
@@ -573,6 +588,7 @@ def settings_of(options: Options, wire: torch.dtype | None) -> Settings:
         host_memory=options.host_memory,
         host_budget=options.host_budget,
         disk=options.disk,
+        resident=0 if options.resident == "auto" else options.resident,
         overlap=options.optimizer_overlap,
         steps_on=options.optimizer_device,
     )

@@ -36,12 +36,17 @@ _FACTORS = {name.lower(): 1024**power for power, name in enumerate(_BINARY)} | {
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
+class Bytes(int):
+    """A number of bytes, where a plain number would be one of units."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of streaming a model. Creating an instance checks every value; `parse` also checks the names."""
 
     window: Count = "auto"  # units on the device at once
     transfer: Count = "auto"  # units exchanged at a time
+    resident: Count | Bytes = "auto"  # units that stay on the device, where they are stepped
     memory_budget: int | None = None  # device bytes
     units: Literal["auto"] | tuple[str, ...] | UnitFinder = "auto"
     activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep"
@@ -103,6 +108,7 @@ class Options:
         self._normalise("transfer", _count("transfer", self.transfer))
         if self.window != "auto" and self.transfer != "auto" and self.transfer > self.window:
             raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
+        self._normalise("resident", _resident(self.resident))
         self._normalise("memory_budget", _budget("memory_budget", self.memory_budget, "> 0"))
         self._normalise("host_budget", _budget("host_budget", self.host_budget, ">= 0"))
         self._normalise("disk", _folder("disk", self.disk))
@@ -180,6 +186,17 @@ def _count(argument: str, value: object) -> Count:
     if isinstance(number, int) and is_int(number) and number >= 1:
         return number
     raise OptionError(argument=argument, found=value, allowed="an int >= 1 or 'auto'")
+
+
+def _resident(value: object) -> Count | Bytes:
+    if isinstance(value, str) and value != "auto" and not (value.isascii() and value.isdigit()):
+        return Bytes(parse_bytes(value, "resident"))
+    if value == "auto":
+        return "auto"
+    number = int(value) if isinstance(value, str) else value
+    if isinstance(number, int) and is_int(number) and number >= 0:
+        return number
+    raise OptionError(argument="resident", found=value, allowed="an int >= 0, bytes such as '8GiB', or 'auto'")
 
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:

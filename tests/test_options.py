@@ -28,6 +28,7 @@ def test_the_defaults_are_valid_and_normal():
     assert dataclasses.asdict(options) == {
         "window": "auto",
         "transfer": "auto",
+        "resident": "auto",
         "memory_budget": None,
         "units": "auto",
         "activations": "keep",

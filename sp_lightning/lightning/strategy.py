@@ -68,6 +68,11 @@ class SuperpipelineStrategy(StrategyBefore):
         transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto": chosen with the window.
         memory_budget: Device bytes for resident and streamed weights and gradients, such as "10GiB", which an "auto"
             window does not exceed. None uses all of the device's memory but a twentieth.
+        resident: Units whose weights, gradients and optimizer state are on the device, where they are stepped: a
+            number, or bytes for them such as "8GiB", at 16 bytes for each FP32 parameter that trains. To your code
+            their parameters are on the host like all others. First come units with a tied weight, then the model's
+            first.
+            "auto": none while weights train. Without gradients ``window="auto"`` keeps on the device all that fits.
         units: "auto" finds the model's repeated blocks; or class names such as ["LlamaDecoderLayer"]; or a callable
             that takes the module and returns the submodules that become units.
         activations: What happens to what autograd saves inside a unit. "keep" leaves it on the device, "recompute"
@@ -127,6 +132,7 @@ class SuperpipelineStrategy(StrategyBefore):
         self,
         window: int | Literal["auto"] = "auto",
         transfer: int | Literal["auto"] = "auto",
+        resident: str | int = "auto",
         units: str | list[str] | Callable[[nn.Module], Any] = "auto",
         memory_budget: str | int | None = None,  # of a command line as it was typed, which has a unit
         activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep",
@@ -160,6 +166,7 @@ class SuperpipelineStrategy(StrategyBefore):
             window=window,
             transfer=transfer,
             memory_budget=memory_budget,
+            resident=resident,
             units=units,
             activations=activations,
             optimizer_overlap=optimizer_overlap,

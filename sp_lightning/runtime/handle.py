@@ -25,7 +25,7 @@ from ..compat.modules import convert_tensors, converts_more, is_compiled, tree_l
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, were_replaced, without_dispatch
 from ..core.telemetry import Counters, Stats, StepListener
 from ..core.unit_numbers import UnitNumbers, host_bytes
-from ..errors import DiskError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
+from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
 from ..memory.device import Device, DeviceMemoryError
 from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import is_watched, unwatch
@@ -101,6 +101,9 @@ class Handle:
         timeout: timedelta = default_pg_timeout,
     ) -> None:
         options.check_devices(ranks.size, ranks.world // ranks.size)
+        if options.resident not in ("auto", 0):
+            allowed = "'auto' or 0 with several devices or a disk"
+            raise OptionError(argument="resident", found=options.resident, allowed=allowed)
         self.module = module
         self.device = Device(device, options.host_memory) if isinstance(device, str | torch.device) else device
         self.options = options

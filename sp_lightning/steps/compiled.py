@@ -168,6 +168,33 @@ def _compare(cls: Any, flags: int, is_fused: bool, device: torch.device) -> bool
     return True
 
 
+alike: dict[Any, bool] = {}  # by class, options and device, whether torch's operators have its bits on the host
+
+
+def rounds_alike(cls: Any, group: Options, device: torch.device) -> bool:
+    """Whether torch's operators on the host have the device's bits for a group of an optimizer by element."""
+    options = {name: value for name, value in group.items() if name not in ("params", "lr")}
+    key = cls, repr(options), device
+    if key not in alike:
+        alike[key] = _torch_is_same(cls, options, device)
+    return alike[key]
+
+
+def _torch_is_same(cls: Any, options: Options, device: torch.device) -> bool:
+    stepped = []
+    for place in (torch.device("cpu"), device):
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(value.to(place)) for value in _samples(generator)]
+        optimizer = cls(params)
+        optimizer.param_groups[0].update(options)
+        for _ in range(3):
+            for param, grad in zip(params, _samples(generator), strict=True):
+                param.grad = grad.to(place)
+            cls.step.__wrapped__(optimizer)
+        stepped.append([param.detach().cpu() for param in params])
+    return all(map(_same_bits, *stepped))
+
+
 def _samples(generator: torch.Generator) -> Iterator[Tensor]:
     """Yield numbers of usual size, and numbers of any bits: denormals, infinities and NaNs are among them."""
     for count in (COMPARED, 1001):

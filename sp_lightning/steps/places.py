@@ -115,7 +115,7 @@ class OnDevice:
             self._numbers.append((home, stepped))
             return
         home.copy_(stepped.to(home.dtype), non_blocking=True)
-        self._device.counters.bytes_down += home.nbytes
+        self._device.counters.bytes_down += home.nbytes if home.device.type == "cpu" else 0
 
     def new(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(like, dtype=dtype)

@@ -17,7 +17,7 @@ from torch import Tensor, optim
 from ..compat.streaming import devices_with_lists
 from ..stream.gradients import GradientBytes
 from ..stream.leaf import Weight
-from .compiled import Options, loop_for
+from .compiled import Options, loop_for, rounds_alike
 from .compiled import step as step_compiled
 from .places import OnHost, Place
 from .state import WaitingState
@@ -153,6 +153,13 @@ class SlicedOptimizer:
         if isinstance(self.user, (optim.SGD, optim.ASGD)):
             return isinstance(self.user, optim.ASGD)  # at each step; SGD has none
         return any(not state.peek(weight.host) for weight in whose)
+
+    def has_devices_bits(self, group: int) -> bool:
+        """Whether the weights of a group get the bits of the device's kernels on the host."""
+        cls, options = type(self.user), self._options[group]
+        if self._loops[group] is not None or self._device.type == "cpu":
+            return True
+        return self.is_elementwise and rounds_alike(cls, options, self._device)
 
     def step(self, work: list[Work], state: WaitingState, place: Place) -> None:
         """Step weights; wait until all is where it belongs."""

@@ -55,6 +55,7 @@ class Steps:
         self._early: tuple[optim.Optimizer, dict[int, int]] | None = None  # and the groups of its weights
         self._early_steps = EarlySteps()
         self.has_stepped = True  # whether a step of the user's came since the handle looked
+        self.chose_residents = False  # whether the user asked for resident units
         self._failed = Outcome()  # of the last step that ended half-way
         self._was_in_step = False  # whether the user's call of step came in the code of a step
         self._hooks = [
@@ -127,6 +128,8 @@ class Steps:
         self._place_state(optimizer, is_closing=False)
 
     def _place_state(self, optimizer: optim.Optimizer, is_closing: bool) -> None:
+        if not is_known(optimizer):  # whose own code steps all weights on the host
+            return
         counts_there = {
             id(param)
             for group in optimizer.param_groups
@@ -199,8 +202,21 @@ class Steps:
             work: dict[Unit, list[Weight]] = {}
             for weight in self._early_steps.left_of(optimizer, [weight for weight in whose if weight is not None]):
                 work.setdefault(weight.unit, []).append(weight)
-            self._step_units(work, SlicedOptimizer(optimizer, self._device), groups, state)
+            sliced = SlicedOptimizer(optimizer, self._device)
+            if self.chose_residents and not self._makes_trips:
+                streamed = {groups[id(weight)] for unit in work if not unit.is_resident for weight in work[unit]}
+                self._check_bits(optimizer, sliced, streamed)
+            self._step_units(work, sliced, groups, state)
         self._early_steps.end(optimizer)
+
+    def _check_bits(self, optimizer: optim.Optimizer, sliced: SlicedOptimizer, groups: set[int]) -> None:
+        """Raise if weights that are stepped on the host would have other bits if they were resident."""
+        if not all(map(sliced.has_devices_bits, groups)):
+            raise UnsupportedError(
+                f"resident= with {type(optimizer).__name__}, whose steps round in one way on the host and in another on"
+                f" {self._device}: bits would depend on the number of resident units. Set optimizer_device='device', or"
+                " resident=0"
+            )
 
     def _step_units(
         self, work: dict[Unit, list[Weight]], step: SlicedOptimizer, groups: dict[int, int], state: Any

@@ -1,0 +1,244 @@
+"""`resident=`: units that stay on the device and are stepped there, with parameters on the host to the user."""
+
+import copy
+
+import pytest
+import torch
+from stream_programs import Net, Program, Run, cases, check, collected, stream
+from torch import nn
+from torch.nn.utils import parameters_to_vector, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from sp_lightning.errors import OptionError, UnsupportedError
+from sp_lightning.handle import Handle, Settings
+from sp_lightning.host.device import DeviceMemoryError
+from sp_lightning.options import Bytes, Options
+from sp_lightning.stream.unit import ResidentUnit
+
+PROGRAMS = []
+program = collected(PROGRAMS)
+
+
+@program()
+def average_by_a_callback_s_lists(run, model):
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def step(model, optimizer, i):
+        loss = run.step(model, optimizer, i)
+        average.update_parameters(model)
+        return loss
+
+    return run.loop(model, step), [value.cpu() for value in average.module.parameters()]
+
+
+@program()
+def average_on_the_host(run, model):
+    kept = {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
+
+    def step(model, optimizer, i):
+        loss = run.step(model, optimizer, i)
+        for name, param in model.named_parameters():
+            kept[name].lerp_(param.data.cpu(), 0.1)
+        return loss
+
+    return run.loop(model, step), kept
+
+
+@program()
+def sharpness_aware(run, model):
+    def step(model, optimizer, i):
+        model(run.x(i)).square().mean().backward()
+        before = [param.detach().clone() for param in model.parameters()]
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(param.grad, alpha=0.05)
+        optimizer.zero_grad()
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), before, strict=True):
+                param.copy_(value)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return run.loop(model, step)
+
+
+@program()
+def vectors_of_all_weights(run, model):
+    seen = []
+
+    def step(model, optimizer, i):
+        seen.append(parameters_to_vector(model.parameters()).detach().cpu())
+        return run.step(model, optimizer, i)
+
+    return run.loop(model, step), seen
+
+
+@program()
+def norms_of_all_weights_stacked(run, model):
+    seen = []
+
+    def step(model, optimizer, i):
+        model(run.x(i)).square().mean().backward()
+        seen.append(torch.stack([param.grad.abs().amax() for param in model.parameters()]).amax().cpu())
+        return run.train(model(run.x(i)).square().mean(), optimizer)
+
+    return run.loop(model, step), seen
+
+
+@program()
+def second_order(run, model):
+    first, optimizer = (torch.optim.LBFGS(model.parameters(), 0.1, max_iter=2, history_size=2) for _ in range(2))
+
+    def step(model, optimizer, i):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(run.x(i)).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    seen = run.loop(model, step, first, count=2)
+    optimizer.load_state_dict(first.state_dict())
+    return seen + run.loop(model, step, optimizer, count=2)
+
+
+@program()
+def pruned(run, model):
+    prune.l1_unstructured(model.blocks[0].up, "weight", amount=0.3)
+    prune.l1_unstructured(model.blocks[4].up, "weight", amount=0.3)
+    return run.loop(model, optimizer=torch.optim.AdamW(model.parameters(), 1e-2, fused=True))
+
+
+@program()
+def gradients_projected(run, model):
+    def step(model, optimizer, i):
+        found = []
+        for part in range(2):
+            model(run.x(2 * i + part)).square().mean().backward()
+            found.append([param.grad.clone() for param in model.parameters()])
+            optimizer.zero_grad()
+        for param, one, other in zip(model.parameters(), *found, strict=True):
+            product = (one * other).sum()
+            param.grad = one + other - other * (product / other.square().sum()).clamp(max=0)
+        optimizer.step()
+        return model(run.x(i)).square().mean()
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute")
+def regularised(run, model):
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        return run.train(loss + 0.01 * sum(param.square().sum() for param in model.parameters()), optimizer)
+
+    return run.loop(model, step)
+
+
+@program()
+def saved_and_loaded_half_way(run, model):
+    seen = run.loop(model, count=2)
+    kept = copy.deepcopy(model.state_dict())
+    seen += run.loop(model, count=2)
+    model.load_state_dict(kept)
+    return seen + run.loop(model, count=2), [value.cpu() for value in kept.values()]
+
+
+@pytest.mark.parametrize("resident", [0, 1, 3, 5, Bytes(100_000)])
+@pytest.mark.parametrize("program, policy", cases(PROGRAMS))
+@pytest.mark.simgpu
+def test_any_number_of_residents_has_the_plain_runs_bits(program, policy, resident):
+    check(Program(program.do, program.make, options={"resident": resident}), "simgpu", policy)
+
+
+def residents(model, resident):
+    with stream(model, "cpu", window=1, resident=resident) as handle:
+        (unit,) = (unit for unit in handle.units if isinstance(unit, ResidentUnit))
+        return {
+            name.rpartition(".down")[0] for name in (weight.name for weight in unit.weights) if "down.weight" in name
+        }
+
+
+def test_the_first_blocks_are_resident():
+    assert residents(Net(), 2) == {"blocks.0", "blocks.1"}
+
+
+def test_a_tied_weight_s_unit_is_resident_first():
+    model = Net()
+    model.blocks[3].also = model.blocks[3].up.weight
+    assert residents(model, 2) == {"blocks.3", "blocks.0"}
+
+
+def test_bytes_are_for_gradients_and_state_too():
+    model = Net()
+    block = sum(param.nbytes for param in model.blocks[0].parameters())
+    assert residents(model, Bytes(8 * block)) == {"blocks.0", "blocks.1"}
+    model.blocks.requires_grad_(False)
+    assert len(residents(model, Bytes(4 * block))) == 4
+
+
+@pytest.mark.parametrize("text, value", [("auto", "auto"), ("3", 3), (0, 0), ("8GiB", Bytes(8 << 30))])
+def test_a_number_and_bytes_are_told_apart(text, value):
+    found = Options.parse(resident=text).resident
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("value", [-1, "many", True, 1.5, None])
+def test_other_numbers_are_refused(value):
+    with pytest.raises(OptionError, match="resident"):
+        Options.parse(resident=value)
+
+
+@pytest.mark.simgpu
+def test_a_device_without_room_names_a_number_that_fits():
+    import simgpu
+
+    model = Net()
+    torch.accelerator.synchronize()
+    block = sum(param.nbytes for param in model.blocks[0].parameters())
+    simgpu.config.capacity = torch.accelerator.memory_allocated() + 3 * block  # with what is resident anyway
+    with pytest.raises(DeviceMemoryError, match=r"4 resident units of .* set resident=2, or fewer"):
+        Handle(model, "simgpu", Settings(window=1, resident=4))
+    simgpu.config.capacity = 1 << 30
+
+
+@pytest.mark.simgpu
+def test_resident_units_travel_once_and_their_state_is_on_the_device():
+    model, run = Net(), Run(torch.device("simgpu", 0), True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with stream(model, "simgpu", window=1, resident=9) as handle:
+        up = handle.stats()["bytes_up"]
+        for i in range(3):
+            model(run.x(i)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = handle.stats()
+        assert (stats["bytes_up"] - up, stats["bytes_down"]) == (0, 0)
+        assert all(state["exp_avg"].device.type == "simgpu" for state in optimizer.state.values())
+        assert all(param.device.type == "cpu" for param in model.parameters())
+
+
+@pytest.mark.simgpu
+def test_residents_of_an_optimizer_that_rounds_otherwise_on_the_host_are_refused():
+    import simgpu
+    from sp_lightning.steps import compiled
+
+    model, x = Net(), torch.ones(4, 8, device="simgpu")
+    compiled._is_same.cache_clear()
+    compiled.alike.clear()
+    with simgpu.cuda_arithmetic(), stream(model, "simgpu", window=1, resident=2):
+        model(x).square().mean().backward()
+        with pytest.raises(UnsupportedError, match=r"Adagrad.*optimizer_device='device', or resident=0"):
+            torch.optim.Adagrad(model.parameters()).step()
+        torch.optim.AdamW(model.parameters()).step()
+        for param in model.blocks[2:].parameters():
+            param.grad = None
+        torch.optim.Adagrad(model.parameters()).step()
+        torch.accelerator.synchronize()
+    compiled._is_same.cache_clear()
+    compiled.alike.clear()
