@@ -11,9 +11,6 @@ import sys
 
 import forks
 import pytest
-from refusals import refusal
-
-from sp_lightning.errors import UnsupportedError
 
 ROOT = pathlib.Path(__file__).parents[2]
 SLOW = pytest.mark.slow  # each of these takes a process
@@ -557,11 +554,6 @@ def test_a_copy_is_late_where_it_may_be_and_refused_where_nothing_orders_it(late
     assert "a copy down reads on stream" in unordered and "aten::add_ writes on stream 0" in unordered
 
 
-@refusal(
-    "a streamed module that is called while a CUDA graph is captured (`torch.cuda.graph`, `make_graphed_callables`)",
-    UnsupportedError,
-    "leave out the graph",
-)
 def test_a_graph_of_a_streamed_module_is_refused_and_the_module_runs_on(run):
     *said, runs_on = run("""
 net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])

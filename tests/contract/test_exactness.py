@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import traffic
-from refusals import refusal
 
 import models
 import parity
@@ -250,12 +249,6 @@ class Returning(models.Stack):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@refusal(
-    "backward returns to a unit that was stepped already, or a hook reads its weights or changes its "
-    "gradients then, and did not do so in earlier steps",
-    errors.ExactnessError,
-    "`optimizer_overlap=False`",
-)
 @pytest.mark.few(1)
 def test_a_backward_that_comes_back_to_a_unit_that_was_stepped_is_an_error(device, overlap):
     case = models.case("detached_weight")
@@ -406,11 +399,6 @@ def test_a_gradient_that_comes_past_the_units_is_stepped_with():
     parity.check(case, {"window": 2}, accelerator="cpu")
 
 
-@refusal(
-    "a hook of a module inside a unit reads a gradient of that unit: a unit's gradients become final together",
-    errors.ExactnessError,
-    "a hook on the weight",
-)
 @pytest.mark.few(1)
 def test_a_hook_inside_a_unit_that_asks_for_a_gradient_there_is_an_error(device):
     def make():
@@ -423,11 +411,6 @@ def test_a_hook_inside_a_unit_that_asks_for_a_gradient_there_is_an_error(device)
         parity.check(case, {"window": 2}, accelerator=device.type)
 
 
-@refusal(
-    "on a device, a hook of a module reads in backward the gradient of a weight that has hooks itself",
-    errors.ExactnessError,
-    "a hook on a weight, or after backward",
-)
 @pytest.mark.simgpu
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.few(1)
@@ -447,11 +430,6 @@ def test_a_hook_of_a_module_that_asks_for_a_gradient_that_has_hooks_is_an_error(
         parity.check(case, {"window": 2}, accelerator="simgpu")
 
 
-@refusal(
-    "on a device, a hook on a weight reads the gradient of a weight without hooks that backward comes to later",
-    errors.ExactnessError,
-    "read it after backward, or a hook on that weight as well",
-)
 @pytest.mark.simgpu
 def test_a_hook_on_a_weight_that_asks_for_a_gradient_that_has_come_meanwhile_is_an_error():
     """A plain run's backward waits for the hook."""

@@ -10,7 +10,6 @@ import pickle
 import pytest
 import torch
 import wrapped
-from refusals import refusal
 from side_by_side import check, fit, inputs, observe, squares, training
 from torch import nn
 
@@ -381,11 +380,6 @@ def test_a_state_dict_is_loaded_while_the_module_streams(device):
     check(wrapped.adapted("coded"), run, device)
 
 
-@refusal(
-    "`requires_grad` set on a streamed weight that consists of several tensors",
-    UnsupportedError,
-    "train adapters, or a plain parameter",
-)
 def test_a_quantised_weight_that_is_to_train_is_an_error():
     net, (x,) = wrapped.adapted("coded")(), inputs("cpu", 1)
     with sp_lightning.stream(net, "cpu", window=1):
@@ -397,11 +391,6 @@ def test_a_quantised_weight_that_is_to_train_is_an_error():
         squares(net, x).backward()
 
 
-@refusal(
-    "an attribute set, inside its unit's forward, on a weight that consists of several tensors",
-    ExactnessError,
-    "set it between steps",
-)
 def test_an_attribute_of_a_quantised_weight_that_is_set_in_a_forward_is_an_error():
     class Setting(wrapped.AdaptedBlock):
         sets = False
@@ -523,11 +512,6 @@ def of_bitsandbytes(bits):
     return kinds[bits](64, 64).to("cpu")
 
 
-@refusal(
-    "on an accelerator, a weight whose class takes other tensors along where it is moved (bitsandbytes' `Params4bit`)",
-    UnsupportedError,
-    "torchao, whose weights say which tensors they consist of, or weights that are not quantised",
-)
 @pytest.mark.simgpu
 @pytest.mark.parametrize("make", [ScaledLinear, lambda: of_bitsandbytes(4), lambda: of_bitsandbytes(8)])
 def test_a_weight_that_takes_other_tensors_along_is_refused_on_an_accelerator(make):

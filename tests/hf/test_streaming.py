@@ -14,7 +14,6 @@ import weakref
 
 import pytest
 import torch
-from refusals import refusal
 from side_by_side import assert_plain, blocks, inputs
 from torch import nn
 
@@ -501,11 +500,6 @@ def test_a_model_that_is_on_the_device_already_is_refused(device):
             accelerate.Accelerator().prepare_model(net)
 
 
-@refusal(
-    "in `sp_lightning.hf`, a weight or buffer on the meta device, which a plain run cannot move either",
-    UnsupportedError,
-    "`load_state_dict(..., assign=True)` before it is moved; make the model outside of `init_empty_weights()`",
-)
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_values_that_a_model_does_not_have_are_not_made_up(kind, device):
     """torch loads nothing into a weight on the meta device unless it is assigned."""

@@ -11,7 +11,6 @@ import torch.testing._internal.two_tensor
 import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import refusal
 from torch import nn
 
 from sp_lightning.errors import PartitionError
@@ -216,11 +215,6 @@ def two_tensors(*parts, trained=False):
     return Holder(net=Holder(weight=nn.Parameter(weight, requires_grad=trained)))
 
 
-@refusal(
-    "a parameter that consists of several tensors (a quantised one) and requires grad",
-    PartitionError,
-    "freeze it and train adapters, or use a plain parameter",
-)
 def test_parameters_that_are_made_of_several_tensors_are_refused_by_name_if_they_train():
     with pytest.raises(PartitionError, match=r"net\.weight is a TwoTensor, .* several tensors and requires grad: .*"):
         partition(two_tensors(torch.ones(4, 4), torch.ones(4, 4), trained=True))
@@ -235,11 +229,6 @@ def test_frozen_parameters_that_are_made_of_several_tensors_are_these_tensors():
     assert unit.nbytes == 3 * 512 and [whole.name for whole in unit.wholes] == ["net.weight"]
 
 
-@refusal(
-    "a quantised weight that consists of tensors that share memory, with one another or with another weight",
-    PartitionError,
-    "give each weight a copy of its own (`weight.clone()`)",
-)
 @pytest.mark.parametrize("shares", ["the other part", "another quantised weight", "a plain weight"])
 def test_parts_that_share_their_memory_are_refused_by_name(shares):
     ones = torch.ones(4, 4)
@@ -252,11 +241,6 @@ def test_parts_that_share_their_memory_are_refused_by_name(shares):
         partition(model)
 
 
-@refusal(
-    "a parameter that consists of other tensors than plain dense ones, or that cannot be taken apart",
-    PartitionError,
-    "use a plain parameter",
-)
 @pytest.mark.parametrize("fails", [False, True])
 def test_parameters_that_cannot_be_taken_apart_into_plain_tensors_are_refused_by_name(fails, monkeypatch):
     kind = torch.testing._internal.two_tensor.TwoTensor
@@ -268,11 +252,6 @@ def test_parameters_that_cannot_be_taken_apart_into_plain_tensors_are_refused_by
         partition(model)
 
 
-@refusal(
-    "a parameter whose `grad_dtype` differs from its own type",
-    PartitionError,
-    "leave `grad_dtype` as it is",
-)
 def test_parameters_whose_gradients_are_of_another_type_are_refused_by_name():
     net = Holder(net=nn.Linear(4, 4).bfloat16())
     net.net.weight.grad_dtype = None

@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from refusals import refusal
 from stream_programs import Block, Net, cases, check, collected, device_named, stream, streamed
 from torch import nn
 
@@ -195,11 +194,6 @@ def test_a_compiled_block_stays_compiled():
     assert seen and model.blocks[0]._compiled_call_impl is compiled is not None
 
 
-@refusal(
-    "two threads in the same model at a time",
-    UnsupportedError,
-    "one after the other, or a copy for each",
-)
 def test_two_threads_in_one_model_are_refused():
     model, began, refused = Net(), threading.Event(), []
 
