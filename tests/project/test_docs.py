@@ -194,6 +194,15 @@ def test_an_error_that_the_code_does_not_have_is_noticed(error, kind):
     assert not says(error, kind)
 
 
+def test_the_names_in_the_architecture_are_those_of_the_code():
+    text = re.sub(r"^```.*?^```", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.M | re.S)
+    named = re.findall(r"`(_?[A-Za-z]\w*(?:\.\w+)*)(?:\([^`]*\))?`", text)
+    code = " ".join(path.read_text() for path in (ROOT / "sp_lightning").rglob("*.py"))
+    words = {*re.findall(r"\w+", code)}
+    left = {name for name in named if not name.endswith(".py") and name.rpartition(".")[2] not in words}
+    assert len(named) > 60 and left == set()
+
+
 # --- Commands
 
 
