@@ -397,7 +397,7 @@ class Handle:
         return wire if wire is not None and is_narrow else param.dtype
 
     def _connect(self, unit: Unit) -> None:
-        """Hear of a unit's gradients, and of readers of its weights."""
+        """Hook a unit's leaves for their gradients, and watch readers of its weights."""
         for weight in unit.weights:
             if weight.is_part:
                 continue

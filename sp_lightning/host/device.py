@@ -409,7 +409,7 @@ class Ring:
                 copied.wait(stream)
 
     def close(self) -> None:
-        """Let go of all memory, once the host has waited for the copies."""
+        """Wait on the host for the copies, and release all memory."""
         while self._held:
             for copied in self._held.popleft()[1]:
                 copied.synchronize()

@@ -112,7 +112,7 @@ class Steps:
         return weight if weight is not None and weight.unit in self._units else None
 
     def adopt(self, optimizer: optim.Optimizer) -> None:
-        """Have readers of an optimizer's state wait."""
+        """Make readers of an optimizer's state wait for steps."""
         if not isinstance(optimizer.state, WaitingState):
             optimizer.state = WaitingState(optimizer)
             self.place_state(optimizer)

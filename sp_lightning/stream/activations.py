@@ -112,7 +112,7 @@ class Trip:
         return self._saved[key]
 
     def close(self, ring: Ring) -> None:
-        """Let go of the tensors on the device as soon as they were copied: the forward is over."""
+        """End the forward: release the tensors on the device as soon as they were copied."""
         if self._saved:
             moved = list(self._saved.values())
             sources = [one.let_go() for one in moved]
@@ -130,7 +130,7 @@ class Trip:
             self._saved = {}
 
     def wait(self, there: Tensor) -> None:
-        """Have compute wait for them, this one among them, and start with those of the unit before."""
+        """Make compute wait for the unit's saved tensors, and start to fetch those of the unit before."""
         if (here := self._device.current_stream()) != self._waiting:
             self._waiting = here
             with self._device.counters.listener.waiting("activations"):
@@ -305,7 +305,7 @@ class Activations:
         )
 
     def _repeated(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Have a forward note that it is one that runs again in backward."""
+        """Wrap a forward so that it notes, while it runs, that backward runs it again."""
 
         def repeated(*args: Any, **kwargs: Any) -> Any:
             before, self.is_repeated, self.repeated = self.is_repeated, True, name

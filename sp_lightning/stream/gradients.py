@@ -432,10 +432,10 @@ class Stepper(Protocol):
         """Whether this backward's gradients may be stepped as they come."""
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
-        """Take note of a unit's gradients: all of them, or those that came by the end."""
+        """Note a unit's gradients: all of them, or those that came by the end of backward."""
 
     def backward_ended(self) -> None:
-        """Take note of the end."""
+        """Note that the backward has ended."""
 
 
 class Gradients:
@@ -447,7 +447,7 @@ class Gradients:
         self.ring = Ring()
 
     def close(self) -> None:
-        """Let go of memory on the device, once the copies are done."""
+        """Release memory on the device, once the copies are done."""
         self.ring.close()
 
     def take(self, weight: Weight, leaf: Tensor) -> None:

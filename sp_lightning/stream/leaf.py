@@ -44,13 +44,13 @@ class Visitor(Protocol):
         """Keep units on the device meanwhile, under hooks that save their weights as references."""
 
     def visit(self, unit: Any) -> None:
-        """Have a unit on the device for what compute does next."""
+        """Bring a unit to the device for what compute does next."""
 
     def look_again(self, unit: Any) -> None:
         """Note that the host may write a unit's weights."""
 
     def drop(self, unit: Any) -> None:
-        """Take a unit from the device."""
+        """Evict a unit."""
 
 
 class Collector(Protocol):
@@ -151,7 +151,7 @@ class Leaf(nn.Parameter):
         self.weight.host.requires_grad = value
 
     def requires_grad_(self, requires_grad: bool = True) -> Leaf:
-        """Have the user's parameter, and so the leaf, require a gradient or not."""
+        """Set whether the user's parameter, and so the leaf, requires a gradient."""
         self.weight.host.requires_grad_(requires_grad)
         return self
 

@@ -423,7 +423,7 @@ def unit_of(param: Any) -> Unit | None:
 
 
 def watch(weight: Weight) -> None:
-    """Have functions of a parameter wait for its bytes."""
+    """Make functions of a parameter wait for its bytes."""
     is_trainable = weight.leaf.is_floating_point() or weight.leaf.is_complex()
     if is_trainable and not weight.host.is_inference():
         weight.end_of_graph = _end_of_graph(weight.host)

@@ -59,7 +59,7 @@ class Residency:
         self._device.up.wait_event(here.record_event())
 
     def show(self, here: Any, versions: Sequence[int]) -> None:
-        """Have compute wait for the copy, and give the bytes and these versions to the leaves."""
+        """Make compute wait for the copy, and show the bytes and these versions in the leaves."""
         if here != self.shown_on:
             assert self.arrived is not None
             self.arrived.wait(here)
@@ -84,7 +84,7 @@ class Residency:
             self._device.keep_for(self.flat, here)
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         if self.state is Presence.LOADING and self.arrived is not None:
             with contextlib.suppress(DiskError, SourceFileError):  # of a load that nobody needed
                 self.arrived.wait(self._home)  # the memory's next user is queued behind the copy

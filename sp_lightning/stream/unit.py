@@ -241,7 +241,7 @@ class Unit:
                 weight.wire.copy_(weight.value)
 
     def show(self, here: Any = None) -> None:
-        """Have the leaves show the weights to what is launched on the stream ``here``: by default the caller's.
+        """Show the weights in the leaves to what is launched on the stream ``here``: by default the caller's.
 
         Blocks while the unit's step is under way.
         """
@@ -254,7 +254,7 @@ class Unit:
         self.memory.show(here, self._stamp[1])
 
     def evict(self) -> None:
-        """Let go of the memory on the device."""
+        """Release the memory on the device."""
         self.steps.cancel()
         self.device.counters.evictions += self.memory.state is not Presence.ABSENT
         self.memory.release()

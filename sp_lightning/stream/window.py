@@ -141,7 +141,7 @@ class Window:
             )
 
     def visit(self, unit: Unit) -> None:
-        """Have the unit on the device for what compute does next."""
+        """Bring a unit to the device for what compute does next."""
         here = unit, self._device.current_stream()
         if here == self._current:
             return
@@ -216,14 +216,14 @@ class Window:
             self._current = None, None
 
     def drop(self, unit: Unit) -> None:
-        """Take a unit from the device: its weights change."""
+        """Evict a unit whose weights change."""
         self._current = None, None
         if not unit.is_held:
             for index in self._schedule.invalidate([unit.index]):
                 self._units[index].evict()
 
     def close(self) -> None:
-        """Take all units from the device."""
+        """Evict all units."""
         self._current, self._is_closed = (None, None), True
         for unit in self._units:
             self.drop(unit)
