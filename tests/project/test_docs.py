@@ -229,6 +229,14 @@ def test_the_list_of_pages_has_all_of_them():
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
 
 
+LONGEST = {"exactness": 1_000, "architecture": 2_500, "disk": 1_200, "recipes": 1_200, "inference": 900, "*": 20_000}
+
+
+@pytest.mark.parametrize("page, most", LONGEST.items())
+def test_a_page_has_at_most_so_many_words(page, most):
+    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").glob(f"{page}.md")) <= most
+
+
 def script(name: str):
     """A script of the docs, as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
