@@ -23,7 +23,7 @@ from torch import Tensor
 from ..compat.kernels import memory_figures
 from ..core.host import host_memory, lock_limit
 from ..core.telemetry import Counters
-from ..errors import HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
+from ..errors import DiskError, HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
 from ..options import HostMemory, format_bytes
 from . import memory
 from .memory import PageLock, Slabs, keep_from_forks
@@ -412,7 +412,8 @@ class Ring:
         """Wait on the host for the copies, and release all memory."""
         while self._held:
             for copied in self._held.popleft()[1]:
-                copied.synchronize()
+                with contextlib.suppress(DiskError):  # which a step with the gradient raises
+                    copied.synchronize()
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:

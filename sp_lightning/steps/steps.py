@@ -222,6 +222,11 @@ class Steps:
         self, work: dict[Unit, list[Weight]], step: SlicedOptimizer, groups: dict[int, int], state: Any
     ) -> None:
         """Step resident units, whose errors are raised here, and then start the steps of the others."""
+        for unit in work:
+            if unit.spill is not None:  # a write that failed leaves a gradient missing, before anything is stepped
+                for _, grad, _ in self._noted_work(work[unit], groups):
+                    if isinstance(grad, GradientBytes):
+                        grad.arrived.synchronize()
         outcome = Outcome()
         self._counters.held_steps += self._overlap and not all(unit.is_resident for unit in work)
         try:

@@ -230,6 +230,8 @@ class Pipeline:
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # the device's own error, which each wait for it raises
                     self._down_stream.synchronize()
+                if not copied.queued.done():  # nothing reads the device's memory any more
+                    copied.queued.set_result(self._down_stream.record_event())
                 copied.fail(error)
 
         self._writer.submit(work)

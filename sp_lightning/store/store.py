@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from ..core import malloc
 from ..core.host import headroom, host_memory
 from ..errors import HostMemoryError, OptionError
 from ..host.device import Arrival, Device
@@ -171,6 +172,7 @@ class Store:
             return
         if self._disk is not None and placement.disk:
             self._scratch = scratch_in(self._disk, self._disk_nbytes(units, wire_of))
+        malloc.by_themselves()  # or what the model frees would stay with the process, beside the budget
         self._pipeline = Pipeline(self._device, nbytes)
         log.info(
             "superpipeline: %s of frozen weights stay in their files, and %s go to the disk; %s are in host memory, of"
@@ -349,6 +351,7 @@ class Store:
         ended, self._pipeline = self._pipeline, None
         if ended is not None:
             ended.close()
+            malloc.as_ever()
         for file in self._files.values():
             file.close()
         self._files.clear()
