@@ -193,7 +193,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     batch = torch.randn(BATCH, options.width)
     settings = {"precision": precision, "machine": "h100", "device": options.device, "window": 2, **given}
-    terms = vars(sp_lightning.plan(make, batch, **settings).host)
+    terms = sp_lightning.plan(make, batch, **settings).host_terms
     resident = Resident()
     # Load and start everything that is needed once: of the process, and compiled code with what it is compared with.
     train(Model(2, 8), SingleDeviceStrategy(device))

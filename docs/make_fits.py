@@ -17,10 +17,9 @@ from torch import nn
 
 from sp_lightning.core.host import headroom
 from sp_lightning.options import Options
-from sp_lightning.plan import listed
+from sp_lightning.plan import Job, listed
 from sp_lightning.plan.machines import GIB, MACHINES
-from sp_lightning.plan.model import Answers
-from sp_lightning.plan.planner import Job, Planner
+from sp_lightning.plan.planner import Planner
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 PAGE = pathlib.Path(__file__).parent / "what-fits.md"
@@ -45,12 +44,10 @@ MODELS = {  # the smallest first
     "Qwen3 32B": "qwen3-32b",
     "Llama 70B": "llama-70b",
 }
-ASKED = ("Llama 8B", "Qwen3 14B", "Qwen3 32B", "Llama 70B")
 WAYS = ("FP32 AdamW", "bf16-true AdamW", "adapters, bf16")
-SHORT = ("FP32 AdamW", "adapters, bf16", "answers, bf16")
+SHORT = ("FP32 AdamW", "adapters, bf16")
 PRECISION = {"FP32 AdamW": "bf16-mixed"}  # of the others: bf16-true
 RANK = 16  # of the adapters, beside all linear layers
-PROMPTS, PROMPT, ANSWER = 32, 512, 256  # of the answers: how many at once, and their tokens
 
 
 @dataclass(frozen=True)
@@ -65,32 +62,25 @@ class Needs:
 def needs(model: str, way: str) -> dict[str, Needs]:
     """Return what a model takes in one of these ways on each card; its traces serve all cards."""
     make = listed.maker(listed.LISTED[MODELS[model]])
-    answers = Answers(ANSWER) if way == "answers, bf16" else None
-    if answers:
-        batch: Any = {"input_ids": torch.zeros(PROMPTS, PROMPT, dtype=torch.long)}
-    else:
-        batch = listed.batch_of(listed.LISTED[MODELS[model]], 1, TOKENS)
+    batch = listed.batch_of(listed.LISTED[MODELS[model]], 1, TOKENS)
     planner = Planner(
         adapted(make) if way == "adapters, bf16" else make,
         batch,
         target="cuda",
         loss=None,
-        answers=answers,
         name=model,
     )
     found = {}
     for card in CARDS:
         job = Job(
-            options=Options.parse() if answers else Options.parse(activations="recompute"),
+            options=Options.parse(activations="recompute"),
             precision=PRECISION.get(way, "bf16-true"),
             machine=replace(MACHINES[card], host_nbytes=ROOMY),
             target="cuda",
             headroom=headroom(ROOMY),
-            answers=answers,
         )
         plan = planner.size(job)
-        seconds = plan.reading_s + ANSWER * plan.step_s if answers else plan.step_s
-        found[card] = Needs(plan.device_nbytes, plan.host.total, seconds)
+        found[card] = Needs(plan.device_nbytes, plan.host_nbytes, plan.step_s)
     return found
 
 
@@ -106,7 +96,6 @@ def adapted(make: Callable[[], nn.Module]) -> nn.Module:
 def tables() -> tuple[str, str]:
     """Make the long table, with a row for each card and host memory, and the short one."""
     found = {way: {model: needs(model, way) for model in MODELS} for way in WAYS}
-    found[SHORT[-1]] = {model: needs(model, SHORT[-1]) for model in ASKED}
     rows = [(card, memory) for card in CARDS for memory in MEMORIES]
     return _table(found, WAYS, rows), _table(found, SHORT, IN_SHORT)
 
@@ -118,18 +107,17 @@ def _table(found: dict[str, Any], ways: Sequence[str], rows: Sequence[tuple[str,
         cells = []
         for way in ways:
             here = {model: on[card] for model, on in found[way].items()}
-            asks = way == SHORT[-1]
-            cells.append(_cell(here, card, free, PROMPTS * ANSWER if asks else TOKENS, hours=not asks))
+            cells.append(_cell(here, card, free))
         lines.append(f"| {MACHINES[card].device_nbytes // GIB} GB (`{card}`) | {memory} GiB | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(of_models: dict[str, Needs], card: str, free: int, tokens: int, hours: bool) -> str:
+def _cell(of_models: dict[str, Needs], card: str, free: int) -> str:
     """Describe the largest model that fits, or a dash."""
     for model, one in reversed(of_models.items()):
         if one.device_nbytes <= MACHINES[card].device_nbytes and one.host_nbytes <= free:
-            speed = tokens / one.step_s
-            return f"{model}, {float(f'{speed:.2g}'):.0f} tokens/s" + f", {RUN / speed / 3600:.2g} h" * hours
+            speed = TOKENS / one.step_s
+            return f"{model}, {float(f'{speed:.2g}'):.0f} tokens/s, {RUN / speed / 3600:.2g} h"
     return "-"
 
 

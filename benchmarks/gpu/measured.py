@@ -18,9 +18,9 @@ import torch
 from compare import Row, compare, differences, ours, setting_of
 from contenders import OURS, Setting
 
+from sp_lightning.host.rates import measured as measure
 from sp_lightning.options import format_bytes, parse_bytes
-from sp_lightning.plan.machines import MACHINES, Machine
-from sp_lightning.plan.measure import here as measure
+from sp_lightning.plan.machines import MACHINES, REACHED, Machine
 
 __all__ = ["Comparison", "Row", "ahead", "begin", "memory", "merit", "others", "ours", "parser", "speed"]
 
@@ -206,7 +206,7 @@ def _measured(run: campaign.Campaign) -> tuple[Machine | None, str | None]:
         return None, f"the machine was not measured within {limit:g} s"
     if "error" in found:
         return None, f"the machine could not be measured: {found['error'].splitlines()[-1]}"
-    return Machine(**found), None
+    return Machine(name="here", **found), None
 
 
 def _line(result: Result, row: Row) -> str:
@@ -315,4 +315,4 @@ def _best_within(result: Result, nbytes: int) -> float:
 
 if __name__ == "__main__":  # the process of `_measured`
     here = torch.device(json.loads(sys.argv[2])["device"])
-    print(json.dumps(asdict(measure(here, torch.bfloat16))))
+    print(json.dumps(measure(here, torch.bfloat16, REACHED.down_cost)._asdict()))

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from sp_lightning.errors import OptionError
+
 
 def planned() -> bool:
     """Whether tensors are made without data here, as for ``python -m sp_lightning plan --config``."""
@@ -36,5 +38,10 @@ def keep_trained(module: torch.nn.Module, checkpoint: dict[str, Any]) -> None:
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """Read the objects of a file, one a line."""
-    lines = Path(path).expanduser().read_text("utf-8-sig").split("\n")  # splitlines() would split within texts
+    try:
+        lines = Path(path).expanduser().read_text("utf-8-sig").split("\n")  # splitlines() would split within texts
+    except OSError as error:
+        raise OptionError(
+            argument="data.path", found=str(path), allowed=f"a file of JSON lines ({error.strerror})"
+        ) from None
     return [json.loads(line) for line in lines if line.strip()]

@@ -37,7 +37,6 @@ class Generate(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.checkpoint = name_or_path or tiny.language_model()
-        self.generates = max_new_tokens, cache  # what a plan has to know
         self.model: Any = None
 
     def configure_model(self) -> None:

@@ -1,9 +1,8 @@
-"""The run that ``fit`` or ``predict`` with the same arguments would make, as arguments of `sp_lightning.plan`.
+"""The run that ``fit`` with the same arguments would make, as arguments of `sp_lightning.plan`.
 
 LightningCLI parses the arguments and makes data, callbacks and a Trainer, as for ``fit``, but on the CPU and without a
 logger; the batch is the first of the Trainer's own loader. The model is made when it is planned, by the same
-arguments: ``__init__``, ``setup`` and ``configure_model``. A module that generates answers in ``predict`` says so by
-an attribute ``generates``: the tokens of each, and where keys and values wait.
+arguments: ``__init__``, ``setup`` and ``configure_model``.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ from ..compat.lightning import add_configured_optimizers, attach_data, combined_
 from ..errors import OptionError
 from .fit import FitCLI
 
-OF_COMMANDS = "ckpt_path", "weights_only", "return_predictions"  # of fit and predict themselves: they change no plan
-STAGES = {
-    True: (TrainerFn.FITTING, RunningStage.TRAINING),
-    False: (TrainerFn.PREDICTING, RunningStage.PREDICTING),
-}
+OF_FIT = "ckpt_path", "weights_only"  # itself: they change no plan
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +29,8 @@ class PlannedCLI(FitCLI):
     """LightningCLI that makes everything but the model, on the CPU."""
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Add arguments that a config of fit or predict may have."""
-        for name in OF_COMMANDS:
+        """Add arguments that a config of fit may have."""
+        for name in OF_FIT:
             parser.add_argument(f"--{name}", type=Any, default=None)
 
     def instantiate_classes(self) -> None:
@@ -61,32 +56,25 @@ class PlannedCLI(FitCLI):
 
 
 def find(words: Sequence[str]) -> dict[str, Any]:
-    """Find the run of ``fit`` with these arguments, or of ``predict`` if the module generates."""
+    """Find the run of ``fit`` with these arguments."""
     cli = PlannedCLI(args=list(words), run=False, save_config_callback=None)
     trainer: Any = cli.trainer
     with torch.device("meta"):
         module = cli.make_module()
-    generates = getattr(module, "generates", None)
-    if generates is None and type(module).training_step is LightningModule.training_step:
-        allowed = "a module with a training_step, or one that says what it generates (docs/planning.md)"
+    if type(module).training_step is LightningModule.training_step:
+        allowed = "a module with a training_step (sp_lightning.plan plans a forward, by Python)"
         raise OptionError(argument="model", found=type(module).__name__, allowed=allowed)
-    run = {
-        "batch": _first_batch(cli, module, trains=generates is None),
-        "module": _maker(cli, trains=generates is None),
+    return {
+        "batch": _first_batch(cli, module),
+        "module": _maker(cli),
         "name": type(module).__name__,
         "precision": cli.config.trainer.precision or "32-true",
         "devices": trainer.num_devices,
         "nodes": trainer.num_nodes,
         **(cli.given or {}),
-    }
-    if generates is not None:
-        return run | dict(zip(("answer", "cache"), generates, strict=True))
-    return run | {
         "accumulate": trainer.accumulate_grad_batches,
         "clip": bool(trainer.gradient_clip_val),
-        "own_gradients": trainer.gradient_clip_algorithm == "value",
         "copies": sum(isinstance(one, WeightAveraging | StochasticWeightAveraging) for one in trainer.callbacks),
-        "trained_copies": sum(getattr(one, "trained_copies", 0) for one in trainer.callbacks),
     }
 
 
@@ -102,37 +90,35 @@ def _devices_of(named: Any) -> Any:
     return 1
 
 
-def _first_batch(cli: Any, module: Any, trains: bool) -> Any:
+def _first_batch(cli: Any, module: Any) -> Any:
     """Return the first batch of the Trainer's loader."""
     trainer, owners = cli.trainer, [owner for owner in (cli.datamodule, module) if owner is not None]
-    trainer.state.fn, trainer.state.stage = STAGES[trains]
+    trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
     attach_data(trainer, module, cli.datamodule)
     for owner in owners:
         owner.prepare_data()
-        owner.setup(STAGES[trains][0].value)
+        owner.setup("fit")
     set_epochs(trainer)
-    loop = trainer.fit_loop if trains else trainer.predict_loop
-    loop.setup_data()
-    batch, *_ = next(iter(combined_loader(loop)))
+    trainer.fit_loop.setup_data()
+    batch, *_ = next(iter(combined_loader(trainer.fit_loop)))
     for owner in owners:
         batch = owner.on_before_batch_transfer(batch, 0)
         batch = owner.on_after_batch_transfer(batch, 0)
     return batch
 
 
-def _maker(cli: Any, trains: bool) -> Callable[[], Any]:
+def _maker(cli: Any) -> Callable[[], Any]:
     """Return the function that makes the module with its optimizers; its steps neither log nor change weights."""
 
     def make() -> Any:
         module, strategy = cli.make_module(), cli.trainer.strategy
-        module.setup(STAGES[trains][0].value)
+        module.setup("fit")
         module.configure_model()
-        if trains:
-            add_configured_optimizers(cli)
-            strategy.setup_optimizers(cli.trainer)
-            module.configure_optimizers = lambda: strategy.optimizers
-            for optimizer in strategy.optimizers:
-                optimizer.step = lambda closure=None: None if closure is None else closure()
+        add_configured_optimizers(cli)
+        strategy.setup_optimizers(cli.trainer)
+        module.configure_optimizers = lambda: strategy.optimizers
+        for optimizer in strategy.optimizers:
+            optimizer.step = lambda closure=None: None if closure is None else closure()
         module.log = module.log_dict = lambda *_, **__: None
         return module
 

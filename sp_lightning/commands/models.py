@@ -30,7 +30,7 @@ def find(text: str | None, rows: int, tokens: int | None) -> dict[str, Any]:
     if known is not None:
         return {"module": text, "batch": listed.batch_of(known, rows, tokens)}
     if not os.path.exists(text) and ("/" not in text or text.endswith(".json")):
-        raise OptionError(argument="model", found=text, allowed=ALLOWED + listed.near(text))
+        raise OptionError(argument="model", found=text, allowed=f"{ALLOWED}{listed.near(text)}")
     config = _config(text)
     import transformers
 

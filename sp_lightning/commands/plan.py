@@ -21,23 +21,16 @@ OF_RUN: dict[str, tuple[Any, str]] = {
     "model": (str, "a known name, a name on the hub, a config.json of transformers or its directory"),
     "batch": (count, "rows in a batch (default: 1)"),
     "seq": (count, "tokens in a row (default: 2048)"),
-    "precision": (str, "the Trainer's precision (default: bf16-mixed; bf16-true with --answer)"),
+    "precision": (str, "the Trainer's precision (default: bf16-mixed)"),
     "optimizer": (str, "an optimizer such as AdamW or SGD (default: AdamW)"),
     "accumulate": (count, "batches before the optimizer steps (default: 1)"),
-    "answer": (count, "tokens to generate for each row: nothing is trained"),
-    "cache": (str, "with --answer: keys and values wait on the device (default) or the host"),
     "devices": (count, "devices that train together, each with this batch (default: 1)"),
     "nodes": (count, "machines that train together, each with these devices (default: 1)"),
 }
 OF_MACHINE: dict[str, tuple[Any, str]] = {
     "machine": (str, "a known machine, or list to see all (default: here, measured)"),
-    "cores": (count, "physical cores for the optimizer (default: all of the machine's)"),
     "device_memory": (str, "device bytes, such as 24GiB (default: the machine's)"),
     "host_memory": (str, "host bytes, such as 64GiB (default: the machine's)"),
-    "host_headroom": (str, "host bytes for the system (default: a tenth, from 4 to 32 GiB)"),
-    "link": (str, "gen4x8, or bytes per second such as 12GB (default: the machine's)"),
-    "disk_speed": (str, "bytes per second that the disk reads and writes, such as 7GB,5GB"),
-    "network": (str, "with --nodes: the line between them such as 100Gb, or bytes per second"),
 }
 
 
@@ -69,8 +62,7 @@ def main(args: argparse.Namespace) -> int:
         found = plan(**{**run, **given(args, OF_MACHINE)})
     batch = run["batch"]
     tokens = batch["input_ids"].shape[1] if hasattr(batch, "keys") and "input_ids" in batch else None
-    said = found.to_dict() | {"speed": found.speed(tokens)}
-    print(json.dumps(said, indent=2) if args.json else found.text(tokens))
+    print(json.dumps(found.to_dict(tokens), indent=2, default=str) if args.json else found.text(tokens))
     return 0 if found.fits else 1
 
 
@@ -99,5 +91,4 @@ def _of_model(model: str | None = None, batch: int = 1, seq: int | None = None, 
     """Return the run that plan's own arguments describe."""
     from .models import find
 
-    precision = "bf16-true" if "answer" in run else "bf16-mixed"
-    return {"precision": precision, **find(model, batch, seq), **run}
+    return {"precision": "bf16-mixed", **find(model, batch, seq), **run}

@@ -133,6 +133,28 @@ def page_lock(device: torch.device) -> PageLock | None:
     return CudaPageLock(device) if device.type == "cuda" else None
 
 
+def available() -> list[str]:
+    """List the names of the devices that can compute here, accelerators first."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    return [f"{accelerator.type}:{index}" for index in range(count) if accelerator is not None] + ["cpu"]
+
+
+def find(name: str | None = None) -> torch.device:
+    """Return the device of that name; without a name the first accelerator, or the CPU if there is none."""
+    found = available()
+    if name is None:
+        return torch.device(found[0])
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise _refused(name) from None
+    check_supported(device)
+    if device.type != "cpu" and f"{device.type}:{device.index or 0}" not in found:
+        raise _refused(name)
+    return device
+
+
 def check_supported(device: torch.device) -> None:
     """Refuse a device that has no memory of its own, or is not available here."""
     if device.type == "mps":
@@ -142,11 +164,12 @@ def check_supported(device: torch.device) -> None:
         )
     if device.type == "meta":
         raise UnsupportedError("device 'meta' holds no data: pass the device that computes, such as 'cuda'")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device.type != "cpu" and (accelerator is None or accelerator.type != device.type):
-        count = 0 if accelerator is None else torch.accelerator.device_count()
-        names = [f"'{accelerator}:{index}'" for index in range(count)]
-        raise OptionError(argument="device", found=str(device), allowed="one of " + ", ".join([*names, "'cpu'"]))
+    if device.type != "cpu" and device.type not in {name.partition(":")[0] for name in available()}:
+        raise _refused(str(device))
+
+
+def _refused(name: str) -> OptionError:
+    return OptionError(argument="device", found=name, allowed="one of " + ", ".join(map(repr, available())))
 
 
 class Rings(NamedTuple):

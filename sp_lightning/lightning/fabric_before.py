@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from ..compat.lightning import EmptyInit, is_setting_up
 from ..errors import OptionError, TornStepError, UnsupportedError
 from ..handles import close_all, close_dropped
-from ..memory.device import check_supported
+from ..host.device import check_supported
 from ..memory.watched_parameters import is_watched
 from ..nodes.transport import KEEPALIVE
 from ..optim import torn_step

@@ -36,7 +36,7 @@ from ..compat.lightning import (
 from ..compat.modules import set_device_mesh
 from ..compat.tensors import is_dtensor
 from ..errors import OptionError, PeerError, UnsupportedError
-from ..memory.device import check_supported
+from ..host.device import check_supported
 from ..nodes.launched import connect_launched
 from ..options import Options, is_int
 from ..ranks.board import ONE_RANK, OneRank

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..compat.lightning import set_average_device, setup_model
 from ..errors import TornStepError
 from ..handle import Handle, Settings, not_yet, settings_of
-from ..memory.device import check_supported
+from ..host.device import check_supported
 from ..nodes.transport import KEEPALIVE
 from ..optim import torn_step
 from ..options import Options

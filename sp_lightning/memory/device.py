@@ -25,7 +25,8 @@ from ..compat.kernels import memory_figures
 from ..core import malloc
 from ..core.host import host_memory, lock_limit
 from ..core.unit_numbers import aligned
-from ..errors import HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
+from ..errors import HostMemoryError, SuperpipelineError, UnsupportedError
+from ..host.device import check_supported
 from ..options import HostMemory, format_bytes
 from .pinned import HostAllocator, PageLock
 from .staging import Around, Arrival, Copies, StagingRing
@@ -86,45 +87,6 @@ class _IdleStream(contextlib.nullcontext[None]):
 
     def synchronize(self) -> None:
         """Return at once."""
-
-
-def check_supported(device: torch.device) -> None:
-    """Refuse a device that has no memory of its own, or is not available here."""
-    if device.type == "mps":
-        raise UnsupportedError(
-            "device 'mps' shares its memory with the host, so there is nothing to stream; "
-            "use Lightning's default strategy (strategy='auto')"
-        )
-    if device.type == "meta":
-        raise UnsupportedError("device 'meta' holds no data; pass the device that computes, such as 'cuda'")
-    if device.type != "cpu" and device.type not in {name.partition(":")[0] for name in available()}:
-        raise _refused(str(device))
-
-
-def available() -> list[str]:
-    """List the names of the devices that can compute here, accelerators first."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if accelerator is not None else 0
-    return [f"{accelerator.type}:{index}" for index in range(count) if accelerator is not None] + ["cpu"]
-
-
-def find(name: str | None = None) -> torch.device:
-    """Return the device of that name; without a name the first accelerator, or the CPU if there is none."""
-    found = available()
-    if name is None:
-        return torch.device(found[0])
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise _refused(name) from None
-    check_supported(device)
-    if device.type != "cpu" and f"{device.type}:{device.index or 0}" not in found:
-        raise _refused(name)
-    return device
-
-
-def _refused(name: str) -> OptionError:
-    return OptionError(argument="device", found=name, allowed="one of " + ", ".join(map(repr, available())))
 
 
 class CudaPageLock:

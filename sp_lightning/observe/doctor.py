@@ -28,7 +28,8 @@ from ..core.host import (
 from ..disk.direct_file import mount_of
 from ..disk.scratch_file import no_local_disk, rotates
 from ..errors import OptionError
-from ..memory.device import Device, find
+from ..host.device import find
+from ..memory.device import Device
 from ..optim.native import DIFFERENT, LIBRARY
 from ..options import check_writable, format_bytes
 

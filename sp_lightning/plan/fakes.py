@@ -57,7 +57,7 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.observe: Observer | None = None
         self.building = False  # a module is being made: its initial weights do not matter
         self._fake = fake_mode()
-        self._kernels = _Kernels(target)
+        self.kernels, self.is_fused = _Kernels(target), target in FUSED
         self._autocast = autocast
         self._contexts = contextlib.ExitStack()
 
@@ -65,7 +65,7 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         enter = self._contexts.enter_context
         enter(torch.random.fork_rng(devices=[]))
         enter(torch.autocast("cpu", dtype=self._autocast, enabled=self._autocast is not None, cache_enabled=False))
-        enter(self._kernels)
+        enter(self.kernels)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -156,60 +156,44 @@ class _Kernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:
-            return self._backward(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and self._target != "cpu":
-            return self._attention(*args, **kwargs)
+        if self._target == "cpu":
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _attention(self._target in FUSED, *args, **kwargs)
         if func is F.dropout and self._target in FUSED:
             return _dropout(*args, **kwargs)
-        if self._target != "cpu" and torch.is_autocast_enabled("cpu"):
-            return _cast(func, args, kwargs)
-        return func(*args, **kwargs)
+        return _cast(func, args, kwargs) if torch.is_autocast_enabled("cpu") else func(*args, **kwargs)
 
-    def _backward(
-        self,
-        tensor: Tensor,
-        gradient: Any = None,
-        retain_graph: Any = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        with self:  # for code that backward runs, such as a checkpoint
-            torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Run attention by the kernel that the target picks."""
-        if torch.is_autocast_enabled("cpu"):
-            query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
-        mask = attn_mask
-        if mask is not None:
-            bias = torch.zeros(mask.shape, dtype=query.dtype) if mask.dtype is torch.bool else mask.to(query.dtype)
-            mask = bias.masked_fill(mask, 0) if mask.dtype is torch.bool else bias
-        width, grouped = query.shape[-1], enable_gqa and query.shape[1] != key.shape[1]
-        alike = query.dim() == 4 and width == key.shape[-1] == value.shape[-1]
-        fused = self._target in FUSED and alike and query.dtype is not torch.float64
-        if fused and query.dtype in HALVES and mask is None and width <= 256:
-            padded = [F.pad(each, (0, -width % 8)) if width % 8 else each for each in (query, key, value)]
-            out = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
-            return out[..., :width]  # type: ignore[no-any-return]
-        if not fused or grouped:
-            given = (query, key, value, mask, dropout_p, is_causal)
-            return aten._scaled_dot_product_attention_math(*given, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
-        mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
-        needs = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-        return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-            query, key, value, mask, needs, dropout_p, is_causal, scale=scale
-        )[0]
+def _attention(
+    has_kernels: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run attention by the kernel that the target picks."""
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
+    mask, grouped = attn_mask, enable_gqa and query.shape[1] != key.shape[1]
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=query.dtype)
+        mask = bias.masked_fill(mask, 0) if mask.dtype is torch.bool else mask.to(query.dtype)
+    fused = has_kernels and query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if fused and query.dtype in HALVES and mask is None and query.shape[-1] <= 256:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    if not fused or grouped or query.dtype is torch.float64:
+        given = (query, key, value, mask, dropout_p, is_causal)
+        return aten._scaled_dot_product_attention_math(*given, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
+    mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
+    needs = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+        query, key, value, mask, needs, dropout_p, is_causal, scale=scale
+    )[0]
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Machines to plan for: listed ones, and ones that differ from them. `measure.here` measures the one at hand.
+"""Machines to plan for: listed ones. host/rates.py measures the one at hand.
 
 A listed machine has its vendors' peaks times the shares that long-running work is assumed to reach, stated once below.
 """
@@ -6,12 +6,9 @@ A listed machine has its vendors' peaks times the shares that long-running work 
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from ..errors import OptionError
-from ..options import is_int, parse_bytes
 
 GIB = 2**30
 
@@ -20,13 +17,8 @@ SUSTAINED_FLOPS = 0.7  # of dense products in half precision with FP32 accumulat
 SUSTAINED_DEVICE = 0.8  # of the device's memory
 SUSTAINED_HOST = 0.7  # of one socket's memory channels
 DUPLEX = 0.85  # of a link, in each direction while both run; 0.5 on some hosts
-SUSTAINED_NETWORK = 0.9  # of a line that gloo fills (benchmarks/NOTES.md)
-
 CORE = 10e9  # bytes/s that one core reads and writes in a step, until the channels are the limit
-RAIL = 0.4e9  # bytes/s that each device's process sends to other hosts by gloo, while as many come (NOTES.md)
-GENERATIONS = {3: 12e9, 4: 25e9, 5: 55e9}  # bytes/s of page-locked copies over 16 lanes of PCIe, in one direction
-LANES = 16
-GEN4, GEN5 = GENERATIONS[4], GENERATIONS[5]
+GEN4, GEN5 = 25e9, 55e9  # bytes/s of page-locked copies over 16 lanes of PCIe, in one direction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +39,7 @@ class Machine:
     disk_bytes_per_s: float = 7e9  # read: a local drive on four lanes of PCIe 4
     disk_out_bytes_per_s: float = 5e9  # written
     disk_duplex: float = 0.75  # as `duplex`
-    network_bytes_per_s: float = math.inf  # to other hosts, while as many come; inf: not known
+    network_bytes_per_s: float = 1.1e9  # to other hosts, while as many come: a line of 10 Gb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,93 +60,6 @@ def machine_named(name: str) -> Machine:
     if name not in MACHINES:
         raise OptionError(argument="machine", found=name, allowed=f"'here' or one of {', '.join(MACHINES)}")
     return MACHINES[name]
-
-
-def changed(
-    machine: Machine,
-    *,
-    device_memory: int | None = None,
-    host_memory: int | None = None,
-    link: str | float | None = None,
-    cores: int | None = None,
-    disk_speed: str | None = None,
-    network: str | None = None,
-    devices: int = 1,
-) -> Machine:
-    """Return a machine that differs in what is given.
-
-    Args:
-        machine: Any machine.
-        device_memory: Bytes.
-        host_memory: Bytes.
-        link: A PCIe generation and its lanes such as "gen4x8", or bytes per second such as "12GB".
-        cores: Cores that step the optimizer. They may move fewer bytes than the memory channels do.
-        disk_speed: Bytes per second read and written, such as "7GB,5GB", and the share of that in each direction while
-            both run as in "7GB,5GB,0.75".
-        network: A line in bits per second such as "100Gb", or measured bytes per second such as "1.9GB".
-        devices: Devices of this host, each with a process that sends over the network.
-    """
-    given = {"device_nbytes": device_memory, "host_nbytes": host_memory}
-    changes: dict[str, Any] = {name: nbytes for name, nbytes in given.items() if nbytes is not None}
-    if link is not None:
-        changes["up_bytes_per_s"] = changes["down_bytes_per_s"] = _link(link)
-    if cores is not None:
-        if not is_int(cores) or cores < 1:
-            raise OptionError(argument="cores", found=cores, allowed="an int >= 1")
-        changes["cores_bytes_per_s"] = min(machine.cores_bytes_per_s, cores * CORE)
-    if disk_speed is not None:
-        changes |= _disk(disk_speed, machine.disk_duplex)
-    if network is not None:
-        changes["network_bytes_per_s"] = _network(network, devices)
-    return replace(machine, **changes)
-
-
-def _rate(text: str, argument: str) -> float:
-    return float(parse_bytes(text.strip().removesuffix("/s"), argument))
-
-
-def _link(link: str | float) -> float:
-    allowed = 'a PCIe generation and its lanes such as "gen4x8", or bytes per second such as "12GB"'
-    if isinstance(link, str):
-        match = re.fullmatch(r"(?:gen|pcie)?\s*([345])(?:\.0)?\s*x\s*(1|2|4|8|16)", link.strip().lower())
-        if match is not None:
-            return GENERATIONS[int(match[1])] * int(match[2]) / LANES
-        try:
-            link = _rate(link, "link")
-        except OptionError:
-            raise OptionError(argument="link", found=link, allowed=allowed) from None
-    if isinstance(link, bool) or not isinstance(link, int | float) or link <= 0:
-        raise OptionError(argument="link", found=link, allowed=allowed)
-    return float(link)
-
-
-def _disk(speed: str, duplex: float) -> dict[str, float]:
-    allowed = 'bytes per second read and written, such as "7GB,5GB", and a share from 0.5 to 1 as in "7GB,5GB,0.75"'
-    try:
-        read, written, *share = speed.split(",")
-        rates = {"disk_bytes_per_s": _rate(read, "disk_speed"), "disk_out_bytes_per_s": _rate(written, "disk_speed")}
-        (duplex,) = [float(text) for text in share] or [duplex]
-    except ValueError:  # such as an OptionError
-        raise OptionError(argument="disk_speed", found=speed, allowed=allowed) from None
-    if min(rates.values()) <= 0 or not 0.5 <= duplex <= 1:
-        raise OptionError(argument="disk_speed", found=speed, allowed=allowed)
-    return rates | {"disk_duplex": duplex}
-
-
-def _network(network: str, devices: int) -> float:
-    line = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MG])(?:b|bit)(?:/s|ps)?\s*", network)
-    try:
-        if line is None:
-            rate = _rate(network, "network")
-        else:
-            bits = float(line[1]) * {"M": 1e6, "G": 1e9}[line[2]]
-            rate = min(SUSTAINED_NETWORK * bits / 8, devices * RAIL)
-    except OptionError:
-        rate = 0.0
-    if rate <= 0:
-        allowed = 'the line in bits per second such as "100Gb", or measured bytes per second such as "1.9GB"'
-        raise OptionError(argument="network", found=network, allowed=allowed)
-    return rate
 
 
 # ---- the list
@@ -187,30 +92,13 @@ def _listed(
     )
 
 
-def _geforce(
-    name: str,
-    cuda_cores: int,
-    gigahertz: float,
-    device_giga: float,
-    device_nbytes: float,
-    link: float,
-    host_giga: float,
-    host_nbytes: float,
-) -> Machine:
-    """Make a machine with a GeForce card.
-
-    A CUDA core does 2 FLOP per clock, and the tensor cores beside it 4, dense with FP32 accumulation.
-    """
-    fp32_tera = 2 * cuda_cores * gigahertz / 1e3
-    return _listed(name, 2 * fp32_tera, fp32_tera, device_giga, device_nbytes, link, host_giga, host_nbytes)
-
-
 # GB/s of hosts' memory: two channels of DDR4-3200, DDR5-5600, a laptop's DDR5-4800; eight channels of DDR4-3200.
 DDR4, DDR5, LAPTOP, SERVER = 51.2, 89.6, 76.8, 204.8
 
 # Peaks are the vendors': data sheets of servers' cards, architecture whitepapers (rtx3060, rtx4090, rtx5090), and for
-# other GeForce cards CUDA cores and boost clock of the specification pages, of laptops the middle of the range. Hosts
-# are typical ones with one active device; those of clouds have the instance type's cores, half of its vCPUs.
+# other GeForce cards CUDA cores and boost clock of the specification pages (2 FLOP a clock and core, and 4 by the
+# tensor cores beside it), of laptops the middle of the range. Hosts are typical ones with one active device; those of
+# clouds have the instance type's cores, half of its vCPUs.
 MACHINES = {
     machine.name: machine
     for machine in (
@@ -222,20 +110,20 @@ MACHINES = {
         _listed("h100", 989.4, 66.9, 3350, 80 * GIB, GEN5, 307.2, 2048 * GIB),
         _listed("h200", 989.4, 66.9, 4800, 141e9, GEN5, 358.4, 2048 * GIB),
         _listed("mi300x", 1307.4, 163.4, 5300, 192e9, GEN5, 460.8, 2048 * GIB),
-        # name, CUDA cores, GHz, then as above; half a link has 8 lanes
-        _geforce("rtx3070", 5888, 1.725, 448, 8 * GIB, GEN4, DDR4, 32 * GIB),
-        _geforce("rtx4060", 3072, 2.46, 272, 8 * GIB, GEN4 / 2, DDR5, 32 * GIB),
-        _geforce("rtx4060-laptop", 3072, 1.92, 256, 8 * GIB, GEN4 / 2, LAPTOP, 16 * GIB),
-        _geforce("rtx4070-laptop", 4608, 1.70, 256, 8 * GIB, GEN4 / 2, LAPTOP, 32 * GIB),
-        _geforce("rtx4070", 5888, 2.475, 504, 12 * GIB, GEN4, DDR5, 64 * GIB),
-        _geforce("rtx5070", 6144, 2.512, 672, 12 * GIB, GEN5, DDR5, 64 * GIB),
-        _geforce("rtx4080-laptop", 7424, 1.81, 432, 12 * GIB, GEN4, LAPTOP, 32 * GIB),
-        _geforce("rtx4060ti-16gb", 4352, 2.535, 288, 16 * GIB, GEN4 / 2, DDR5, 64 * GIB),
-        _geforce("rtx4080", 9728, 2.505, 716.8, 16 * GIB, GEN4, DDR5, 64 * GIB),
-        _geforce("rtx5060ti-16gb", 4608, 2.572, 448, 16 * GIB, GEN5 / 2, DDR5, 64 * GIB),
-        _geforce("rtx5080", 10752, 2.617, 960, 16 * GIB, GEN5, DDR5, 64 * GIB),
-        _geforce("rtx4090-laptop", 9728, 1.75, 576, 16 * GIB, GEN4, LAPTOP, 64 * GIB),
-        _geforce("rtx3090", 10496, 1.695, 936, 24 * GIB, GEN4, DDR4, 128 * GIB),
+        # half a link has 8 lanes
+        _listed("rtx3070", 40.6, 20.3, 448, 8 * GIB, GEN4, DDR4, 32 * GIB),
+        _listed("rtx4060", 30.2, 15.1, 272, 8 * GIB, GEN4 / 2, DDR5, 32 * GIB),
+        _listed("rtx4060-laptop", 23.6, 11.8, 256, 8 * GIB, GEN4 / 2, LAPTOP, 16 * GIB),
+        _listed("rtx4070-laptop", 31.3, 15.7, 256, 8 * GIB, GEN4 / 2, LAPTOP, 32 * GIB),
+        _listed("rtx4070", 58.3, 29.1, 504, 12 * GIB, GEN4, DDR5, 64 * GIB),
+        _listed("rtx5070", 61.7, 30.9, 672, 12 * GIB, GEN5, DDR5, 64 * GIB),
+        _listed("rtx4080-laptop", 53.7, 26.9, 432, 12 * GIB, GEN4, LAPTOP, 32 * GIB),
+        _listed("rtx4060ti-16gb", 44.1, 22.1, 288, 16 * GIB, GEN4 / 2, DDR5, 64 * GIB),
+        _listed("rtx4080", 97.5, 48.7, 716.8, 16 * GIB, GEN4, DDR5, 64 * GIB),
+        _listed("rtx5060ti-16gb", 47.4, 23.7, 448, 16 * GIB, GEN5 / 2, DDR5, 64 * GIB),
+        _listed("rtx5080", 113, 56.3, 960, 16 * GIB, GEN5, DDR5, 64 * GIB),
+        _listed("rtx4090-laptop", 68.1, 34, 576, 16 * GIB, GEN4, LAPTOP, 64 * GIB),
+        _listed("rtx3090", 71.2, 35.6, 936, 24 * GIB, GEN4, DDR4, 128 * GIB),
         # one card by the hour: as the first group, and cores
         _listed("aws-g5.4xlarge", 70, 35, 600, 24 * GIB, GEN4, SERVER, 64 * GIB, 8),
         _listed("aws-g6e.4xlarge", 362, 91.6, 864, 48 * GIB, GEN4, SERVER, 128 * GIB, 8),

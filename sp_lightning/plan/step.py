@@ -9,44 +9,33 @@ first, and norms.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 from ..core.schedule import Schedule
 from ..core.unit_numbers import UnitNumbers
 from .machines import REACHED, Machine, Reached
-from .trace import Trace, Visit
+from .trace import Trace
 
 # What bytes on the device are for.
 WINDOW, ROOT, KEPT, WORKING = "window", "resident root", "kept for backward", "activations of one unit"
 GRADIENTS = "gradient buffers"
 PASSES = 3  # over the units: from the third on all are alike
+RING = 2  # units whose gradients, or activations, are on their way down while others compute
 
 
-@dataclass
-class Sweep:
-    """A step's loads, and the bytes on the device by term at its fullest moment."""
+class Sweep(NamedTuple):
+    """The bytes on the device by term at a step's fullest moment, and its loads in forward and in backward."""
 
-    terms: dict[str, int] = field(default_factory=dict)
-    loads: dict[bool, list[int]] = field(default_factory=lambda: {False: [], True: []})  # units, by "in backward"
-
-
-@dataclass(eq=False)
-class _Forward:
-    visit: Visit
-    away: float = 0.0  # bytes that it saved and that are not on the device
+    terms: dict[str, int]
+    loads: dict[bool, list[int]]
+    up: int  # bytes of these loads
+    loads_each: float  # how often a unit is loaded
 
 
-def sweep(
-    found: Trace,
-    sizes: Sequence[UnitNumbers],
-    window: int,
-    transfer: int,
-    activations: str,
-    casts: Sequence[int] | None = None,
-) -> Sweep:
+def sweep(found: Trace, sizes: Sequence[UnitNumbers], window: int, transfer: int) -> Sweep:
     """Take the run's own schedule through the visits of a step.
 
     Args:
@@ -54,69 +43,35 @@ def sweep(
         sizes: The units' bytes.
         window: Units on the device at once.
         transfer: Units exchanged at a time.
-        activations: The policy.
-        casts: Of a run's first step: the bytes of the cast that a unit makes on the device.
     """
     schedule = Schedule([size.up_nbytes for size in sizes], window, min(transfer, window))
     trained = [index for index, size in enumerate(sizes) if size.trained]
     order = [visit.unit for visit in found.visits if visit.unit is not None]
-    trains = any(visit.backward for visit in found.visits)  # else the next pass follows at once
-    result, most = Sweep(), -1.0
+    coming = [0]  # by visit: bytes of activations that come up for the next one that needs any
+    for visit in reversed(found.visits):
+        coming.insert(0, visit.up or coming[0])
+    packs, leaving = deque[int](maxlen=RING), deque[int](maxlen=RING)
+    terms, loads = dict[str, int](), dict[bool, list[int]]()
     for number in range(PASSES):
         schedule.invalidate(trained)
-        schedule.begin(order if number else (), wrap=bool(number) and not trains)
-        result.loads = {False: [], True: []}
-        for visit, before, peak in _bytes_at(found.visits, activations):
+        schedule.begin(order if number else (), wrap=bool(number))
+        there, loads = 0, {False: [], True: []}
+        for visit, ahead in zip(found.visits, coming[1:], strict=True):
             if visit.unit is not None:
-                result.loads[visit.backward] += schedule.visit(visit.unit, visit.in_use).load
-            if casts and visit.unit is not None:
-                packed = sizes[visit.unit].down_nbytes * visit.backward  # when no cast is there
-                peak += max(0, casts[visit.unit] - packed)
-            if schedule.resident_nbytes + before + peak > most:
-                most = schedule.resident_nbytes + before + peak
-                kept = min(before, before + peak - visit.gradients)
-                working = before + peak - visit.gradients - kept
-                terms = {WINDOW: schedule.resident_nbytes, KEPT: kept, WORKING: working, GRADIENTS: visit.gradients}
-                result.terms = {name: int(nbytes) for name, nbytes in terms.items()}
-    root = sum(size.up_nbytes for size in sizes if size.resident)
-    result.terms |= {ROOT: root, "batch": int(found.batch), "buffers": found.buffers}
-    return result
-
-
-def sent(visit: Visit, activations: str) -> float:
-    """Return the bytes of activations that a visit sends to the host."""
-    if visit.backward or "offload" not in activations or not visit.saved:
-        return 0.0
-    return visit.arguments if "recompute" in activations else visit.saved
-
-
-def _bytes_at(visits: Sequence[Visit], activations: str) -> Iterator[tuple[Visit, float, float]]:
-    """Yield each visit, the bytes beside weights as it begins, and what it adds at most.
-
-    What a forward saved is away during later visits: at once where it runs again, one visit later where it goes to the
-    host. A backward has all of it again.
-    """
-    recomputes, there = "recompute" in activations, 0.0
-    forwards: dict[int, list[_Forward]] = defaultdict(list)
-    leaving: list[tuple[_Forward, float]] = []
-    for visit in visits:
-        peak, held = visit.peak, 0.0
-        if visit.unit is not None and visit.backward:
-            leaving.clear()
-            if forwards[visit.unit]:
-                forward = forwards[visit.unit].pop()
-                there += forward.away
-                peak = max(peak, recomputes * (forward.visit.peak - forward.visit.inner))
-                held = recomputes * forward.visit.held
-        yield visit, there, peak
-        there += visit.grown - held
-        if visit.unit is not None and not visit.backward and visit.saved:  # else it keeps nothing
-            forwards[visit.unit].append(_Forward(visit))
-            for forward, nbytes in leaving:
-                forward.away, there = forward.away + nbytes, there - nbytes
-            leaving = [(forwards[visit.unit][-1], sent(visit, activations))]
-            if recomputes:
-                forwards[visit.unit][-1].away, there = visit.inner, there - visit.inner + visit.held
+                loads[visit.backward] += schedule.visit(visit.unit, visit.in_use).load
+            gradients = visit.gradients + sum(packs)
+            beside = there + visit.peak - visit.gradients + sum(leaving) + (ahead if visit.up else 0)
+            kept = max(0, min(there + sum(leaving), beside))
+            now = {WINDOW: schedule.resident_nbytes, KEPT: kept, WORKING: beside - kept, GRADIENTS: gradients}
+            if sum(now.values()) > sum(terms.values()):
+                terms = now
+            there += visit.grown
+            packs.extend([visit.packed] * bool(visit.packed))
+            leaving.extend([visit.down] * bool(visit.down))
+    root, every = sum(size.up_nbytes for size in sizes if size.resident), [*loads[False], *loads[True]]
+    terms |= {ROOT: root, "batch": found.batch, "buffers": found.buffers}
+    each = len(every) / max(1, sum(not size.resident for size in sizes))
+    return Sweep(terms, loads, sum(sizes[index].up_nbytes for index in every), each)
 
 
 # ---- time
@@ -143,7 +98,6 @@ class StepCost:
     added: Bytes = NOTHING  # the same where gradients of several batches are added
     norm: Bytes = NOTHING  # then, if gradients are clipped, by all cores
     norm_by_one: Bytes = NOTHING  # the same by one core
-    norm_up: float = 0.0  # that go up for a norm on the device
     scaled: Bytes = NOTHING  # by the cores, for the factor of clipping
     stepped: Bytes = NOTHING  # by the cores
     on_device: float = 0.0  # of device memory, for a step there
@@ -151,36 +105,19 @@ class StepCost:
     down: float = 0.0  # that come down after it
 
 
-def step_cost(states: float = 2, *, fused: bool = False, on_device: bool = False) -> StepCost:
+def step_cost(states: float = 2, *, on_device: bool = False) -> StepCost:
     """Return what a step of today's runtime costs.
 
     Args:
         states: States that the optimizer keeps for each parameter: AdamW has two.
-        fused: Steps are those of torch's fused kernels, as Hugging Face's Trainer has them by default. They take
-            gradients in FP32 and write no wire copies, so gradients are widened before, and weights cast after.
         on_device: Units of the host are stepped on the device.
     """
     read, written = 4 * (2 + states), 4 * (1 + states)  # weight, gradient and states; all but the gradient
     step = read + written
-    cost = StepCost(
-        added=Bytes(18, 18),  # a fresh copy in FP32, then a sum
-        norm=Bytes(2, 0),
-        norm_by_one=Bytes(0, 4),
-        scaled=Bytes(0, 8),
-        stepped=Bytes(step, step),  # half: two bytes less of the gradient, two more for the wire copy
-    )
-    widened = replace(cost, landed=Bytes(2 + 4, 0), norm=Bytes(4, 0), scaled=Bytes(8, 8))
+    added = Bytes(2 + 8, 4 + 8)  # a gradient as it came down, to a sum in FP32
     if on_device:
-        return StepCost(
-            added=cost.added,
-            landed=widened.landed,
-            scaled=widened.scaled,
-            norm_up=4,
-            on_device=step,
-            up=read,
-            down=written,
-        )
-    return replace(widened, stepped=Bytes(step + 4 + 2, step)) if fused else cost
+        return StepCost(added=added, on_device=step, up=written, down=written)
+    return StepCost(added=added, stepped=Bytes(step, step))  # half: a narrower gradient, and a copy that travels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +197,7 @@ def step_time(
     serial = first.passes(cost.stepped) / rates.cores
     if run.clip:
         of_norm = every.passes(cost.norm) + every.passes(cost.scaled)
-        serial += seconds(Work(up=cost.norm_up * every.trained), landed + of_norm)
+        serial += seconds(Work(), landed + of_norm)
         serial += every.passes(cost.norm_by_one) / reached.one_core
         beside = seconds(forward.plus(step), stepped) + seconds(backward)
     else:

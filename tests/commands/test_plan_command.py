@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_said_with_its_term(llama, capsys):
 
 def test_json_has_everything(llama, capsys):
     found = as_json(capsys, *small(llama, "--window", 2, "--transfer", 1))
-    assert (found["window"], found["transfer"], found["machine"]["name"], found["rows"]) == (2, 1, "rtx4090", 1)
+    assert (found["window"], found["transfer"], found["job"]["machine"]["name"], found["rows"]) == (2, 1, "rtx4090", 1)
     assert found["device_nbytes"] == sum(found["device_terms"].values())
 
 
@@ -73,19 +73,13 @@ def test_known_machines_are_listed(capsys):
     assert "rtx4090" in capsys.readouterr().out
 
 
-def test_answers_are_planned_a_token_at_a_time(llama, capsys):
-    found = as_json(capsys, "--model", llama, "--seq", 32, "--answer", 16, "--machine", "rtx4090")
-    assert found["answer"] == 16 and found["host"]["optimizer"] == 0
-    assert found["device_terms"]["keys and values"] > 0
-
-
 @pytest.mark.parametrize(
     "arguments, said",
     [
         ("", "model must be given, unless --config is"),
         ("--model llama-3b --loss x --machine rtx3060", "plan does not know --loss x"),
         ("--model llama-3b --config a.yaml", "model must be left out beside --config"),
-        ("--model llama3b --machine rtx3060", "did you mean 'llama-3b'?"),
+        ("--model llama3b --machine rtx3060", "did you mean llama-3b?"),
         (
             "--model nowhere/config.json --machine rtx3060",
             "model must be a config.json of transformers or its directory",
@@ -95,12 +89,8 @@ def test_answers_are_planned_a_token_at_a_time(llama, capsys):
         ("{} --device-memory 8GX", "device_memory must be a size with its unit"),
         ("{} --batch 0", "argument --batch: must be an int >= 1, got 0"),
         ("{} --precision bf15", "precision must be one of '32-true'"),
-        ("{} --optimizer Adamm", "did you mean 'Adam'?"),
+        ("{} --optimizer Adamm", "did you mean Adam?"),
         ("{} --activations recomput", "did you mean recompute?"),
-        ("{} --link gen9x99", "link must be"),
-        ("{} --nodes 2", "network must be given together"),
-        ("{} --cache host", "cache must be given together with answer"),
-        ("{} --answer 8 --clip", "clip must be left out beside answer"),
         ("{} --master-weights", "'bf16-true' or '16-true' with master_weights=True"),
         ("{} -- script.py", "plan does not know -- script.py"),
         ("{} --bach 4", "did you mean --batch?"),
@@ -116,13 +106,13 @@ def test_bad_arguments_end_with_one_sentence(arguments, said, llama, capsys):
 def test_several_devices_have_one_host(llama, capsys):
     one, two = (as_json(capsys, *small(llama, "--window", 2, "--devices", count)) for count in (1, 2))
     assert one["device_terms"] == two["device_terms"]
-    assert two["host"]["weights"] == one["host"]["weights"] and two["host"]["wire"] == 2 * one["host"]["wire"]
+    assert two["host_terms"] == one["host_terms"] and two["speed"]["rows_per_s"] > one["speed"]["rows_per_s"]
 
 
 def test_a_disk_has_its_bytes_in_the_plan(llama, capsys, tmp_path):
     run(*small(llama, "--disk", tmp_path, "--host-budget", "0B", "--wire-dtype", "as-is", "--precision", "32-true"))
     said = capsys.readouterr().out
-    assert "(on disk)" in said and "Wear: a step writes" in said
+    assert "Disk, in a step:" in said and "written" in said
 
 
 def _python(code):

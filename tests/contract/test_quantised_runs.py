@@ -9,7 +9,7 @@ import pytest
 import torch
 import wrapped
 from lightning.pytorch.callbacks import ModelCheckpoint
-from side_by_side import check, fit, inputs, make_trainer, sgd, squares
+from side_by_side import check, fit, inputs, make_trainer
 
 import models
 import parity
@@ -141,47 +141,3 @@ def test_a_trainer_predicts_with_a_quantised_base(device, form, place):
     expected = answers(None, make)
     found = answers(parity.streaming_strategy(device.type, **options), make)
     assert len(found) == 5 and all(map(torch.equal, expected, found))
-
-
-# --- Plans
-
-
-@parity.product(
-    ("nf4", "file", SETTINGS[1], "simgpu"),
-    ("int8", "memory", SETTINGS[0], "simgpu"),
-    form=wrapped.TRAINED,
-    place=["file", "memory"],
-    setting=SETTINGS,
-    device=["simgpu"],
-)
-@pytest.mark.few(1)
-def test_a_step_takes_the_bytes_that_its_plan_says(device, form, place, setting, monkeypatch):
-    monkeypatch.setattr(wrapped, "WIDTH", 512)
-    window, activations = setting
-    options = {"activations": activations, "window": window, "transfer": 1, "wire_dtype": "as-is"}
-    options |= {"host_budget": "0B"} if place == "file" else {}
-    net = {"file": wrapped.filed, "memory": wrapped.adapted}[place](form)()
-    (x,) = inputs(torch.device("cpu"), 1)
-    plan = sp_lightning.plan(net, x, loss=squares, machine="h100", device="cpu", optimizer="SGD", **options)
-    optimizer, x, moved = sgd(net), x.to(device), []
-    before = torch.accelerator.memory_allocated()
-    with sp_lightning.stream(net, device, **options) as handle:
-        for _ in range(4):
-            torch.accelerator.reset_peak_memory_stats()
-            earlier = handle.stats()
-            squares(net, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            handle.finish_step()
-            later = handle.stats()
-            names = "bytes_up", "bytes_brought_back", "disk_read"
-            moved.append([later[name] - earlier[name] for name in names])
-        peak = torch.accelerator.max_memory_allocated() - before
-        host = sum(unit.host_bytes().weights for unit in handle.engine.units)
-    up, back, read = moved[-1]
-    assert moved[-1] == moved[-2] and read == plan.read and up == plan.bytes_up
-    if back:
-        assert back == pytest.approx(plan.host.activations, rel=0.05)
-    assert plan.host.weights == pytest.approx(host, rel=0.05)
-    assert sum(n for name, n in plan.device_terms.items() if name != "reserve") == pytest.approx(peak, rel=0.05)
-    assert (plan.disk.weights > 0) == (place == "file")

@@ -140,7 +140,7 @@ def test_a_plan_counts_the_bytes_of_a_quantised_base(form):
     plan = sp_lightning.plan(net, x, loss=squares, machine="h100")
     with sp_lightning.stream(net, "cpu", window=1) as handle, torch.no_grad():
         net(x)
-        assert plan.host.weights == handle.stats()["host_bytes"]
+        assert plan.host_terms["weights"] == handle.stats()["host_bytes"]
 
 
 class Expert(nn.Module):

@@ -10,7 +10,6 @@ import errno
 import functools
 import gc
 import itertools
-import json
 import logging
 import mmap
 import os
@@ -1287,32 +1286,6 @@ def test_a_loop_with_fabric_and_its_checkpoints(tmp_path):
         expected = [go("auto", tmp_path / "plain", number) for number in range(2)]
         for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
             assert torch.equal(one, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("autocast", [False, True])
-def test_memory_stays_within_what_the_choice_says(autocast, tmp_path):
-    """First step and loading of state included; anonymous and locked memory."""
-    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "state_on_disk.py"
-    command = [sys.executable, str(script), "--run", "disk", "--gigabytes", "0.55", "--folder", str(tmp_path)]
-    command += ["--autocast"] * autocast
-    said = subprocess.run(command, input="step\n" * 3 + "end\n", stdout=subprocess.PIPE, text=True, check=True).stdout
-    found = json.loads(said.splitlines()[-1])
-    assert found["there"] + found["growth"] <= 1.1 * found["planned"]
-    assert os.listdir(tmp_path) == ["disk.pt"]  # the script's own, which it loads weights from
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["", "fabric ", "transformers "])
-def test_the_memory_of_a_run_stays_within_its_budget_also_after_a_resume(by, tmp_path):
-    """Its layers are small: malloc would keep a hole between any two gradients (malloc.py)."""
-    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "state_on_disk.py"
-    for run in f"{by}fit", f"{by}resume":
-        command = [sys.executable, str(script), "--run", run, "--gigabytes", "0.8", "--folder", str(tmp_path)]
-        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        found = json.loads(said.splitlines()[-1])
-        assert found["there"] + found["growth"] <= 1.1 * found["planned"]
-        assert found["kept"]
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import pytest
 import torch
 from nets import NETS
 
-import sp_lightning
+from sp_lightning.handle import Handle, settings_of
+from sp_lightning.options import Options
 from sp_lightning.plan import plan
 from sp_lightning.plan.model import with_tensors
 
@@ -27,11 +28,12 @@ def planned(net, window, activations, precision, target):
 
 def measured(net, window, activations, precision, device):
     """Take three steps, and return the most bytes on the device."""
-    with sp_lightning.stream(net.make(), device, window=window, transfer=1, activations=activations) as handle:
+    half = precision == "bf16-mixed"
+    options = Options(window=window, transfer=1, activations=activations)
+    with Handle(net.make(), device, settings_of(options, torch.bfloat16 if half else None)) as handle:
         optimizer = torch.optim.SGD([p for p in handle.module.parameters() if p.requires_grad], lr=1e-6)
         batch = with_tensors(net.batch(), lambda tensor: tensor.to(device))
         for _ in range(3):
-            half = precision == "bf16-mixed"
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half, cache_enabled=False):
                 loss = net.loss(handle.module, batch)
             loss.backward()
@@ -57,13 +59,14 @@ def test_on_the_simulated_device(name):
 
 
 RUN = """
-import json, sys
+import gc, json, sys
 import torch
 from nets import NETS
 from test_peaks import PRECISIONS, WAYS, measured
 found = []
 for precision in PRECISIONS:
     for window, activations in WAYS:
+        gc.collect()
         torch.cuda.reset_peak_memory_stats()
         found.append(measured(NETS[sys.argv[1]], window, activations, precision, torch.device("cuda", 0)))
 print(json.dumps(found))

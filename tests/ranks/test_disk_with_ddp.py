@@ -14,8 +14,6 @@ import torch
 from ranked_features import FEATURES
 
 import parity
-import sp_lightning
-from sp_lightning.core.unit_numbers import STATES
 from sp_lightning.disk.direct_file import BLOCK
 from sp_lightning.memory.layout import Layout
 from sp_lightning.nodes.shares import CUT, is_large, owned
@@ -151,58 +149,6 @@ def test_a_disk_that_fails_on_one_rank_ends_all_with_its_error(call, victim, nod
     elif not found[1 - victim]["torn"]:  # its node has a copy of its own, of which nothing or all is stepped then
         steps = processes.run(2, pretended_nodes.trainer, nodes, ranked_disk.fail, call, None, options(window=1))
         assert found[1 - victim]["weights"] in steps[0]["steps"]
-
-
-@pytest.mark.parametrize(("size", "nodes"), [(2, 1), (2, 2), pytest.param(4, 2, marks=SLOW)])
-def test_a_plan_has_the_host_memory_and_the_disk_of_ranks(size, nodes):
-    found = processes.run(size, pretended_nodes.trainer, nodes, ranked_disk.host_memory, options(window=1))
-    net = ranked_disk.Wide(torch.float32)
-    trained = sum(parameter.nbytes for parameter in net.parameters())
-    assert found[0] == found[1] and trained * STATES["AdamW"] <= found[0]["on disk"]  # which counts whole lines
-    case = ranked_disk.wide(torch.float32)
-    given = ranked_disk.OPTIONS | options(window=1)
-    given |= {"devices": size // nodes, "nodes": nodes, "network": "1GB" if nodes > 1 else None}
-    planned = sp_lightning.plan(net, case.batch(0), loss=case.loss, optimizer="AdamW", machine="rtx4090", **given)
-    assert sum(planned.disk.read.values()) == trained * STATES["AdamW"]
-    assert planned.host.optimizer == 0 < found[0]["optimizer"]  # there is room for Adafactor's (placement.py, Rule 6)
-    assert planned.host.under_way == pytest.approx(found[0]["under_way"], rel=0.01)  # without what aligns tensors
-    terms = ("weights", "gradients", "ring")
-    assert {name: getattr(planned.host, name) for name in terms} == {name: found[0][name] for name in terms}
-
-
-@pytest.mark.parametrize("kind", ["Adafactor", "AdamW"])
-@pytest.mark.parametrize(("size", "nodes"), [(2, 1), (3, 1), (2, 2)])
-@pytest.mark.few(1)
-def test_a_plan_and_ranks_refuse_the_same_budgets(size, nodes, kind):
-    """Each rank copies the weights that Adafactor steps; what is in the budget of any optimizer is AdamW's state."""
-
-    def planned(kind, **given):
-        given |= {"devices": size // nodes, "nodes": nodes, "network": "1GB" if nodes > 1 else None}
-        given |= {"wire_dtype": "as-is", "machine": "rtx4090", "device": "cpu"}
-        loss = lambda net, x: net(x).square().mean()  # noqa: E731
-        return sp_lightning.plan(ranked_disk.even(), torch.ones(6, 128), loss=loss, optimizer=kind, **given)
-
-    least = max(planned(one).host.total for one in {kind, "AdamW"})
-    assert [planned(kind, host_budget=budget).fits_host for budget in (least - 1, least)] == [False, True]
-    given = kind, [least - 1, least], {"window": 1, "wire_dtype": "as-is"}
-    for refused, stepped in processes.run(size, pretended_nodes.trainer, nodes, ranked_disk.within_budgets, *given):
-        assert "cannot be met" in refused and stepped == "stepped"
-        assert ("of weights that each rank copies" in refused) == (kind == "Adafactor" and nodes == 1)
-
-
-def test_the_state_of_an_optimizer_that_ranks_step_whole_is_planned_to_be_in_memory():
-    """Each rank has all of it, as of Muon and Adafactor: the disk takes what ranks cut."""
-    found = processes.run(2, ranked_disk.of_own_optimizer)
-
-    def planned(kind):
-        given = ranked_disk.OPTIONS | {"wire_dtype": "as-is", "machine": "rtx4090", "device": "cpu", "devices": 2}
-        loss = lambda net, x: net(x).square().mean()  # noqa: E731
-        return sp_lightning.plan(ranked_disk.even(), torch.ones(6, 128), loss=loss, optimizer=kind, **given)
-
-    own, cut = planned(ranked_disk.OwnAdamW), planned("AdamW")
-    assert [on_disk for _, on_disk in found] == [0, 0]
-    assert (own.host.optimizer, sum(own.disk.read.values())) == (sum(nbytes for nbytes, _ in found), 0)
-    assert (cut.host.optimizer, sum(cut.disk.read.values())) == (0, own.host.optimizer // 2)
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 2)])

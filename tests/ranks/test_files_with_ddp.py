@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import in_files
 import pretended_nodes
 import processes
 import pytest
@@ -14,7 +13,6 @@ from refusals import refusal
 
 import models
 import parity
-import sp_lightning
 from sp_lightning.errors import UnsupportedError
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
@@ -133,15 +131,3 @@ def test_parts_whose_weights_in_files_come_to_train_are_not_called_before_the_wh
 def test_a_weight_in_a_file_that_comes_to_train_within_the_budget_is_shared(tmp_path):
     disk = {"window": 1, "host_budget": "3400000B", "disk": str(tmp_path)}
     check(ranked_disk.thaw_within_budget, folder=str(tmp_path), options=disk)
-
-
-def test_a_plan_has_the_host_memory_of_ranks_whose_weights_are_in_files(tmp_path):
-    case = models.case("mlp")
-    found = processes.run(2, ranked_runs.host_memory_in_files, OPTIONS, str(tmp_path))
-    assert found[0] == found[1] and found[0]["in files"] > 0
-    net = in_files.filed_together(case, str(tmp_path)).make()
-    planned = sp_lightning.plan(
-        net, case.batch(0), loss=case.loss, optimizer="AdamW", machine="rtx4090", devices=2, **OPTIONS
-    )
-    terms = {name: getattr(planned.host, name) for name in found[0] if name != "in files"}
-    assert terms == {name: nbytes for name, nbytes in found[0].items() if name != "in files"}

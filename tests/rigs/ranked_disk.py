@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import logging
@@ -30,7 +29,6 @@ from sp_lightning.core import host
 from sp_lightning.core.host import headroom
 from sp_lightning.disk import direct_file, state_ring
 from sp_lightning.disk.scratch_file import ScratchFile
-from sp_lightning.errors import HostMemoryError
 from sp_lightning.optim import torn_step
 from sp_lightning.storage import disk_of_ranks, within_budget
 
@@ -196,14 +194,6 @@ def fail(call: str, victim: int | None, options: dict[str, Any]) -> dict[str, An
         return found | {"weights": [weight.tolist() for weight in module.parameters()], "steps": steps}
 
 
-def host_memory(options: dict[str, Any]) -> dict[str, int]:
-    """Return the bytes of host memory of a node's ranks that stream a wide net, and those of its state on the disk."""
-    dist.init_process_group("gloo", rank=pretended_nodes.rank(), world_size=int(os.environ["WORLD_SIZE"]))
-    with sp_lightning.stream(Wide(torch.float32), "cpu", group=dist.group.WORLD, **(OPTIONS | options)) as handle:
-        placed = handle.storage.placed
-        return {"on disk": placed.on_disk, **dataclasses.asdict(placed.host)}
-
-
 def even() -> torch.nn.Module:
     """Make a net of which no tensor needs room for its alignment."""
     torch.manual_seed(0)
@@ -212,40 +202,6 @@ def even() -> torch.nn.Module:
 
 class OwnAdamW(torch.optim.AdamW):
     """An optimizer of the user's own: it may not be cut."""
-
-
-def of_own_optimizer() -> tuple[int, int]:
-    """Step a net with an optimizer of the user's own; return the bytes of its state in memory, and on the disk."""
-    dist.init_process_group("gloo", rank=pretended_nodes.rank(), world_size=int(os.environ["WORLD_SIZE"]))
-    net = even()
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, window=1, wire_dtype="as-is", **OPTIONS) as handle:
-        optimizer = OwnAdamW(net.parameters())
-        net(torch.ones(6, 128)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        handle.finish_step()
-        moments = (value for state in optimizer.state.values() for value in state.values() if value.dim())
-        return sum(value.nbytes for value in moments), handle.stats()["disk_written"]
-
-
-def within_budgets(kind: str, budgets: list[int], options: dict[str, Any]) -> list[str]:
-    """Step a net within each budget; return what was said where that was refused, or that it was stepped."""
-    dist.init_process_group("gloo", rank=pretended_nodes.rank(), world_size=int(os.environ["WORLD_SIZE"]))
-    found = []
-    for budget in budgets:
-        net = even()
-        before = [parameter.detach().clone() for parameter in net.parameters()]
-        said = "stepped"
-        try:
-            with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, host_budget=budget, **options):
-                optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.1)
-                net(torch.ones(6, 128)).square().mean().backward()
-                optimizer.step()
-        except HostMemoryError as error:
-            said = str(error)
-        assert all(map(torch.equal, before, net.parameters())) == (said != "stepped")
-        found.append(said)
-    return found
 
 
 def unlike_memory(folder: str) -> list[int]:

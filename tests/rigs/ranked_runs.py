@@ -368,13 +368,3 @@ def thaw_for_parts(options: dict[str, Any] | None, folder: str) -> tuple[str, li
                 optimizer.step()
                 optimizer.zero_grad()
         return said, [parameter.detach().clone() for parameter in net.parameters()]
-
-
-def host_memory_in_files(options: dict[str, Any], folder: str) -> dict[str, int]:
-    """Return the bytes of host memory of all ranks that stream a net whose frozen weights are in a file."""
-    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    net = in_files.filed_together(models.case("mlp"), folder).make()
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, **options) as handle:
-        placed = handle.storage.placed
-        terms = "weights", "gradients", "optimizer"
-        return {"in files": placed.in_files, **{name: getattr(placed.host, name) for name in terms}}

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.host import cache_nbytes, host_memory
 from ..errors import HostMemoryError, MeasurementError
-from ..memory.device import Device
 from ..options import format_both
-from .machines import REACHED, Machine
+from .device import Device
 
 NOISE = 0.15
 CACHES = 4
@@ -25,26 +25,41 @@ SHORTEST_S = 0.05  # of one measurement
 BESIDE = 8  # passes of the cores beside copies
 
 
-def here(device: torch.device | str | int, dtype: torch.dtype = torch.bfloat16) -> Machine:
+class Rates(NamedTuple):
+    """What a machine does a second, FLOP or bytes, and its memories."""
+
+    flops_per_s: float
+    device_bytes_per_s: float
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    duplex: float  # share of that in each direction while both run
+    host_bytes_per_s: float
+    cores_bytes_per_s: float
+    device_nbytes: int
+    host_nbytes: int
+
+
+def measured(device: torch.device | str, dtype: torch.dtype, down_cost: float = 1.0) -> Rates:
     """Measure the machine at hand; this takes about two seconds, and refuses to guess on one that is busy.
 
     Args:
         device: The device that computes.
         dtype: The type in which it computes.
+        down_cost: Bytes of host memory that a byte from the device moves.
     """
     at = Device(device)
     try:
-        return _measured(at, dtype)
+        return _measured(at, dtype, down_cost)
     finally:
         at.close()
-        at.free_cached()
+        if not at.is_host:
+            torch.accelerator.empty_cache()
 
 
-def _measured(at: Device, dtype: torch.dtype) -> Machine:
-    nbytes = CACHES * cache_nbytes()
-    need, free = 5 * nbytes, host_memory().free
-    if need > free:
-        needs, available = format_both(need, free)
+def _measured(at: Device, dtype: torch.dtype, down_cost: float) -> Rates:
+    nbytes, free = CACHES * cache_nbytes(), host_memory().free
+    if 5 * nbytes > free:
+        needs, available = format_both(5 * nbytes, free)
         raise HostMemoryError(f"measuring takes {needs} of host memory, but {available} are free: free some first")
     one, two = (torch.zeros(nbytes // 8, device="cpu") for _ in range(2))
 
@@ -52,18 +67,18 @@ def _measured(at: Device, dtype: torch.dtype) -> Machine:
         one.add_(two)  # both are read, one is written
 
     cores = _twice("the host's memory", at, on_cores, 3 * one.nbytes)
-    copies = _Copies(at, min(nbytes, at.memory()[0] // 8))
+    copies = _Copies(at, min(nbytes, at.memory_capacity() // 8))
     up = _twice("copies to the device", at, copies.up, copies.nbytes)
     down = _twice("copies to the host", at, copies.down, copies.nbytes)
-    duplex, together, device_rate = 1.0, cores, cores
+    duplex, together, device_rate, total = 1.0, cores, cores, host_memory().total
     if not at.is_host:  # where copies run beside other work
         duplex = min(1.0, _twice("copies both ways", at, copies.both, copies.nbytes) / min(up, down))
-        rates = [_together(at, copies, on_cores, 3 * one.nbytes) for _ in range(2)]
+        rates = [_together(at, copies, on_cores, 3 * one.nbytes, down_cost) for _ in range(2)]
         together = _better("copies beside the cores", *rates)
-        values = torch.zeros(at.memory()[0] // 64, device=at.torch_device)  # a sixteenth of what is free
+        values = torch.zeros(at.memory_capacity() // 64, device=at.torch_device)  # a sixteenth of what is free
         device_rate = _twice("the device's memory", at, lambda: values.add_(1), 2 * values.nbytes)
-    return Machine(
-        name="here",
+        total = torch.accelerator.get_memory_info(at.torch_device)[1]
+    return Rates(
         flops_per_s=_products(at, dtype),
         device_bytes_per_s=device_rate,
         up_bytes_per_s=up,
@@ -71,7 +86,7 @@ def _measured(at: Device, dtype: torch.dtype) -> Machine:
         duplex=duplex,
         host_bytes_per_s=max(together, cores),
         cores_bytes_per_s=cores,
-        device_nbytes=at.memory()[1],
+        device_nbytes=total,
         host_nbytes=host_memory().total,
     )
 
@@ -101,12 +116,17 @@ def _seconds(at: Device, work: Callable[[], object]) -> float:
 
 
 def _timed(at: Device, work: Callable[[], object], calls: int) -> float:
-    at.synchronize()
+    _wait(at)
     begin = time.perf_counter()
     for _ in range(calls):
         work()
-    at.synchronize()
+    _wait(at)
     return time.perf_counter() - begin
+
+
+def _wait(at: Device) -> None:
+    if not at.is_host:
+        torch.accelerator.synchronize(at.torch_device)
 
 
 class _Copies:
@@ -116,7 +136,7 @@ class _Copies:
         self.nbytes, self._at = nbytes, at
         self._host = [at.slab(nbytes).fill_(1) for _ in range(2)]
         self._device = [torch.zeros(nbytes, dtype=torch.uint8, device=at.torch_device) for _ in range(2)]
-        at.synchronize()  # the streams of the copies do not wait for the zeros
+        _wait(at)  # the streams of the copies do not wait for the zeros
 
     def up(self) -> None:
         with self._at.up:
@@ -131,7 +151,7 @@ class _Copies:
         self.down()
 
 
-def _together(at: Device, copies: _Copies, on_cores: Callable[[], None], nbytes: int) -> float:
+def _together(at: Device, copies: _Copies, on_cores: Callable[[], None], nbytes: int, down_cost: float) -> float:
     """Measure the bytes of host memory that copies both ways and passes of the cores move a second, side by side."""
     rounds = 1 + round(BESIDE * _timed(at, on_cores, 1) / _timed(at, copies.both, 1))
     begin, passes = time.perf_counter(), 0
@@ -141,24 +161,21 @@ def _together(at: Device, copies: _Copies, on_cores: Callable[[], None], nbytes:
     while not all(end.query() for end in ends):
         on_cores()
         passes += 1
-    at.synchronize()
-    moved = passes * nbytes + rounds * copies.nbytes * (1 + REACHED.down_cost)
+    _wait(at)
+    moved = passes * nbytes + rounds * copies.nbytes * (1 + down_cost)
     return moved / (time.perf_counter() - begin)
 
 
 def _products(at: Device, dtype: torch.dtype) -> float:
-    """Measure the FLOP per second of the products of an MLP, as wide as the device needs to be busy."""
-    width, work = 128, _mlp(at, dtype, 128)
-    while _timed(at, work, 2) < SHORTEST_S / 5 and 40 * (2 * width) ** 2 * dtype.itemsize < at.memory()[0]:
-        width, work = 2 * width, _mlp(at, dtype, 2 * width)
-    return _twice("products", at, work, 16 * width**3)
+    """Measure the FLOP per second of an MLP's products, as wide as the device needs to be busy, of random numbers."""
+    draw, width = torch.Generator().manual_seed(0), 128  # some devices are slower with them than with zeros
 
+    def mlp() -> Callable[[], Tensor]:
+        line = (torch.randn(4 * width, device="cpu", generator=draw) / width**0.5).to(at.torch_device, dtype)
+        sides = (width, width), (width, 4 * width), (4 * width, width)
+        tokens, wide, narrow = (line[:columns].repeat(rows, 1) for rows, columns in sides)
+        return lambda: tokens @ wide @ narrow
 
-def _mlp(at: Device, dtype: torch.dtype, width: int) -> Callable[[], Tensor]:
-    """Make an MLP of random numbers, with which some devices are slower than with zeros."""
-    draw = torch.Generator().manual_seed(0)
-    line = (torch.randn(4 * width, device="cpu", generator=draw) / width**0.5).to(at.torch_device, dtype)
-    tokens, wide, narrow = (
-        line[:columns].repeat(rows, 1) for rows, columns in ((width, width), (width, 4 * width), (4 * width, width))
-    )
-    return lambda: tokens @ wide @ narrow
+    while _timed(at, mlp(), 2) < SHORTEST_S / 5 and 160 * width**2 * dtype.itemsize < at.memory_capacity():
+        width *= 2
+    return _twice("products", at, mlp(), 16 * width**3)
