@@ -554,7 +554,9 @@ class Handle:
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.team.fail(error)
         self.close()
 
 
@@ -567,7 +569,8 @@ def not_yet(options: Options, devices: int, has_shards: bool = False) -> str | N
         has_shards: Whether layers are cut across devices.
     """
     asked = {
-        "several devices": devices > 1 or has_shards,
+        "tensor_parallel_size": has_shards,
+        "several devices with disk= or host_budget=": devices > 1 and options.uses_files,
         "divide_state=True": options.divide_state,
         "fused_optimizer=True": options.fused_optimizer,
         "compile_units=True": options.compile_units,
@@ -614,9 +617,11 @@ def stream(module: nn.Module, device: torch.device | str, *, group: Any = None, 
     """
     waits = {name: options.pop(name) for name in ("timeout", "keepalive") if name in options}
     parsed = Options.parse(**options)
-    if not_yet(parsed, devices=1):
+    devices = 1 if group is None else group.size()
+    parsed.check_devices(devices)
+    if not_yet(parsed, devices):
         handle: Any = before.stream(module, device, group=group, **waits, **options)
         return handle  # type: ignore[no-any-return]  # of before, which has what a loop calls
     before.materialize(module)
     settings = settings_of(parsed, torch.bfloat16 if parsed.master_weights else None)
-    return Handle(module, device, settings, None if group is None or group.size() == 1 else Peers(group))
+    return Handle(module, device, settings, None if devices == 1 else Peers(group, **waits))

@@ -75,3 +75,9 @@ def set_call_slot(module: nn.Module, call: Any) -> None:
 def plain_call(module: nn.Module) -> Callable[..., Any]:
     """Return torch's own code of a call: hooks, and the module's forward."""
     return module._call_impl
+
+
+def store_within(name: str) -> Any:
+    """Return a connection of one's own to the store by which processes of torch.distributed met."""
+    distributed: Any = torch.distributed
+    return distributed.PrefixStore(name, distributed.distributed_c10d._get_default_store()).clone()

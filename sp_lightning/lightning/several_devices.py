@@ -39,6 +39,7 @@ from ..errors import OptionError, PeerError, UnsupportedError
 from ..host.device import check_supported
 from ..nodes.launched import connect_launched
 from ..options import Options, is_int
+from ..peers.peers import Peers
 from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, home
 from ..ranks.shared_memory import check_possible
@@ -160,6 +161,12 @@ class SeveralDevices:
     options: Options
     _launcher: Any
     model: Any
+
+    @property
+    def is_before(self) -> bool:
+        """Whether the run is on the core of before handle.py."""
+        return True
+
     ranks = ONE_RANK  # others in a run on several devices
     data_ranks = ONE_RANK  # those that have the same weights as this one (Rule 5)
     _axes: OneAxis = OneAxis()
@@ -339,6 +346,8 @@ class SeveralDevices:
         if self.is_distributed:
             self.set_world_ranks()
             self._init_process_group()
+            if not self.is_before:
+                return
             self.ranks = connect(None, self._root_device, self._timeout, self._machines_expected, self._keepalive)
             at = self._root_device, self._timeout, self._keepalive
             self.data_ranks = self._axes.begin(self._module_to_make, self.ranks, *at)
@@ -351,7 +360,7 @@ class SeveralDevices:
     def _init_process_group(self) -> None:
         device = self._root_device
         environment, backend = self.cluster_environment, self._axes.backend(backend_for(device), device)
-        if self._machines == 1 or torch.distributed.is_initialized():
+        if self._machines == 1 or not self.is_before or torch.distributed.is_initialized():
             init_process_group(environment, backend, timeout=self._timeout)
             return
         address = environment.main_address, environment.main_port
@@ -393,6 +402,10 @@ class SeveralDevices:
     def broadcast_buffers(self, module: torch.nn.Module) -> None:
         """Give all ranks that have the same weights the first one's buffers."""
         broadcast_buffers(module, self.data_ranks, self._axes.group, self._root_device)
+
+    def _team(self) -> Peers | None:
+        """Make what this rank and the others have together while a module streams; None with one device."""
+        return Peers(dist.group.WORLD, self._timeout, self._keepalive) if self.is_distributed else None  # type: ignore[arg-type]  # it is begun
 
     @property
     def _home(self) -> torch.device:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from ..compat.lightning import set_average_device, setup_model
+from ..compat.lightning import end_noting_sigterm, set_average_device, setup_model
 from ..errors import TornStepError
 from ..handle import Handle, Settings, not_yet, settings_of
 from ..host.device import check_supported
@@ -200,6 +200,8 @@ class SuperpipelineStrategy(StrategyBefore):
         """Set up as the base class does, but leave parameters and optimizer state on the host."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._sync_batch_norms()
         self.model = self._convert_module(self.model)
         self.model_to_device()
         self.model = setup_model(self)(self.model)
@@ -222,7 +224,8 @@ class SuperpipelineStrategy(StrategyBefore):
         move_others(module, self.root_device)
         moved = lambda parameter: unit_of(parameter) is not None  # noqa: E731
         with self._waiting_for_parameters("superpipeline: weights into host memory", moved):
-            self.handle = Handle(module, self.root_device, self._settings())
+            self.handle = Handle(module, self.root_device, self._settings(), self._team())
+        self.handle.team.follows_buffers = self._automatic  # as under DDP, whose forward Lightning has not synchronise
         update_properties(module, device=self.root_device)
 
     def _settings(self) -> Settings:
@@ -237,10 +240,13 @@ class SuperpipelineStrategy(StrategyBefore):
             if self.handle is not None:
                 self.handle.close()
         finally:
+            self._revert_batch_norms()
             for callback in self._averages:
                 set_average_device(callback, None)
             self._averages.clear()
             self._remove_callback()
+            if self.lightning_module is not None:
+                end_noting_sigterm(self.lightning_module.trainer)
             self._base_teardown()
 
     # ---- checkpoints
@@ -301,7 +307,14 @@ class SuperpipelineStrategy(StrategyBefore):
 
     @on_core
     def tell_peers(self, exception: BaseException) -> None:
-        """Tell nobody of an exception: there is one device."""
+        """Tell the other ranks of an exception. Safe twice."""
+        if self._streaming is not None:
+            self._streaming.team.fail(exception)
+
+    @on_core
+    def block_backward_sync(self) -> Any:
+        """Leave gradients to their ranks, while they are accumulated."""
+        return self.handle.no_sync()
 
     @on_core
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

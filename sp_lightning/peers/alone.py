@@ -21,6 +21,7 @@ class Alone:
 
     rank = 0
     slabs: Slabs | None = None  # of its own
+    follows_buffers = True  # whether forwards that train take the first rank's buffers
 
     def steps(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool) -> Steps:
         """Make what steps the stream's weights."""
@@ -38,6 +39,9 @@ class Alone:
 
     def begin_forward(self, module: nn.Module) -> None:
         """Note the beginning of a forward that trains."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of an error. Safe twice."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context without exchanges of gradients."""

@@ -31,10 +31,12 @@ class Stage(enum.IntEnum):
 class Alarm(Protocol):
     """A watch that notices when another rank does not come."""
 
-    error: BaseException | None
+    @property
+    def error(self) -> BaseException | None:
+        """The error of a rank that is gone."""
 
-    def waiting(self, place: str | None) -> None:
-        """Note where the board's thread waits; None: it does not."""
+    def note(self, who: str, place: str | None) -> None:
+        """Note where a thread waits; None: it does not."""
 
 
 class Item(NamedTuple):
@@ -83,7 +85,7 @@ class Board:
         while True:
             with self._change:
                 if not self._items:
-                    self._alarm.waiting(None)
+                    self._alarm.note("board", None)
                 while not (self._items or self._begun or self._is_closed):
                     self._change.wait()
                 begun, self._begun = self._begun, []
@@ -99,7 +101,7 @@ class Board:
                 if self._is_closed:
                     return
             if self._items:
-                self._alarm.waiting(self._items[0].place)
+                self._alarm.note("board", self._items[0].place)
                 time.sleep(pause := min(2 * pause, LONGEST))
 
     def _begin(self, before: Callable[[], Any], item: Item) -> None:

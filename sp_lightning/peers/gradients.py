@@ -132,8 +132,9 @@ class SharedGradients(Gradients):
     def end(self, backward: Backward) -> None:
         with contextlib.ExitStack() as ends:
             ends.callback(super().end, backward)
-            if (turns := self._turns_of(backward)) is not None:
-                ends.callback(self._turns.pop, backward)
+            turns = self._turns_of(backward)
+            ends.callback(self._turns.pop, backward, None)
+            if turns is not None and not self._team.has_failed:
                 for unit, came in backward.came.items():
                     turns.ready.setdefault(unit, (came, False))
                 backward.came.clear()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from bisect import bisect_right, insort
 from contextlib import suppress
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..host.device import dense_strides
 from ..host.memory import PageLock, Slabs, in_parallel, memory_of, over
 
@@ -125,6 +127,15 @@ class SharedSlabs(Slabs):
 
     def _touch(self, flat: Tensor) -> None:
         in_parallel(flat, Tensor.sum)  # others may have written there
+
+
+def check_possible() -> None:
+    """Raise UnsupportedError where processes cannot share memory so."""
+    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+        raise UnsupportedError(
+            f"several devices share host memory by memfd, which {sys.platform} has not: use devices=1, or"
+            " strategy='ddp'"
+        )
 
 
 def made() -> int:

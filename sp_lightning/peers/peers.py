@@ -18,7 +18,7 @@ class Peers(Team, Alone):  # type: ignore[misc]  # its slabs are shared ones
     """The other processes that train the same model."""
 
     def steps(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool) -> Steps:
-        return SharedSteps(chunk, overlap, device, store, makes_trips, self)
+        return SharedSteps(chunk, overlap, device, store, self)
 
     def gradients(self, device: Device, steps: Steps, units: list[Unit], room: Room | None) -> Gradients:
         return SharedGradients(device, steps, self, units)

@@ -23,7 +23,6 @@ from torch import Tensor, nn, optim
 from torch.autograd.graph import increment_version
 
 from ..host.device import Device, aligned
-from ..steps.places import ByTrips
 from ..steps.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
 from ..steps.steps import Steps
 from ..store.store import Store
@@ -151,23 +150,11 @@ class Planes:
         return own
 
 
-class SharedTrips(ByTrips):
-    """Trips of parts, whose state is copied to shared memory."""
-
-    def new(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty_like(like, dtype=dtype, device="cpu")
-
-    def adopt(self, state: Tensor) -> Tensor:
-        return state
-
-
 class SharedSteps(Steps):
     """The optimizers of a stream through several devices."""
 
-    def __init__(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool, team: Team) -> None:
-        super().__init__(chunk, overlap, device, store, makes_trips)
-        if makes_trips:
-            self._place = SharedTrips(chunk, device)
+    def __init__(self, chunk: int, overlap: bool, device: Device, store: Store, team: Team) -> None:
+        super().__init__(chunk, overlap, device, store)
         self._team, self._slabs = team, team.slabs
         self._planes: dict[Unit, Planes] = {}
         # Optimizers, in the order in which they first stepped.

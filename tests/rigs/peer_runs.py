@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import pathlib
+import signal
+import subprocess
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
+import lightning as L
 import simccl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+from torch.utils.data import DataLoader
 
 import sp_lightning
+from sp_lightning.errors import PeerError
 from sp_lightning.handle import stream
 
 DIM = 48
@@ -201,3 +212,173 @@ def differences(case: Case) -> list[str]:
 def all_differences(cases: list[Case]) -> list[list[str]]:
     """Say of each case what differs."""
     return [differences(case) for case in cases]
+
+
+# ---- through a Trainer
+
+
+class Trained(L.LightningModule):
+    """A net of these, under a Trainer."""
+
+    def __init__(self, case: Case, by_hand: bool) -> None:
+        super().__init__()
+        self.net, self.case = NETS[case.net](), case
+        self.automatic_optimization = not by_hand
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = self.net(batch, SKIPPED[(index * 3 + self.global_rank * 2) % 5] if self.case.net == "skipping" else ())
+        self.losses.append(loss.item())
+        self.log("loss", loss, sync_dist=True, on_epoch=True)
+        if not self.automatic_optimization:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        params = [p for p in self.net.parameters() if p.requires_grad]
+        if self.automatic_optimization:
+            return OPTIMIZERS[self.case.optimizer](params)
+        return [OPTIMIZERS[self.case.optimizer](params[:5]), OPTIMIZERS["sgd"](params[5:])]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["losses"] = self.losses
+
+
+class CoreStrategy(sp_lightning.SuperpipelineStrategy):
+    """The Trainer's door on the core of handle.py."""
+
+    has_moved = True
+
+
+def fit(
+    case: Case,
+    streamed: bool,
+    folder: str,
+    precision: str = "32-true",
+    by_hand: bool = False,
+    source: str | None = None,
+    batches: int | None = None,
+    devices: int | None = None,
+) -> dict[str, Any]:
+    """Train under a Trainer on this rank; return the checkpoint, and what was logged."""
+    size = devices or int(os.environ["WORLD_SIZE"])
+    plain = HookedDDP if size > 2 else DDPStrategy
+    strategy: Any = plain(find_unused_parameters=True) if size > 1 else "auto"
+    if streamed:
+        strategy = CoreStrategy(units=lambda module: list(module.net.blocks), **case.options)
+    L.seed_everything(0, verbose=False)
+    module = Trained(case, by_hand)
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=size,
+        precision=precision,
+        max_steps=case.steps,
+        accumulate_grad_batches=case.accumulated,
+        gradient_clip_val=case.clipped,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = [module.net.data(torch.Generator().manual_seed(seed)) for seed in range(size * (batches or 20))]
+    trainer.fit(module, DataLoader(data, batch_size=None, shuffle=False), ckpt_path=source)
+    path = os.path.join(folder, f"{'ours' if streamed else 'plain'}.ckpt")
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=False)
+    os.environ["WORLD_SIZE"] = str(size)  # which Lightning forgets
+    return {"losses": module.losses, "logged": dict(trainer.logged_metrics), "path": path, "saved": saved}
+
+
+class HookedDDP(DDPStrategy):
+    """DDP with the hook that sums as the strategy does, on every device: Lightning registers hooks on CUDA only."""
+
+    def _register_ddp_hooks(self) -> None:
+        self.model.register_comm_hook(None, sp_lightning.tree_hook)
+
+
+def fit_differences(case: Case, folder: str, **settings: Any) -> list[str]:
+    """Train both ways under a Trainer, and say what differs."""
+    plain, ours = (fit(case, streamed, folder, **settings) for streamed in (False, True))
+    found = [name for name in ("losses", "logged") if plain[name] != ours[name]]
+    return found + unlike(plain["saved"], ours["saved"])
+
+
+def unlike(plain: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Say what of two checkpoints differs."""
+    found = []
+    for part in ("state_dict", "optimizer_states", "loops"):
+        for (path, one), (_, other) in zip(*(tree_flatten_with_path(of[part])[0] for of in (plain, ours)), strict=True):
+            if not (torch.equal(one, other) if isinstance(one, Tensor) else one == other):
+                found.append(part + keystr(path))
+    return found
+
+
+# ---- ends
+
+
+def end(how: str, folder: str) -> None:
+    """Train until the last rank ends this way; the first one writes when it noticed, and what it was told."""
+    group = begin_group("cpu")
+    model, last = Language(), group.size() - 1
+    begun = time.monotonic()
+    try:
+        with stream(model, "cpu", group=group, units=blocks_of, keepalive=timedelta(seconds=2)) as handle:
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            for step in range(4):
+                begun = time.monotonic()
+                if step == 2 and group.rank() == last:
+                    if how == "raises":
+                        raise ValueError("a bad batch")
+                    if how == "is stopped":
+                        subprocess.Popen(["sh", "-c", f"sleep 12; kill -KILL {os.getpid()}"])  # for who waits for it
+                    if how in ("is killed", "is stopped"):
+                        os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
+                    if how == "has fewer batches":
+                        break
+                model(model.data(torch.Generator().manual_seed(step))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            handle.finish_step()
+    except PeerError as error:
+        told = {"seconds": time.monotonic() - begun, "message": str(error)}
+        pathlib.Path(folder, "told.json").write_text(json.dumps(told))
+    except ValueError:
+        pass
+    assert not [name for name in os.listdir("/dev/shm") if "superpipeline" in name]
+    assert not [one for one in threading.enumerate() if one.name in ("superpipeline-board", "superpipeline-watch")]
+
+
+def differ_in_order(steps: int) -> list[str]:
+    """Visit units in other orders than other ranks, evaluate alone, and validate unevenly; compare with DDP."""
+    group = begin_group("cpu")
+    found = []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        model = Language()
+        called: Any = model
+        handle: Any = contextlib.nullcontext()
+        if streamed:
+            handle = stream(model, "cpu", group=group, units=blocks_of)
+        else:
+            called = DistributedDataParallel(model, find_unused_parameters=True)
+        with handle:
+            optimizer = OPTIMIZERS["sgd"](model.parameters())
+            losses = []
+            for step in range(steps):
+                data = model.data(torch.Generator().manual_seed(10 * step + group.rank()))
+                if group.rank():  # in another order; both are alike, so one is the other's place
+                    model.blocks[1], model.blocks[2] = model.blocks[2], model.blocks[1]
+                with torch.no_grad():
+                    losses += [model(data).item() for _ in range(group.rank() * 2 + (step == 1))]
+                called(data).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
+    (theirs, plain), (ours, mine) = found
+    return [name for name, value in plain.items() if not torch.equal(value, mine[name])] + ["losses"] * (theirs != ours)

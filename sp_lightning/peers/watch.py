@@ -1,0 +1,166 @@
+"""Which rank others wait for: each says on torch's store where it is, and reads the others' signs once it has waited.
+
+A rank that raised is named with its error, one whose process has ended as soon as the others wait, and one that gives
+no sign after a while. A write to the store in `PULSE` seconds is all that this costs.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..compat.streaming import store_within
+from ..errors import PeerError
+
+PULSE = 0.5  # seconds between two signs
+KEEPALIVE = timedelta(seconds=30)
+ENDED = "its run has ended"
+
+_numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)  # of the teams of a group
+
+
+class Watch:
+    """Says where this rank is, and finds out why it waits."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, processes: Sequence[int | None], timeout: timedelta, keepalive: timedelta
+    ) -> None:
+        """Watch the ranks of a group; ``processes``: those on this machine, by their ids."""
+        self._rank, self._size, self._group = group.rank(), group.size(), group
+        self._timeout, self._keepalive = timeout.total_seconds(), keepalive.total_seconds()
+        name = group.group_name
+        self._store = store_within(f"superpipeline {name} {next(_numbers[name])}")
+        self.error: PeerError | None = None
+        self._places: dict[str, tuple[str, float]] = {}  # where threads wait, and since when
+        self._flying: collections.deque[tuple[Any, str, float]] = collections.deque()  # on the device's streams
+        self._place, self._beat, self._failed = "the start", 0, ""
+        self._signs = {rank: ("", time.monotonic()) for rank in range(self._size) if rank != self._rank}
+        others = {rank: process for rank, process in enumerate(processes) if process is not None}
+        self._ends = {os.pidfd_open(process): rank for rank, process in others.items() if rank != self._rank}
+        self._lock, self._end = threading.Lock(), threading.Event()
+        self._post()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="superpipeline-watch")
+        self._thread.start()
+
+    # ---- waits
+
+    def note(self, who: str, place: str | None) -> None:
+        """Note where a thread waits; None: it does not."""
+        if place is None:
+            self._places.pop(who, None)
+        elif self._places.get(who, ("",))[0] != place:
+            self._places[who] = place, time.monotonic()
+            self._place = place
+
+    @contextlib.contextmanager
+    def waiting(self, place: str) -> Iterator[None]:
+        """Note where this rank waits. The backend's error becomes one that names a rank."""
+        self.check()
+        self.note("collective", place)
+        try:
+            yield
+        except PeerError:
+            raise
+        except (dist.DistError, RuntimeError) as error:
+            end = time.monotonic() + self._keepalive + 2 * PULSE  # for others to say why they ended
+            while self.error is None and time.monotonic() < end:
+                time.sleep(PULSE / 5)
+            raise (self.error or PeerError(f"rank {self._rank} at {place}: {error}")) from error
+        finally:
+            self.note("collective", None)
+
+    def wait(self, work: Any, place: str, is_on_host: bool) -> None:
+        """Wait for a collective on the host, or have the device's stream wait, while the watch looks at the work."""
+        if not is_on_host:
+            self.check()
+            self._flying.append((work, place, time.monotonic()))
+            work.wait()
+            return
+        with self.waiting(place):
+            while not work.is_completed():
+                with contextlib.suppress(RuntimeError):
+                    work.wait(timedelta(seconds=PULSE))
+                self.check()
+            work.wait()
+
+    def check(self) -> None:
+        """Raise if another rank is gone."""
+        if self.error is not None:
+            raise PeerError(str(self.error))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of an error, unless they caused it. Safe twice."""
+        if not isinstance(error, PeerError):
+            self._failed = self._failed or f"{type(error).__name__}: {error}"
+            self._post_safely()
+
+    def close(self) -> None:
+        """End. The others raise if they wait for this rank, or will. Safe twice."""
+        if self._end.is_set():
+            return
+        self._end.set()
+        self._thread.join()
+        for descriptor in self._ends:
+            os.close(descriptor)
+        self._failed = self._failed or ENDED
+        self._post_safely()
+
+    # ---- signs
+
+    def _post(self) -> None:
+        with self._lock:
+            self._beat += 1
+            sign = json.dumps([self._beat, self._place, self._failed])
+            self._store.set(f"at/{self._rank}", sign)
+
+    def _post_safely(self) -> None:
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store has ended with its rank
+            self._post()
+
+    def _run(self) -> None:
+        while not self._end.wait(PULSE):
+            try:
+                while self._flying and self._flying[0][0].is_completed():
+                    self._flying.popleft()
+                self._post()
+                places = [*self._places.values(), *(one[1:] for one in list(self._flying)[:1])]
+                for place, since in places:
+                    if time.monotonic() - since > 2 * PULSE and self.error is None:
+                        self.error = self._look(place, since)
+                if self.error is not None and self._flying:
+                    self._group.abort()  # the device's kernels end, and the host's next wait for them raises
+            except (dist.DistError, RuntimeError) as error:
+                self.error = self.error or PeerError(
+                    f"rank {self._rank} at {self._place}: the store of rank 0 is gone ({error})"
+                )
+                return
+
+    def _look(self, place: str, since: float) -> PeerError | None:
+        """Find out which rank does not come."""
+        here, now = f"rank {self._rank} waits at {place}", time.monotonic()
+        ended = {self._ends[descriptor] for descriptor in select.select(list(self._ends), [], [], 0)[0]}
+        for other, (sign, seen) in self._signs.items():
+            text = self._store.get(f"at/{other}").decode() if self._store.check([f"at/{other}"]) else ""
+            if text != sign:
+                self._signs[other], seen = (text, now), now
+            _, at, failed = json.loads(text or '[0, "no place yet", ""]')
+            if failed:
+                return PeerError(f"{here}, but rank {other} is gone since {at}: {failed}")
+            if other in ended:
+                return PeerError(f"{here}, but the process of rank {other} has ended; it was last at {at}")
+            if (silent := now - max(seen, since)) > self._keepalive:
+                return PeerError(f"{here}, but rank {other} has given no sign for {silent:.0f} s; it was last at {at}")
+            if now - since > self._timeout:
+                return PeerError(f"{here} for {self._timeout:.0f} s; rank {other} is at {at}")
+        return None

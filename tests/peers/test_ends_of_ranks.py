@@ -1,0 +1,32 @@
+"""Whoever waits for a rank that is gone is told which one, where it was and why; nothing is left behind."""
+
+import json
+import re
+
+import peer_runs
+import processes
+import pytest
+
+ENDS = {
+    "raises": (3, r"rank 0 waits at .*, but rank 1 is gone since .*: ValueError: a bad batch"),
+    "is killed": (3, r"rank 0 waits at .*, but the process of rank 1 has ended; it was last at .*"),
+    "is stopped": (6, r"rank 0 waits at .*, but rank 1 has given no sign for \d s; it was last at .*"),
+    "has fewer batches": (3, r"rank 0 waits at .*, but rank 1 is gone since .*: its run has ended"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_is_gone_is_named(how, tmp_path):
+    seconds, message = ENDS[how]
+    if how in ("raises", "has fewer batches"):
+        processes.run(2, peer_runs.end, how, str(tmp_path))
+    else:
+        with pytest.raises(processes.RankFailed, match=r"^rank 1"):
+            processes.run(2, peer_runs.end, how, str(tmp_path))
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["seconds"] < seconds
+    assert re.match(message, told["message"])
+
+
+def test_ranks_may_differ_in_order_and_in_what_they_evaluate():
+    assert processes.run(2, peer_runs.differ_in_order, 3) == [[], []]
