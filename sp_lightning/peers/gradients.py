@@ -239,7 +239,9 @@ class SharedGradients(Gradients):
         with torch.no_grad(), without_dispatch(), torch.inference_mode(False):
             with self._stream:
                 self._team.wait(done.work, f"the gradients of {unit.name}")
-                mean = self._team.over_machines(self._summed(whose, places, done.got, per))
+                mean = self._summed(whose, places, done.got, per)
+                of_machines = self._team.of_machines(mean, f"the gradients of {unit.name}")
+                mean = self._summed(whose, places, of_machines, per)
             land = self._keep if unit.is_resident else self._bring_down
             contents = land(unit, whose, places, mean)
         self.ring.hold(done.rows, [self._stream.record_event()], done.home)

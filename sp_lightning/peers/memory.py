@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 from bisect import bisect_right, insort
 from contextlib import suppress
 from typing import NamedTuple
@@ -20,11 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
 from ..host.device import dense_strides
 from ..host.memory import PageLock, Slabs, in_parallel, memory_of, over
-
-SIZE = 1 << 46  # of the file, in which ranges that nobody wrote take nothing
 
 
 class Twin(NamedTuple):
@@ -127,27 +123,6 @@ class SharedSlabs(Slabs):
 
     def _touch(self, flat: Tensor) -> None:
         in_parallel(flat, Tensor.sum)  # others may have written there
-
-
-def check_possible() -> None:
-    """Raise UnsupportedError where processes cannot share memory so."""
-    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
-        raise UnsupportedError(
-            f"several devices share host memory by memfd, which {sys.platform} has not: use devices=1, or"
-            " strategy='ddp'"
-        )
-
-
-def made() -> int:
-    """Make a file for slabs; return its descriptor."""
-    descriptor = os.memfd_create("superpipeline")
-    os.ftruncate(descriptor, SIZE)
-    return descriptor
-
-
-def opened(process: int, descriptor: int) -> int:
-    """Open another process's file."""
-    return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def counters(slabs: SharedSlabs, rows: int, columns: int) -> Tensor:

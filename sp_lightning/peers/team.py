@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -21,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
+from ..errors import UnsupportedError
+from ..host import sharing
 from ..host.device import Device
 from ..stream.unit import Unit
-from . import memory
 from .board import Board
 from .cut import Cut
-from .memory import check_possible
+from .memory import SharedSlabs, counters
 from .watch import KEEPALIVE, Watch
 
 UNITS = 1 << 16  # numbers on the board
@@ -38,22 +38,25 @@ class Team:
     def __init__(
         self, group: dist.ProcessGroup, timeout: timedelta = default_pg_timeout, keepalive: timedelta = KEEPALIVE
     ) -> None:
-        check_possible()
+        sharing.check_possible()
         self._group, self.rank, self.size = group, group.rank(), group.size()
-        machines = self._gathered_objects((socket.gethostname(), os.environ.get("GROUP_RANK")))
+        # Agents of torchrun are machines, wherever they run.
+        machines = self._gathered_objects((sharing.machine(), os.environ.get("GROUP_RANK")))
         own = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
         self.local, self.local_rank = len(own), own.index(self.rank)
-        self._local_group = group
-        descriptor = memory.made() if not self.local_rank else -1
+        self._check_alike(machines)
+        self._local_group = self._subgroup(own)
+        self._across = self._subgroup(list(range(self.local_rank, self.size, self.local)))  # of all machines
+        descriptor = sharing.made() if not self.local_rank else -1
         opened = self._gathered_objects((os.getpid(), descriptor))
         process, number = opened[own[0]]
         if self.local_rank:
-            descriptor = memory.opened(process, number)
-        self.slabs = memory.SharedSlabs(descriptor, not self.local_rank)
+            descriptor = sharing.opened(process, number)
+        self.slabs = SharedSlabs(descriptor, not self.local_rank)
         processes = [opened[rank][0] if rank in own else None for rank in range(self.size)]
         self._watch = Watch(group, processes, timeout, keepalive)
         self._is_on_host = True  # whether collectives of gradients block the host
-        self.board = Board(memory.counters(self.slabs, self.local, UNITS), self.local_rank, self._watch)
+        self.board = Board(counters(self.slabs, self.local, UNITS), self.local_rank, self._watch)
         self.has_failed = False  # whether this rank ends by an error
         self.exchanges = True  # whether backwards exchange gradients
         self._are_buffers_due = False
@@ -63,6 +66,22 @@ class Team:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own, group=self._group)
         return found
+
+    def _check_alike(self, machines: list[Any]) -> None:
+        """Raise unless every machine has as many ranks, one after the other."""
+        if machines != [machine for machine in dict.fromkeys(machines) for _ in range(self.local)]:
+            counts = [machines.count(machine) for machine in dict.fromkeys(machines)]
+            raise UnsupportedError(
+                f"machines have {counts} ranks, or ranks that do not follow one another: start as many on each"
+            )
+
+    def _subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
+        """Return the group of some ranks of this one."""
+        if len(ranks) == self.size:
+            return self._group
+        all_of_group = dist.get_process_group_ranks(self._group)
+        group: Any = dist.new_group([all_of_group[rank] for rank in ranks], use_local_synchronization=True)
+        return group  # type: ignore[no-any-return]
 
     def cut(self, numel: int) -> Cut:
         """Return how a number of elements is cut among the ranks of the machine."""
@@ -75,14 +94,19 @@ class Team:
         got = torch.empty_like(rows)
         return got, dist.all_to_all_single(got, rows, group=self._local_group, async_op=True)
 
-    def over_machines(self, mean: Tensor) -> Tensor:
-        """Add what other machines have of the same part."""
-        return mean
+    def of_machines(self, part: Tensor, place: str) -> Tensor:
+        """Return what all machines have of the same part, a row for each."""
+        return self._gathered(part, self._across, place)
 
     def gathered(self, part: Tensor, place: str) -> Tensor:
         """Return the parts of all ranks of the machine, a row for each."""
-        rows = part.new_empty(self.local, len(part))
-        self.wait(dist.all_gather(list(rows), part, group=self._local_group, async_op=True), place)
+        return self._gathered(part, self._local_group, place)
+
+    def _gathered(self, part: Tensor, group: dist.ProcessGroup, place: str) -> Tensor:
+        if group.size() == 1:
+            return part.view(1, -1)
+        rows = part.new_empty(group.size(), len(part))
+        self.wait(dist.all_gather(list(rows), part, group=group, async_op=True), place)
         return rows
 
     def start_maximum(self, flags: Tensor) -> Any:
@@ -104,8 +128,17 @@ class Team:
                 self._broadcast(there)
                 source.copy_(there)
             if not unit.is_resident:
+                if self._across.size() > 1 and not self.local_rank:
+                    self._take_truth(unit, device)
                 unit.note_stepped()
         self.wait(dist.barrier(self._group, async_op=True), "the weights")
+
+    def _take_truth(self, unit: Unit, device: Device) -> None:
+        """Take the bytes of the first machine."""
+        for truth in [unit.truth, *(self.slabs.truth(one.value) for one in unit.weights if one.is_narrow)]:
+            there = truth.to(device.torch_device)
+            self.wait(dist.broadcast(there, group_src=0, group=self._across, async_op=True), "the first weights")
+            truth.copy_(there)
 
     def share_buffers(self, module: nn.Module) -> None:
         """Have the first rank's buffers on all ranks, in one message."""

@@ -16,6 +16,7 @@ CASES = [
     Case("skipping", "adafactor", edits=True, device="simgpu", options={"host_memory": "pageable"}),
     Case("skipping", "own", accumulated=2, edits=True),
     Case("plain", "sgd", clipped=0.3, options={"optimizer_overlap": False}),
+    Case("tied", "adamw", accumulated=2, machines=2),
 ]
 PRODUCT = [
     Case(net, optimizer, accumulated, clipped)
@@ -34,6 +35,12 @@ def test_two_ranks_have_the_bits_of_ddp(case):
 @pytest.mark.parametrize("case", [CASES[2], *(pytest.param(case, marks=SLOW) for case in CASES)])
 def test_three_ranks_have_the_bits_of_the_tree(case):
     assert processes.run(3, peer_runs.differences, case) == [[], [], []]
+
+
+@SLOW
+def test_two_machines_of_two_ranks_have_the_bits_of_the_tree():
+    for net in ("tied", "skipping"):
+        assert processes.run(4, peer_runs.differences, Case(net, machines=2)) == [[]] * 4
 
 
 @pytest.mark.parametrize("size", [2, 4])

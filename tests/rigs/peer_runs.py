@@ -136,6 +136,7 @@ class Case(NamedTuple):
     options: dict[str, Any] = {}
     steps: int = 4
     device: str = "cpu"
+    machines: int = 1  # that are pretended
 
 
 def begin_group(device: str) -> Any:
@@ -150,6 +151,7 @@ def run(case: Case, streamed: bool) -> dict[str, Any]:
     """Train on this rank, and return losses, norms, weights and state."""
     group = begin_group(case.device)
     rank, size = group.rank(), group.size()
+    os.environ["GROUP_RANK"] = str(rank * case.machines // size)
     torch.manual_seed(rank)  # the first rank's weights count
     model = NETS[case.net]()
     with contextlib.ExitStack() as stack:
@@ -160,7 +162,7 @@ def run(case: Case, streamed: bool) -> dict[str, Any]:
             called = DistributedDataParallel(model.to(case.device), find_unused_parameters=True)
             no_sync = called.no_sync
             if size > 2:
-                called.register_comm_hook(None, sp_lightning.tree_hook)
+                called.register_comm_hook(None if case.machines == 1 else size // case.machines, sp_lightning.tree_hook)
         optimizer = OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad])
         losses, norms = [], []
         for step in range(case.steps):
