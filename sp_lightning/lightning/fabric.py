@@ -14,12 +14,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from torch import nn
+from torch.distributed import is_initialized
 from torch.optim import Optimizer
 
-from ..errors import TornStepError
+from ..compat.lightning import is_setting_up
+from ..errors import OptionError, TornStepError
 from ..handle import Handle, not_yet, settings_of
-from ..handles import close_dropped
+from ..handles import close_all, close_dropped
 from ..optim import torn_step
+from ..peers.peers import Peers
 from ..runtime.handle import materialize, move_buffers, move_others
 from ..stream.parameters import unit_of
 from .checkpoint_io import MappedCheckpointIO
@@ -51,10 +54,36 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
         """Whether this run is on the core of before."""
         return not_yet(self.options, self.world_size, self._axes.has_shards) is not None
 
+    def _check_devices(self) -> None:
+        super()._check_devices()
+        if self.is_distributed and not self.is_before:
+            self._backward_sync_control = _BackwardSync(self)
+
     # ---- modules and optimizers
 
     @on_core
     def module_to_device(self, module: nn.Module) -> None:
+        """Begin to stream a module for this rank, but for one that `setup_module` streams for all of them."""
+        if not (self.is_distributed and is_setting_up()):
+            self._begin(module, None)
+
+    @on_core
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Return the module, which with several devices streams for all ranks from here on."""
+        if self.is_distributed:
+            for handle in self.handles:
+                if module is handle.module:  # which this rank streamed alone
+                    handle.close()
+            self._begin(module, self._team())
+        return module
+
+    @on_core
+    def _connect(self) -> None:
+        """Begin the process group, unless it is begun."""
+        if self.is_distributed and not is_initialized():
+            self._set_up_ranks()
+
+    def _begin(self, module: nn.Module, team: Peers | None) -> None:
         """Begin to stream a module, unless it streams already, and move what else it has."""
         close_dropped(self.handles)
         if next(module.parameters(), None) is None:
@@ -64,7 +93,7 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
             materialize(module)
             masters = self.precision.half if isinstance(self.precision, MasterWeights) else None
             wire = masters or WIRES.get(str(self.precision.precision))
-            self.handles.append(Handle(module, self.root_device, settings_of(self.options, wire)))
+            self.handles.append(Handle(module, self.root_device, settings_of(self.options, wire), team))
         move_buffers(module, self.root_device)  # around modules that stream, too
         move_others(module, self.root_device)
         update_properties(module, device=self.root_device)
@@ -80,6 +109,14 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
         """List the handles that step weights of an optimizer."""
         units = {unit_of(param) for group in optimizer.param_groups for param in group["params"]}
         return [handle for handle in self.handles if not units.isdisjoint(handle.units)]
+
+    @on_core
+    def teardown(self) -> None:
+        """Make all modules plain again, then tear down as the base class does."""
+        close_all(self.handles)
+        if self.is_distributed:
+            self.cluster_environment.teardown()
+        FabricBaseStrategy.teardown(self)
 
     # ---- steps
 
@@ -123,3 +160,16 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state for a checkpoint."""
         return FabricBaseStrategy.get_optimizer_state(self, optimizer)
+
+
+class _BackwardSync:
+    """Fabric's way to accumulate gradients without an exchange."""
+
+    def __init__(self, strategy: SuperpipelineFabricStrategy) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Leave the gradients of backwards in this context to their ranks."""
+        if (handle := self._strategy.handle_of(module)) is None:
+            raise OptionError(argument="module", found=type(module).__name__, allowed="what fabric.setup returned")
+        return handle.no_sync() if enabled else contextlib.nullcontext()

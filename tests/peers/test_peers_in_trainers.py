@@ -20,6 +20,11 @@ def test_two_devices_of_a_trainer_have_the_bits_of_ddp(case, settings, tmp_path)
     assert processes.run(2, peer_runs.fit_differences, case, str(tmp_path), **settings) == [[], []]
 
 
+def test_two_devices_of_fabric_have_the_bits_of_ddp(tmp_path):
+    case = Case("pictures", "adamw", accumulated=2)
+    assert processes.run(2, peer_runs.fabric_differences, case, str(tmp_path)) == [[], []]
+
+
 def test_checkpoints_go_from_two_devices_to_one_and_back(tmp_path):
     [two, _] = processes.run(2, peer_runs.fit, Case("tied", steps=2), True, str(tmp_path))
     folders = [tmp_path / name for name in ("plain", "one", "again")]

@@ -18,6 +18,7 @@ import lightning as L
 import simccl
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -319,6 +320,37 @@ def unlike(plain: dict[str, Any], ours: dict[str, Any]) -> list[str]:
             if not (torch.equal(one, other) if isinstance(one, Tensor) else one == other):
                 found.append(part + keystr(path))
     return found
+
+
+def fabric_differences(case: Case, folder: str) -> list[str]:
+    """Train under Fabric, with accumulation, and say what differs from DDP."""
+    size = int(os.environ["WORLD_SIZE"])
+    saved = []
+    for streamed in (False, True):
+        strategy: Any = FabricDDP(find_unused_parameters=True)
+        if streamed:
+            strategy = sp_lightning.SuperpipelineFabricStrategy(units=lambda module: list(module.blocks))
+        fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=size)
+        fabric.launch()
+        torch.manual_seed(fabric.global_rank)
+        net = NETS[case.net]()
+        model, optimizer = fabric.setup(net, OPTIMIZERS[case.optimizer](net.parameters()))
+        for step in range(case.steps):
+            for turn in range(case.accumulated):
+                data = net.data(torch.Generator().manual_seed(100 * step + 10 * turn + fabric.global_rank))
+                with fabric.no_backward_sync(model, enabled=turn + 1 < case.accumulated):
+                    fabric.backward(model(data))
+            fabric.clip_gradients(model, optimizer, max_norm=0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+        path = os.path.join(folder, f"fabric-{streamed}.ckpt")
+        fabric.save(path, {"state_dict": model, "optimizer_states": optimizer, "loops": {}})
+        fabric.barrier()
+        saved.append(torch.load(path, weights_only=False))
+        if streamed:
+            strategy.teardown()
+        os.environ["WORLD_SIZE"] = str(size)
+    return unlike(*saved)
 
 
 # ---- ends
