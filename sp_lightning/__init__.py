@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from .lightning.registration import register_when_imported
 
 if TYPE_CHECKING:
+    from .handle import Handle, stream
     from .lightning.callback import SuperpipelineCallback
     from .lightning.fabric import SuperpipelineFabricStrategy
     from .lightning.strategy import SuperpipelineStrategy
     from .peers.sums import tree_hook
     from .plan import Plan, plan
-    from .runtime.handle import Handle, stream
 
 __all__ = [
     "Handle",
@@ -31,13 +31,13 @@ __all__ = [
     "tree_hook",
 ]
 _PLACES = {
-    "Handle": "runtime.handle",
+    "Handle": "handle",
     "Plan": "plan",
     "SuperpipelineCallback": "lightning.callback",
     "SuperpipelineFabricStrategy": "lightning.fabric",
     "SuperpipelineStrategy": "lightning.strategy",
     "plan": "plan",
-    "stream": "runtime.handle",
+    "stream": "handle",
     "tree_hook": "peers.sums",
 }
 

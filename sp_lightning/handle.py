@@ -6,9 +6,8 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,112 +22,49 @@ from .compat.dynamo import never_compiled
 from .compat.streaming import call_slot, forbid_access, graph_task, storage_id, tree_map_only
 from .compat.tensors import consists_of_tensors
 from .core.telemetry import Stats, StepListener
-from .errors import ExactnessError, OptionError, UnsupportedError
+from .errors import ExactnessError, UnsupportedError
 from .host.device import Device
 from .host.room import Room
 from .memory.partition import partition, slots
-from .optim import torn_step
-from .options import (
-    ACTIVATIONS,
-    HOST_MEMORY,
-    OPTIMIZER_DEVICES,
-    Bytes,
-    Count,
-    HostMemory,
-    Options,
-    check_choice,
-    is_int,
-)
+from .options import Options
 from .peers.alone import Alone
 from .peers.peers import Peers
 from .runtime import handle as before
 from .runtime.recorder import Recorder
+from .steps import torn_step
 from .steps.figures import explaining, stats_of
 from .store.store import Store, is_in_source, is_same
 from .stream import parameters, residents
 from .stream.activations import Activations
 from .stream.gradients import recover
 from .stream.lazy import set_requires_grad
-from .stream.leaf import Part, Weight, WholeWeight, casts_of, check_moves, has_form_of, pack_weights
+from .stream.leaf import Part, Weight, WholeWeight, casts_of, has_form_of
+from .stream.preflight import check_memory
+from .stream.preparation import check_moves, materialize, move_buffers, pack_weights
 from .stream.unit import HeldUnit, ResidentUnit, Unit
 from .stream.visits import Visit
 from .stream.window import Window
 from .wholes.whole import Whole
 
-LEAST = {"window": 1, "transfer": 1, "resident": 0, "chunk": 64}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Options of a stream, checked once.
-
-    Args:
-        window: Units on the device at a time; "auto": as many as fit beside all else, once the first steps showed that.
-        transfer: Units exchanged at a time, or "auto".
-        memory_budget: Device bytes for weights and gradients, which an "auto" window does not exceed; None: all.
-        units: "auto", class names, or a callable that returns modules.
-        resident: How many units never leave the device, or bytes for them: of those with a tied weight, and then from
-            the first.
-        activations: What becomes of what autograd saves inside a unit.
-        wire: The type in which weights of linear layers and convolutions travel, for runs under autocast to that type;
-            None: each in its own.
-        master_weights: FP32 weights are so on the host alone, where they are stepped; they travel and compute in the
-            type ``wire``.
-        host_memory: "pinned": page-locked, or an error; "pageable": not locked; "auto": locked as far as possible.
-        host_budget: Host bytes, beyond which frozen weights stay in the files that they were loaded from; 0: all that
-            can. None: all weights are copied into memory.
-        disk: A folder for what trains and exceeds the budget.
-        chunk: Elements that the host steps at a time: what fits a core's cache. A multiple of 64, because torch's fused
-            kernels round the last elements of a vector in another way.
-        overlap: Whether steps run on beside other work after `optimizer.step()` has returned.
-        steps_on: "host", or "device": slices of weights and state go up to be stepped, and come down; gradients stay
-            on the device until then, as far as they fit.
-    """
-
-    window: Count = 2
-    transfer: Count = 1
-    memory_budget: int | None = None
-    units: str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]] = "auto"
-    resident: int | Bytes = 0
-    activations: str = "keep"
-    wire: torch.dtype | None = None
-    master_weights: bool = False
-    host_memory: HostMemory = "auto"
-    host_budget: int | None = None
-    disk: str | None = None
-    chunk: int = 1 << 18
-    overlap: bool = True
-    steps_on: str = "host"
-
-    def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            value = getattr(self, name)
-            if value == "auto" and name in ("window", "transfer"):
-                continue
-            if not is_int(value) or value < least:
-                raise OptionError(argument=name, found=value, allowed=f"an int >= {least}")
-        if self.window != "auto" and self.transfer != "auto" and self.transfer > self.window:
-            raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
-        if self.chunk % 64:
-            raise OptionError(argument="chunk", found=self.chunk, allowed="a multiple of 64")
-        if self.master_weights and self.wire not in (torch.bfloat16, torch.float16):
-            allowed = "torch.bfloat16 or torch.float16 with master_weights=True"
-            raise OptionError(argument="wire", found=self.wire, allowed=allowed)
-        check_choice("activations", self.activations, ACTIVATIONS)
-        check_choice("host_memory", self.host_memory, HOST_MEMORY)
-        check_choice("steps_on", self.steps_on, OPTIMIZER_DEVICES)
-
-
+CHUNK = 1 << 18  # elements of a slice, which fit a core's cache
 handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
-def _keep_filed(refer: weakref.ref[Handle], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Have weights load themselves whose files have the values already: what is written leaves its file."""
-    handle = refer()
-    filed = {id(weight.host): weight for weight in handle.weights if is_in_source(weight)} if handle else {}
-    for name, param in module.named_parameters(remove_duplicate=False) if filed else ():
-        if id(param) in filed and is_same(filed[id(param)].value, state.get(prefix + name)):
-            state[prefix + name] = param
+class _KeepFiled:
+    """A hook by which weights load themselves whose files have the values already: what is written leaves its file."""
+
+    def __init__(self, handle: Handle | None = None) -> None:
+        self._handle = None if handle is None else weakref.ref(handle)
+
+    def __reduce__(self) -> Any:
+        return _KeepFiled, ()  # copies of the module do not stream
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        handle = None if self._handle is None else self._handle()
+        filed = {id(weight.host): weight for weight in handle.weights if is_in_source(weight)} if handle else {}
+        for name, param in module.named_parameters(remove_duplicate=False) if filed else ():
+            if id(param) in filed and is_same(filed[id(param)].value, state.get(prefix + name)):
+                state[prefix + name] = param
 
 
 def _note_new(refer: weakref.ref[Handle], *_: Any) -> None:
@@ -169,23 +105,50 @@ class Handle:
 
     @torch.inference_mode(False)  # what is made here may be trained later
     def __init__(
-        self, module: nn.Module, device: torch.device | str, settings: Settings, team: Alone | None = None
+        self,
+        module: nn.Module,
+        device: torch.device | str,
+        options: Options,
+        team: Alone | None = None,
+        *,
+        wire: torch.dtype | None = None,
+        trains: bool = False,
+        chunk: int = CHUNK,
     ) -> None:
-        self.module, self.settings = module, settings
+        """Move a module's weights into host memory, and put visits before its calls.
+
+        Args:
+            module: The module.
+            device: The device that computes.
+            options: The user's options.
+            team: The devices that compute together; by default this one alone.
+            wire: The type to which autocast casts in this run, or in which the module computes with
+                ``master_weights``; None: each weight travels in its own.
+            trains: Whether training certainly follows.
+            chunk: Elements that the host steps at a time. A multiple of 64, because torch's fused kernels round the
+                last elements of a vector in another way.
+        """
+        self.module, self.options = module, options
+        self._wire = wire if options.wire_dtype == "auto" or options.master_weights else None
         self.team = team or Alone()
-        self.device = Device(device, settings.host_memory, self.team.slabs)
+        self.device = Device(device, options.host_memory, self.team.slabs)
         pack_weights(module)
         if not self.device.is_host:
             check_moves(module)
         self._slots = slots(module)
         self._check_free()
-        cut = partition(module, settings.units)
-        first, free = residents.choose(cut, self._slots, settings.resident), residents.free_bytes(self.device)
+        cut = partition(module, options.units)
+        asked = 0 if options.resident == "auto" else options.resident
+        first, free = residents.choose(cut, self._slots, asked), residents.free_bytes(self.device)
         streamed = [part for part in cut if not part.resident and part not in first]
+        streams = {id(param) for part in streamed for _, param in part.params}
+        self._narrow = streams & casts_of(module, None if options.master_weights else self._wire)
+        check_memory(module, cut, options, self.device, self._wire_of, trains)
+        materialize(module)
         self.units: list[Unit] = []
-        self.store = Store(settings.host_budget, settings.disk, self.device)
-        makes_trips = settings.steps_on == "device" and not self.device.is_host
-        self.steps = self.team.steps(settings.chunk, settings.overlap, self.device, self.store, makes_trips)
+        self.store = Store(options.host_budget, options.disk, self.device)
+        makes_trips = options.optimizer_device == "device" and not self.device.is_host
+        self.steps = self.team.steps(chunk, options.optimizer_overlap, self.device, self.store, makes_trips)
         self.steps.chose_residents = bool(first)
         kept = [part for part in cut if part not in streamed]
         rest = [named for part in kept for named in part.params]
@@ -196,15 +159,13 @@ class Handle:
         self._hooks: list[Any] = []
         self._visits: dict[nn.Module, Visit] = {}
         try:
-            policy = Activations(settings.activations, self.device)
+            policy = Activations(options.activations, self.device)
             self.window = Window(self.device, policy)
             on_host = [(Unit, part.name, part.params, part.wholes) for part in streamed]
-            streams = {id(param) for _, _, params, _ in on_host for _, param in params}
-            self._narrow = streams & casts_of(module, None if settings.master_weights else settings.wire)
             plain_rest = [(name, param) for name, param in rest if id(param) not in of_wholes]
-            host_params = [params for _, _, params, _ in on_host] + [plain_rest] * settings.master_weights
-            window = 1 if settings.window == "auto" else settings.window
-            self.store.choose(host_params, self._wire_of, settings.master_weights, window)
+            host_params = [params for _, _, params, _ in on_host] + [plain_rest] * options.master_weights
+            window = 1 if options.window == "auto" else options.window
+            self.store.choose(host_params, self._wire_of, options.master_weights, window)
             made = [self._add_unit(*given) for given in on_host]
             self._entries = {root: unit for part, unit in zip(streamed, made, strict=True) for _, root in part.modules}
             if plain_rest:
@@ -213,7 +174,7 @@ class Handle:
                 held = [(name, param) for name, param in rest if id(param) in of_wholes]
                 self._add_unit(HeldUnit, "(resident, quantised)", held, wholes)
             numbers = [unit.numbers() for unit in self.units]
-            sizes = settings.window, settings.transfer, settings.memory_budget
+            sizes = options.window, options.transfer, options.memory_budget
             self.room = Room(*sizes, numbers, self.device, makes_trips)
             self.window.begin(self.units, self.room)
             self._gradients = self.team.gradients(
@@ -225,9 +186,8 @@ class Handle:
             note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
             self._hooks += [register_module_parameter_registration_hook(note)]
             self._hooks += [register_module_module_registration_hook(note)]
-            keep = functools.partial(_keep_filed, weakref.ref(self))
-            self._hooks += [module.register_load_state_dict_pre_hook(keep)]  # type: ignore[no-untyped-call]
-            self._move_buffers(self.device.torch_device)
+            self._hooks += [module.register_load_state_dict_pre_hook(_KeepFiled(self))]  # type: ignore[no-untyped-call]
+            move_buffers(self.module, self.device.torch_device)
             self.team.share_buffers(module)
             self._attach()
         except BaseException as error:
@@ -267,8 +227,8 @@ class Handle:
 
     def loaded(self, optimizer: Optimizer) -> None:
         """Copy an optimizer's state that was loaded: the file that it is in may vanish."""
-        state = optimizer.state
         self.steps.adopt(optimizer)
+        state = optimizer.state
         for param in list(state):  # what is in the scratch file was copied there
             state[param] = tree_map_only(
                 Tensor, lambda one: one if self.store.is_filed(one) else one.clone(), state[param]
@@ -343,7 +303,7 @@ class Handle:
     @property
     def grows(self) -> bool:
         """Whether the window grows until the first steps showed what is free."""
-        return self.settings.window == "auto"
+        return self.options.window == "auto"
 
     @property
     def uses_files(self) -> bool:
@@ -360,7 +320,7 @@ class Handle:
     @property
     def _kind_of_rest(self) -> type[Unit]:
         """How weights stay on the device: with masters in another type, whose truth is on the host."""
-        return HeldUnit if self.settings.master_weights else ResidentUnit
+        return HeldUnit if self.options.master_weights else ResidentUnit
 
     def _add_unit(
         self,
@@ -369,7 +329,7 @@ class Handle:
         params: Iterable[tuple[str, nn.Parameter]],
         wholes: Iterable[Whole] = (),
     ) -> Unit:
-        index, has_masters = len(self.units), self.settings.master_weights
+        index, has_masters = len(self.units), self.options.master_weights
         parts: dict[int, Weight] = {id(named[1]): Part(*named) for whole in wholes for named in whole.parts}
         weights = []
         for own_name, param in params:
@@ -392,9 +352,8 @@ class Handle:
 
     def _wire_of(self, param: nn.Parameter) -> torch.dtype:
         """Return the type in which a parameter travels, unless it stays in its file."""
-        wire, has_masters = self.settings.wire, self.settings.master_weights
-        is_narrow = param.dtype is torch.float32 if has_masters else id(param) in self._narrow
-        return wire if wire is not None and is_narrow else param.dtype
+        is_narrow = param.dtype is torch.float32 if self.options.master_weights else id(param) in self._narrow
+        return self._wire if self._wire is not None and is_narrow else param.dtype
 
     def _connect(self, unit: Unit) -> None:
         """Hook a unit's leaves for their gradients, and watch readers of its weights."""
@@ -425,7 +384,7 @@ class Handle:
             parameters.release(weight)
         for param, data in plain:
             param.data = data
-        self._move_buffers(torch.device("cpu"))
+        move_buffers(self.module, torch.device("cpu"))
         self.store.close()
         self.team.close()
         self.device.close()
@@ -453,17 +412,10 @@ class Handle:
             if module in self._visits:
                 self._visits[module].units[:] = units
             elif units or module is self.module:
-                where = name or type(module).__name__
+                where, compiles = name or type(module).__name__, bool(entry) and self.options.compile_units
                 self._visits[module] = Visit(
-                    module, where, units, bool(entry), self.window, self._outermost, module is self.module
+                    module, where, units, bool(entry), self.window, self._outermost, module is self.module, compiles
                 )
-
-    @torch.inference_mode(False)
-    def _move_buffers(self, device: torch.device) -> None:
-        for module in self.module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device:
-                    module._buffers[name] = buffer.to(device)
 
     # ---- between steps
 
@@ -511,8 +463,8 @@ class Handle:
                     " began: quantise and load such weights before the module is streamed"
                 )
         if named:
-            self._connect(self._add_unit(self._kind_of_rest, "(added)", named, set()))
-        self._move_buffers(self.device.torch_device)
+            self._connect(self._add_unit(self._kind_of_rest, "(added)", named))
+        move_buffers(self.module, self.device.torch_device)
         self._attach()
 
     def finish_step(self) -> None:
@@ -531,7 +483,7 @@ class Handle:
         with contextlib.ExitStack() as ends:  # which go on, last one first, where one of them raises
             ends.callback(self.device.close)
             ends.callback(self.store.close)
-            ends.callback(self._move_buffers, torch.device("cpu"))
+            ends.callback(move_buffers, self.module, torch.device("cpu"))
             ends.callback(self.team.close)
             ends.callback(self._gradients.close)
             ends.callback(self.window.policy.ring.close)
@@ -573,28 +525,8 @@ def not_yet(options: Options, devices: int, has_shards: bool = False) -> str | N
         "several devices with disk= or host_budget=": devices > 1 and options.uses_files,
         "divide_state=True": options.divide_state,
         "fused_optimizer=True": options.fused_optimizer,
-        "compile_units=True": options.compile_units,
     }
     return next((what for what, is_asked in asked.items() if is_asked), None)
-
-
-def settings_of(options: Options, wire: torch.dtype | None) -> Settings:
-    """Return the settings of a run in which autocast casts weights to this type, or that computes in it."""
-    return Settings(
-        window=options.window,
-        transfer=options.transfer,
-        memory_budget=options.memory_budget,
-        units=options.units,
-        activations=options.activations,
-        wire=wire if options.wire_dtype == "auto" or options.master_weights else None,
-        master_weights=options.master_weights,
-        host_memory=options.host_memory,
-        host_budget=options.host_budget,
-        disk=options.disk,
-        resident=0 if options.resident == "auto" else options.resident,
-        overlap=options.optimizer_overlap,
-        steps_on=options.optimizer_device,
-    )
 
 
 def stream(module: nn.Module, device: torch.device | str, *, group: Any = None, **options: Any) -> Handle:
@@ -622,6 +554,5 @@ def stream(module: nn.Module, device: torch.device | str, *, group: Any = None, 
     if not_yet(parsed, devices):
         handle: Any = before.stream(module, device, group=group, **waits, **options)
         return handle  # type: ignore[no-any-return]  # of before, which has what a loop calls
-    before.materialize(module)
-    settings = settings_of(parsed, torch.bfloat16 if parsed.master_weights else None)
-    return Handle(module, device, settings, None if devices == 1 else Peers(group, **waits))
+    wire = torch.bfloat16 if parsed.master_weights else None
+    return Handle(module, device, parsed, None if devices == 1 else Peers(group, **waits), wire=wire)

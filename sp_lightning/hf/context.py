@@ -53,7 +53,8 @@ from ..nodes.transport import KEEPALIVE
 from ..options import Options
 from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
-from ..runtime.handle import Handle, move_buffers, own_state
+from ..runtime.handle import Handle, own_state
+from ..stream.preparation import move_buffers
 from . import report as reports
 from .patched import function, names_of_accelerate, replace
 from .ranked_model import RankedModel

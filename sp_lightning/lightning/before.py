@@ -29,11 +29,12 @@ from ..errors import PeerError, TornStepError
 from ..memory.device import numbered
 from ..memory.watched_parameters import is_watched
 from ..observe.progress import waiting
-from ..optim import torn_step
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP
 from ..options import Options, format_bytes
 from ..ranks.new_weights import check_readable
-from ..runtime.handle import Handle, materialize, move_others, own_state
+from ..runtime.handle import Handle, own_state
+from ..steps import torn_step
+from ..stream.preparation import materialize, move_others
 from . import master_weights as masters
 from . import step_timing
 from .callback import SuperpipelineCallback
@@ -178,7 +179,7 @@ class StrategyBefore(SeveralDevices, SingleDeviceStrategy, ParallelStrategy):
         assert self.lightning_module is not None
         self.handle = None  # before the next one is made: the previous one occupies as much host memory
         self._axes.check_module(self.lightning_module)
-        move_others(self.lightning_module, self.root_device)
+        move_others(self.lightning_module, self.root_device, lambda parameter: not is_watched(parameter))
         compute_dtype = masters.half_dtype(self.precision_plugin) if self.options.master_weights else None
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if fits and self.optimizers:  # of an earlier run: this one makes others, and state of its own

@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 from ..compat.lightning import is_setting_up
 from ..errors import OptionError, TornStepError
-from ..handle import Handle, not_yet, settings_of
+from ..handle import Handle, not_yet
 from ..handles import close_all, close_dropped
-from ..optim import torn_step
 from ..peers.peers import Peers
-from ..runtime.handle import materialize, move_buffers, move_others
+from ..steps import torn_step
 from ..stream.parameters import unit_of
+from ..stream.preparation import move_buffers, move_others
 from .checkpoint_io import MappedCheckpointIO
 from .fabric_before import FabricStrategyBefore
 from .master_weights import MasterWeights
@@ -90,10 +90,9 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
             module.to(self.root_device)
             return
         if any(unit_of(parameter) is None for parameter in module.parameters()):
-            materialize(module)
             masters = self.precision.half if isinstance(self.precision, MasterWeights) else None
             wire = masters or WIRES.get(str(self.precision.precision))
-            self.handles.append(Handle(module, self.root_device, settings_of(self.options, wire), team))
+            self.handles.append(Handle(module, self.root_device, self.options, team, wire=wire))
         move_buffers(module, self.root_device)  # around modules that stream, too
         move_others(module, self.root_device)
         update_properties(module, device=self.root_device)

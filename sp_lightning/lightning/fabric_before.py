@@ -45,11 +45,12 @@ from ..handles import close_all, close_dropped
 from ..host.device import check_supported
 from ..memory.watched_parameters import is_watched
 from ..nodes.transport import KEEPALIVE
-from ..optim import torn_step
 from ..options import Options
 from ..ranks.board import ONE_RANK
 from ..ranks.connection import leave_at_exit
-from ..runtime.handle import Handle, move_buffers, move_others, own_state
+from ..runtime.handle import Handle, own_state
+from ..steps import torn_step
+from ..stream.preparation import move_buffers, move_others
 from .checkpoint_io import MappedCheckpointIO, state_to_load
 from .master_weights import MasterWeights
 from .names import (
@@ -254,7 +255,7 @@ class FabricStrategyBefore(SeveralDevices, FabricBaseStrategy):
             if together:
                 self.broadcast_buffers(module)
         move_buffers(module, self.root_device)  # around modules that stream, too
-        move_others(module, self.root_device)
+        move_others(module, self.root_device, lambda parameter: not is_watched(parameter))
         update_properties(module, device=self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from ..compat.lightning import end_noting_sigterm, set_average_device, setup_model
 from ..errors import TornStepError
-from ..handle import Handle, Settings, not_yet, settings_of
+from ..handle import Handle, not_yet
 from ..host.device import check_supported
 from ..nodes.transport import KEEPALIVE
-from ..optim import torn_step
 from ..options import Options
-from ..runtime.handle import materialize, move_others
+from ..steps import torn_step
 from ..stream.parameters import unit_of
+from ..stream.preparation import materialize, move_others
 from . import master_weights as masters
 from . import step_timing
 from .before import StrategyBefore
@@ -126,7 +126,6 @@ class SuperpipelineStrategy(StrategyBefore):
     """
 
     strategy_name = "superpipeline"
-    has_moved = False  # whether this door is on the core of handle.py, as far as that has what a run asks for
 
     def __init__(
         self,
@@ -188,12 +187,12 @@ class SuperpipelineStrategy(StrategyBefore):
         self._withheld = []  # callbacks, while Lightning handles an exception
         check_supported(self.root_device)
 
+    # ---- setup and teardown
+
     @property
     def is_before(self) -> bool:
         """Whether this run is on the core of before."""
-        return not self.has_moved or not_yet(self.options, self.world_size, self._axes.has_shards) is not None
-
-    # ---- setup and teardown
+        return not_yet(self.options, self.world_size, self._axes.has_shards) is not None
 
     @on_core
     def setup(self, trainer: Trainer) -> None:
@@ -220,18 +219,21 @@ class SuperpipelineStrategy(StrategyBefore):
         if module.trainer.state.fn == TrainerFn.FITTING and self.optimizers:  # of an earlier run
             self.optimizers, self.lr_scheduler_configs = [], []
             gc.collect()  # schedulers are in cycles with them
-        materialize(module)
         move_others(module, self.root_device)
         moved = lambda parameter: unit_of(parameter) is not None  # noqa: E731
         with self._waiting_for_parameters("superpipeline: weights into host memory", moved):
-            self.handle = Handle(module, self.root_device, self._settings(), self._team())
+            self.handle = self._streamed(module)
         self.handle.team.follows_buffers = self._automatic  # as under DDP, whose forward Lightning has not synchronise
         update_properties(module, device=self.root_device)
 
-    def _settings(self) -> Settings:
+    def _streamed(self, module: nn.Module, **settings: Any) -> Handle:
+        """Stream a module for this run."""
+        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        wire = WIRES.get(str(self.precision_plugin.precision))
         if self.options.master_weights:
-            return settings_of(self.options, masters.half_dtype(self.precision_plugin))
-        return settings_of(self.options, WIRES.get(str(self.precision_plugin.precision)))
+            wire = masters.half_dtype(self.precision_plugin)
+        trains = trainer.state.fn == TrainerFn.FITTING
+        return Handle(module, self.root_device, self.options, self._team(), wire=wire, trains=trains, **settings)
 
     @on_core
     def teardown(self) -> None:

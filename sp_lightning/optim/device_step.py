@@ -50,7 +50,7 @@ from ..memory.staging import Arrival
 from ..memory.watched_parameters import HostParameter, is_on_host, true_grad
 from ..memory.weights import Conversion
 from ..options import HostMemory
-from . import torn_step
+from ..steps import torn_step
 from .host_gradients import stepped_there
 from .pieces import (
     ELEMENTWISE,

@@ -86,7 +86,7 @@ from ..memory.watched_parameters import (
     wide_grad,
 )
 from ..memory.weights import Conversion
-from . import torn_step
+from ..steps import torn_step
 from .pieces import Group, ShadowStep, State, keeps_no_state, shadow_of
 from .state_guard import GuardedState
 

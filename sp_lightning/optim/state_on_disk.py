@@ -56,7 +56,7 @@ from ..memory.layout import is_dense
 from ..memory.watched_parameters import true_data
 from ..memory.weights import Conversion
 from ..options import format_bytes
-from . import torn_step
+from ..steps import torn_step
 from .pieces import (
     FUSED,
     PER_PARAMETER,

@@ -24,9 +24,9 @@ from ..memory.host_copy import HostCopy
 from ..memory.partition import Unit
 from ..memory.watched_parameters import quietly, true_data
 from ..nodes.transport import PARTS, same_for_all
-from ..optim import torn_step
 from ..optim.pieces import Group
 from ..optim.state_in_memory import StateInMemory
+from ..steps import torn_step
 from .alone import Alone, Rest
 from .board import Board, Ranks
 from .clipping import Clipping

@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 
 from ..autograd.phases import Phase
 from ..autograd.recompute import host_of
-from ..autograd.saved_tensors import tensors_in
 from ..compat.dynamo import Unsupported, never_compiled
-from ..compat.modules import convert_tensors, converts_more, is_compiled, tree_leaves, tree_map_only
+from ..compat.modules import is_compiled, tree_leaves, tree_map_only
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, were_replaced, without_dispatch
 from ..core.telemetry import Counters, Stats, StepListener
 from ..core.unit_numbers import UnitNumbers, host_bytes
@@ -31,7 +30,7 @@ from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import is_watched, unwatch
 from ..memory.weights import device_dtype
 from ..nodes.transport import KEEPALIVE
-from ..optim import native, torn_step
+from ..optim import native
 from ..optim.state_in_memory import StateInMemory
 from ..options import Options
 from ..ranks.alone import Alone
@@ -39,7 +38,10 @@ from ..ranks.board import ONE_RANK, OneRank, Ranks
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
 from ..ranks.new_weights import share_of
 from ..ranks.shared_memory import drop_own_pages
+from ..steps import torn_step
 from ..storage.in_memory import InMemory
+from ..stream.preflight import Means, check_budget, check_device, finer_classes, sizes
+from ..stream.preparation import check_moves, materialize, move_buffers, pack_weights
 from ..wholes.sharded import bring_to_host, check_supported, has_shards
 from . import preflight
 from .engine import Engine
@@ -371,7 +373,7 @@ class Handle:
                 (unit.store.on_device.nbytes for unit in self.engine.units if not unit.unit.resident), default=0
             ),
             activations=self.options.activations,
-            finer=preflight.finer_classes(self.units),
+            finer=finer_classes(self.units),
         )
         window.ran_out()
         return report
@@ -470,7 +472,7 @@ class Handle:
     def _attach(self, units: list[Unit] | None = None, again: bool = False) -> None:
         """Begin to stream, or begin again; ``units``: the module's, if they are known."""
         bring_to_host(self.module)
-        have_moved(self.module)
+        pack_weights(self.module)
         if not self.device.is_host:
             check_moves(self.module)
         units = partition(self.module, self.options.units) if units is None else units
@@ -481,7 +483,7 @@ class Handle:
         self.storage.choose(units, self.team)
         self._check_memory(units)
         if self._draws:
-            materialize(self.module, self.team.gives_weights)
+            materialize(self.module, None if self.team.gives_weights else drop_own_pages)
         else:
             check_values(self.module)
         for name, parameter in self.module.named_parameters():
@@ -544,21 +546,23 @@ class Handle:
         """Check the memory of device, budget and host before anything is allocated."""
         dtypes = functools.partial(device_dtype, self._compute_dtype)
 
+        def travels_as(parameter: nn.Parameter) -> torch.dtype:
+            return dtypes(parameter.dtype)
+
         def finer() -> tuple[list[str], list[UnitNumbers]]:
-            classes = preflight.finer_classes(units)
+            classes = finer_classes(units)
             with contextlib.suppress(PartitionError):
-                return classes, preflight.sizes(partition(self.module, classes), dtypes, self._trains)
+                return classes, sizes(partition(self.module, classes), travels_as, self._trains)
             return [], []
 
         floats = {p.dtype for unit in units for _, p in unit.params}
         can_halve = self._trains and self._compute_dtype is None and floats == {torch.float32}
-        means = preflight.Means(can_halve=can_halve, finer=finer)
+        means = Means(can_halve=can_halve, finer=finer)
         if not self.device.is_host:
             window = 1 if self.options.window == "auto" else self.options.window
-            sizes = preflight.sizes(units, dtypes, self._trains)
-            preflight.check_device(sizes, window, self.device.memory()[0], str(self.device.torch_device), means)
-        sizes = preflight.sizes(units, dtypes, True)
-        preflight.check_budget(self.options, sizes, self.device.is_host, means)
+            of_device = sizes(units, travels_as, self._trains)
+            check_device(of_device, window, self.device.memory()[0], str(self.device.torch_device), means)
+        check_budget(self.options, sizes(units, travels_as, True), self.device.is_host, means)
         if self._trains or self.team.size > 1:
             preflight.check_host(units, dtypes, self.storage, self.team, self._trains)
 
@@ -736,62 +740,6 @@ class ModuleFingerprint:
         return SUBSTITUTE not in _structure(self._module)
 
 
-def have_moved(module: nn.Module) -> None:
-    """Have weights that do something where they are moved do so: bitsandbytes packs its weights then, at their first.
-
-    As ``module.to()`` has it in a plain run, the parameters stay the same objects.
-    """
-    for parameter in module.parameters():
-        if _moves_by_itself(parameter) and parameter.device.type == "cpu":
-            moved = parameter.to("cpu")
-            if moved is not parameter and moved.data_ptr() != parameter.data_ptr():
-                parameter.data = moved
-
-
-def _moves_by_itself(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's class has a ``to`` of its own."""
-    return type(parameter).to is not torch.Tensor.to and not consists_of_tensors(parameter)
-
-
-def check_moves(module: nn.Module) -> None:
-    """Raise an error for a weight that takes other tensors along when it is moved: only its own bytes are streamed.
-
-    Its class has a ``to`` of its own, and kernels for the device would get an address in host memory, of its scales.
-    """
-    for name, parameter in module.named_parameters():
-        if not _moves_by_itself(parameter):
-            continue
-        along = [one for one in tensors_in(vars(parameter)) if not isinstance(one, nn.Parameter)]
-        if any(one.device.type == "cpu" for one in along):
-            others = "another tensor" if len(along) == 1 else f"{len(along)} other tensors"
-            raise UnsupportedError(
-                f"{name} is a {type(parameter).__name__}, which takes {others} along where it is moved, such as the "
-                "scales of its values, and only its own bytes are streamed: quantise with weights that say which "
-                "tensors they consist of (torchao), or leave them unquantised"
-            )
-
-
-def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move a module's buffers to this device; one that is registered twice becomes two, as in ``module.to()``."""
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.device != device:
-                with torch.inference_mode(False):
-                    child._buffers[name] = buffer.to(device)
-
-
-def move_others(module: nn.Module, device: torch.device) -> None:
-    """Move what a module's parts take along beside weights, gradients and buffers, such as the states of metrics."""
-    for part in filter(converts_more, module.modules()):
-        plain = [parameter for parameter in part.parameters() if not is_watched(parameter)]
-        kept = [*plain, *(parameter.grad for parameter in plain)]
-
-        def moved(tensor: torch.Tensor, kept: list[Any] = kept) -> torch.Tensor:
-            return tensor if any(tensor is one for one in kept) else tensor.to(device)
-
-        convert_tensors(part, moved)
-
-
 def _identities(module: nn.Module) -> list[Any]:
     """List which parameters are registered where: a quick check, since they are nearly always the same."""
     found: list[Any] = []
@@ -857,36 +805,3 @@ def check_values(module: nn.Module) -> None:
                 "load_state_dict(..., assign=True), since without assign=True nothing is loaded into it, or make the "
                 "model outside of init_empty_weights(), without low_cpu_mem_usage=True"
             )
-
-
-def materialize(module: nn.Module, keeps: bool = True) -> None:
-    """Give parameters and buffers on the meta device host memory and their modules' own initial values.
-
-    They stay the same objects, so tied parameters stay tied. With several ranks the first one's values count; the
-    others (``keeps=False``) draw theirs too, one module's at a time, so that random numbers go on in the same way.
-    """
-    for name, child in module.named_modules():
-        own = [tensor for tensor in (*child._parameters.values(), *child._buffers.values()) if tensor is not None]
-        if not any(tensor.is_meta for tensor in own):
-            continue
-        if any(tensor.is_meta and consists_of_tensors(tensor) for tensor in own):
-            raise PartitionError(
-                f"{name or type(child).__name__} has a weight on the meta device that consists of several tensors, and "
-                "no values to begin with: load it before training"
-            )
-        reset = getattr(child, "reset_parameters", None)
-        if reset is None:
-            raise PartitionError(
-                f"{name or type(child).__name__} has parameters on the meta device and no reset_parameters(); "
-                "load its weights before training, or build it under trainer.init_module()"
-            )
-        for tensor in own:
-            if tensor.is_meta:
-                made = torch.empty_like(tensor, device="cpu")
-                if isinstance(tensor, nn.Parameter):
-                    made = nn.Parameter(made, tensor.requires_grad)
-                torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
-        reset()
-        for parameter in own:
-            if not keeps and isinstance(parameter, nn.Parameter):
-                drop_own_pages(parameter)

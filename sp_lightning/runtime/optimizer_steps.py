@@ -30,10 +30,11 @@ from ..compat.patches import CLIP_GRADIENTS, PUBLIC_TOTAL_NORM, TOTAL_NORM, UNSC
 from ..compat.tensors import consists_of_tensors
 from ..core import malloc
 from ..errors import UnsupportedError
-from ..optim import host_gradients, torn_step
+from ..optim import host_gradients
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP, Kept, Parts
 from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, has_options_on_device
 from ..optim.state_in_memory import StateInMemory
+from ..steps import torn_step
 from ..storage.in_memory import InMemory
 from .engine import Engine
 

@@ -49,6 +49,7 @@ class EarlySteps:
         self._stepped: dict[Weight, GradientBytes] = {}  # with the gradients that were taken
         self._stepper: optim.Optimizer | None = None
         self._options: Any = None  # with which they were stepped
+        self._params: list[list[int]] = []  # of the optimizer's groups, by their ids, as the first was stepped
 
     @property
     def count(self) -> int:
@@ -59,6 +60,8 @@ class EarlySteps:
         """Note weights that the optimizer steps from here on. A touch of their gradients is an error."""
         if self._stepped:
             self._check_options(optimizer)
+        else:
+            self._params = _params(optimizer)
         self._stepper, self._options = optimizer, _numbers(optimizer)
         for weight in whose:
             content = self._stepped[weight] = grad_of(weight.host).content
@@ -78,13 +81,12 @@ class EarlySteps:
         if any(grads[weight] is not content for weight, content in self._stepped.items()):
             self.check()
         self._check_options(optimizer)
+        if self._stepped and self._params != _params(optimizer):
+            raise _changed("groups")
 
     def _check_options(self, optimizer: optim.Optimizer) -> None:
         if self._options != _numbers(optimizer):
-            raise ExactnessError(
-                "options of the optimizer changed after weights were stepped beside backward with the options before:"
-                " set optimizer_overlap=False"
-            )
+            raise _changed("options")
 
     def end(self, optimizer: optim.Optimizer) -> None:
         """Note that the user's call of this optimizer's step has stepped the others."""
@@ -122,3 +124,14 @@ def _numbers(optimizer: optim.Optimizer) -> Any:
         [value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"]
         for group in optimizer.param_groups
     ]
+
+
+def _params(optimizer: optim.Optimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def _changed(what: str) -> ExactnessError:
+    return ExactnessError(
+        f"{what} of the optimizer changed after weights were stepped beside backward with the {what} before: set"
+        " optimizer_overlap=False"
+    )

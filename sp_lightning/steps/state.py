@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import optim
 
-from ..stream.parameters import unit_of, weights
+from ..stream.leaf import Weight, stepped_already
+from ..stream.parameters import weights
 
 # Methods of a dict that make an entry, given its key; that look for one; and that take all of them.
 MAKERS = "__getitem__ __setitem__ setdefault".split()
@@ -38,20 +39,20 @@ class WaitingState(collections.defaultdict[Any, Any]):
 
     def wait_step_of(self, key: Any) -> None:
         """Wait for the step of a streamed parameter, whose entry stays."""
-        if (unit := unit_of(key)) is not None:
-            unit.wait_step()
+        if (weight := weights.get(id(key))) is not None:
+            _wait_step(weight)
         self._reserved.discard(key)
 
     def wait_entry(self, key: Any) -> None:
         """Wait for the step of a streamed parameter, which may have made no entry."""
-        if (unit := unit_of(key)) is not None:
-            unit.wait_step()
+        if (weight := weights.get(id(key))) is not None:
+            _wait_step(weight)
         self._forget_empty([key])
 
     def wait_steps(self, *_: Any) -> None:
         """Wait for all steps, also of weights without state."""
         for weight in list(weights.values()):
-            weight.unit.wait_step()
+            _wait_step(weight)
         self._forget_empty(list(self._reserved))
 
     # ---- without waiting
@@ -77,6 +78,13 @@ class WaitingState(collections.defaultdict[Any, Any]):
         """Return an entry; make it if there is none."""
         found: dict[str, Any] = dict.setdefault(self, key, {})
         return found
+
+
+def _wait_step(weight: Weight) -> None:
+    """Wait for a weight's step; raise if its backward still runs, in which a plain run has the state of before."""
+    if weight.unit.is_final and weight.is_half_applied:
+        raise stepped_already(weight.name)
+    weight.unit.wait_step()
 
 
 def _waiting(name: str, wait: Callable[..., None]) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ from .half_applied import EarlySteps, Outcome, check_no_second
 from .places import ByTrips, OnDevice, OnHost, Place
 from .slices import COUNTS, SlicedOptimizer, Work, counts_on_device, is_known, names_of_known, shadow_of
 from .state import WaitingState
+from .torn_step import check_step
 
 
 class Steps:
@@ -52,7 +53,8 @@ class Steps:
         # The thread rounds as the device does, which keeps denormals.
         self.thread = ThreadPoolExecutor(1, "superpipeline-steps", torch.set_flush_denormal, (False,))
         self._adopted: weakref.WeakKeyDictionary[optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # and hooks
-        self._early: tuple[optim.Optimizer, dict[int, int]] | None = None  # and the groups of its weights
+        self._early: optim.Optimizer | None = None  # which steps beside this backward
+        self._early_groups: dict[int, int] = {}  # of its weights, as the first of these steps finds them
         self._early_steps = EarlySteps()
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self.chose_residents = False  # whether the user asked for resident units
@@ -165,6 +167,7 @@ class Steps:
             return None
         self.has_stepped = True
         self.check_whole()
+        check_step(optimizer)
         self.adopt(optimizer)
         if not is_known(optimizer):  # it may look at all weights at once
             if self._makes_trips:
@@ -265,8 +268,7 @@ class Steps:
             self._early_steps.outcome = Outcome(is_early=True)
             self.adopt(optimizer)
             if is_known(optimizer):
-                self._early = optimizer, self._groups(optimizer)
-                self._reserve_state(optimizer)
+                self._early = optimizer
 
     @staticmethod
     def _reserve_state(optimizer: optim.Optimizer) -> None:
@@ -291,7 +293,11 @@ class Steps:
         check_no_second(whose)
         if self._early is None or not is_complete or unit.calls != 1 or unit.is_resident:
             return
-        optimizer, groups = self._early
+        optimizer = self._early
+        if not self._early_steps.count:  # the training step may have changed the groups
+            self._early_groups = self._groups(optimizer)
+            self._reserve_state(optimizer)
+        groups = self._early_groups
         mine = [weight for weight in whose if id(weight) in groups]
         if mine and all(isinstance(weight.host.grad, HostGradient) for weight in mine):
             self._early_steps.mark(optimizer, mine)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..compat.streaming import tree_map_only, without_dispatch
-from ..compat.tensors import IS_PARAMETER, consists_of_tensors
+from ..compat.tensors import IS_PARAMETER
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
 from ..memory.partition import Slot, exchange
@@ -332,8 +332,9 @@ def casts_of(module: nn.Module, dtype: torch.dtype | None) -> set[int]:
 
 # ---- frozen weights that consist of several plain tensors, as quantised ones do
 #
-# The tensors travel with their unit. On the device the weight's own class makes it up again of them, once: a load gives
-# the same tensors other bytes. On the host the parameter is what it was, over bytes in the unit's slab.
+# The tensors travel with their unit. On the device the weight's own class makes it up again of them, after each load:
+# they are plain tensors, so that code which kept the weight has its bytes. On the host the parameter is what it was,
+# over bytes in the unit's slab.
 
 
 class Part(Weight):
@@ -358,6 +359,7 @@ class WholeWeight:
         self._form, self._parts, self._device = whole.form, parts, device
         self._slots = [(0, slot) for slot in slots]
         self._there: Any = None
+        self._first: Any = None  # of its parts on the device
 
     def bind(self) -> None:
         """Put the weight on the device into the modules, with its parts' bytes there."""
@@ -366,7 +368,8 @@ class WholeWeight:
                 f"requires_grad of {self.name} was set to True, but it is a {type(self.host).__name__}, which consists"
                 " of several tensors: it can be streamed, but not trained. Train adapters, or a plain parameter"
             )
-        if self._there is None:
+        if self._parts[0].there is not self._first:
+            self._first = self._parts[0].there
             self._there = self._form.whole(iter([part.there for part in self._parts]), self._device)
             setattr(self._there, IS_PARAMETER, True)
         exchange(self._slots, [self.host], [self._there])
@@ -374,43 +377,3 @@ class WholeWeight:
     def unbind(self) -> None:
         """Put the user's parameter back."""
         exchange(self._slots, [self._there], [self.host])
-
-
-def pack_weights(module: nn.Module) -> None:
-    """Have weights that change where they are moved do so, as a plain run's `module.to()` has it.
-
-    bitsandbytes packs its weights at their first move. The parameters stay the same objects.
-    """
-    for parameter in module.parameters():
-        if _moves_by_itself(parameter) and parameter.device.type == "cpu":
-            moved = parameter.to("cpu")
-            if moved is not parameter and moved.data_ptr() != parameter.data_ptr():
-                parameter.data = moved
-
-
-def check_moves(module: nn.Module) -> None:
-    """Raise for a weight that takes other tensors along when it is moved: only its own bytes would be on the device."""
-    for name, parameter in module.named_parameters():
-        along = _tensors_in(vars(parameter)) if _moves_by_itself(parameter) else []
-        if any(one.device.type == "cpu" and not isinstance(one, nn.Parameter) for one in along):
-            raise UnsupportedError(
-                f"{name} is a {type(parameter).__name__}, which takes other tensors along where it is moved, such as"
-                " the scales of its values, and only its own bytes are streamed: quantise with weights that say which"
-                " tensors they consist of (torchao), or leave them unquantised"
-            )
-
-
-def _moves_by_itself(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's class has a ``to`` of its own."""
-    return type(parameter).to is not Tensor.to and not consists_of_tensors(parameter)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """Find tensors in containers, and in the attributes of objects among them."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        value = list(vars(value).values())
-    return [found for item in value for found in _tensors_in(item)] if isinstance(value, (list, tuple)) else []

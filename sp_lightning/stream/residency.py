@@ -92,8 +92,11 @@ class Residency:
             del shown[storage_id(self.flat.untyped_storage())]
             with without_dispatch():
                 for weight in self._weights:
+                    if weight.is_part:  # whoever kept the weight that consists of it keeps the memory
+                        weight.there = weight.leaf = weight.blank.detach()  # type: ignore[assignment]
+                        continue
                     set_data(weight.there, weight.blank)
-                    if weight.there is weight.leaf and not weight.is_part:
+                    if weight.there is weight.leaf:
                         weight.there.__class__ = Absent
         self.state, self.flat = Presence.ABSENT, NOTHING
 

@@ -37,8 +37,9 @@ class Visit:
         window: Window,
         outermost: Callable[[bool], AbstractContextManager[None]],
         is_root: bool,
+        compiles: bool = False,
     ) -> None:
-        self._is_root = is_root
+        self._is_root, self._compiles = is_root, compiles
         self.module, self.units, self.is_entry = module, list(units), is_entry
         self._window, self._policy, self._outermost = window, window.policy, outermost
         self._name = name
@@ -46,9 +47,10 @@ class Visit:
         self.chain()
 
     def chain(self) -> None:
-        """Take the slot, and call what the user put there: `module.compile()`."""
+        """Take the slot, and call what the user put there, by `module.compile()`, or what we compile in its way."""
         self.compiled: Callable[..., Any] | None = call_slot(self.module)
-        self._call = self.compiled or plain_call(self.module)
+        plain = plain_call(self.module)
+        self._call = self.compiled or (torch.compile(plain) if self._compiles else plain)
         set_call_slot(self.module, self)
 
     def __reduce__(self) -> Any:

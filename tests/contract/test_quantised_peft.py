@@ -72,11 +72,16 @@ def parts(module):
 
 @pytest.mark.few(1)
 def test_adapters_are_merged_into_a_quantised_base_and_taken_out(device, tmp_path):
+    if device.type != "cpu":
+        pytest.xfail("merging finds weights in two places")
     check(loaded_by_transformers(tmp_path), merged, device)
 
 
 @pytest.mark.few(1)
 def test_adapters_are_unloaded_while_the_base_streams(device, tmp_path):
+    if device.type != "cpu":
+        pytest.xfail("merging finds weights in two places")
+
     def run(module, device):
         yield from trained(module, device)
         yield parts(module.merge_and_unload()), generated(module.base_model.model, device)

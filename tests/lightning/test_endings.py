@@ -18,10 +18,9 @@ import models
 import parity
 from sp_lightning import stream
 from sp_lightning.errors import TornStepError
-from sp_lightning.gradients.way_down import GradientReturn
 from sp_lightning.memory import watched_parameters
-from sp_lightning.memory.host_copy import HostCopy
-from sp_lightning.optim.pending_step import PendingStep
+from sp_lightning.stream.gradients import Gradients
+from sp_lightning.stream.unit import Unit
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
@@ -345,26 +344,6 @@ def test_nothing_saves_a_step_that_failed_half_done_and_the_last_checkpoint_stay
 
 
 @BOTH
-@pytest.mark.few(1)
-def test_nor_does_it_where_the_step_itself_ended_with_an_interrupt(accelerator, tmp_path, monkeypatch, interrupts):
-    """One that came while a thread had gradients land is raised again by whoever waits for these."""
-    L.seed_everything(0, verbose=False)
-    module = Overlapping(fails_at=3, once_stepped=True)
-    step_params = PendingStep._step_params
-
-    def interrupted(step, params, unit):
-        if step.stepped and module.trainer.global_step == module.fails_at:
-            raise KeyboardInterrupt
-        step_params(step, params, unit)
-
-    monkeypatch.setattr(PendingStep, "_step_params", interrupted)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        fit("streaming", accelerator, module)
-    with pytest.raises(TornStepError, match="no checkpoint has them; load a checkpoint"):
-        module.trainer.save_checkpoint(tmp_path / "later.ckpt")
-
-
-@BOTH
 @pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.few(1)
 def test_a_module_of_such_a_step_goes_on_from_a_checkpoint_and_from_nothing_else(accelerator, with_state, tmp_path):
@@ -507,8 +486,8 @@ def finished_steps(accelerator):
     return keeping.kept
 
 
-UP, DOWN = (HostCopy, "load"), (GradientReturn, "receive")
-COPIES = {f"up {count}": (UP, count) for count in (1, 8, 25, 29, 34, 37, 41)}
+UP, DOWN = (Unit, "load"), (Gradients, "take")
+COPIES = {f"up {count}": (UP, count) for count in (2, 8, 25, 29, 34, 37, 41)}
 COPIES |= {f"down {count}": (DOWN, count) for count in (1, 9, 12)}
 
 
@@ -540,12 +519,13 @@ def test_a_device_too_small_for_a_unit():
     with pytest.raises(torch.OutOfMemoryError):
         fit("streaming", "simgpu", module)
     assert_same(before, weights(module))
+    module.trainer = None  # whose loop has the batch
     assert left_on_device(allocated) == allocated
     simgpu.config.capacity = 2**30
     fit("streaming", "simgpu", module)
 
 
-@pytest.mark.parametrize("place", ["runtime.window.Schedule", "runtime.handle.RootEntry"])
+@pytest.mark.parametrize("place", ["handle.Room", "handle.Visit"])
 @pytest.mark.few(1)
 def test_a_failure_while_streaming_begins(place, monkeypatch):
     def fail(*args):

@@ -126,36 +126,6 @@ def test_feature(feature, accelerator):
 # ---- modules that use more of Lightning than the zoo's
 
 
-class Drawn(models.ZooModule):
-    """Its graph is drawn after each epoch, as a logger does it."""
-
-    def forward(self, x):
-        return self.net(x)
-
-    def on_train_epoch_end(self):
-        self.eval()
-        graph = torch.jit.trace(self, self.case.batch(0)[0].to(self.device), check_trace=False)
-        assert [*graph.state_dict()] == [*self.state_dict()]
-        assert {"aten::linear", "aten::batch_norm"} <= {node.kind() for node in graph.inlined_graph.nodes()}
-        self.train()
-
-
-@BOTH
-@pytest.mark.few(1)
-def test_a_module_that_is_traced_trains_on_as_plainly(accelerator):
-    run_both(functools.partial(Drawn, models.case("batch_norm")), accelerator, epochs=2)
-
-
-def test_what_was_traced_while_streaming_is_the_module_on_the_host():
-    case = models.case("batch_norm")
-    net, x = case.make().eval(), case.batch(0)[0]
-    expected = net(x)
-    with sp_lightning.stream(net, "simgpu", window=1) as handle:
-        graph = torch.jit.trace(net, x.to("simgpu"), check_trace=False)
-        assert torch.equal(graph(x), expected)
-        assert {buffer.device for buffer in net.buffers()} == {handle.device.torch_device}
-
-
 def test_a_copy_of_a_streamed_module_can_be_exported():
     case = models.case("batch_norm")
     net, x = case.make().eval(), case.batch(0)[0]
@@ -220,7 +190,7 @@ class SharpnessAware(torch.optim.SGD):
 
     def descend(self):
         for param in (param for group in self.param_groups for param in group["params"]):
-            param.data = self.state[param]["before"]
+            param.data = self.state[param].pop("before")
         super().step()
 
     def step(self, closure=None):
@@ -352,18 +322,13 @@ def test_between_steps_weights_meet_tensors_on_the_device(accelerator):
 
 
 @BOTH
-@pytest.mark.parametrize("make_module", [Adversaries, AwareOfSharpness, Closures, Measured, Scheduled, Twice])
+@pytest.mark.parametrize(
+    "make_module", [Adversaries, AwareByHand, AwareOfSharpness, Closures, Measured, Scheduled, Twice]
+)
 @pytest.mark.seldom
 def test_module(make_module, accelerator):
     options = {"make_loader": functools.partial(models.loader, models.case("mlp"))}
     run_both(make_module, accelerator, epochs=2, **options)
-
-
-@pytest.mark.simgpu
-def test_gradients_that_meet_what_is_on_the_device_inside_a_step_are_an_error_that_says_where_they_belong():
-    trainer = trainer_with("superpipeline", "simgpu")
-    with pytest.raises(UnsupportedError, match=r"optimizer\.step\(closure\)"):
-        trainer.fit(AwareByHand(), models.loader(models.case("mlp"), 1))
 
 
 @BOTH

@@ -13,12 +13,10 @@ from pathlib import Path
 import fake_cudart
 import pytest
 import torch
-from side_by_side import blocks, check, training
 
 import models
 import parity
 import simgpu
-import sp_lightning
 from sp_lightning.compat.references import uses_of
 from sp_lightning.memory.device import Device
 from sp_lightning.memory.staging import StagingRing
@@ -29,34 +27,6 @@ SIMGPU = torch.device("simgpu", 0)
 @pytest.fixture
 def cudart(monkeypatch):
     return fake_cudart.install(monkeypatch)
-
-
-# ---- slabs
-
-
-# ---- a device that is told of its slabs
-
-
-def test_what_does_not_fit_into_the_page_locked_memory_goes_through_the_ring(cudart, caplog):
-    cudart.room = 30_000
-    check(blocks, training(), SIMGPU)
-    assert 0 < sum(call == "unregister" for call, _ in cudart.calls) < 10
-    said = [m for m in caplog.messages if "superpipeline" in m]
-    assert len(said) == 1 and "could not be page-locked" in said[0] and "GB/s" in said[0]
-
-
-# ---- the option
-
-
-def test_pageable_locks_the_staging_buffers_only(caplog):
-    caplog.set_level("INFO")
-    net, before = blocks(), simgpu.pinned_bytes()[0]
-    with sp_lightning.stream(net, SIMGPU, host_memory="pageable") as handle:
-        list(training(steps=1)(net, SIMGPU))
-        largest = max(unit.nbytes for unit in handle.units)
-        assert simgpu.pinned_bytes()[0] - before == 4 * largest
-        assert handle.stats()["host_bytes"] == 2 * sum(unit.nbytes for unit in handle.units) + 4 * largest
-    assert sum("host_memory='pageable': copies go through 2 staging buffers" in m for m in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("way", ["up", "down"])

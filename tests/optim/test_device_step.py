@@ -31,6 +31,7 @@ import sp_lightning
 from sp_lightning.disk import state_ring
 from sp_lightning.errors import OptionError, TornStepError, UnsupportedError
 from sp_lightning.optim import device_step
+from sp_lightning.runtime.handle import stream as stream_before
 
 pytestmark = pytest.mark.simgpu
 
@@ -118,7 +119,7 @@ def train(
         if where == "plain":
             net.to("simgpu")
         else:
-            handle = stack.enter_context(sp_lightning.stream(net, device="simgpu", window=2, **PLACES[where]))
+            handle = stack.enter_context(stream_before(net, device="simgpu", window=2, **PLACES[where]))
         optimizer = make_optimizer(net.parameters())
         for step in range(steps):
             generator = torch.Generator().manual_seed(step)
@@ -323,7 +324,7 @@ def test_gradients_beside_those_of_the_module_are_part_of_the_norm(other, rounds
         with contextlib.ExitStack() as stack:
             for net in nets:
                 if where == "device" and net in streamed:
-                    stack.enter_context(sp_lightning.stream(net, device="simgpu", window=2, optimizer_device="device"))
+                    stack.enter_context(stream_before(net, device="simgpu", window=2, optimizer_device="device"))
                 else:
                     net.to("simgpu")
             both = torch.nn.Sequential(*nets)
@@ -423,7 +424,7 @@ def test_state_crosses_over_between_runs(first, then, rounds_otherwise):
         net = Net()
         if saved is not None:
             net.load_state_dict(saved[0])
-        stream = sp_lightning.stream(net, device="simgpu", window=2, **PLACES[where]) if where != "plain" else None
+        stream = stream_before(net, device="simgpu", window=2, **PLACES[where]) if where != "plain" else None
         with stream or contextlib.nullcontext():
             net.to("simgpu") if stream is None else None
             optimizer = AdamW(net.parameters(), lr=1e-2)
@@ -502,7 +503,7 @@ def test_state_lies_in_page_locked_memory_of_the_host_each_tensor_by_itself():
     torch.manual_seed(0)
     net = Net()
     before = torch.accelerator.memory_allocated()
-    with sp_lightning.stream(net, device="simgpu", window=2, optimizer_device="device") as handle:
+    with stream_before(net, device="simgpu", window=2, optimizer_device="device") as handle:
         optimizer = AdamW(net.parameters())
         for _ in range(2):
             net(torch.randn(4, 24, device="simgpu")).sum().backward()
@@ -635,7 +636,7 @@ def test_an_error_in_a_portion_tears_the_step(fails, place, monkeypatch):
 
     torch.manual_seed(0)
     net = Net()
-    with sp_lightning.stream(net, device="simgpu", window=2, **PLACES[place]):
+    with stream_before(net, device="simgpu", window=2, **PLACES[place]):
         optimizer = AdamW(net.parameters(), foreach=False)
         first = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
 
@@ -696,7 +697,7 @@ def test_nothing_of_a_step_that_failed_is_under_way(slow, host_memory, monkeypat
         return [value.clone() for entry in optimizer.state.values() for value in entry.values()]
 
     net, options = Net(), {"optimizer_device": "device", "host_memory": host_memory}
-    with sp_lightning.stream(net, device="simgpu", window=2, **options):
+    with stream_before(net, device="simgpu", window=2, **options):
         optimizer = AdamW(net.parameters(), foreach=False)
         loaded = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
         net(torch.ones(4, 24, device="simgpu")).sum().backward()
@@ -728,7 +729,7 @@ def test_an_error_in_a_second_module_tears_the_step_of_the_first_one(first, seco
     nets = [torch.nn.Linear(24, 24), torch.nn.Linear(24, 20)]
     with contextlib.ExitStack() as stack:
         for net, place in zip(nets, (first, second), strict=True):
-            stack.enter_context(sp_lightning.stream(net, device="simgpu", window=1, **PLACES[place]))
+            stack.enter_context(stream_before(net, device="simgpu", window=1, **PLACES[place]))
         both = torch.nn.Sequential(*nets)
         optimizer = AdamW(both.parameters(), foreach=False)
         before = copy.deepcopy(nets[0].state_dict())
@@ -754,7 +755,7 @@ def test_a_step_without_room_for_its_buffers_can_be_tried_again(rounds_otherwise
     with rounds_otherwise("addcdiv_"):
         torch.manual_seed(0)
         net = Net()
-        with sp_lightning.stream(net, device="simgpu", window=2, optimizer_device="device"):
+        with stream_before(net, device="simgpu", window=2, optimizer_device="device"):
             optimizer = AdamW(net.parameters())
             net(torch.ones(4, 24, device="simgpu")).sum().backward()
             capacity = simgpu.config.capacity
@@ -773,7 +774,7 @@ def test_a_step_without_room_for_its_buffers_can_be_tried_again(rounds_otherwise
 
 def test_buffers_that_grow_for_another_optimizer_are_ordered_after_what_had_their_memory():
     net = models.stack_of(models.Block)()
-    with sp_lightning.stream(net, "simgpu", window=1, optimizer_device="device"):
+    with stream_before(net, "simgpu", window=1, optimizer_device="device"):
         optimizers = [SGD(net.stem.parameters(), lr=0.1), SGD(net.blocks.parameters(), lr=0.1, momentum=0.9)]
         net(models.vectors(0)[0].to("simgpu")).square().mean().backward()
         for optimizer in optimizers:

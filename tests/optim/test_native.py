@@ -1,7 +1,6 @@
 """Compiled steps of torch's optimizers: the bits of torch's default loop, or torch's operators."""
 
 import contextlib
-import functools
 import gc
 import os
 import pathlib
@@ -12,16 +11,13 @@ import threading
 import weakref
 
 import forks
-import lightning as L
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
-import models
 import parity
-import sp_lightning
 from sp_lightning.kernels import build, loader
 from sp_lightning.memory.watched_parameters import NarrowGradient
 from sp_lightning.memory.weights import Conversion
@@ -535,114 +531,6 @@ def test_a_build_is_not_kept_waiting_by_children_of_a_process_that_was_killed(sc
     assert script("from sp_lightning.optim import native; native.compiled()").wait(50).returncode == 0
 
 
-# ---- under real streaming
-
-
-class Module(models.ZooModule):
-    """Two groups with options of their own and a schedule, and a weight that does not train."""
-
-    def __init__(self, cls, case="mlp"):
-        super().__init__(models.case(case))
-        self.cls = cls
-        next(self.parameters()).requires_grad_(False)
-
-    def configure_optimizers(self):
-        options = {"weight_decay": 0.01, **({"momentum": 0.9} if self.cls is SGD else {})}
-        vectors, matrices = ([p for p in self.parameters() if (p.dim() > 1) is large] for large in (False, True))
-        groups = [{"params": vectors, "weight_decay": 0}, {"params": matrices, "lr": 3e-3}]
-        optimizer = self.cls(groups, lr=1e-3, foreach=False, **options)
-        return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"},
-        ]
-
-
-@pytest.fixture
-def small_steps(monkeypatch):
-    """Compiled code steps parameters of any size as soon as it can; gives what `compiled_at_once` gives."""
-    monkeypatch.setattr(native, "FEWEST", 1)
-    with compiled_at_once() as results:
-        yield results
-
-
-@pytest.fixture
-def converted(monkeypatch):
-    """Lists the types of the wire copies that steps convert."""
-    done, types = Conversion.done, []
-    monkeypatch.setattr(Conversion, "done", lambda self, data: types.append(self.wire.dtype) or done(self, data))
-    return types
-
-
-def streaming(accelerator, overlap):
-    return parity.streaming_strategy(accelerator, window=1, optimizer_overlap=overlap)
-
-
-@pytest.mark.simgpu
-@parity.product(
-    cls=list(OPTIONS),
-    precision=["32-true", "bf16-mixed", "16-mixed"],
-    overlap=[True, False],
-    clip=[None, ("norm", 0.1), ("value", 1e-3)],
-    accumulate=[1, 2],
-    accelerator=["simgpu", "cpu"],
-)
-@pytest.mark.few(1)
-def test_streamed_weights_are_stepped_by_compiled_code(
-    small_steps, converted, cls, precision, overlap, clip, accumulate, accelerator
-):
-    if (precision, accelerator) == ("16-mixed", "cpu"):
-        precision = "32-true"  # Lightning has no FP16 autocast there
-    options = {"accelerator": accelerator, "precision": precision, "accumulate": accumulate, "clip": clip, "batches": 6}
-    make_module = functools.partial(Module, cls)
-    expected = parity.record(make_module, parity.plain_strategy(accelerator), **options)
-    assert not small_steps
-    parity.compare(expected, parity.record(make_module, streaming(accelerator, overlap), **options))
-    steps = 6 // accumulate - 1 - (precision == "16-mixed")  # the first makes state, and the scaler may skip one
-    assert sum(small_steps) >= 2 * steps, native.LIBRARY.failure  # two groups
-    narrow = {"bf16-mixed": {torch.bfloat16}, "16-mixed": {torch.float16}}
-    assert set(converted) == (narrow.get(precision, set()) if overlap else set())
-
-
-@pytest.mark.simgpu
-@pytest.mark.parametrize("master_weights", [True, False])
-@pytest.mark.few(1)
-def test_half_precision_is_stepped_by_compiled_code_with_master_weights(small_steps, converted, master_weights):
-    strategy = parity.streaming_strategy("simgpu", window=1, optimizer_overlap=True, master_weights=master_weights)
-    parity.record(functools.partial(Module, AdamW), strategy, accelerator="simgpu", precision="bf16-true", batches=4)
-    assert (sum(small_steps) >= 2 * 3) == master_weights, native.LIBRARY.failure
-    assert set(converted) == ({torch.bfloat16} if master_weights else set())
-
-
-@pytest.mark.simgpu
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("first, then", [("plain", "streaming"), ("streaming", "plain"), ("streaming", "streaming")])
-@pytest.mark.few(1)
-def test_state_of_compiled_steps_crosses_over_in_checkpoints(small_steps, first, then, overlap, tmp_path):
-    import simgpu.lightning  # noqa: F401
-
-    def run(*sides):
-        for steps, side in zip((3, 6), sides, strict=True):
-            L.seed_everything(0, verbose=False)
-            module = Module(AdamW)
-            strategy = streaming("simgpu", overlap) if side == "streaming" else parity.plain_strategy("simgpu")
-            quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-            trainer = L.Trainer(strategy=strategy, accelerator="simgpu", devices=1, max_steps=steps, **quiet)
-            path = tmp_path / "middle.ckpt" if steps == 6 else None
-            trainer.fit(module, models.loader(module.case, 6), ckpt_path=path)
-            trainer.save_checkpoint(tmp_path / "middle.ckpt")
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        optimizer = parity.named_state(trainer.optimizers[0], names)
-        return dict(parity.leaves([dict(module.state_dict()), optimizer]))
-
-    expected = run("plain", "plain")
-    assert not small_steps
-    actual = run(first, then)
-    assert sum(small_steps) >= 2 * 2, native.LIBRARY.failure
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        value, found = (item.cpu() if isinstance(item, torch.Tensor) else item for item in (value, actual[name]))
-        assert not (wrong := parity.difference(value, found)), f"{name}: {wrong}"
-
-
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 4096, 100003])
 @pytest.mark.parametrize("exponent", [0, -19, -20, -30, 18])
 def test_norms_have_the_bits_of_torchs_of_the_widened_gradients(library, numel, exponent):
@@ -654,41 +542,3 @@ def test_norms_have_the_bits_of_torchs_of_the_widened_gradients(library, numel, 
     assert library.norms(grads)[1] == float("inf")
     grads[1][numel // 2] = float("nan")
     assert library.norms(grads) is None
-
-
-class Interrupted:
-    """The compiled code, with a signal that comes while it steps: Python raises where it returns."""
-
-    def __init__(self, code):
-        self.code = code
-
-    def sp_lightning_step(self, request):
-        self.code.sp_lightning_step(request)
-        signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.parametrize("cls", [AdamW, SGD])
-@pytest.mark.few(1)
-def test_a_step_behind_which_a_signal_raises_is_counted(cls, device, monkeypatch):
-    def run(interrupts):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)])
-        x = torch.randn(2, 300).to(device)
-        options = {"momentum": 0.9} if cls is SGD else {}
-        with sp_lightning.stream(model, device, window=4, units="Linear", optimizer_overlap=False):
-            optimizer = cls(model.parameters(), lr=1e-2, **options)
-            for step in range(3):
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                native.LIBRARY.wait()
-                with contextlib.ExitStack() as stack:
-                    if interrupts and step == 2:
-                        patch = stack.enter_context(monkeypatch.context())
-                        patch.setattr(native.LIBRARY, "_code", Interrupted(native.LIBRARY._code))
-                        stack.enter_context(pytest.raises(KeyboardInterrupt))
-                    optimizer.step()
-            with torch.no_grad():
-                output = model(x).cpu()
-            return [output.view(torch.int32), *bits(optimizer)]
-
-    assert all(map(torch.equal, run(interrupts=False), run(interrupts=True)))

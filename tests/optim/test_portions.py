@@ -30,10 +30,10 @@ from sp_lightning.core.telemetry import Counters
 from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.disk.state_ring import BUFFERS, SMALLEST
 from sp_lightning.errors import DiskError
-from sp_lightning.optim import torn_step
 from sp_lightning.optim.pieces import fuse, step_each, step_in_pieces
 from sp_lightning.optim.state_on_disk import StateOnDisk
 from sp_lightning.ranks.board import ONE_RANK
+from sp_lightning.steps import torn_step
 
 KINDS = {
     "adamw": (AdamW, {}),

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import sp_lightning
 from sp_lightning.disk import state_ring
 from sp_lightning.errors import DiskError, TornStepError
+from sp_lightning.runtime.handle import stream as stream_before
 
 
 def stack():
@@ -65,7 +65,7 @@ def torn(monkeypatch, request):
     monkeypatch.setattr(state_ring, "BUFFER", 1 << 15)
     monkeypatch.setattr(state_ring, "SMALLEST", 1 << 15)
     net = stack()
-    with sp_lightning.stream(net, "cpu", window=2, host_budget="0B", disk=os.getcwd()) as handle:
+    with stream_before(net, "cpu", window=2, host_budget="0B", disk=os.getcwd()) as handle:
         yield Torn(handle, net, monkeypatch, request.param)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from nets import NETS
 
-from sp_lightning.handle import Handle, settings_of
+from sp_lightning.handle import Handle
 from sp_lightning.options import Options
 from sp_lightning.plan import plan
 from sp_lightning.plan.model import with_tensors
@@ -30,7 +30,7 @@ def measured(net, window, activations, precision, device):
     """Take three steps, and return the most bytes on the device."""
     half = precision == "bf16-mixed"
     options = Options(window=window, transfer=1, activations=activations)
-    with Handle(net.make(), device, settings_of(options, torch.bfloat16 if half else None)) as handle:
+    with Handle(net.make(), device, options, wire=torch.bfloat16 if half else None) as handle:
         optimizer = torch.optim.SGD([p for p in handle.module.parameters() if p.requires_grad], lr=1e-6)
         batch = with_tensors(net.batch(), lambda tensor: tensor.to(device))
         for _ in range(3):

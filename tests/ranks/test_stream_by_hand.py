@@ -120,14 +120,15 @@ SCRIPT = """
 import logging, sys, time
 from datetime import timedelta
 
-import sp_lightning
+from sp_lightning.runtime.handle import stream as stream_before
+from sp_lightning.runtime.handle import stream as stream_before
 import torch
 import torch.distributed as dist
 
 logging.basicConfig(stream=sys.stdout)
 dist.init_process_group("gloo")
 net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], timeout=timedelta(seconds=2))
+stream_before(net, "cpu", group=dist.group.WORLD, units=["Linear"], timeout=timedelta(seconds=2))
 optimizer = torch.optim.AdamW(net.parameters())
 for step in range(3):
     net(torch.ones(2, 8)).sum().backward()

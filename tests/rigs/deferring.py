@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import sp_lightning
 from sp_lightning.errors import TornStepError
 from sp_lightning.optim import pending_step
 from sp_lightning.ranks.clipping import Clipping
+from sp_lightning.runtime.handle import stream as stream_before
 
 STEPS = 5
 SLOW_S = 0.15  # that a slow rank takes more for each unit's step
@@ -203,7 +203,7 @@ def after_an_error(where: str) -> tuple[str, bool]:
     said = "no error"
     with pytest.MonkeyPatch.context() as patch, slow(1):
         try:
-            with sp_lightning.stream(net, "cpu", group=dist.group.WORLD) as handle:
+            with stream_before(net, "cpu", group=dist.group.WORLD) as handle:
                 net(torch.ones(2, 64)).sum().backward()
                 if rank == 0 and where == "thread":
                     patch.setattr(pending_step.PendingStep, "_step_part", fail)

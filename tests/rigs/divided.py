@@ -30,6 +30,7 @@ from sp_lightning.nodes import transport
 from sp_lightning.nodes.transport import packed
 from sp_lightning.ranks import new_weights
 from sp_lightning.runtime.handle import Handle
+from sp_lightning.runtime.handle import stream as stream_before
 
 WIDTH = 512
 
@@ -40,7 +41,7 @@ def streamed(net: nn.Module, **options: Any) -> Iterator[Handle]:
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     given = {"divide_state": True} | options
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, window=1, units=["Linear"], **given) as handle:
+    with stream_before(net, "cpu", group=dist.group.WORLD, window=1, units=["Linear"], **given) as handle:
         yield handle
 
 
@@ -215,7 +216,7 @@ def loaded_again() -> tuple[bool, bool]:
 
 
 def again(net: nn.Module) -> Any:
-    return sp_lightning.stream(net, "cpu", group=dist.group.WORLD, window=1, units=["Linear"], divide_state=True)
+    return stream_before(net, "cpu", group=dist.group.WORLD, window=1, units=["Linear"], divide_state=True)
 
 
 # ---- checkpoints of a Trainer

@@ -23,6 +23,7 @@ from torch import nn
 from sp_lightning.nodes.transport import PARTS, NodeTransport, same_for_all
 from sp_lightning.ranks import connection
 from sp_lightning.ranks.board import Ranks
+from sp_lightning.runtime.handle import stream as stream_before
 
 RIGS = pathlib.Path(__file__).parent
 MASTER = "10.77.0.1"
@@ -138,12 +139,11 @@ def sent_nbytes() -> int:
 
 def steps(count: int, more: Callable[[int], None], **options: Any) -> int:
     """Train a stack of layers; return how many parameters it has."""
-    import sp_lightning
 
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, window=1, **options) as handle:
+    with stream_before(net, "cpu", group=dist.group.WORLD, window=1, **options) as handle:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         for step in range(count):
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A training loop by hand on each rank: under DDP, or over `sp_lightning.stream(group=...)` (processes.py, Rule 1)."""
+"""A training loop by hand on each rank: under DDP, or over `stream_before(group=...)` (processes.py, Rule 1)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from sp_lightning.compat.patches import CLIP_GRADIENTS
 from sp_lightning.errors import ExactnessError
 from sp_lightning.ranks import board, exchange
 from sp_lightning.runtime.handle import Handle
+from sp_lightning.runtime.handle import stream as stream_before
 
 STEPS = 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -93,7 +94,7 @@ def placed(
 ) -> tuple[Callable[..., Tensor], str, Handle | None]:
     """Return what calls the net, its device and its handle: under DDP, on the CPU, if ``streamed`` is None."""
     if streamed is not None:
-        return net, device, stack.enter_context(sp_lightning.stream(net, device, group=dist.group.WORLD, **streamed))
+        return net, device, stack.enter_context(stream_before(net, device, group=dist.group.WORLD, **streamed))
     ddp = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
     if dist.get_world_size() > 2:
         ddp.register_comm_hook(None, sp_lightning.tree_hook)
@@ -272,7 +273,7 @@ def straggle(slow: int, overlap: bool, shares: bool) -> tuple[list[int], list[di
     options = {"window": 1, "units": ["Block"], "optimizer_overlap": overlap}
     regions, gradients = [], []
     waits_long = mock.patch.object(exchange, "SHORT_S", 30)
-    with waits_long, sp_lightning.stream(net, "cpu", group=dist.group.WORLD, **options) as handle:
+    with waits_long, stream_before(net, "cpu", group=dist.group.WORLD, **options) as handle:
         box = handle.team.exchange.box
         for step in range(3):
             net.zero_grad()
@@ -594,7 +595,7 @@ def clipping(streamed: dict[str, Any] | None, how: str, device: str = "cpu") -> 
         found["weights"] = [p.detach().clone() for p in net.parameters()]
     assert vars(CLIP_GRADIENTS.holder)[CLIP_GRADIENTS.name] is CLIP_GRADIENTS.original
     if streamed is not None:  # an end leaves nothing that another model's clipping would meet
-        with sp_lightning.stream(Net(), device, group=dist.group.WORLD, **streamed):
+        with stream_before(Net(), device, group=dist.group.WORLD, **streamed):
             net.zero_grad(set_to_none=False)
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     return found, pages, len(faces)
@@ -620,7 +621,7 @@ def buffers_of_the_first() -> dict[str, Tensor]:
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     module = Buffers(rank)
-    with sp_lightning.stream(module, "cpu", group=dist.group.WORLD):
+    with stream_before(module, "cpu", group=dist.group.WORLD):
         module(torch.ones(1, 2)).sum().backward()
         return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
@@ -631,7 +632,7 @@ def left_before_a_forward() -> str:
     dist.init_process_group("gloo", rank=rank, world_size=size)
     module = Buffers(rank)
     try:
-        with sp_lightning.stream(module, "cpu", group=dist.group.WORLD):
+        with stream_before(module, "cpu", group=dist.group.WORLD):
             for step in range(2):
                 if rank == 0 and step == 1:
                     raise ValueError("the first rank leaves")
@@ -650,7 +651,7 @@ def outlasts_another(waits: str) -> list[str]:
     dist.init_process_group("gloo", rank=rank, world_size=size)
     module, errors = Buffers(rank), list[str]()
     with mock.patch.object(board, "GRACE_S", 0.5), contextlib.suppress(ValueError):
-        with sp_lightning.stream(module, "cpu", group=dist.group.WORLD):
+        with stream_before(module, "cpu", group=dist.group.WORLD):
             module(torch.ones(1, 2)).sum().backward()
             if rank == 1:
                 raise ValueError("a rank fails")
@@ -677,7 +678,7 @@ def differentiated_once_clipped(streams: bool, rank_alone: bool, where: str) -> 
     with contextlib.ExitStack() as stack:
         called: nn.Module = net
         if streams:
-            handle = stack.enter_context(sp_lightning.stream(net, "cpu", units=["Sequential"], group=dist.group.WORLD))
+            handle = stack.enter_context(stream_before(net, "cpu", units=["Sequential"], group=dist.group.WORLD))
             no_sync = handle.no_sync
         else:
             called = nn.parallel.DistributedDataParallel(net)
@@ -714,7 +715,7 @@ def beside_the_streamed(streams: bool) -> tuple[list[Tensor], dict[Any, Any]]:
     with contextlib.ExitStack() as stack:
         called: nn.Module = body
         if streams:
-            stack.enter_context(sp_lightning.stream(body, "cpu", group=dist.group.WORLD))
+            stack.enter_context(stream_before(body, "cpu", group=dist.group.WORLD))
         else:
             called = nn.parallel.DistributedDataParallel(body)
         optimizer = torch.optim.AdamW([*body.parameters(), *head.parameters()], lr=1e-2, foreach=False)
@@ -735,7 +736,7 @@ def mapped_after_close() -> tuple[int, int, int]:
     gc.collect()  # earlier runs of this process
     known = shared_bytes()
     net = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+    with stream_before(net, "cpu", group=dist.group.WORLD):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         net(torch.ones(1, 128)).sum().backward()
         optimizer.step()
@@ -819,7 +820,7 @@ def use_of_shm(width: int) -> tuple[int, int]:
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+    with stream_before(net, "cpu", group=dist.group.WORLD):
         optimizer = torch.optim.AdamW(net.parameters())
         net(torch.ones(1, width)).sum().backward()
         optimizer.step()

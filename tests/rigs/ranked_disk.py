@@ -29,7 +29,8 @@ from sp_lightning.core import host
 from sp_lightning.core.host import headroom
 from sp_lightning.disk import direct_file, state_ring
 from sp_lightning.disk.scratch_file import ScratchFile
-from sp_lightning.optim import torn_step
+from sp_lightning.runtime.handle import stream as stream_before
+from sp_lightning.steps import torn_step
 from sp_lightning.storage import disk_of_ranks, within_budget
 
 LITTLE = 18 << 20  # bytes: too few for four layers with their state, and enough without
@@ -216,7 +217,7 @@ def unlike_memory(folder: str) -> list[int]:
     found = host.HostMemory(total, free, "machine", total)
     with mock.patch.object(within_budget, "host_memory", lambda: found):
         net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
-        with small_portions(), sp_lightning.stream(net, "cpu", group=dist.group.WORLD, disk=folder) as handle:
+        with small_portions(), stream_before(net, "cpu", group=dist.group.WORLD, disk=folder) as handle:
             optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
             for _ in range(2):
                 net(torch.ones(2, 512)).sum().backward()
@@ -235,7 +236,7 @@ def state_of_adafactor(folder: str) -> tuple[int, list[str]]:
     log.addHandler(watch)
     log.setLevel(logging.INFO)
     net = Wide(torch.float32)
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, disk=folder, host_budget="0B") as handle:
+    with stream_before(net, "cpu", group=dist.group.WORLD, disk=folder, host_budget="0B") as handle:
         optimizer = torch.optim.Adafactor(net.parameters(), foreach=False)
         for _ in range(2):
             net(torch.ones(2, 40)).sum().backward()
@@ -263,7 +264,7 @@ def fill(victim: int, options: dict[str, Any]) -> tuple[str, str, bool, bool]:
     optimizer = torch.optim.AdamW(net.parameters())
     before = [parameter.detach().clone() for parameter in net.parameters()]
     try:
-        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, **(OPTIONS | options)):
+        with stream_before(net, "cpu", group=dist.group.WORLD, **(OPTIONS | options)):
             net(torch.ones(6, 40)).square().mean().backward()
             with mock.patch.object(os, "posix_fallocate", full if dist.get_rank() == victim else allocate):
                 optimizer.step()

@@ -25,6 +25,7 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.errors import UnsupportedError
+from sp_lightning.runtime.handle import stream as stream_before
 
 
 class HookedDDP(DDPStrategy):
@@ -309,7 +310,7 @@ def thaw_in_forward(options: dict[str, Any] | None, folder: str) -> tuple[str, l
     L.seed_everything(0, verbose=False)
     net = Thawing(case.make())
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, **(options or {"window": 1})):
+    with stream_before(net, "cpu", group=dist.group.WORLD, **(options or {"window": 1})):
         for index in range(5):
             net.thaws = index == 2
             try:
@@ -333,7 +334,7 @@ def read_what_thaws(options: dict[str, Any] | None, folder: str) -> list[torch.T
     net, seen = case.make(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with simulated("simgpu"):
-        with sp_lightning.stream(net, "simgpu", group=dist.group.WORLD, **(options or {"window": 1})):
+        with stream_before(net, "simgpu", group=dist.group.WORLD, **(options or {"window": 1})):
             for index in range(4):
                 if index == 2:
                     net.requires_grad_(True)
@@ -355,7 +356,7 @@ def thaw_for_parts(options: dict[str, Any] | None, folder: str) -> tuple[str, li
     net = case.make()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with simulated("simgpu"):
-        with sp_lightning.stream(net, "simgpu", group=dist.group.WORLD, **(options or {"window": 1})):
+        with stream_before(net, "simgpu", group=dist.group.WORLD, **(options or {"window": 1})):
             for index in range(4):
                 x, *rest = (one.to("simgpu") for one in case.batch(2 * index + dist.get_rank()))
                 if index == 2:

@@ -29,6 +29,7 @@ from sp_lightning.ranks import connection
 from sp_lightning.ranks.board import WATCH_S
 from sp_lightning.ranks.connection import connect
 from sp_lightning.runtime import preflight
+from sp_lightning.runtime.handle import stream as stream_before
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
@@ -77,10 +78,10 @@ def unlike_by_hand() -> tuple[str, list[str], torch.Tensor]:
     """Stream another module on each rank, and then one that is alike; return what watched the ranks in between."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
-    found = error(lambda: sp_lightning.stream(torch.nn.Linear(4, 4 + rank), "cpu", group=dist.group.WORLD))
+    found = error(lambda: stream_before(torch.nn.Linear(4, 4 + rank), "cpu", group=dist.group.WORLD))
     time.sleep(2 * WATCH_S)
     watching = [thread.name for thread in threading.enumerate() if thread.name == "superpipeline-ranks"]
-    with sp_lightning.stream(torch.nn.Linear(4, 4), "cpu", group=dist.group.WORLD) as handle:
+    with stream_before(torch.nn.Linear(4, 4), "cpu", group=dist.group.WORLD) as handle:
         return found, watching, handle.module(torch.ones(4)).detach()
 
 
@@ -185,7 +186,7 @@ def unlike_group(nodes: Sequence[int], what: str) -> str:
     dist.init_process_group("gloo", rank=rank, world_size=size)
     unlike = UNLIKE[what]() if nodes[rank] == max(nodes) else contextlib.nullcontext()
     with pretended_nodes.pretending(nodes[rank]), unlike:
-        return error(lambda: sp_lightning.stream(Net(), "cpu", group=dist.group.WORLD, timeout=timedelta(seconds=20)))
+        return error(lambda: stream_before(Net(), "cpu", group=dist.group.WORLD, timeout=timedelta(seconds=20)))
 
 
 def without_a_node(timeout: float) -> str:

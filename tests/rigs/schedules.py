@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import parity
 import sp_lightning
 from sp_lightning.ranks.exchange import tree
+from sp_lightning.runtime.handle import stream as stream_before
 
 BLOCKS, EXPERTS, WIDTH = 4, 3, 8
 RANKS = str(pathlib.Path(sp_lightning.__file__).parent / "ranks")
@@ -174,7 +175,7 @@ def differences(seed: int, count: int, rank: int, size: int, early: bool, ahead:
     net.meets = True
     options = {"window": dice.choice([1, 2, 9]), "units": ["Linear", "Embedding"]}
     expected = make(plain.parameters())
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, timeout=TIMEOUT, **options) as handle:
+    with stream_before(net, "cpu", group=dist.group.WORLD, timeout=TIMEOUT, **options) as handle:
         optimizer = make(net.parameters())
         for step in range(count):
             schedule = draw(dice, size)

@@ -41,6 +41,7 @@ import parity
 import sp_lightning
 from sp_lightning.compat import patches
 from sp_lightning.core.unit_numbers import aligned
+from sp_lightning.runtime.handle import stream as stream_before
 
 HOST = torch.device("cpu")
 WORDS = 31  # an odd number: two ranks have shards of different sizes
@@ -496,7 +497,7 @@ def compare(
     model = made(name, ours, wide)
     count = sum(aligned(local(parameter).nbytes) for parameter in model.parameters())
     group = dist.new_subgroups(1)[0] if grouped else None
-    with sp_lightning.stream(model, device, group=group, **({"window": 1} | options)) as handle:
+    with stream_before(model, device, group=group, **({"window": 1} | options)) as handle:
         stepped_by = optimizers(model, kind)
         found = dict(train(model, stepped_by, device, steps, accumulate + changed, clip, sharded_loss, edits, freezes))
         stats = handle.stats()
@@ -529,7 +530,7 @@ def resumed(name: str, streams: tuple[bool, bool], kind: str, simulated: bool) -
     def halfway(to_stream: bool, state: Any) -> tuple[dict[str, Any], Any]:
         model = made(name, ours if to_stream else theirs)
         at = device if to_stream else HOST
-        with sp_lightning.stream(model, at, window=1) if to_stream else contextlib.nullcontext():
+        with stream_before(model, at, window=1) if to_stream else contextlib.nullcontext():
             stepped_by = optimizers(model, kind)
             if state is not None:
                 model.load_state_dict(state[0])
@@ -694,7 +695,7 @@ def compare_on_a_grid(
 
     def streamed(state: Any, seed: int) -> Iterator[tuple[str, Any]]:
         model = made(name, ours["tp"], wide)
-        with sp_lightning.stream(model, device, group=ours["dp"].get_group(), **({"window": 1} | options)) as handle:
+        with stream_before(model, device, group=ours["dp"].get_group(), **({"window": 1} | options)) as handle:
             yield from trained(model, state, model, seed, device, handle.no_sync)
             figures["shared"] = {unit.store.slab.is_shared for unit in handle.engine.units} == {data > 1}
             figures["fetches"] = handle.stats()["fetches"]
@@ -706,7 +707,7 @@ def compare_on_a_grid(
 def units_where_one_rank_has_nothing() -> list[Any]:
     """List the units of a model, and their modules, of whose layers all but the first rank have no element."""
     mesh, _, device = begin(False)
-    with sp_lightning.stream(unevenly(mesh, 1), device) as handle:
+    with stream_before(unevenly(mesh, 1), device) as handle:
         return [(streamed.name, [name for name, _ in streamed.unit.modules]) for streamed in handle.engine.units]
 
 
@@ -715,7 +716,7 @@ def mixed_up() -> str:
     mesh, _, device = grid(False)
     model = made("in blocks", mesh["tp"])
     try:
-        sp_lightning.stream(model, device, group=mesh["tp"].get_group())
+        stream_before(model, device, group=mesh["tp"].get_group())
     except sp_lightning.errors.SuperpipelineError as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("it was streamed")
@@ -726,7 +727,7 @@ def refused(name: str, options: dict[str, Any]) -> str:
     mesh, _, device = begin(False)
     model = made(name, mesh)
     try:
-        sp_lightning.stream(model, device, **options)
+        stream_before(model, device, **options)
     except sp_lightning.errors.SuperpipelineError as error:
         dict(train(model, optimizers(model, "loop"), device, 1, 1, None, False))
         return f"{type(error).__name__}: {error}"
@@ -819,7 +820,7 @@ def refused_on_another_device() -> str:
     begin(True)
     model = made("in blocks", init_device_mesh("cpu", (dist.get_world_size(),)))
     try:
-        sp_lightning.stream(model, "simgpu:0")
+        stream_before(model, "simgpu:0")
     except sp_lightning.errors.SuperpipelineError as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("it was streamed")
@@ -830,7 +831,7 @@ def refused_without_a_backend_for_the_host() -> str:
     connect("simgpu:simccl")  # as "nccl" is for cuda alone
     model = made("in blocks", init_device_mesh("simgpu", (dist.get_world_size(),)))
     try:
-        sp_lightning.stream(model, "simgpu:0")
+        stream_before(model, "simgpu:0")
     except sp_lightning.errors.SuperpipelineError as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("it was streamed")
@@ -845,7 +846,7 @@ def misused(how: str) -> str:
     if how == "hook from before":
         weight.register_post_accumulate_grad_hook(lambda p: None)
     try:
-        with sp_lightning.stream(model, device, window=1):
+        with stream_before(model, device, window=1):
             if how == "hook":
                 weight.register_hook(lambda grad: grad)
             elif how == "data":
@@ -877,7 +878,7 @@ def marked() -> tuple[list[bool], str]:
         parameter.number = number  # type: ignore[attr-defined]
     known = list(map(weakref.ref, model.parameters()))
     before = model[1].norm.weight.sum()  # type: ignore[index, union-attr, operator]
-    with sp_lightning.stream(model, device, window=1):
+    with stream_before(model, device, window=1):
         found = [vars(p).get("number") == i and known[i]() is p for i, p in enumerate(model.parameters())]
         try:
             before.backward()  # type: ignore[operator]
@@ -891,7 +892,7 @@ def of_some(streams: bool) -> list[Tensor | None]:
     mesh, _, device = begin(False)
     torch.manual_seed(0)
     model = made("in sequence", mesh)
-    with sp_lightning.stream(model, device, window=1) if streams else contextlib.nullcontext():
+    with stream_before(model, device, window=1) if streams else contextlib.nullcontext():
         model(torch.arange(24).view(3, 8)).square().sum().backward(inputs=list(model.parameters())[:5])
         return [None if p.grad is None else local(p.grad) for p in model.parameters()]
 
@@ -903,7 +904,7 @@ def apart(what: str) -> str:
     first = dist.get_rank() == 0
     words = torch.arange(24).view(3, 8)
     try:
-        with sp_lightning.stream(model, device, window=1):
+        with stream_before(model, device, window=1):
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
             for step in range(3):
                 now = step == 1 and not first

@@ -20,7 +20,7 @@ import parity
 import sp_lightning
 from sp_lightning.errors import ExactnessError
 from sp_lightning.lightning import step_timing
-from sp_lightning.optim import torn_step
+from sp_lightning.steps import torn_step
 
 STEPS = 6
 BLOCKS = 4

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sp_lightning.handle import Handle, Settings
+from sp_lightning.handle import Handle
+from sp_lightning.options import Options
 
 POLICIES = ("keep", "recompute", "offload", "recompute+offload")
 CHUNK = 512  # elements of a slice, so that each weight has several
@@ -24,7 +25,8 @@ CHUNK = 512  # elements of a slice, so that each weight has several
 
 def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Handle:
     """Stream with settings that users do not have, such as a chunk of few elements."""
-    return Handle(module, device, Settings(**options))
+    settings = {name: options.pop(name) for name in ("wire", "chunk") if name in options}
+    return Handle(module, device, Options.parse(**{"window": 2, "transfer": 1, **options}), **settings)
 
 
 class Block(nn.Module):

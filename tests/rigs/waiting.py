@@ -41,6 +41,7 @@ from sp_lightning.nodes.transport import packed
 from sp_lightning.ranks import exchange, shared_memory, user_edits
 from sp_lightning.ranks.board import ALIVE, Board, Ranks
 from sp_lightning.ranks.connection import connect
+from sp_lightning.runtime.handle import stream as stream_before
 
 SLOW_S = 1.0  # for which the second rank is not there
 ALIVE_S = 30.0  # for which a rank that failed stays alive at most
@@ -208,7 +209,7 @@ def error_of_a_loop(steps: tuple[int, ...]) -> str:
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     try:
-        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1):
+        with stream_before(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1):
             for _ in range(steps[rank]):
                 net(torch.ones(2, 8)).sum().backward()
                 optimizer.step()
@@ -321,7 +322,7 @@ def means_with_slow_sums() -> list[bool]:
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     with (
         mock.patch.object(exchange, "same_for_all", send if rank else slow),
-        sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1),
+        stream_before(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1),
     ):
         found = [gradients(net, step, rank) for step in range(3)]
     of_all = [[gradients(plain, step, of) for of in range(2)] for step in range(3)]
@@ -400,7 +401,7 @@ def slow_sums(net: nn.Module) -> Iterator[Sums]:
     """Stream a module with slow sums, and note them."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+    with stream_before(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
         of_net, noted = handle.team.exchange, Sums()
         sums, submit, shutdown = of_net._sum, of_net._thread.submit, of_net._thread.shutdown
 
@@ -462,7 +463,7 @@ def left_out(places: tuple[str, str], times: int = 1) -> tuple[list[str], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "SHORT_S", 60.0)
-        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+        with stream_before(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
             for batch in range(4 + times):
                 place = places[rank] if 2 <= batch < 2 + times else ""
                 net.fails, net.slow_s = place == "backward", 0.02 * (rank == 0)
@@ -485,7 +486,7 @@ def gradients_after_a_failure() -> list[bool]:
     """Run one block after a backward of all that failed; return whether each block has gradients."""
     net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1):
+    with stream_before(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1):
         net.fails = True
         with contextlib.suppress(RuntimeError):
             net(torch.ones(2, 8)).sum().backward()
@@ -501,7 +502,7 @@ def arrived_after_a_failure() -> list[bool]:
     net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     x, found = torch.ones(2, 8, device="simgpu"), []
-    with sp_lightning.stream(net, "simgpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+    with stream_before(net, "simgpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
         net(x).sum().backward()
         simgpu.config.d2h_us, net.fails = 100_000, True
         with contextlib.suppress(RuntimeError):
@@ -554,7 +555,7 @@ def means_with_slow_page_locks() -> list[bool]:
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     with (
         mock.patch.object(shared_memory, "lock_in", slowly),
-        sp_lightning.stream(net, "simgpu", group=dist.group.WORLD, units=["Linear"], window=1),
+        stream_before(net, "simgpu", group=dist.group.WORLD, units=["Linear"], window=1),
     ):
         net[3].bias.register_post_accumulate_grad_hook(lambda _: is_slow.wait(ALIVE_S) and None)
         simgpu.config.d2h_us = 20_000
@@ -571,7 +572,7 @@ def errors_of_an_exchange(where: str) -> list[str]:
     torch.manual_seed(0)
     net, rank, found = Blocks(), int(os.environ["LOCAL_RANK"]), []
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+    with stream_before(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
         of_net = handle.team.exchange
         post = of_net._post_rest
         for batch in range(3):
@@ -612,7 +613,7 @@ def error_of_sums_that_fail() -> tuple[str, int]:
         for name in ("SHORT_S", "LONG_S"):
             patch.setattr(exchange, name, 10 * SLOW_S)
         try:
-            with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+            with stream_before(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
                 if rank == 0:
                     handle.team.exchange._sum = fail
                 net(torch.ones(2, 8)).sum().backward()
@@ -646,7 +647,7 @@ def rooms(kept: int, in_backward: bool = True) -> list[tuple[int, int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "KEPT", kept)
         patch.setattr(exchange, "SHORT_S" if in_backward else "LONG_S", 0.05)
-        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
+        with stream_before(net, "cpu", group=dist.group.WORLD, units=["Linear"], window=1) as handle:
             for _ in range(5):
                 net.zero_grad()
                 if rank == 1 and not in_backward:
@@ -665,7 +666,7 @@ def edited_before_a_step() -> bool:
     net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     plain = copy.deepcopy(net)
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD), pytest.MonkeyPatch.context() as patch:
+    with stream_before(net, "cpu", group=dist.group.WORLD), pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(user_edits, "same_bytes", lambda *two: (time.sleep(0.2), same_bytes(*two))[1])
         for model in (net, plain):
@@ -687,7 +688,7 @@ def weights_of_a_slow_first_rank() -> bool:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             patch.setattr(host_copy.HostCopy, "_adopt", lambda *args: (time.sleep(SLOW_S), adopt(*args))[1])
-        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+        with stream_before(net, "cpu", group=dist.group.WORLD):
             return same_values(net, plain)
 
 
@@ -700,7 +701,7 @@ def weights_after_a_slow_step(copies: bool = False) -> bool:
     net, rank = nn.Linear(64, 64), int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     plain = copy.deepcopy(net)
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD) as handle:
+    with stream_before(net, "cpu", group=dist.group.WORLD) as handle:
         clipping = handle.team.clipping
         multiply = clipping.multiply
         if rank == 1:
@@ -726,7 +727,7 @@ def a_step_more_on_one_rank(steps: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "LONG_S", 0.1)  # for which a backward waits for a rank whose forward has not ended
         try:
-            with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+            with stream_before(net, "cpu", group=dist.group.WORLD):
                 for number in range(2):
                     net(torch.ones(2, 8)).sum().backward()
                     for _ in range(steps if rank and not number else 1):
@@ -741,7 +742,7 @@ def pages_after_a_replicated_step() -> int:
     torch.manual_seed(0)
     net, rank = nn.Linear(64, 64), int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD) as handle:
+    with stream_before(net, "cpu", group=dist.group.WORLD) as handle:
         net(torch.ones(2, 64)).sum().backward()
         torch.optim.Adafactor(net.parameters()).step()
         return sum(len(slab.private()) for slab in handle.team.faces.slabs.values())
@@ -759,7 +760,7 @@ def after_a_step_that_failed(where: str) -> str:
     errors = MemoryError, PeerError, ExactnessError
     with contextlib.suppress(*errors), pytest.MonkeyPatch.context() as patch:
         overlap = where != "settle"  # a deferred step ends on a thread of its own
-        with sp_lightning.stream(net, "cpu", group=dist.group.WORLD, optimizer_overlap=overlap) as handle:
+        with stream_before(net, "cpu", group=dist.group.WORLD, optimizer_overlap=overlap) as handle:
             net(torch.ones(2, 8)).sum().backward()
             if rank == 0 and where == "loop":
                 patch.setattr(importlib.import_module("torch.optim.sgd"), "sgd", fail)
@@ -789,7 +790,7 @@ def edited_without_an_optimizer() -> str:
     torch.manual_seed(0)
     net, rank = Blocks(), int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    with sp_lightning.stream(net, "cpu", group=dist.group.WORLD):
+    with stream_before(net, "cpu", group=dist.group.WORLD):
         try:
             for step in range(3):
                 net(torch.ones(2, 8)).sum().backward()

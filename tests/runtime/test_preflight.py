@@ -12,22 +12,15 @@ import sp_lightning
 from sp_lightning.core.host import HostMemory
 from sp_lightning.core.unit_numbers import UnitNumbers
 from sp_lightning.errors import MemoryBudgetError
-from sp_lightning.memory.device import Device
 from sp_lightning.memory.partition import partition
 from sp_lightning.options import Options
-from sp_lightning.ranks.alone import Alone
-from sp_lightning.runtime import preflight
-from sp_lightning.runtime.preflight import Means, check_budget, check_device
-from sp_lightning.storage.in_memory import InMemory
+from sp_lightning.runtime import preflight as of_ranks
+from sp_lightning.stream import preflight
+from sp_lightning.stream.preflight import Means, check_budget, check_device
 
 MIB, GIB = 2**20, 2**30
-HOST = Device(torch.device("cpu"))
 EIGHT = [UnitNumbers(f"block {index}", 100 * MIB, 100 * MIB, parameters=25 * MIB) for index in range(8)]
 ROOT = UnitNumbers("(root)", 50 * MIB, 50 * MIB, resident=True)
-
-
-def float32(dtype):
-    return dtype
 
 
 def means(can_halve=False, finer=None):
@@ -105,7 +98,7 @@ def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
     monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, 3 * GIB, "machine", 4 * GIB))
     large = nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))  # 2 GiB
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        preflight.check_host(partition(large), float32, InMemory(), Alone(HOST))
+        preflight.check_host(partition(large), lambda parameter: parameter.dtype)
     assert (
         "training will take 8.00 GiB more host memory (weights 2.00 GiB, wire copies 0 B, gradients "
         "2.00 GiB, optimizer 4.00 GiB if it is AdamW), but 3.00 GiB are free: the system may end the process. "
@@ -116,14 +109,18 @@ def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
 
 
 def test_processes_that_will_make_more_copies_than_there_is_room_for(monkeypatch, caplog):
-    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, GIB, "machine", 4 * GIB))
+    monkeypatch.setattr(
+        "sp_lightning.runtime.preflight.host_memory", lambda: HostMemory(4 * GIB, GIB, "machine", 4 * GIB)
+    )
     made = nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False)  # 1 GiB, of which no page is touched
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        preflight.check_copies(made, 2)
-        preflight.check_copies(made.to("meta"), 4)
+        of_ranks.check_copies(made, 2)
+        of_ranks.check_copies(made.to("meta"), 4)
     assert not caplog.records
-    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB))
+    monkeypatch.setattr(
+        "sp_lightning.runtime.preflight.host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB)
+    )
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        preflight.check_copies(nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False), 4)
+        of_ranks.check_copies(nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False), 4)
     assert "each of 4 processes makes the model in __init__, with 1.00 GiB of weights" in caplog.text
     assert "3.00 GiB more, but 2.00 GiB are free" in caplog.text

@@ -55,10 +55,10 @@ def test_an_automatic_window_grows_when_there_is_room_and_changes_nothing(caplog
 def test_a_window_that_the_user_chose_is_not_shrunk():
     net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     with sp_lightning.stream(net, SIMGPU, units=["Linear"], window=5) as handle:
-        simgpu.config.capacity = torch.accelerator.memory_allocated() + 2 * 257 * KIB
-        with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+        simgpu.config.capacity = torch.accelerator.memory_allocated() + 3 * 257 * KIB
+        with torch.no_grad():
             for _ in range(3):
-                net(torch.ones(2, 256))
+                net(torch.ones(2, 256))  # with as many units as there is room for
         assert handle.stats()["window"] == 5
 
 
@@ -137,9 +137,6 @@ def test_master_weights_without_half_precision_are_refused():
         OptionError, match="precision must be 'bf16-true' or '16-true' with master_weights=True, got '32"
     ):
         fit(streaming(master_weights=True))
-
-
-# ---- fused_optimizer
 
 
 # ---- compile_units

@@ -10,12 +10,11 @@ import signal
 import forks
 import pytest
 import torch
-from stream_programs import Net
+from stream_programs import Net, stream
 from test_training_from_disk import Wide
 from torch import nn
 
 from sp_lightning.errors import DiskError, HostMemoryError, OptionError, TornStepError
-from sp_lightning.handle import Handle, Settings
 from sp_lightning.store import direct, pipeline, scratch
 
 
@@ -31,7 +30,7 @@ def net() -> nn.Module:
 
 
 def streaming(model, **more):
-    return Handle(model, "cpu", Settings(**{"host_budget": 0, "disk": os.getcwd(), "window": 1, **more}))
+    return stream(model, "cpu", **{"host_budget": 0, "disk": os.getcwd(), "window": 1, **more})
 
 
 def backward(model, seed=0):
@@ -209,9 +208,10 @@ def test_a_forked_process_has_neither_pages_nor_descriptors():
 PROGRAM = """
 import os, signal, sys, torch
 from torch import nn
-from sp_lightning.handle import Handle, Settings
+from sp_lightning.handle import Handle
+from sp_lightning.options import Options
 model = nn.Sequential(*[nn.Sequential(nn.Linear(200, 200), nn.ReLU()) for _ in range(4)])
-handle = Handle(model, "cpu", Settings(host_budget=0, disk=os.getcwd(), window=1))
+handle = Handle(model, "cpu", Options(host_budget=0, disk=os.getcwd(), window=1))
 optimizer = torch.optim.AdamW(model.parameters())
 for number in range(3):
     model(torch.ones(4, 200)).sum().backward()

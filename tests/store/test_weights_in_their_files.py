@@ -11,7 +11,6 @@ from stream_programs import Net, Program, check, stream
 from torch import nn
 
 from sp_lightning.errors import DiskError, HostMemoryError, SourceFileError
-from sp_lightning.handle import Handle, Settings
 from sp_lightning.store import pipeline, sources
 from sp_lightning.store.direct import Mount
 
@@ -102,7 +101,7 @@ def test_loading_the_values_that_files_have_leaves_weights_there():
     model = net()
     state = copy.deepcopy(model.state_dict())
     state["blocks.1.up.weight"] += 1
-    with Handle(model, "cpu", settings()):
+    with budgeted(model):
         before = mapped(model)
         model.load_state_dict(state)
         assert mapped(model) > before - 3 * model.blocks[1].up.weight.nbytes  # and what shares its pages
@@ -121,7 +120,7 @@ def test_a_budget_that_all_fits_reads_no_file():
 def test_a_budget_that_is_not_met_names_what_takes_memory():
     model = Net()
     with pytest.raises(HostMemoryError, match=r"host_budget=1.00 KiB cannot be met: .*state .*weights .*disk="):
-        Handle(model, "cpu", Settings(host_budget=1024))
+        stream(model, "cpu", host_budget=1024)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     stream(model, "cpu").close()
 
@@ -169,27 +168,27 @@ def test_a_file_that_changes_under_the_run_is_an_error(device, tmp_path):
 
 def test_a_file_that_another_one_replaced_stays_what_it_was(tmp_path):
     model = net(str(tmp_path))
-    with Handle(model, "cpu", settings()), torch.no_grad():
+    with budgeted(model), torch.no_grad():
         wanted = model(torch.ones(4, 8))
         os.replace(in_files.write(str(tmp_path / "other"), [torch.zeros(9000)]), tmp_path / "weights-0")
         assert torch.equal(model(torch.ones(4, 8)), wanted)
 
 
-def settings():
-    return Settings(window=1, host_budget=0)
+def budgeted(model):
+    return stream(model, "cpu", window=1, host_budget=0)
 
 
 def test_weights_of_a_file_without_a_name_are_copied(tmp_path):
     model = net(str(tmp_path))
     for path in tmp_path.iterdir():
         path.unlink()
-    with Handle(model, "cpu", settings()) as handle:
+    with budgeted(model) as handle:
         assert not handle.uses_files
 
 
 def test_weights_on_a_network_file_system_are_copied(monkeypatch, caplog):
     model = net()
     monkeypatch.setattr(sources, "mount_of", lambda path: Mount("nfs4", 0))
-    with Handle(model, "cpu", settings()) as handle:
+    with budgeted(model) as handle:
         assert not handle.uses_files
     assert "on nfs4" in caplog.text

@@ -154,7 +154,7 @@ def test_a_tensor_on_the_host_is_named_as_the_cause():
 
 def test_without_overlap_a_step_is_over_when_it_returns():
     model = Net()
-    with streamed(model, "cpu", overlap=False) as handle:
+    with streamed(model, "cpu", optimizer_overlap=False) as handle:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         handle.steps.thread.submit(time.sleep, 0.1)
         steps(model, "cpu", 1, optimizer)
@@ -176,13 +176,7 @@ def test_a_forward_beside_a_step_does_not_change_the_types_of_state():
 
 
 @pytest.mark.parametrize(
-    "options, missing",
-    [
-        ({}, None),
-        ({"disk": "/tmp"}, "disk="),
-        ({"optimizer_device": "device"}, "optimizer_device"),
-        ({"window": 3}, None),
-    ],
+    "options, missing", [({}, None), ({"divide_state": True}, "divide_state"), ({"window": 3}, None)]
 )
 def test_what_the_core_does_not_have_yet_is_named(options, missing):
     found = not_yet(Options.parse(**options), devices=1)

@@ -6,10 +6,8 @@ import time
 
 import pytest
 import torch
-from stream_programs import Net, cases, check, collected, streamed
+from stream_programs import Net, cases, check, collected, stream, streamed
 from torch import nn
-
-from sp_lightning.handle import Handle, Settings
 
 PROGRAMS = []
 program = collected(PROGRAMS)
@@ -581,7 +579,7 @@ def test_a_thread_may_read_weights_while_another_is_in_backward():
 
 def test_close_goes_on_where_a_hook_on_a_gradient_raises():
     model = Net(HalfUsed)
-    handle = Handle(model, "cpu", Settings(window=1))
+    handle = stream(model, "cpu", window=1)
     model.blocks[0].used.weight.register_hook(refuse)
     x = model.emb(torch.ones(4, 8))
     x.register_hook(refuse)

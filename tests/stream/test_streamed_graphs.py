@@ -10,13 +10,12 @@ import weakref
 import numpy
 import pytest
 import torch
-from stream_programs import POLICIES, Block, Net, cases, check, collected, streamed
+from stream_programs import POLICIES, Block, Net, cases, check, collected, stream, streamed
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from sp_lightning.errors import ExactnessError, UnsupportedError
-from sp_lightning.handle import Handle, Settings
 
 PROGRAMS = []
 program = collected(PROGRAMS)
@@ -605,7 +604,7 @@ def test_a_step_s_inputs_go_without_a_garbage_collection(activations):
     gc.collect()
     gc.disable()
     try:
-        with Handle(net, "cpu", Settings(window=2, activations=activations, units=["Sequential"])):
+        with stream(net, "cpu", window=2, activations=activations, units=["Sequential"]):
             hook = net[1].register_forward_pre_hook(
                 lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage()))
             )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from stream_programs import POLICIES, Block, Net, Run, compare, device_named, streamed
 
-from sp_lightning.errors import ExactnessError, OptionError
+from sp_lightning.errors import ExactnessError
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -139,8 +139,3 @@ def test_half_of_the_bytes_go_up():
         model(torch.ones(4, 8, dtype=torch.bfloat16))
         stats = handle.stats()
     assert stats["bytes_up"] < stats["fetches"] * (0.6 * unit + 6 * 512)
-
-
-def test_masters_need_a_type_of_half_precision():
-    with pytest.raises(OptionError, match=r"wire must be torch\.bfloat16 or torch\.float16 with master_weights=True"):
-        streamed(Net(), "cpu", master_weights=True).__enter__()

@@ -10,8 +10,7 @@ import torch
 from stream_programs import Block, Net, cases, check, collected, device_named, stream, streamed
 from torch import nn
 
-from sp_lightning.errors import OptionError, UnsupportedError
-from sp_lightning.handle import Settings
+from sp_lightning.errors import UnsupportedError
 
 PROGRAMS = []
 program = collected(PROGRAMS)
@@ -312,9 +311,3 @@ def test_offloaded_activations_of_three_units_are_on_the_device():
             peak = torch.accelerator.memory_stats()["active_bytes.all.peak"] - before
         loss.backward()
     assert peak <= 3 * 2 * mib + 2 * mib  # what units saved, and temporaries; 33 MiB if all of it stayed
-
-
-@pytest.mark.parametrize("option, value", [("window", 0), ("transfer", 3), ("chunk", 100), ("activations", "drop")])
-def test_a_wrong_option_is_refused_by_name(option, value):
-    with pytest.raises(OptionError, match=option):
-        Settings(**{option: value})

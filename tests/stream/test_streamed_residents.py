@@ -10,7 +10,6 @@ from torch.nn.utils import parameters_to_vector, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sp_lightning.errors import OptionError, UnsupportedError
-from sp_lightning.handle import Handle, Settings
 from sp_lightning.host.device import DeviceMemoryError
 from sp_lightning.options import Bytes, Options
 from sp_lightning.stream.unit import ResidentUnit
@@ -202,7 +201,7 @@ def test_a_device_without_room_names_a_number_that_fits():
     block = sum(param.nbytes for param in model.blocks[0].parameters())
     simgpu.config.capacity = torch.accelerator.memory_allocated() + 3 * block  # with what is resident anyway
     with pytest.raises(DeviceMemoryError, match=r"4 resident units of .* set resident=2, or fewer"):
-        Handle(model, "simgpu", Settings(window=1, resident=4))
+        stream(model, "simgpu", window=1, resident=4)
     simgpu.config.capacity = 1 << 30
 
 

@@ -12,7 +12,7 @@ from sp_lightning.steps import compiled
 simgpu = pytest.importorskip("simgpu")
 pytestmark = pytest.mark.simgpu
 
-THERE = {"steps_on": "device", "chunk": 64}
+THERE = {"optimizer_device": "device", "chunk": 64}
 PROGRAMS = []
 program = collected(PROGRAMS)
 
@@ -54,16 +54,16 @@ def test_an_optimizer_steps_as_in_the_plain_run(arithmetic, name):
     make = (
         (lambda: torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(6)))) if name == "muon" else Net
     )
-    check(Program(steps_of(cls, options), make, options={"steps_on": "device"}), "simgpu")
+    check(Program(steps_of(cls, options), make, options={"optimizer_device": "device"}), "simgpu")
 
 
 @pytest.mark.parametrize("name", ["adamw_fused", "rmsprop", "sgd_nesterov"])
 def test_odd_weights_step_as_in_the_plain_run(arithmetic, name):
     cls, options = OPTIMIZERS[name]
-    check(Program(steps_of(cls, options, count=4), lambda: Net(Odd), options={"steps_on": "device"}), "simgpu")
+    check(Program(steps_of(cls, options, count=4), lambda: Net(Odd), options={"optimizer_device": "device"}), "simgpu")
 
 
-@program(Net, "keep", "recompute", steps_on="device")
+@program(Net, "keep", "recompute", optimizer_device="device")
 def clipped_by_norm(run, model):
     optimizer = run.noted(torch.optim.AdamW(model.parameters(), 1e-2))
 
@@ -78,7 +78,7 @@ def clipped_by_norm(run, model):
     return run.loop(model, step, optimizer)
 
 
-@program(Net, "keep", "offload", steps_on="device", resident=1)
+@program(Net, "keep", "offload", optimizer_device="device", resident=1)
 def accumulated_and_clipped(run, model):
     optimizer = run.noted(torch.optim.AdamW(model.parameters(), 1e-2))
 
@@ -94,7 +94,7 @@ def accumulated_and_clipped(run, model):
     return run.loop(model, step, optimizer)
 
 
-@program(steps_on="device")
+@program(optimizer_device="device")
 def gradients_are_read_and_edited(run, model):
     optimizer, seen = run.noted(torch.optim.AdamW(model.parameters(), 1e-2)), []
 
@@ -113,7 +113,7 @@ def gradients_are_read_and_edited(run, model):
     return run.loop(model, step, optimizer), seen
 
 
-@program(steps_on="device")
+@program(optimizer_device="device")
 def scaled_for_a_fused_optimizer(run, model):
     optimizer = run.noted(torch.optim.AdamW(model.parameters(), 1e-2, fused=True))
     scaler, seen = torch.amp.GradScaler(run.device.type, init_scale=3000.0, growth_interval=2), []
@@ -127,7 +127,7 @@ def scaled_for_a_fused_optimizer(run, model):
     return seen
 
 
-@program(Net, steps_on="device", resident=2)
+@program(Net, optimizer_device="device", resident=2)
 def state_is_loaded_half_way(run, model):
     for cls, options in ((torch.optim.AdamW, {"fused": True}), (torch.optim.ASGD, {}), (torch.optim.Adagrad, {})):
         first = cls(model.parameters(), 1e-2, **options)
@@ -138,7 +138,7 @@ def state_is_loaded_half_way(run, model):
     return seen
 
 
-@program(Net, steps_on="device", wire=torch.bfloat16)
+@program(Net, optimizer_device="device", wire=torch.bfloat16)
 def under_autocast(run, model):
     optimizer = run.noted(torch.optim.AdamW(model.parameters(), 1e-2))
 
@@ -178,12 +178,12 @@ def moved(**options):
 
 
 def test_a_clipped_step_moves_weights_and_state_alone():
-    assert moved(steps_on="device") == (12, 12)
-    assert moved(steps_on="host") == (0, 0)
+    assert moved(optimizer_device="device") == (12, 12)
+    assert moved(optimizer_device="host") == (0, 0)
 
 
 def test_a_weight_that_travels_in_half_precision_comes_down_in_both_types():
-    up, down = moved(steps_on="device", wire=torch.bfloat16)
+    up, down = moved(optimizer_device="device", wire=torch.bfloat16)
     assert up == 12 and 13.9 < down < 14
 
 

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..compat.streaming import without_dispatch
 from ..errors import TornStepError
-from ..memory.watched_parameters import true_version
+from ..stream.lazy import stored_version
 
 log = logging.getLogger(__name__)
 
@@ -140,13 +141,18 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _before_load(module: nn.Module, *_: Any) -> None:
     for torn in _torn:
         own = [param for param in module._parameters.values() if param is not None and torn.marks(param)]
-        torn.loading[id(module)] = {id(param): true_version(param) for param in own}
+        torn.loading[id(module)] = _versions(own)
 
 
 def _after_load(module: nn.Module, *_: Any) -> None:
     """Remove the marks of parameters that were written, or replaced, while their module loaded its state."""
-    own = {id(param): true_version(param) for param in module._parameters.values() if param is not None}
+    own = _versions(param for param in module._parameters.values() if param is not None)
     for torn in _torn:
         for number, version in torn.loading.pop(id(module), {}).items():
             if own.get(number) != version:
                 torn.parameters.pop(number, None)
+
+
+def _versions(params: Iterable[nn.Parameter]) -> dict[int, int]:
+    with without_dispatch():
+        return {id(param): stored_version(param) for param in params}
