@@ -26,7 +26,7 @@ BESIDE = 8  # passes of the cores beside copies
 
 
 class Rates(NamedTuple):
-    """What a machine does a second, FLOP or bytes, and its memories."""
+    """The rates of a machine, in FLOP or bytes a second, and its memories."""
 
     flops_per_s: float
     device_bytes_per_s: float

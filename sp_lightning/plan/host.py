@@ -20,7 +20,7 @@ SIDE = 64  # of the weight by which the state of an optimizer that is not torch'
 
 
 class State(NamedTuple):
-    """What an optimizer steps, and what it keeps."""
+    """The parameters that an optimizer steps, and the state that it keeps."""
 
     share: float  # bytes of state for each byte of the weights that it steps
     stepped: frozenset[int]  # ids of parameters

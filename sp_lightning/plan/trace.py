@@ -65,7 +65,7 @@ class Trace(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What decides where a step's bytes are."""
+    """The settings that decide where a step's bytes are."""
 
     units: Sequence[Unit]
     narrow: frozenset[int]  # ids of FP32 weights that travel in half precision
@@ -263,7 +263,7 @@ class _Recorder:
 
 
 class _Trip:
-    """What a unit's forward saved, on its way to the host and back: all of it comes as the first is needed."""
+    """A unit's saved tensors on their way to the host and back: all come as the first is needed."""
 
     def __init__(self, recorder: _Recorder, unit: int) -> None:
         self._recorder, self._unit = recorder, unit
