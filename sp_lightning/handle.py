@@ -449,6 +449,7 @@ class Handle:
                 continue
             parameters.let_go_of_weight(param)
             if name in gone and gone[name].place is None and has_form_of(gone[name], param):
+                self.steps.let_go(gone[name].host)
                 parameters.replace(gone[name], param)
             else:
                 named.append((name, param))

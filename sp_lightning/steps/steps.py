@@ -141,7 +141,7 @@ class Steps:
         for param, state in optimizer.state.items():
             if (weight := self._weight(param)) is None:
                 continue
-            is_resident = weight.unit.is_resident and not is_closing
+            is_resident = weight.unit.is_resident and is_known(optimizer) and not is_closing
             home = weight.there.device if is_resident else torch.device("cpu")
             if not is_resident:
                 self._filed.keep_state(weight, state)
@@ -153,6 +153,12 @@ class Steps:
                     state[key] = value.to(home)
                 elif travels and value.ndim and not is_resident and not is_closing and not self._filed.has(value):
                     state[key] = self._place.adopt(value)
+
+    def let_go(self, param: Tensor) -> None:
+        """Bring the state of a parameter that is plain from now on to the host, where it is stepped then."""
+        for optimizer in self._adopted:
+            state = optimizer.state.get(param) or {}
+            state.update((key, value.cpu()) for key, value in state.items() if isinstance(value, Tensor))
 
     def _loaded(self, optimizer: optim.Optimizer) -> None:
         self._failed.has_state = self._early_steps.outcome.has_state = True

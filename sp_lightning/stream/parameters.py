@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from ..compat.streaming import base_of, hooks_of_gradient, tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
-from .gradients import backwards, recover, release_gradient
+from .gradients import HostGradient, backwards, recover, release_gradient
 from .lazy import (
     ARRAYS,
     METADATA,
@@ -403,6 +403,8 @@ def replace(weight: Weight, host: nn.Parameter) -> None:
 
 def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:
     weight = weights.get(id(param))
+    if isinstance(grad, HostGradient) and weight is not None and not weight.unit.is_resident:
+        grad.before()  # it may be a resident weight's, which is on the device
     with without_dispatch():
         if weight is not None and grad is not None and grad.device.type != "cpu":
             grad = weight.collector.assign(weight, grad)

@@ -129,6 +129,58 @@ def a_layer_that_was_added_before_a_closure(run, model):
     return run.loop(model, step, optimizer)
 
 
+@program(Net, resident=2)
+def gradients_of_residents_are_exchanged(run, model):
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        one, other = model.blocks[0].up.weight, model.blocks[4].up.weight
+        one.grad, other.grad = other.grad, one.grad
+        optimizer.step()
+        loss = loss + model(run.x(i + 50)).square().mean()
+        loss.detach_()
+        model(run.x(i)).square().mean().backward()
+        return run.train(model(run.x(i)).square().mean(), optimizer) + loss
+
+    return run.loop(model, step)
+
+
+@program(Net, resident=2)
+def state_of_the_user_s_optimizer_is_loaded(run, model):
+    """Load LBFGS's state, which lies with its first weight, a resident one."""
+    first, second = (torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2) for _ in range(2))
+
+    def step(model, optimizer, i):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(run.x(i)).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    seen = run.loop(model, step, first, 2)
+    second.load_state_dict(first.state_dict())
+    return seen + run.loop(model, step, second, 2)
+
+
+@program(Net, resident=2)
+def weights_that_were_replaced_are_stepped(run, model):
+    """Step with an optimizer that has the weights from before load_state_dict(assign=True), too."""
+    optimizer = run.noted(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=False))
+
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss
+
+    seen = run.loop(model, step, optimizer, 2)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return seen + run.loop(model, step, optimizer, 2)
+
+
 @program()
 def an_optimizer_per_weight_in_a_hook(run, model):
     optimizers = {param: torch.optim.SGD([param], 0.1, fused=True) for param in model.parameters()}
