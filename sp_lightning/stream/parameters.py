@@ -131,8 +131,10 @@ class Alias(Watched, Tensor):
         """Take the weight's class if this is `weight.detach()`, as `nn.Parameter(weight)` demands."""
         with without_dispatch():
             super().requires_grad_(requires_grad)
-        if self.is_detached and self.alias_of is not None:
-            self.__class__ = type(self.alias_of.host)  # type: ignore[assignment]
+        if (weight := self.alias_of) is not None:
+            weight.aliases.pop(id(self), None)  # torch swaps no tensor that something refers to weakly
+            if self.is_detached:
+                self.__class__ = type(weight.host)  # type: ignore[assignment]
         return self
 
     def keep(self, before: Tensor) -> None:
