@@ -256,7 +256,7 @@ def step(loops: list[Loop | None], work: list[Any], scale: Tensor | None, state:
 def _prepared(loop: Loop, item: Any, scale: Tensor | None, own: Options) -> Stepped | None:
     """Prepare a weight; None: the code does not step such a weight, gradient or state."""
     value = item.weight.value
-    if value.dtype is not torch.float32 or getattr(item.weight.host, "plain", None) is not nn.Parameter:
+    if value.dtype is not torch.float32 or getattr(item.weight.host, "plain_class", None) is not nn.Parameter:
         return None
     is_new = not own if loop.has_count else all(own.get(name) is None for name in loop.state)
     names = (*loop.state, "step") if loop.has_count else loop.state

@@ -84,7 +84,7 @@ class Watched(Lazy):
             return super().__torch_function__(func, types, args, kwargs)
         has_leaves = False
 
-        def on_device(tensor: Watched) -> Any:
+        def on_device(tensor: Any) -> Any:
             nonlocal has_leaves
             if (weight := tensor.weight_of()) is None:
                 return tensor
@@ -117,7 +117,8 @@ class Watched(Lazy):
             if type(tensor) is Tensor and shares_bytes(tensor, weight.value):
                 tensor.__class__ = Alias
                 tensor.alias_of, tensor.version = weight, version_of(tensor)  # type: ignore[attr-defined]
-                tensor.is_detached = func is Tensor.detach and self is weight.host  # type: ignore[attr-defined]
+                is_detached = func is Tensor.detach and id(self) == id(weight.host)
+                tensor.is_detached = is_detached  # type: ignore[attr-defined]
                 weight.aliases[id(tensor)] = tensor
 
 
@@ -232,7 +233,7 @@ ForkingPickler.register(Alias, _handed_over)
 class HostParameter(Watched, nn.Parameter):
     """A streamed parameter."""
 
-    plain: type = nn.Parameter  # its class in a plain run
+    plain_class: type = nn.Parameter  # its class in a plain run
 
     @property
     def data(self) -> Tensor:
@@ -294,7 +295,7 @@ class HostParameter(Watched, nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         data = self.data.clone(memory_format=torch.preserve_format)
-        made = memo[id(self)] = self.plain(data, self.requires_grad)
+        made = memo[id(self)] = self.plain_class(data, self.requires_grad)
         return made
 
 
@@ -382,12 +383,12 @@ def _let_go_of_aliases(weight: Weight, before: Tensor) -> None:
     weight.aliases.clear()
 
 
-def let_go_of_weight(param: nn.Parameter) -> None:
-    """Make a parameter plain that was made over the bytes of a streamed one; it gets bytes of its own."""
+def let_go_of_weight(param: Any) -> None:
+    """Make a parameter plain that was made over the bytes of a streamed one."""
     if isinstance(param, Watched):
         param.before()
         vars(param).pop("alias_of", None)
-        param.__class__ = getattr(param, "plain", nn.Parameter)
+        param.__class__ = getattr(type(param), "plain_class", nn.Parameter)
 
 
 def replace(weight: Weight, host: nn.Parameter) -> None:
@@ -417,7 +418,7 @@ def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:
 def _watched(plain: type) -> type:
     if plain is nn.Parameter:
         return HostParameter
-    return type(f"Host{plain.__name__}", (HostParameter, plain), {"plain": plain})
+    return type(f"Host{plain.__name__}", (HostParameter, plain), {"plain_class": plain})
 
 
 def unit_of(param: Any) -> Unit | None:
@@ -472,5 +473,5 @@ def release(weight: Weight) -> None:
 def _make_plain(weight: Weight) -> None:
     weight.end_of_graph = None
     release_gradient(weight.host)
-    weight.host.__class__ = getattr(weight.host, "plain", nn.Parameter)
+    weight.host.__class__ = getattr(weight.host, "plain_class", nn.Parameter)
     del weights[id(weight.host)]

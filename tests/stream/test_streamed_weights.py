@@ -79,10 +79,11 @@ def seen_through_views_with_a_graph(run, model):
 
 @program()
 def parametrized_over_a_parameter_of_a_weight(run, model):
-    """Weight norm makes `nn.Parameter(weight)`."""
+    """Weight norm makes `nn.Parameter(weight)`; that of before makes `nn.Parameter(weight.data)`."""
     optimizer = run.adamw(model.parameters())
     seen = [run.step(model, optimizer, 0)]
     nn.utils.parametrizations.weight_norm(model.blocks[1].up)
+    nn.utils.weight_norm(model.blocks[2].up)
     optimizer = run.adamw(model.parameters())
     return [*seen, *run.loop(model, optimizer=optimizer)]
 
