@@ -217,7 +217,9 @@ def _note_views(weight: Weight, result: Any) -> None:
     if weight.unit.window.is_in_call:
         return
     for view in result if isinstance(result, (list, tuple)) else (result,):
-        if type(view) is Tensor and base_of(view) is not None and view.dtype == weight.value.dtype:
+        if type(view) is Tensor and (base := base_of(view)) is not None and view.dtype == weight.value.dtype:
+            if base is not weight.leaf and getattr(base.grad_fn, "weight", None) is not weight:
+                continue  # of what a function made of the weight, and not of what it was lent for it
             view.__class__ = LeafView
             view.weight = weight  # type: ignore[attr-defined]
 
@@ -388,7 +390,8 @@ def let_go_of_weight(param: Any) -> None:
     if isinstance(param, Watched):
         param.before()
         vars(param).pop("alias_of", None)
-        param.__class__ = getattr(type(param), "plain_class", nn.Parameter)
+        kind: Any = type(param)
+        param.__class__ = getattr(kind, "plain_class", nn.Parameter)
 
 
 def replace(weight: Weight, host: nn.Parameter) -> None:
