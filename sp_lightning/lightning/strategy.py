@@ -297,6 +297,8 @@ class SuperpipelineStrategy(StrategyBefore):
         before = {id(parameter): parameter._version for parameter in module.parameters()}
         with self._waiting_for_parameters("superpipeline: loading weights", lambda p: p._version != before[id(p)]):
             SingleDeviceStrategy.load_model_state_dict(self, checkpoint, strict=strict)
+        if self._streaming is not None:
+            self._streaming.steps.publish()
 
     @on_core
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

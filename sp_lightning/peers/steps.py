@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 
 from ..host.device import Device, aligned
 from ..steps.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
+from ..steps.state import WaitingState
 from ..steps.steps import Steps
 from ..store.store import Store
 from ..stream.gradients import GradientBytes
@@ -83,6 +84,10 @@ class State:
         return self._made[id(host)]
 
     make = peek
+
+    def part_of(self, weight: Weight) -> tuple[WeightPart, Cut]:
+        """Return this rank's part of a weight, and how that is cut."""
+        return self._parts[id(weight.host)]
 
     def _part(self, host: nn.Parameter, key: str, entry: Any) -> Any:
         part, cut = self._parts[id(host)]
@@ -219,16 +224,19 @@ class SharedSteps(Steps):
             self._edited.add(unit)
         if unit in self._edited:
             self._publish(unit)
-        rank = self._team.local_rank
-        cuts = [self._team.cut(item.weight.value.numel()) for item in own]
-        parts = [WeightPart(item.weight, cut, rank, self._slabs) for item, cut in zip(own, cuts, strict=True)]
-        planes = self._planes[unit]
-        planes.optimizer = self._numbers.setdefault(sliced.user, len(self._numbers))
-        mine = State(state, planes, parts, cuts, rank)
-        work = [self._part(*each, rank) for each in zip(own, parts, cuts, strict=True)]
+        mine = self._state_of(unit, [item.weight for item in own], sliced.user, state)
+        work = [self._part(item, *mine.part_of(item.weight), self._team.local_rank) for item in own]
         sliced.step(work, cast(Any, mine), self._place)
         mine.keep()
         increment_version([item.weight.value for item in own])
+
+    def _state_of(self, unit: Unit, whose: list[Weight], optimizer: optim.Optimizer, state: Any) -> State:
+        """Return this rank's parts of weights and of their state."""
+        rank, planes = self._team.local_rank, self._planes[unit]
+        planes.optimizer = self._numbers.setdefault(optimizer, len(self._numbers))
+        cuts = [self._team.cut(weight.value.numel()) for weight in whose]
+        parts = [WeightPart(weight, cut, rank, self._slabs) for weight, cut in zip(whose, cuts, strict=True)]
+        return State(state, planes, parts, cuts, rank)
 
     @staticmethod
     def _part(item: Work, part: Any, cut: Cut, rank: int) -> Work:
@@ -252,12 +260,41 @@ class SharedSteps(Steps):
         super()._after(optimizer, args, kwargs)
         if optimizer in self._adopted and not is_known(optimizer):  # the user's own code stepped whole weights
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            for unit in {unit for param in params if (unit := unit_of(param)) is not None and not unit.is_resident}:
-                self._edited.add(unit)
-                unit.begin_step(
-                    functools.partial(self._start, unit, unit.weights, functools.partial(self._publish, unit))
-                )
-                unit.window.drop(unit)
+            self._submit_publishing({unit for param in params if (unit := unit_of(param)) is not None})
+
+    def publish(self) -> None:
+        self._submit_publishing({unit for unit in self._planes if unit.is_edited()})
+
+    def _submit_publishing(self, units: set[Unit]) -> None:
+        """Start steps of these units in which ranks only copy what their users wrote to the truth."""
+        for unit in sorted(units & self._planes.keys(), key=lambda unit: unit.index):
+            self._edited.add(unit)
+            publish = functools.partial(self._publish, unit)
+            unit.begin_step(functools.partial(self._start, unit, unit.weights, publish))
+            unit.window.drop(unit)
+
+    def place_state(self, optimizer: optim.Optimizer) -> None:
+        """Put state into memory that ranks share, as steps would. Collective where there is any."""
+        super().place_state(optimizer)
+        if type(optimizer) not in ELEMENTWISE or not isinstance(optimizer.state, WaitingState):
+            return
+        owned: dict[Unit, list[Weight]] = {}
+        for param, state in dict.items(optimizer.state):
+            weight = self._weight(param)
+            if weight is not None and weight.unit in self._planes and any(map(self._is_private, state.values())):
+                owned.setdefault(weight.unit, []).append(weight)
+        for unit, whose in sorted(owned.items(), key=lambda one: one[0].index):
+            adopt = functools.partial(self._adopt_state, unit, whose, optimizer, optimizer.state)
+            unit.begin_step(functools.partial(self._start, unit, whose, adopt))
+
+    def _is_private(self, entry: Any) -> bool:
+        """Whether a tensor of the state is not in memory that ranks share."""
+        return isinstance(entry, Tensor) and bool(entry.ndim) and not self._slabs.has(entry)
+
+    def _adopt_state(self, unit: Unit, whose: list[Weight], optimizer: optim.Optimizer, state: Any) -> None:
+        mine = self._state_of(unit, whose, optimizer, state)
+        for weight in whose:
+            mine.peek(weight.host)
 
 
 def _is_cut(item: Work) -> bool:

@@ -85,6 +85,9 @@ class Steps:
             return None
         return "in backward" if self._early is not None else "deferred"
 
+    def publish(self) -> None:
+        """Have what the user wrote where all ranks have it. Collective; does nothing for one device."""
+
     def close(self) -> None:
         """Finish all steps."""
         self.thread.shutdown(wait=True)

@@ -290,12 +290,31 @@ def fit(
         enable_model_summary=False,
     )
     data = [module.net.data(torch.Generator().manual_seed(seed)) for seed in range(size * (batches or 20))]
+    at_start = Resident()
+    if streamed and size > 1:
+        trainer.callbacks.append(at_start)
     trainer.fit(module, DataLoader(data, batch_size=None, shuffle=False), ckpt_path=source)
     path = os.path.join(folder, f"{'ours' if streamed else 'plain'}.ckpt")
     trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=False)
     os.environ["WORLD_SIZE"] = str(size)  # which Lightning forgets
     return {"losses": module.losses, "logged": dict(trainer.logged_metrics), "path": path, "saved": saved}
+
+
+class Resident(L.Callback):
+    """Finds out what of weights and state is this rank's own, once all was loaded."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        handle: Any = trainer.strategy.handle
+        handle.finish_step()
+        unit = handle.units[0]
+        assert not unit.is_edited()
+        for optimizer in trainer.optimizers:
+            for weight in unit.weights:
+                entries = [
+                    entry for entry in optimizer.state.get(weight.host, {}).values() if isinstance(entry, Tensor)
+                ]
+                assert all(handle.team.slabs.has(entry) for entry in entries if entry.ndim)
 
 
 class HookedDDP(DDPStrategy):
