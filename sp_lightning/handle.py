@@ -155,6 +155,7 @@ class Handle:
         wholes = [whole for part in kept for whole in part.wholes]
         of_wholes = {id(tensor) for whole in wholes for _, tensor in whole.parts}
         plain = [(param, param.data) for _, param in rest]
+        self._first_called: Visit | None = None  # since the last step began
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
         self._visits: dict[nn.Module, Visit] = {}
@@ -419,15 +420,16 @@ class Handle:
 
     # ---- between steps
 
-    def _outermost(self, is_root: bool) -> AbstractContextManager[None]:
+    def _outermost(self, called: Visit) -> AbstractContextManager[None]:
         """Place what was added or compiled since the last call, and return the context of an outermost call.
 
         A call of the root is a step, unless it is in one. Where a loop of the user's calls its parts, the first of them
-        after each optimizer step is.
+        after each optimizer step is; without gradients, each call of the part that was called first.
         """
-        is_first = is_root or self.steps.has_stepped
+        is_again = called is self._first_called and not torch.is_grad_enabled()
+        is_first = called.is_root or self.steps.has_stepped or is_again
         if is_first:
-            self.steps.has_stepped = False
+            self.steps.has_stepped, self._first_called = False, called
             for visit in self._visits.values():
                 if call_slot(visit.module) is not visit:
                     visit.chain()

@@ -3,7 +3,8 @@
 1. *Others* is all memory on the device but the window's units. After a step that raised the device's peak, others took
    that peak, less the window's units when most was allocated. The largest such figure counts.
 2. A run begins with one unit, because the memory of activations is not known, or with the sizes of the run that it
-   resumes. After each step the window grows, at most fourfold, into what others and a reserve leave free.
+   resumes. After each step the window grows into what others and a reserve leave free: while weights train at most
+   fourfold.
 3. The first step that trains begins small again: what evaluation left free says nothing about backward.
 4. Where an allocation failed, the window stays smaller than it was.
 5. Gradients that stay on the device until the step may be there beside the next forward: the window leaves room for all
@@ -93,7 +94,7 @@ class Room:
                 self._peak = self._others = 0
             self._resize(self._first if not self._resumed else self.window, "the first step that trains")
         elif self._has_begun:
-            self._grow()
+            self._grow(GROWTH * self.window if trains else self._most)
         self._has_begun = True
         self._fullest = self._window_then = 0
 
@@ -101,16 +102,17 @@ class Room:
         peak = self._device.memory_peak()
         if peak > self._peak:
             self._peak = peak
-            packs = self._packs if self.window == self._first else 0  # that a faster host has on their way down
+            is_first = self._was_trained and self.window == self._first
+            packs = self._packs if is_first else 0  # that a faster host has on their way down
             self._others = max(self._others, peak - self._window_then + packs)
 
     def _memory(self) -> DeviceBudget:
         return DeviceBudget(capacity=self._device.memory_capacity(), others=max(self._others, self._resumed))
 
-    def _grow(self) -> None:
+    def _grow(self, limit: int) -> None:
         memory = self._memory()
         most = self._most if self._budget is not None else min(self._most, memory.most(self._streamed))
-        self._resize(min(most, GROWTH * self.window), f"at most {most} fit, as {memory}")
+        self._resize(min(most, limit), f"at most {most} fit, as {memory}")
 
     def _resize(self, window: int, why: str) -> None:
         if window != self.window:

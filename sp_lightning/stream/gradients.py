@@ -41,6 +41,7 @@ from .lazy import ARRAYS, METADATA, Lazy, data_of, found_in, grad_of, set_data, 
 from .leaf import Weight, version_of
 from .unit import Unit
 
+ADDED = 1 << 20  # elements that are added at a time: their copies in a wider type stay in the cores' caches
 # Functions whose results are over a gradient's bytes, and no tensors.
 EXPOSING = {*ARRAYS, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
 JOINING = {torch.stack, torch.cat, torch.hstack}  # functions that make one tensor of a list
@@ -160,9 +161,24 @@ class GradientBytes:
             self.wait_added()  # nothing makes readers of a view wait
 
     def _add(self, came: GradientBytes) -> None:
-        total = self.true()
+        """Add another gradient slice by slice: the first one is widened in a core's cache as the second is added."""
         came.arrived.synchronize()
-        self._each(Tensor.add_, total, came.raw.to(total.device))
+        if self.is_full or self.factors or self.weight.unit.spill is not None:
+            total, first = self.true(), None
+        else:
+            self.arrived.synchronize()
+            total, first = self.full, self.flat()
+            total.untyped_storage().resize_(total.numel() * total.itemsize)
+        other = came.raw.to(total.device)
+        if self.weight.unit.spill is not None or other.numel() != total.numel():
+            self._each(Tensor.add_, total, other)
+            return
+        flat, other = (one.as_strided((total.numel(),), (1,)) for one in (total, other))
+        for at in range(0, total.numel(), ADDED):
+            part = slice(at, at + ADDED)
+            mine = flat[part] if first is None else first[part].to(flat.dtype)
+            torch.add(mine, other[part], out=flat[part])
+        self.raw = total
 
     def flat(self) -> Tensor:
         """Return all elements in the order of memory, in the type in which they came."""

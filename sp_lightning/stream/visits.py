@@ -35,11 +35,11 @@ class Visit:
         units: Sequence[Unit],
         is_entry: bool,
         window: Window,
-        outermost: Callable[[bool], AbstractContextManager[None]],
+        outermost: Callable[[Visit], AbstractContextManager[None]],
         is_root: bool,
         compiles: bool = False,
     ) -> None:
-        self._is_root, self._compiles = is_root, compiles
+        self.is_root, self._compiles = is_root, compiles
         self.module, self.units, self.is_entry = module, list(units), is_entry
         self._window, self._policy, self._outermost = window, window.policy, outermost
         self._name = name
@@ -68,9 +68,9 @@ class Visit:
             if self._window.caller not in (None, get_ident()):
                 self._window.check_thread(self._name)
             return self._called(args, kwargs)
-        if self._is_root and not self._policy.device.is_host:
+        if self.is_root and not self._policy.device.is_host:
             args, kwargs = self._brought((args, kwargs))
-        with self._outermost(self._is_root):
+        with self._outermost(self):
             return self._called(args, kwargs)
 
     def _brought(self, arguments: Any) -> Any:
