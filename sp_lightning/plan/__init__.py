@@ -82,8 +82,10 @@ def plan(
         allowed = "'bf16-true' or '16-true' with master_weights=True"
         raise OptionError(argument="precision", found=precision, allowed=allowed)
     profile, target = _machine(machine, device, precision)
-    sizes = {"device_nbytes": device_memory, "host_nbytes": host_memory}
-    profile = replace(profile, **{name: _nbytes(size, name) for name, size in sizes.items() if size is not None})
+    if device_memory is not None:
+        profile = replace(profile, device_nbytes=_nbytes(device_memory, "device_memory"))
+    if host_memory is not None:
+        profile = replace(profile, host_nbytes=_nbytes(host_memory, "host_memory"))
     job = Job(
         options=chosen,
         precision=precision,
@@ -133,7 +135,6 @@ def _machine(given: Machine | str, device: torch.device | str | None, precision:
 def _nbytes(given: int | str, argument: str) -> int:
     from ..options import is_int, parse_bytes
 
-    argument = argument.replace("nbytes", "memory")
     nbytes = parse_bytes(given, argument) if isinstance(given, str) else given
     if not is_int(nbytes) or nbytes < 1:
         allowed = 'bytes, at least 1: an int, or text with a unit such as "10GiB"'

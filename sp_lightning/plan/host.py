@@ -77,7 +77,7 @@ def _state_nbytes(optimizer: torch.optim.Optimizer) -> float:
         small.step()
         stored = [value.nbytes for value in small.state[weight].values() if isinstance(value, Tensor) and value.dim()]
     nbytes = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-    return sum(stored) / weight.nbytes * nbytes
+    return float(sum(stored) / weight.nbytes * nbytes)
 
 
 def placed(

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dtensor
 from ..core.unit_numbers import UnitNumbers, aligned
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
-from ..memory.partition import Unit, partition
+from ..memory.partition import Unit, partition, slots
 from ..options import Options
 from ..stream.leaf import casts_of
+from ..stream.residents import choose
 from .fakes import FakeTensors
 from .host import optimizers_in
 from .trace import Setting, Trace, Visit, tensors_in, trace
@@ -122,22 +123,25 @@ class PlannedModel:
         return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
     def units(self, options: Options) -> list[Unit]:
-        """Cut the module as the options say."""
-        spec = options.units
-        if spec not in self._units:
-            self._units[spec] = partition(self.module, list(spec) if isinstance(spec, tuple) else spec)
-        return self._units[spec]
+        """Cut the module as the options say; units that are never evicted are part of the resident rest."""
+        key = options.units, options.resident
+        if key not in self._units:
+            cut = partition(self.module, list(options.units) if isinstance(options.units, tuple) else options.units)
+            first = choose(cut, slots(self.module), 0 if options.resident == "auto" else options.resident)
+            self._units[key] = [replace(unit, resident=True) if unit in first else unit for unit in cut]
+        return self._units[key]
 
     def narrow(self, options: Options) -> frozenset[int]:
         """Return the ids of weights that travel as autocast casts them."""
         casts = self._mixed and options.wire_dtype == "auto"
-        return frozenset(casts_of(self.module, self._half if casts else None))
+        streamed = {id(p) for unit in self.units(options) if not unit.resident for _, p in unit.params}
+        return frozenset(streamed & casts_of(self.module, self._half if casts else None))
 
     # ---- a trace
 
     def trace(self, options: Options, rows: int) -> Trace:
         """Return the trace of a step of as many rows."""
-        key = options.units, options.wire_dtype, options.activations, rows
+        key = options.units, options.resident, options.wire_dtype, options.activations, rows
         if key not in self._traces:
             self._traces[key] = self._trace(options, rows)
         return self._traces[key]
@@ -183,7 +187,7 @@ class PlannedModel:
 
     def host_nbytes(self, parameter: Tensor) -> int:
         """Return the bytes of a weight on the host."""
-        return parameter.nbytes * (2 if self.masters and parameter.is_floating_point() else 1)
+        return aligned(parameter.nbytes * (2 if self.masters and parameter.is_floating_point() else 1))
 
     def sizes(self, options: Options) -> list[UnitNumbers]:
         """List the bytes of the units on the device."""

@@ -44,8 +44,8 @@ class Planner:
         rows = max(1, int(model.rows * job.scale))
         found, sizes = model.trace(options, rows), model.sizes(options)
         most = max(1, sum(not size.resident for size in sizes))
-        windows = WINDOWS if options.window == "auto" else (options.window,)
-        windows = sorted({min(window, most) for window in (*windows, most * (options.window == "auto")) if window})
+        windows = [options.window] if options.window != "auto" else [*WINDOWS, most]
+        windows = sorted({min(window, most) for window in windows})
         swept = functools.cache(lambda window: sweep(found, sizes, window, _transfer(options, window)))
         terms = functools.cache(lambda window: self._device(job, swept(window), sizes))
         fitting = [window for window in windows if _fits(terms(window), job)]
@@ -99,7 +99,9 @@ class Planner:
         narrow, of_units = model.narrow(options), []
         own = job.devices * (job.devices > 1)  # sums that each device has of several batches
         for unit, size in zip(model.units(options), model.sizes(options), strict=True):
-            host = {id(p): model.host_nbytes(p) for _, p in unit.params}
+            on_device = size.resident and not options.master_weights  # where its weights are, and are stepped
+            held = unit.parts if on_device else {id(p) for _, p in unit.params}
+            host = {id(p): model.host_nbytes(p) * (id(p) in held) for _, p in unit.params}
             trained = [id(p) for _, p in unit.params if p.requires_grad]
             weights, stepped = (
                 sum(host[key] for key in some) for some in (trained, state.stepped.intersection(trained))
@@ -109,8 +111,12 @@ class Planner:
                     frozen=sum(host.values()) - weights,
                     state=int(state.share * stepped) // (job.nodes if options.divide_state else 1),
                     weights=weights,
-                    gradients=size.down_nbytes if job.accumulate == 1 else (1 + own) * weights,
-                    fixed=sum(2 * p.numel() for _, p in unit.params if id(p) in narrow or host[id(p)] != p.nbytes),
+                    gradients=size.down_nbytes * bool(weights) if job.accumulate == 1 else (1 + own) * weights,
+                    fixed=sum(
+                        2 * p.numel()
+                        for _, p in unit.params
+                        if id(p) in narrow or (model.masters and p.is_floating_point())
+                    ),
                 )
             )
         beside = {"activations": job.devices * sum(visit.down for visit in found.visits)}
@@ -145,9 +151,10 @@ class Planner:
             works[backward] = works[backward].plus(Work(up=sum(sizes[index].up_nbytes for index in loads)))
         step, of_first = Work(read=disk.read, written=disk.written), Work()
         for index, (unit, size) in enumerate(zip(units, sizes, strict=True)):
-            if size.resident:
-                continue
             count = sum(p.numel() for _, p in unit.params if p.requires_grad and id(p) in stepped)
+            if size.resident:
+                step = step.plus(Work(moved=4 * (3 + 2 * self._state(job).share) * count))
+                continue
             sent = (job.nodes - 1) / job.nodes * (size.down_nbytes + 2 * size.cast) * (2 + job.options.divide_state)
             work = Work(sent=sent, trained=count, cast=min(size.cast, count))
             if index in swept.loads[False][:1]:

@@ -66,7 +66,7 @@ def sweep(found: Trace, sizes: Sequence[UnitNumbers], window: int, transfer: int
             if sum(now.values()) > sum(terms.values()):
                 terms = now
             there += visit.grown
-            packs.extend([visit.packed] * bool(visit.packed))
+            packs.extend(visit.packed)
             leaving.extend([visit.down] * bool(visit.down))
     root, every = sum(size.up_nbytes for size in sizes if size.resident), [*loads[False], *loads[True]]
     terms |= {ROOT: root, "batch": found.batch, "buffers": found.buffers}

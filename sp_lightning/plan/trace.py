@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ class Visit:
     moved: float = 0.0  # bytes of device memory that all but products read and write
     up: int = 0  # bytes of activations that come back from the host
     down: int = 0  # bytes of activations that go there
-    packed: int = 0  # bytes of gradients that go there
+    packed: list[int] = field(default_factory=list)  # bytes of gradients that go there, by unit
     peak: int = 0  # the most bytes beside weights, less those that were there as it began
     gradients: int = 0  # bytes of gradients at that moment
     grown: int = 0  # bytes there as it ends, less those as it began
@@ -196,6 +196,7 @@ class _Recorder:
 
     def free(self, key: int) -> None:
         """Count a storage that is gone."""
+        self._weights.pop(key, None)  # of a cast
         self._change(-self._live.pop(key)[0])
 
     def counts(self, tensor: Tensor) -> bool:
@@ -225,7 +226,7 @@ class _Recorder:
             self._gradients += nbytes
             self._change(nbytes)
         self._gradients -= came
-        self.visits[-1].packed += goes
+        self.visits[-1].packed.append(goes)
         self.visits[-1].moved += 2 * (goes + wide)
         for parameter in params:
             parameter.grad = None
@@ -246,6 +247,7 @@ class _Recorder:
         is_cast = func is aten._to_copy.default and made and made[0].dtype in HALVES
         if is_cast and weights and id(weights[0][0]) in self._setting.narrow:
             self.add(made[0], 0)
+            self._weights[storage_id(made[0].untyped_storage())] = weights[0]
             return
         for tensor in made:
             self.add(tensor)
