@@ -43,7 +43,6 @@ from .checkpoint_io import (
     WholeFiles,
     checkpoints_to_come,
     size_so_far,
-    state_to_load,
 )
 from .names import (
     Checkpoint,
@@ -325,8 +324,6 @@ class StrategyBefore(SeveralDevices, SingleDeviceStrategy, ParallelStrategy):
             return
         assert self.lightning_module is not None
         materialize(self.lightning_module)  # torch would load nothing into a weight on the meta device
-        state = state_to_load(self.lightning_module, checkpoint["state_dict"], self.options)
-        checkpoint = {**checkpoint, "state_dict": state}
         before = {id(parameter): parameter._version for parameter in self.lightning_module.parameters()}
         with self._waiting_for_parameters("superpipeline: loading weights", lambda p: p._version != before[id(p)]):
             super().load_model_state_dict(checkpoint, strict=strict)

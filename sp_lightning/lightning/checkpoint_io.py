@@ -26,24 +26,13 @@ from .names import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from ..options import Options
+    pass
 
 log = logging.getLogger(__name__)
 
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes
 _UNDER_WAY: dict[str, IO[bytes]] = {}  # files that are being written, by the paths that they will have
 CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # raised by file systems without fsync
-
-
-def state_to_load(module: nn.Module, state: dict[str, Any], options: Options) -> dict[str, Any]:
-    """Return a module's state to load, which leaves alone the weights that stay in files with these values."""
-    if not options.uses_files:
-        return state
-    from ..disk.weight_files import unchanged  # a run in memory loads nothing of the disk
-
-    return unchanged(module, state, options.host_budget)
 
 
 class MappedCheckpointIO(TorchCheckpointIO):
@@ -164,7 +153,7 @@ def _saves(callback: ModelCheckpoint, trainer: Any) -> float:
 
 def _disk_of(path: str) -> int:
     """Return the number of the filesystem that a path is on, or will be."""
-    from ..disk.direct_file import mount_of  # only runs with a disk need it
+    from ..store.direct import mount_of  # only runs with a disk need it
 
     while not os.path.exists(path):
         path = os.path.dirname(path)

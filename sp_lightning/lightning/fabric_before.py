@@ -51,7 +51,7 @@ from ..ranks.connection import leave_at_exit
 from ..runtime.handle import Handle, own_state
 from ..steps import torn_step
 from ..stream.preparation import move_buffers, move_others
-from .checkpoint_io import MappedCheckpointIO, state_to_load
+from .checkpoint_io import MappedCheckpointIO
 from .master_weights import MasterWeights
 from .names import (
     Accelerator,
@@ -393,7 +393,7 @@ class FabricStrategyBefore(SeveralDevices, FabricBaseStrategy):
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load the state of the user's module, under its own names."""
         module = _users(module)
-        super().load_module_state_dict(module, state_to_load(module, state_dict, self.options), strict)
+        super().load_module_state_dict(module, state_dict, strict)
 
 
 class RankedModule(nn.Module):

@@ -25,13 +25,13 @@ from ..core.host import (
     swapped_bytes,
     usable_cores,
 )
-from ..disk.direct_file import mount_of
-from ..disk.scratch_file import no_local_disk, rotates
 from ..errors import OptionError
 from ..host.device import find
 from ..memory.device import Device
 from ..optim.native import DIFFERENT, LIBRARY
 from ..options import check_writable, format_bytes
+from ..store.direct import mount_of, rotates
+from ..store.scratch import no_local_disk
 
 PIN_TRIED = 1 << 30  # bytes that are page-locked for a trial, and at most a quarter of the free memory
 DISK_TRIED = 256 << 20  # bytes written for a trial, and at most a quarter of the free space
@@ -238,7 +238,7 @@ def _examine_disk(folder: str) -> Disk:
     count = max(1, min(DISK_TRIED, free // 4) >> 20)
     with tempfile.TemporaryFile(dir=path, buffering=0) as file:
         mount = mount_of(file.fileno())
-        elsewhere = no_local_disk(mount, file.fileno())
+        elsewhere = no_local_disk(mount)
         begin = time.perf_counter()
         for _ in range(count):
             file.write(block)

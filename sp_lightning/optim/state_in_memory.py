@@ -1,17 +1,13 @@
-"""Optimizer state in memory, where torch makes it: what `StateOnDisk` (state_on_disk.py) overrides."""
+"""Optimizer state in memory, where torch makes it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .pieces import Group, ShadowStep, fuse, step_in_pieces
-
-if TYPE_CHECKING:
-    from ..disk.scratch_file import SharedSegment  # a run in memory loads nothing of the disk
 
 
 class StateInMemory:
@@ -34,13 +30,6 @@ class StateInMemory:
 
     def adopt_one(self, optimizer: Optimizer, parameter: Tensor) -> None:
         """Move the state of one parameter, which was loaded, to where it lies."""
-
-    def segment(self, parameter: Tensor, nbytes: int, what: int) -> SharedSegment | None:
-        """Take a segment of the ranks' scratch file for one key of a unit's state; return None if that lies in memory.
-
-        ``what`` is a number for its purpose, the same on all ranks; ``parameter`` is any of the unit's on the disk.
-        """
-        return None
 
     def to_make(self, optimizer: Optimizer, group: Group, parameter: Tensor) -> Collection[str]:
         """Return the names of the state of a parameter's shape that its first step makes in a file."""

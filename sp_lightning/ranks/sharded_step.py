@@ -59,13 +59,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from ..compat.tensors import forbid_access, storage_id
-from ..disk.direct_file import BLOCK
-from ..disk.scratch_file import SharedSegment
 from ..errors import DiskError, ExactnessError, OptionError, UnsupportedError
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, in_order
 from ..memory.watched_parameters import quietly, true_data, true_grad
-from ..nodes.shares import flat, is_large, owned
+from ..nodes.shares import flat, owned
 from ..optim.pending_step import CannotDefer, Parts, PendingStep
 from ..optim.pieces import ELEMENTWISE, Group, State, is_elementwise, keeps_no_state
 from ..optim.state_in_memory import StateInMemory
@@ -134,26 +132,6 @@ class SlabOfShares(StateSlab):
 
     def is_kept(self, index: int) -> bool:
         return False  # nothing can be read there
-
-
-class SlabInFile(StateSlab):
-    """The same in a segment of their scratch file (Rule 7)."""
-
-    def __init__(self, segment: SharedSegment, layout: Layout) -> None:
-        super().__init__(SharedSlab(segment.source, layout.nbytes, False), layout)
-        self._file, self._begin = segment.file, segment.begin
-        self._held: set[int] = set()
-        truth = self.shared.truth
-        self.shared.before_unmapping.append(functools.partial(self._file.forget, truth.data_ptr(), truth.nbytes))
-
-    def hold(self, index: int, part: slice) -> Tensor:
-        field, own = self.layout.fields[index], self.own(index, part)
-        if index not in self._held:
-            begin = self._begin + field.offset
-            at = begin + part.start * own.itemsize if is_large(field) and own.numel() else None
-            self._file.hold(begin, field.nbytes, own, at)
-            self._held.add(index)
-        return own
 
 
 StateSlabs = dict[tuple[HostCopy, str, bool], StateSlab]  # whether it is in a file
@@ -686,13 +664,8 @@ class Owners:
         return slabs[store, key, on_disk]
 
     def _make_slab(self, store: HostCopy, parameter: Tensor, key: str) -> StateSlab:
-        layout = store.host_layout.at_multiples(BLOCK)
-        what = hashlib.sha256(f"{self.units[store]} {key} {layout.nbytes}".encode()).digest()
-        segment = self._disk.segment(parameter, layout.nbytes, int.from_bytes(what[:7], "big"))
-        if segment is None:
-            kind = SlabOfShares if self._weights.is_divided else StateSlab
-            return kind(self._ranks.share(store.host_layout.nbytes), store.host_layout)
-        return SlabInFile(segment, layout)
+        kind = SlabOfShares if self._weights.is_divided else StateSlab
+        return kind(self._ranks.share(store.host_layout.nbytes), store.host_layout)
 
 
 class OwnParts(Parts):

@@ -125,12 +125,9 @@ class Handle:
             state = StepsOnDevice(self.device, options.host_memory)
         self.storage = InMemory(state)  # of weights and optimizer state
         if options.uses_files:
-            from ..storage.within_budget import WithDisk, WithinBudget  # a run in memory needs nothing of it
-
-            kind = WithDisk if options.spills else WithinBudget
-            may_cast = autocasts and options.may_cast and compute_dtype is None
-            trained = not only_inference
-            self.storage = kind(module, self.device, options, compute_dtype, may_cast, trained, self._counters, state)
+            found = options.disk or options.host_budget
+            allowed = "None with several devices, fused_optimizer or compile_units"
+            raise OptionError(argument="disk or host_budget", found=found, allowed=allowed)
         self.team = Alone(self.device)  # of several devices, each of which has a handle like this one
         if isinstance(ranks, Ranks):
             from ..ranks.team import Team  # on one device nothing needs it

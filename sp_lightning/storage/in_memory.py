@@ -1,4 +1,4 @@
-"""A run whose weights and optimizer state are in memory: what `WithinBudget` (within_budget.py) overrides.
+"""A run whose weights and optimizer state are in memory.
 
 1. Each event is one call here, so no other file asks whether anything is in files or on a disk.
 2. A storage lives as long as its handle. Where units are made anew, it chooses and opens again.
@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,9 +19,6 @@ from ..memory.host_copy import FileHome, HostCopy
 from ..memory.partition import Unit
 from ..optim.state_in_memory import StateInMemory
 
-if TYPE_CHECKING:
-    from ..disk.scratch_file import FileRanks  # a run in memory loads nothing of the disk
-
 
 class Sharers(Protocol):
     """The ranks, one or several, as far as they choose together (ranks/alone.py)."""
@@ -29,7 +26,7 @@ class Sharers(Protocol):
     sharing: HostSharing
 
     @property
-    def ranks(self) -> FileRanks:
+    def ranks(self) -> Any:
         """The processes that have one scratch file."""
 
     def least(self, number: int) -> int:

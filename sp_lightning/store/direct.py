@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -58,6 +59,21 @@ def mount_of(file: int | str) -> Mount:
                 device, (kind, source) = mount.split()[2], about.split()[:2]
                 return Mount(kind, os.makedev(*map(int, device.split(":"))), source)
     return Mount("", status.st_dev)
+
+
+def rotates(mount: Mount) -> bool:
+    """Whether the system says that a mount's disk rotates; of a virtual one it does not know."""
+    device = mount.device
+    if not os.major(device):  # of several disks, of which the table has one
+        with contextlib.suppress(OSError):
+            device = os.stat(mount.source).st_rdev
+    here = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    if "virt" in os.path.realpath(here):
+        return False
+    for queue in (f"{here}/queue", f"{here}/../queue"):  # of the disk, or of the one that has this partition
+        with contextlib.suppress(OSError), open(f"{queue}/rotational") as file:
+            return file.read().strip() == "1"
+    return False
 
 
 def blocks(nbytes: int) -> int:

@@ -32,7 +32,13 @@ LEAST = 16 << 20
 SMALLEST = 1 << 17  # where all units are smaller
 COUNT = 5  # buffers that are read into: one works, one is written, the others are read ahead
 DOWN = 2  # buffers that the writer fills from the device: one is filled while the other is written
+BUFFERS = COUNT + DOWN
 GAP = 1 << 20  # bytes between two ranges of a file that cost less to read than a read of its own
+
+
+def buffer_nbytes(budget: int, largest: int) -> int:
+    """Return the bytes of a buffer, for a budget of host memory and a largest unit."""
+    return blocks(min(MOST, max(LEAST, budget // 64), max(largest, SMALLEST)))
 
 
 class Buffer(NamedTuple):

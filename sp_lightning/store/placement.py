@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+LEAST = 4096  # bytes of a weight that may move
 TERMS = ("frozen", "state", "weights", "gradients")  # in the order in which they leave memory
 
 
@@ -17,6 +21,36 @@ class UnitBytes(NamedTuple):
     weights: int = 0  # that train
     gradients: int = 0
     fixed: int = 0  # of all else, which has to be in memory
+
+    @classmethod
+    def of(cls, params: Iterable[Tensor], wire_of: Callable[[Any], torch.dtype], filed: Container[int]) -> UnitBytes:
+        """Count the bytes of parameters.
+
+        Args:
+            params: The parameters.
+            wire_of: Returns the type in which one travels from memory.
+            filed: The ids of frozen ones that lie in files.
+        """
+        terms = dict.fromkeys(cls._fields, 0)
+        for param in params:
+            wire = wire_of(param)
+            travels = param.numel() * wire.itemsize
+            if wire is not param.dtype and id(param) not in filed:
+                terms["fixed"] += travels
+            if not param.requires_grad:
+                terms["frozen" if id(param) in filed else "fixed"] += param.nbytes
+            elif may_move(param):
+                terms["state"] += 2 * param.nbytes
+                terms["weights"] += param.nbytes
+                terms["gradients"] += travels
+            else:
+                terms["fixed"] += 3 * param.nbytes + travels
+        return cls(**terms)
+
+
+def may_move(param: Tensor) -> bool:
+    """Whether a weight, its state and its gradient may be in the scratch file: small ones would be slow there."""
+    return param.requires_grad and param.layout is torch.strided and param.nbytes >= LEAST
 
 
 @dataclass(frozen=True)

@@ -174,10 +174,17 @@ def check_folder(folder: str) -> Mount:
     if not os.path.isdir(folder):
         raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED}; there is no such folder")
     mount = mount_of(folder)
-    if mount.kind in IN_MEMORY or mount.is_remote:
-        where = "in memory" if mount.kind in IN_MEMORY else "a network's, or not known to be local"
-        raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED}; this one is on {mount.kind}, {where}")
+    if elsewhere := no_local_disk(mount):
+        allowed = f"{ALLOWED}; this one is on {mount.kind}, {elsewhere}"
+        raise OptionError(argument="disk", found=folder, allowed=allowed)
     return mount
+
+
+def no_local_disk(mount: Mount) -> str:
+    """Say what a mount is that is on no local disk; "" for one that is."""
+    if mount.kind in IN_MEMORY:
+        return "a filesystem in memory"
+    return "a network filesystem, or one that is not known to be local" if mount.is_remote else ""
 
 
 def _nameless(folder: str, mount: Mount) -> int:

@@ -19,10 +19,9 @@ from ..core.host import headroom, host_memory
 from ..errors import HostMemoryError, OptionError
 from ..host.device import Arrival, Device
 from ..options import format_bytes
-from . import pipeline
-from .direct import BLOCK, DirectFile, blocks
-from .pipeline import COUNT, DOWN, FileFill, FileRange, Pipeline, pieces_of
-from .placement import Placement, UnitBytes, choose
+from .direct import DirectFile, blocks
+from .pipeline import BUFFERS, FileFill, FileRange, Pipeline, buffer_nbytes, pieces_of
+from .placement import Placement, UnitBytes, choose, may_move
 from .scratch import ScratchFile, check_folder, scratch_in
 from .sources import Found, SourceFile, find, written
 from .spans import Span, SpanWindow, cut
@@ -112,12 +111,6 @@ def is_same(one: Tensor, other: Any) -> bool:
     return bits is not None and other.device.type == "cpu" and torch.equal(one.view(bits), other.detach().view(bits))
 
 
-def _may_move(param: Tensor) -> bool:
-    """Whether a weight, its state and its gradient may be in the scratch file: small ones would be slow there."""
-    is_usual = param.layout is torch.strided and not param.is_conj() and not param.is_neg()
-    return param.requires_grad and is_usual and param.nbytes >= BLOCK
-
-
 def _free_nbytes(units: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> int:
     """Return the bytes that the run may take: what is free, with its own weights, but for the system's share."""
     memory, own = host_memory(), sum(param.nbytes for unit in units for _, param in unit if not param.is_meta)
@@ -159,10 +152,10 @@ class Store:
         budget = self._budget if self._budget is not None else _free_nbytes(units)
         frozen = [param for unit in units for _, param in unit if not param.requires_grad]
         self._found = find(param for param in frozen if not masters or wire_of(param) is param.dtype)
-        counted = [self._count(unit, wire_of) for unit in units]
+        counted = [UnitBytes.of([param for _, param in unit], wire_of, self._found) for unit in units]
         largest = max((sum(param.nbytes for _, param in unit) for unit in units), default=0)
-        nbytes = blocks(min(pipeline.MOST, max(pipeline.LEAST, budget // 64), max(largest, pipeline.SMALLEST)))
-        buffers = (COUNT + DOWN) * nbytes
+        nbytes = buffer_nbytes(budget, largest)
+        buffers = BUFFERS * nbytes
         if self._device.is_host:  # whose memory has the units that compute, their gradients and packs of these
             buffers += (window + BESIDE) * largest
         self.placement = placement = choose(counted, budget, self._disk is not None, buffers)
@@ -190,7 +183,7 @@ class Store:
         total, placed = 0, self.placement
         for index, unit in enumerate(units):
             for _, param in unit:
-                if not _may_move(param):
+                if not may_move(param):
                     continue
                 is_cast = wire_of(param) is not param.dtype
                 total += 2 * blocks(param.nbytes) * (index in placed.state)
@@ -198,23 +191,6 @@ class Store:
                 total += blocks(param.numel() * wire_of(param).itemsize) * (index in placed.gradients)
                 total += blocks(param.nbytes) * is_cast * (index in placed.gradients)
         return total
-
-    def _count(self, unit: Iterable[tuple[str, nn.Parameter]], wire_of: Callable[[Any], torch.dtype]) -> UnitBytes:
-        terms = dict.fromkeys(UnitBytes._fields, 0)
-        for _, param in unit:
-            wire = wire_of(param)
-            travels = param.numel() * wire.itemsize
-            if wire is not param.dtype and id(param) not in self._found:
-                terms["fixed"] += travels
-            if not param.requires_grad:
-                terms["frozen" if id(param) in self._found else "fixed"] += param.nbytes
-            elif _may_move(param):
-                terms["state"] += 2 * param.nbytes
-                terms["weights"] += param.nbytes
-                terms["gradients"] += travels
-            else:
-                terms["fixed"] += 3 * param.nbytes + travels
-        return UnitBytes(**terms)
 
     def _not_met(self, budget: int) -> HostMemoryError:
         """Make the error of a budget that is less than what has to be in memory."""
@@ -234,7 +210,7 @@ class Store:
         A weight that trains moves to the scratch file, if that is its place; where it travels in another type, what
         travels is in memory.
         """
-        if index in self.placement.weights and _may_move(param):
+        if index in self.placement.weights and may_move(param):
             assert self._scratch is not None
             param.data = self.moved(param.data)
             offset = self._scratch.offset_of(param.data)
@@ -259,7 +235,7 @@ class Store:
 
     def has_state_of(self, weight: Any) -> bool:
         """Whether the optimizer's state of a weight belongs into the scratch file."""
-        return weight.unit.index in self.placement.state and _may_move(weight.value)
+        return weight.unit.index in self.placement.state and may_move(weight.host)
 
     def is_filed(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the scratch file's."""

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 import models
 import parity
 import sp_lightning
-from sp_lightning.disk import state_ring
 from sp_lightning.errors import OptionError, TornStepError, UnsupportedError
 from sp_lightning.optim import device_step
 from sp_lightning.runtime.handle import stream as stream_before
@@ -65,7 +64,6 @@ KINDS = {  # with operators of each that round otherwise on the device
 PLACES = {  # where state lies and is stepped
     "host": {"optimizer_device": "host"},
     "device": {"optimizer_device": "device"},
-    "disk": {"optimizer_device": "device", "disk": ".", "host_budget": "0B"},
 }
 
 
@@ -163,16 +161,12 @@ def test_every_class_steps_on_the_device_and_nowhere_else(name, foreach, small, 
         options = {**options, "foreach": foreach}
     if small:  # several portions, and weights that are cut
         monkeypatch.setattr(device_step, "BUFFER", 16384)
-        monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
-        monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
     make, bias = functools.partial(kind, **options), kind is not Muon  # which steps matrices alone
     with rounds_otherwise(*operators):
         plain, _ = train(make, "plain", bias=bias)
         device, held = train(make, "device", bias=bias)
-        disk, held_on_disk = train(make, "disk", bias=bias)
         host, _ = train(make, "host", bias=bias)
     assert not differing(plain, device)
-    assert not differing(plain, disk) and held_on_disk == held
     assert differing(plain, host), "no operator that rounds otherwise is one of this class's"
     if kind in (Adafactor, Muon, ASGD):  # which step as a whole, or after backward
         assert held == 0
@@ -224,7 +218,7 @@ class Late(models.ZooModule):
         return SGD(parameters, lr=0.5, momentum=0.9, dampening=0.3)
 
 
-@pytest.mark.parametrize("place", ["device", "disk"])
+@pytest.mark.parametrize("place", ["device"])
 def test_units_are_not_stepped_in_backward_beside_a_weight_that_may_get_its_momentum_after_it(place, rounds_otherwise):
     make = functools.partial(Late, models.case("mlp"))
     options = {"window": 2, **PLACES[place]}
@@ -350,7 +344,7 @@ SETTINGS = parity.pairwise(
     overlap=[True, False],
     master=[False, True],
     memory=["auto", "pageable"],
-    place=["device", "disk"],
+    place=["device"],
     small=[False, True],
 )
 
@@ -370,8 +364,6 @@ def test_trainer_runs_are_plain_runs_whose_optimizer_steps_on_the_device(row, ro
     }
     if row["small"]:
         monkeypatch.setattr(device_step, "BUFFER", 8192)
-        monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
-        monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
     settings = {name: row[name] for name in ("optimizer", "precision", "clip", "accumulate")}
     case = models.case("mlp")
     if options["master_weights"]:  # a plain run has none
@@ -397,7 +389,7 @@ def test_a_learning_rate_on_the_device_is_read_when_it_is_written(option, rounds
 
     with rounds_otherwise("addcdiv_"):
         plain, _ = train(make, "plain", between=decay)
-        for place in ("device", "disk"):
+        for place in ("device",):
             device, held = train(make, place, between=decay)
             assert not differing(plain, device), place
             assert held == 0
@@ -406,14 +398,12 @@ def test_a_learning_rate_on_the_device_is_read_when_it_is_written(option, rounds
 # ---- state
 
 
-WHERE = ["plain", "device", "disk", "host"]
+WHERE = ["plain", "device", "host"]
 
 
 @parity.product(
     ("plain", "device"),
     ("device", "plain"),
-    ("device", "disk"),
-    ("disk", "device"),
     ("host", "device"),
     first=WHERE,
     then=WHERE,
@@ -461,7 +451,7 @@ def test_no_state_that_is_loaded_goes_through_staging_buffers(name, caplog):
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("place", ["device", "disk"])
+@pytest.mark.parametrize("place", ["device"])
 def test_momentum_that_some_weights_have_is_stepped_as_torch_steps_it_beside_new_one(
     place, foreach, rounds_otherwise, monkeypatch
 ):
@@ -486,7 +476,7 @@ def test_momentum_that_some_weights_have_is_stepped_as_torch_steps_it_beside_new
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("place", ["device", "disk"])
+@pytest.mark.parametrize("place", ["device"])
 def test_a_scalar_that_was_loaded_in_the_type_of_its_weight_is_stepped(place, foreach, rounds_otherwise):
     def load(net, optimizer):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -584,7 +574,7 @@ def test_a_group_that_is_not_the_modules_alone_has_to_choose_its_kernels(rounds_
     assert not differing(plain, device)
 
 
-@pytest.mark.parametrize("place", ["device", "disk"])
+@pytest.mark.parametrize("place", ["device"])
 def test_a_scalar_that_weights_share_is_counted_as_in_a_plain_step_or_refused(place, rounds_otherwise):
     def share(net, optimizer):
         state = copy.deepcopy(optimizer.state_dict())
@@ -618,14 +608,12 @@ def test_where_the_cpu_computes_the_option_changes_nothing():
     assert parity.check(case, {"window": 1, "optimizer_device": "device"})["device_peak"] < device_step.BUFFER
 
 
-@pytest.mark.parametrize("place", ["device", "disk"])
+@pytest.mark.parametrize("place", ["device"])
 @pytest.mark.parametrize("fails", [1, 2, 3, 4, 9])
 def test_an_error_in_a_portion_tears_the_step(fails, place, monkeypatch):
     import rounding
 
     monkeypatch.setattr(device_step, "BUFFER", 16384)
-    monkeypatch.setattr(state_ring, "SMALLEST", 1 << 16)
-    monkeypatch.setattr(state_ring, "BUFFER", 1 << 16)
     calls = [0]
 
     def failing(self, one, other, value=1):
@@ -648,7 +636,7 @@ def test_an_error_in_a_portion_tears_the_step(fails, place, monkeypatch):
         with rounding.replaced({"addcdiv_": failing}), pytest.raises(RuntimeError, match="the device fails"):
             step()
         optimizer.zero_grad()
-        if place == "disk" or fails > 3:  # the portion before came down, or new state may be in the file
+        if fails > 3:  # the portion before came down
             with pytest.raises(TornStepError):
                 step()
         else:  # nothing was written
@@ -713,8 +701,8 @@ def test_nothing_of_a_step_that_failed_is_under_way(slow, host_memory, monkeypat
         optimizer.step()
 
 
-@pytest.mark.parametrize("second", ["device", "disk"])
-@pytest.mark.parametrize("first", ["device", "disk"])
+@pytest.mark.parametrize("second", ["device"])
+@pytest.mark.parametrize("first", ["device"])
 def test_an_error_in_a_second_module_tears_the_step_of_the_first_one(first, second):
     import rounding
 

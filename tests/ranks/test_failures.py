@@ -103,15 +103,6 @@ def test_ranks_that_all_get_sigterm_end_by_it():
     assert [ending.error for ending in endings] == ["SIGTERMException"] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", [phase for phase in (*failing_runs.PHASES, "transfer") if phase != "teardown"])
-def test_a_rank_that_is_killed_leaves_nothing_on_the_disk(phase, tmp_path):
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    check(2, phase, "kill", victim_of(phase), disk=str(folder))
-    assert not os.listdir(folder) and not failing_runs.open_in(str(folder))
-
-
 @pytest.mark.parametrize(
     "phase",
     ["data", *(pytest.param(p, marks=pytest.mark.slow) for p in ("exchange", "deferred part", "beside backward"))],

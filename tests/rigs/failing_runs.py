@@ -36,7 +36,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 import sp_lightning
-from sp_lightning.disk.scratch_file import ScratchFile
 from sp_lightning.lightning import several_devices
 from sp_lightning.nodes import arrivals, transport
 from sp_lightning.optim import pending_step
@@ -137,7 +136,6 @@ STRIKES: dict[str, tuple[Any, str]] = {
     "taking new weights": (new_weights.NewWeights, "_put"),
     "promise": (sharded_step.EarlyParts, "mark"),
     BESIDE_BACKWARD: (sharded_step.EarlyParts, "take_up"),
-    "transfer": (ScratchFile, "_move"),
 }
 IN_MODULE = [
     *("setup", "configure_model", "data", "forward", "backward", "before the step", "after the step"),
@@ -147,8 +145,7 @@ BESIDE = ("deferred part", "promise", BESIDE_BACKWARD)  # other work, where no h
 # The ranks of one machine never come there, or have torch's own error.
 BETWEEN_NODES = ("joining", "connecting nodes", "sum of nodes", "sums of other nodes", "agreement of nodes")
 BETWEEN_NODES += ("sending new weights", "taking new weights")
-OF_DISK = ("transfer",)  # where only ranks come whose state is on a disk
-PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in (*BETWEEN_NODES, *OF_DISK)]
+PHASES = [phase for phase in (*STRIKES, *IN_MODULE) if phase not in BETWEEN_NODES]
 ONCE = {
     "meeting",
     "connecting",

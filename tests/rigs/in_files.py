@@ -118,9 +118,11 @@ def made_by(case: models.Case, make: Callable[[], Any]) -> models.Case:
 
 def in_files(net: nn.Module) -> int:
     """How many bytes of a net's frozen parameters lie in files, as far as the kernel says."""
-    from sp_lightning.disk.source_files import find
+    from sp_lightning.store.sources import find
 
-    return sum(found.nbytes for found in find(p for p in net.parameters() if not p.requires_grad).values())
+    frozen = [p for p in net.parameters() if not p.requires_grad]
+    found = find(frozen)
+    return sum(p.nbytes for p in frozen if id(p) in found)
 
 
 def settings(**axes: Any) -> list[dict[str, Any]]:

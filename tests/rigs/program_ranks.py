@@ -7,7 +7,6 @@ import os
 import deferring
 import pretended_nodes
 import processes
-import ranked_disk
 import torch
 import torch.distributed as dist
 from processes import RankFailed
@@ -26,7 +25,7 @@ def runs_on(device: torch.device, size: int = 2, nodes: int = 1) -> Runs:
     """Return what runs a program on so many ranks of pretended nodes; the reference computes on the CPU, on one."""
 
     def runs(program: Program, streams: bool) -> parity.Record:
-        on_ranks = pretended_nodes.trainer, nodes if streams else 1, ranked_disk.run, ranked
+        on_ranks = pretended_nodes.trainer, nodes if streams else 1, ranked
         try:
             records = processes.run(size, *on_ranks, on(device, program), streams, device.type if streams else "cpu")
         except RankFailed as error:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 import models
 import sp_lightning
-from sp_lightning.disk import state_ring
+from sp_lightning.store import pipeline
 
 WIDTH = 32
 LEAK = 16 << 10  # bytes that a step leaks
@@ -167,8 +167,7 @@ def run(name: str, steps: int, begin: int, every: int, leaks: bool) -> list[tupl
         if name == "disk":
             in_files.put(module.net, folder)
             options |= {"host_budget": "0B", "disk": folder}
-            patch.setattr(state_ring, "BUFFER", 1 << 15)
-            patch.setattr(state_ring, "SMALLEST", 1 << 15)
+            patch.setattr(pipeline, "MOST", 1 << 15)
         trainer = L.Trainer(
             accelerator=SimGPUAccelerator(),
             strategy=sp_lightning.SuperpipelineStrategy(**options),

@@ -206,12 +206,10 @@ def test_a_forked_process_has_neither_pages_nor_descriptors():
 
 
 PROGRAM = """
-import os, signal, sys, torch
+import os, signal, torch, sp_lightning.handle
 from torch import nn
-from sp_lightning.handle import Handle
-from sp_lightning.options import Options
 model = nn.Sequential(*[nn.Sequential(nn.Linear(200, 200), nn.ReLU()) for _ in range(4)])
-handle = Handle(model, "cpu", Options(host_budget=0, disk=os.getcwd(), window=1))
+handle = sp_lightning.handle.stream(model, "cpu", host_budget="0B", disk=os.getcwd(), window=1)
 optimizer = torch.optim.AdamW(model.parameters())
 for number in range(3):
     model(torch.ones(4, 200)).sum().backward()

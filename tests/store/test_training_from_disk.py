@@ -9,7 +9,7 @@ import torch
 from stream_programs import Net, Program, check, stream
 from torch import nn
 
-from sp_lightning.store import pipeline, scratch
+from sp_lightning.store import pipeline, scratch, store
 
 DEVICES = [pytest.param("cpu"), pytest.param("simgpu", marks=pytest.mark.simgpu)]
 OPTIMIZERS = {
@@ -141,6 +141,29 @@ def under_autocast(run, model):
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_and_gradients_that_travel_in_another_type(device):
     check(Program(under_autocast, net, options=options(wire=torch.bfloat16)), device)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adagrad"])
+def test_state_alone_leaves_memory_first_and_so_does_state_that_is_loaded(optimizer, monkeypatch):
+    for name in ("MOST", "LEAST", "SMALLEST"):
+        monkeypatch.setattr(pipeline, name, 1 << 14)
+    monkeypatch.setattr(store, "BESIDE", 0)
+    model = net()
+    with stream(model, "cpu", window=1, **options(host_budget=900_000)) as handle:
+        assert handle.store.placement.state and not handle.store.placement.weights
+        optimizer = OPTIMIZERS[optimizer](model.parameters())
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            handle.loaded(optimizer)
+        weights = [w for w in handle.weights if handle.store.has_state_of(w)]
+        assert weights
+        for weight in weights:
+            entries = [e for e in optimizer.state[weight.host].values() if getattr(e, "shape", 0) == weight.host.shape]
+            assert all(map(handle.store.is_filed, entries))
+        assert not any(handle.store.is_filed(weight.value) for weight in weights)
 
 
 def test_all_that_trains_is_in_the_file_and_the_file_ends_with_it():

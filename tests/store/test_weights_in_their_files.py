@@ -101,7 +101,7 @@ def test_loading_the_values_that_files_have_leaves_weights_there():
     model = net()
     state = copy.deepcopy(model.state_dict())
     state["blocks.1.up.weight"] += 1
-    with budgeted(model):
+    with stream(model, "cpu", window=1, host_budget=0):
         before = mapped(model)
         model.load_state_dict(state)
         assert mapped(model) > before - 3 * model.blocks[1].up.weight.nbytes  # and what shares its pages
@@ -168,27 +168,23 @@ def test_a_file_that_changes_under_the_run_is_an_error(device, tmp_path):
 
 def test_a_file_that_another_one_replaced_stays_what_it_was(tmp_path):
     model = net(str(tmp_path))
-    with budgeted(model), torch.no_grad():
+    with stream(model, "cpu", window=1, host_budget=0), torch.no_grad():
         wanted = model(torch.ones(4, 8))
         os.replace(in_files.write(str(tmp_path / "other"), [torch.zeros(9000)]), tmp_path / "weights-0")
         assert torch.equal(model(torch.ones(4, 8)), wanted)
-
-
-def budgeted(model):
-    return stream(model, "cpu", window=1, host_budget=0)
 
 
 def test_weights_of_a_file_without_a_name_are_copied(tmp_path):
     model = net(str(tmp_path))
     for path in tmp_path.iterdir():
         path.unlink()
-    with budgeted(model) as handle:
+    with stream(model, "cpu", window=1, host_budget=0) as handle:
         assert not handle.uses_files
 
 
 def test_weights_on_a_network_file_system_are_copied(monkeypatch, caplog):
     model = net()
     monkeypatch.setattr(sources, "mount_of", lambda path: Mount("nfs4", 0))
-    with budgeted(model) as handle:
+    with stream(model, "cpu", window=1, host_budget=0) as handle:
         assert not handle.uses_files
     assert "on nfs4" in caplog.text

@@ -1,0 +1,72 @@
+"""A Trainer whose frozen weights stay in files, or whose state is on a disk, has the bits of a plain run."""
+
+import functools
+import os
+
+import pytest
+
+import models
+import parity
+from sp_lightning.store import pipeline, placement
+
+SETTINGS = {
+    "precision": ["32-true", "bf16-mixed", "bf16-true", "bf16-true, masters", "16-mixed"],
+    "optimizer": ["adamw", "sgd", "adafactor", "two"],
+    "accumulate": [1, 3],
+    "clip": [None, ("norm", 0.5), ("value", 0.01)],
+    "accelerator": ["simgpu", "cpu"],
+    "overlap": [True, False],
+    "trips": [False, True],
+    "activations": ["keep", "recompute", "offload"],
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """The nets have weights of a few hundred bytes, which move as well, through buffers that hold a few."""
+    monkeypatch.setattr(placement, "LEAST", 1)
+    for name in ("MOST", "LEAST", "SMALLEST"):
+        monkeypatch.setattr(pipeline, name, 1 << 16)
+
+
+def rows():
+    nets = list(models.ZOO)
+    often = parity.each_value(case=nets[::4], **SETTINGS)
+    for row in [*often, *parity.pairwise(case=nets, **SETTINGS)]:
+        if row["precision"] == "16-mixed" or row["trips"]:
+            row |= {"accelerator": "simgpu"}
+        if row["optimizer"] == "two":  # which are stepped by hand
+            row |= {"accumulate": 1, "clip": None}
+        marks = [pytest.mark.simgpu] * (row["accelerator"] != "cpu") + [pytest.mark.slow] * (row not in often)
+        yield pytest.param(row, id="-".join(map(str, row.values())), marks=marks)
+
+
+@pytest.mark.parametrize("row", list(rows()))
+@pytest.mark.few(3)
+def test_training_from_a_disk_is_plain_training(row):
+    case = models.case(row["case"])
+    for library in case.tags & {"transformers", "torchvision"}:
+        pytest.importorskip(library)
+    precision, _, masters = row["precision"].partition(", ")
+
+    def run(strategy):
+        return parity.record(
+            functools.partial(models.ZooModule, case, optimizer=row["optimizer"]),
+            strategy,
+            accelerator=row["accelerator"],
+            precision=precision,
+            accumulate=row["accumulate"],
+            clip=row["clip"],
+            batches=6 if row["accumulate"] > 1 else 4,
+        )
+
+    alike = {"master_weights": True} if masters else {}  # plainly there is no such precision
+    expected = run(
+        parity.streaming_strategy(row["accelerator"], **alike) if masters else parity.plain_strategy(row["accelerator"])
+    )
+    options = {"host_budget": "0B", "disk": os.getcwd(), "window": 2, "activations": row["activations"], **alike}
+    options |= {"optimizer_overlap": row["overlap"], "optimizer_device": "device" if row["trips"] else "host"}
+    actual = run(parity.streaming_strategy(row["accelerator"], **options))
+    parity.compare(expected, actual)
+    if row["optimizer"] == "adamw":
+        assert actual.telemetry["disk_written"] > 0 and actual.telemetry["disk_read"] > 0
