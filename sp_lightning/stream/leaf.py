@@ -166,9 +166,11 @@ class Leaf(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        if not self.weight.unit.depth:
+            return self.weight.host.data
         with without_dispatch():
             found: Tensor = data_of(self)
-            if self.weight.unit.depth and self.weight not in self.weight.unit.exposed:
+            if self.weight not in self.weight.unit.exposed:
                 self.weight.unit.exposed[self.weight] = found.clone()
         return found
 

@@ -109,9 +109,11 @@ class Visit:
         """Call the module while its units are on the device and bound."""
         window = self._window
         bound: list[tuple[Unit, list[int]]] = []
-        opened = [unit for unit in self.units if not unit.depth]
+        opened, lent = [unit for unit in self.units if not unit.depth], []
         noted = window.begin_call(opened)
         try:
+            if self._is_root:
+                lent = window.lend()
             for unit in opened:
                 unit.depth = 1
                 unit.calls += graph_task() == -1
@@ -121,6 +123,8 @@ class Visit:
             try:
                 for unit in opened:
                     unit.depth = 0
+                    unit.unbind()
+                for unit in lent:
                     unit.unbind()
                 for unit, versions in bound:
                     if written := unit.written_since(versions):

@@ -120,6 +120,17 @@ class Window:
         for unit in units:
             self._in_use.pop(unit.index, None)
 
+    def lend(self) -> list[Unit]:
+        """Put all leaves into the modules: code of the root reads weights of layers that it does not call.
+
+        Custom autograd functions get them past the parameters' own dispatch. Weights of several tensors are left out,
+        whose parts do not bring their bytes.
+        """
+        lent = [unit for unit in self._units if not unit.wholes]
+        for unit in lent:
+            unit.lend()
+        return lent
+
     def begin_call(self, units: Sequence[Unit]) -> Call:
         """Hold units, and note the call of a streamed module."""
         call = Call(self.hold(units), self.is_in_call, self.caller)

@@ -34,6 +34,35 @@ def a_block_is_called_three_times(run, model):
     return run.loop(model)
 
 
+class Projected(torch.autograd.Function):
+    """A layer by hand, as kernels of fused losses are."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight[:].t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight[:], grad.t() @ x
+
+
+class Fused(Net):
+    """Hands weights of streamed layers to a function, beside the calls of those layers."""
+
+    def forward(self, x):
+        x = self.emb(x)
+        for block in self.blocks:
+            x = Projected.apply(Projected.apply(block(x), block.up.weight), block.down.weight)
+        return Projected.apply(x, self.head.weight) + self.head.bias
+
+
+@program(Fused, *POLICIES)
+def a_function_gets_weights_of_streamed_layers(run, model):
+    return run.loop(model)
+
+
 class CheckpointsInside(Block):
     def forward(self, x):
         return x + checkpoint(lambda y: self.down(self.up(self.norm(y)).relu()), x, use_reentrant=False)
