@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -102,6 +102,7 @@ class Handle:
 
     garbage: Any = None  # finds out whether this handle is (handles.py)
     closed = False  # whether the module is plain again
+    before_new: Callable[[nn.Module], object] | None = None  # called before parameters that came later stream as well
 
     @torch.inference_mode(False)  # what is made here may be trained later
     def __init__(
@@ -136,7 +137,7 @@ class Handle:
         if not self.device.is_host:
             check_moves(module)
         self._slots = slots(module)
-        self._check_free()
+        self._check_free(module.named_parameters())
         cut = partition(module, options.units)
         asked = 0 if options.resident == "auto" else options.resident
         first, free = residents.choose(cut, self._slots, asked), residents.free_bytes(self.device)
@@ -371,6 +372,7 @@ class Handle:
                 weight.host.requires_grad_(trains)
             weight.collector = self._gradients
             parameters.watch(weight)
+        parameters.wholes.update({id(whole.host): unit for whole in unit.wholes})
         if unit.is_held:
             unit.show()
 
@@ -383,6 +385,8 @@ class Handle:
         self.steps.close()
         for weight in self.weights:
             parameters.release(weight)
+        for unit in self.units:
+            parameters.forget_wholes(unit)
         for param, data in plain:
             param.data = data
         move_buffers(self.module, torch.device("cpu"))
@@ -390,10 +394,11 @@ class Handle:
         self.team.close()
         self.device.close()
 
-    def _check_free(self) -> None:
+    @staticmethod
+    def _check_free(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raise if a parameter is in another stream."""
-        for name, param in self.module.named_parameters():
-            if id(param) in parameters.weights:
+        for name, param in named:
+            if parameters.unit_of(param) is not None:
                 raise ExactnessError(
                     f"{name} is in another stream already: a weight can be in one at a time; close() the other handle,"
                     " or stream one module that contains both"
@@ -433,14 +438,16 @@ class Handle:
             for visit in self._visits.values():
                 if call_slot(visit.module) is not visit:
                     visit.chain()
-        if self._is_new:
-            self._is_new = False
+        if self._is_new and not any(unit.bound for unit in self.units):  # in a call of another stream's root
             self._place_new()
+            self._is_new = False
         return self.scope("forward") if is_first and graph_task() == -1 else contextlib.nullcontext()
 
     @never_compiled
     def _place_new(self) -> None:
         """Stream parameters that replaced others, and keep new ones on the device."""
+        if self.before_new is not None:
+            self.before_new(self.module)
         self._slots = slots(self.module)
         known = {id(weight.host) for weight in self.weights}
         known |= {id(whole.host) for unit in self.units for whole in unit.wholes}
@@ -449,6 +456,7 @@ class Handle:
         for name, param in self.module.named_parameters():
             if id(param) in known:
                 continue
+            self._check_free([(name, param)])
             parameters.let_go_of_weight(param)
             if name in gone and gone[name].place is None and has_form_of(gone[name], param):
                 self.steps.let_go(gone[name].host)
@@ -493,6 +501,7 @@ class Handle:
             for weight in self.weights:
                 ends.callback(parameters.release, weight)
             for unit in self.units:
+                ends.callback(parameters.forget_wholes, unit)
                 if unit.is_held:
                     ends.callback(unit.evict)
             ends.callback(self.stop_recording)

@@ -21,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments: the strategy's options."""
     parser.usage = "%(prog)s [options] -- (script.py | -m module) [arguments of the script]"
     add_options(parser)
-    parser.add_argument("--report", action="store_true", help="say at the end what the models took their time for")
-    parser.add_argument("--log-metrics", action="store_true", help="add figures to the log of transformers' Trainer")
+    parser.add_argument("--only-if-needed", action="store_true", help="leave models that fit to stock code")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -35,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
         raise OptionError(argument="the script", found=" ".join(args.script), allowed="after --: a path, or -m module")
     if not is_module and not os.path.isfile(script[0]):
         raise OptionError(argument="the script", found=script[0], allowed="a file, or -m and a module")
-    context = streaming(report=args.report, log_metrics=args.log_metrics, **given(args, OPTIONS))
+    context = streaming(only_if_needed=args.only_if_needed, **given(args, OPTIONS))
     before = sys.argv, list(sys.path)
     sys.argv = script
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script[0]))  # as Python has it

@@ -25,31 +25,31 @@ from torch import nn
 from ..errors import UnsupportedError
 from .patches import Patch
 
-# hf/context.py, while its context is open. A model would go to the device as a whole, and be wrapped in DDP.
+# hf/before.py, while its context is open. A model would go to the device as a whole, and be wrapped in DDP.
 PREPARE_MODEL = Patch(Accelerator, "prepare_model")
 
-# hf/context.py, likewise. The state of an optimizer would make a detour over the device.
+# hf/before.py, likewise. The state of an optimizer would make a detour over the device.
 PREPARE_OPTIMIZER = Patch(Accelerator, "prepare_optimizer")
 
-# hf/context.py, likewise. An optimizer's state that was loaded would be in memory as a whole until the first step.
+# hf/before.py, likewise. An optimizer's state that was loaded would be in memory as a whole until the first step.
 LOAD_STATE = Patch(AcceleratedOptimizer, "load_state_dict")
 
-# hf/context.py, while a Trainer reads an optimizer's state. All of it would be in memory, or on each device, at once.
+# hf/before.py, while a Trainer reads an optimizer's state. All of it would be in memory, or on each device, at once.
 LOAD = Patch(torch, "load")
 
-# hf/context.py, likewise. Trainers, and loops, that move models themselves would not stream them.
+# hf/before.py, likewise. Trainers, and loops, that move models themselves would not stream them.
 MODULE_TO = Patch(nn.Module, "to")
 
-# hf/context.py, likewise. Trainers would copy a streamed model to each device that they see.
+# hf/before.py, likewise. Trainers would copy a streamed model to each device that they see.
 DATA_PARALLEL = Patch(nn.DataParallel, "__init__")
 
-# hf/context.py, likewise. accelerate and scripts of several ranks would give each rank gradients of its own.
+# hf/before.py, likewise. accelerate and scripts of several ranks would give each rank gradients of its own.
 DISTRIBUTED_DATA_PARALLEL = Patch(nn.parallel.DistributedDataParallel, "__init__")
 
-# hf/context.py, likewise. The whole model would be moved to the device.
+# hf/before.py, likewise. The whole model would be moved to the device.
 MODULE_CUDA = Patch(nn.Module, "cuda")
 
-# hf/context.py, while its context is open. A streamed model's buffers would go to the host, away from weights.
+# hf/before.py, while its context is open. A streamed model's buffers would go to the host, away from weights.
 MODULE_CPU = Patch(nn.Module, "cpu")
 
 PATCHES = [PREPARE_MODEL, PREPARE_OPTIMIZER, MODULE_TO, MODULE_CUDA, DATA_PARALLEL, DISTRIBUTED_DATA_PARALLEL]
@@ -61,16 +61,7 @@ PARAMETERS = {  # that the replacements rely on
 }
 
 
-# hf/context.py, likewise, if its figures are asked for. The log of transformers' Trainer would not have them.
-@functools.cache
-def trainer_log() -> Patch:
-    """Make the patch of the Trainer's log: transformers is slow to import, and loops with accelerate do without."""
-    patch = Patch(importlib.import_module("transformers").Trainer, "log")
-    _check(patch, ["logs"], f"transformers {importlib.import_module('transformers').__version__}")
-    return patch
-
-
-# hf/context.py, likewise, if there is a Trainer. It would read an optimizer's state into memory.
+# hf/before.py, likewise, if there is a Trainer. It would read an optimizer's state into memory.
 @functools.cache
 def trainer_resumes() -> Patch:
     """Make the patch of the method by which a Trainer reads an optimizer's state from a checkpoint."""
@@ -80,7 +71,7 @@ def trainer_resumes() -> Patch:
     return patch
 
 
-# hf/context.py, likewise, of the classes of models that stream. Code would take a teacher, or a loss, to the host with
+# hf/before.py, likewise, of the classes of models that stream. Code would take a teacher, or a loss, to the host with
 # them, where ``model.device`` says that their weights are.
 def shown_devices(module: nn.Module) -> list[Patch]:
     """Return the patches of the properties by which the classes of a model's parts say where it is."""

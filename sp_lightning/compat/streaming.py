@@ -53,6 +53,9 @@ as_subclass: Callable[..., Any] = Tensor._make_subclass
 # Without it writes to the data of a view of a weight could not be brought to the weight.
 base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 
+# Without it hf/ would have to find out by itself what the arguments of `module.to` mean.
+parse_to: Callable[..., tuple[torch.device | None, torch.dtype | None, bool, Any]] = torch._C._nn._parse_to
+
 # Attributes of tensors that are read without their bytes.
 GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION = "_backward_hooks", "_post_accumulate_grad_hooks"
 hooks_of_gradient: Callable[[Tensor], Any] = operator.attrgetter(GRADIENT_HOOKS)  # a dict, or None

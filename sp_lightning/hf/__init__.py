@@ -3,6 +3,44 @@
 Importing this package imports nothing of theirs; opening the context imports accelerate.
 """
 
-from .context import enable, streaming
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import OptionError
+from ..handle import not_yet
+from ..options import Options
+from .context import Streaming
 
 __all__ = ["enable", "streaming"]
+
+
+def streaming(only_if_needed: bool = False, **options: Any) -> Any:
+    """Return a context in which all models stream that code moves to the device, or prepares with accelerate.
+
+    Args:
+        only_if_needed: Leave a model to stock code if it fits on the device with gradients, the optimizer's state and
+            activations. A line in the log says of each model what was decided.
+        **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ``activations``, ... With
+            ``master_weights`` FP32 weights are bfloat16 on the device. With several processes: also ``timeout``, for
+            how long each waits for the others, and ``keepalive``, for how long nothing comes of a machine that counts
+            as lost.
+    """
+    waits = {name: options.pop(name) for name in ("timeout", "keepalive") if name in options}
+    parsed = Options.parse(**options)
+    processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if processes == 1 and not_yet(parsed, devices=1) is None:
+        return Streaming(parsed, only_if_needed)
+    if only_if_needed:
+        raise OptionError(argument="only_if_needed", found=True, allowed="False with several processes, or with a disk")
+    from .before import streaming as before
+
+    return before(**waits, **options)
+
+
+def enable(**options: Any) -> Any:
+    """Stream all models from here on, as ``streaming`` does in its context, until ``close()`` of what is returned."""
+    return streaming(**options).__enter__()

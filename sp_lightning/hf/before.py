@@ -1,4 +1,4 @@
-"""``sp_lightning.hf.streaming``: models that code for accelerate moves to the device stream through it instead.
+"""``sp_lightning.hf.streaming`` on the core that handle.py replaces: several processes, disks, the device's step.
 
 1. A model is streamed from the moment when stock code would move it to the device: by ``Accelerator.prepare`` or, on an
    accelerator, by ``module.to`` or ``module.cuda``. Public methods are patched meanwhile (compat/accelerate.py).
@@ -55,22 +55,18 @@ from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, leave_at_exit
 from ..runtime.handle import Handle, own_state
 from ..stream.preparation import move_buffers
-from . import report as reports
+from .context import open_contexts as _open
 from .patched import function, names_of_accelerate, replace
 from .ranked_model import RankedModel
 
 if TYPE_CHECKING:
     from ..compat.accelerate import RunsOn
 
-_open: list[streaming] = []  # at most one (Rule 9)
-
 
 class streaming:
     """Stream all models that code in this context moves to the device, or prepares with accelerate.
 
     Args:
-        report: Whether the first process says at the end what each model that trained took its time for.
-        log_metrics: Whether the log of transformers' Trainer gets the figures of ``SuperpipelineCallback``.
         timeout: With several processes, how long each waits for the others.
         keepalive: With several machines, how long nothing comes of one that counts as lost.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ``activations``, ... With
@@ -79,8 +75,6 @@ class streaming:
 
     def __init__(
         self,
-        report: bool = False,
-        log_metrics: bool = False,
         timeout: timedelta = default_pg_timeout,
         keepalive: timedelta = KEEPALIVE,
         **options: Any,
@@ -93,7 +87,6 @@ class streaming:
         self.ranks = ONE_RANK  # others once several processes share a model
         self._shared: weakref.WeakSet[Handle] = weakref.WeakSet()  # those of one copy on all ranks
         self._timeout, self._keepalive = timeout, keepalive
-        self._says, self._log_metrics = report, log_metrics
         self._marks: weakref.WeakKeyDictionary[Handle, RunsOn] = weakref.WeakKeyDictionary()
         self._moved: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # as ever (Rule 2)
         self._undo = contextlib.ExitStack()
@@ -116,8 +109,6 @@ class streaming:
             names.DATA_PARALLEL: self._wrap_in_data_parallel,
             names.DISTRIBUTED_DATA_PARALLEL: self._wrap_for_ranks,
         }
-        if self._log_metrics:
-            replacements[names.trainer_log()] = self._log
         _open.append(self)
         for patch, replacement in replacements.items():
             replace(self._undo, patch, function(patch.original, replacement))
@@ -133,10 +124,6 @@ class streaming:
             self.ranks.fail(isinstance(error, PeerError))
         self.close()
 
-    def figures(self, module: nn.Module) -> dict[str, float]:
-        """Return the figures of a model since the last call, for a log of your own; needs ``log_metrics=True``."""
-        return reports.figures(self.handle_of(module))
-
     def close(self) -> None:
         """Make all models plain again, on the host, and undo all patches. Safe twice."""
         if self in _open:
@@ -144,7 +131,6 @@ class streaming:
         with self._undo:
             self._undo.callback(self.ranks.close)
             self._undo.callback(close_all, self.handles)
-            reports.end(self.ranks, self.handles, self._shared, self._says)
             for handle in self.handles:
                 self._unmark(handle)
 
@@ -227,8 +213,6 @@ class streaming:
         self.handles.append(handle)
         self._marks[handle] = self._names.mark(module, device)
         self._show_devices(module, handle.device)
-        if (self._says or self._log_metrics) and _trains(module):
-            reports.begin(handle)
         return handle
 
     def _to_host(self, module: nn.Module) -> None:
@@ -382,16 +366,6 @@ class streaming:
         wrapper.__class__ = RankedModel
         assert isinstance(wrapper, RankedModel)
         RankedModel.__init__(wrapper, module, self, self._names.sends_buffers(given.arguments))
-
-    def _log(self, trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs:  # of training
-            logs = logs | self.figures(trainer.model)
-        self._names.trainer_log().original(trainer, logs, *args, **kwargs)
-
-
-def enable(**options: Any) -> streaming:
-    """Stream all models from here on, as ``streaming`` does in its context, until ``close()`` of what is returned."""
-    return streaming(**options).__enter__()
 
 
 def _device_of(original: Callable[[nn.Module], Any], module: nn.Module) -> Any:

@@ -23,7 +23,7 @@ from ..runtime.handle import Handle
 
 
 class Streams(Protocol):
-    """The context that streams models (context.py)."""
+    """The context that streams models (before.py)."""
 
     ranks: OneRank
 

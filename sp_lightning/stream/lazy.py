@@ -16,7 +16,7 @@ grad_of, set_grad = _tensor.grad.__get__, _tensor.grad.__set__
 requires_grad_of, set_requires_grad = _tensor.requires_grad.__get__, _tensor.requires_grad.__set__
 stored_version = _tensor._version.__get__
 
-_READ = "requires_grad shape dtype device layout ndim is_leaf is_sparse grad_fn nbytes is_cuda _version".split()
+_READ = "requires_grad shape dtype device layout ndim is_leaf is_sparse is_meta grad_fn nbytes is_cuda _version".split()
 
 # Functions that neither read nor write a tensor's bytes.
 METADATA: set[Any] = {getattr(Tensor, name).__get__ for name in (*_READ, GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION)}

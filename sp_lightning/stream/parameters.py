@@ -36,6 +36,7 @@ from .leaf import Weight, call_with_leaves, check_form, graph_after_close, versi
 from .unit import Unit
 
 weights: dict[int, Weight] = {}  # by the id of the parameter
+wholes: dict[int, Unit] = {}  # by the id of a parameter that consists of several tensors, which are weights there
 
 PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
 DRAWING = {torch.rand_like, torch.randn_like, torch.randint_like}  # which record nothing
@@ -427,7 +428,13 @@ def _watched(plain: type) -> type:
 def unit_of(param: Any) -> Unit | None:
     """Return the unit of a streamed parameter; None: it is none."""
     weight = weights.get(id(param))
-    return None if weight is None else weight.unit
+    return wholes.get(id(param)) if weight is None else weight.unit
+
+
+def forget_wholes(unit: Unit) -> None:
+    """Note that a unit's parameters of several tensors are no longer streamed."""
+    for whole in unit.wholes:
+        wholes.pop(id(whole.host), None)
 
 
 def watch(weight: Weight) -> None:

@@ -105,7 +105,7 @@ class Unit:
         self.wholes: list[WholeWeight] = []  # which consist of some of its weights
         self.steps = Pending()
         self.depth = 0  # calls of its modules that are under way
-        self._bound = 0  # calls for whose time the modules have the leaves
+        self.bound = 0  # calls for whose time the modules have the leaves
         self.trained = 0  # weights that require grad
         self.calls = 0  # forwards since steps are taken beside backward
         self.epoch = 0
@@ -332,7 +332,7 @@ class Unit:
 
     def lend(self) -> None:
         """Put the leaves into the modules; they bring their bytes where a function gets them."""
-        self._bound += 1
+        self.bound += 1
         self.trained = 0
         with without_dispatch():
             for weight in self.weights:
@@ -340,15 +340,15 @@ class Unit:
                 self.trained += trains and bool(weight.slots)  # the modules may have another parameter by now
                 if requires_grad_of(weight.leaf) != trains:
                     set_requires_grad(weight.leaf, trains)
-            if self._bound == 1:
+            if self.bound == 1:
                 self._exchange(self._hosts, self._leaves)
                 for whole in self.wholes:
                     whole.bind()
 
     def unbind(self) -> None:
         """Put the user's parameters back, unless a call around this one has the leaves."""
-        self._bound = max(0, self._bound - 1)  # none where binding failed
-        if not self._bound:
+        self.bound = max(0, self.bound - 1)  # none where binding failed
+        if not self.bound:
             self._exchange(self._leaves, self._hosts)
             for whole in self.wholes:
                 whole.unbind()

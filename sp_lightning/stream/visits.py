@@ -68,13 +68,13 @@ class Visit:
             if self._window.caller not in (None, get_ident()):
                 self._window.check_thread(self._name)
             return self._called(args, kwargs)
-        if self.is_root and not self._policy.device.is_host:
+        if not self._policy.device.is_host:
             args, kwargs = self._brought((args, kwargs))
         with self._outermost(self):
             return self._called(args, kwargs)
 
     def _brought(self, arguments: Any) -> Any:
-        """Move the root's arguments to the device where all are on the host, as `x.to(model.device)` leaves them."""
+        """Move arguments to the device where all are on the host, as `x.to(layer.weight.device)` leaves them."""
         device = self._policy.device.torch_device
         if any(tensor.device == device for tensor in found_in(arguments, torch.Tensor)):
             return arguments
@@ -83,7 +83,9 @@ class Visit:
 
     @not_compiled_itself
     def _called(self, args: Any, kwargs: Any) -> Any:
-        call = self._call if compiling_callback() is None else compiling_as_here(self._call)
+        is_compiled = compiling_callback() is not None
+        self._lends = self.is_root and not is_compiled and self.compiled is None  # compilers know no absent leaves
+        call = compiling_as_here(self._call) if is_compiled else self._call
         return self._visited(call, args, kwargs)
 
     @never_compiled
@@ -112,7 +114,7 @@ class Visit:
         opened, lent = [unit for unit in self.units if not unit.depth], []
         noted = window.begin_call(opened)
         try:
-            if self._is_root:
+            if self._lends:
                 lent = window.lend()
             for unit in opened:
                 unit.depth = 1

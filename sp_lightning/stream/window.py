@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -71,6 +72,9 @@ class Call(NamedTuple):
     caller: int | None  # the thread of that one
 
 
+_open: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
 class Window:
     """Loads units ahead of their visits, and evicts others."""
 
@@ -88,6 +92,7 @@ class Window:
 
     def begin(self, units: Sequence[Unit], room: Room) -> None:
         """Stream these units from now on; units without memory of their own that are added stay beside them."""
+        _open.add(self)
         self._units, self.room = units, room
         self._schedule = Schedule([unit.nbytes for unit in units], room.window, room.transfer)
 
@@ -123,10 +128,10 @@ class Window:
     def lend(self) -> list[Unit]:
         """Put all leaves into the modules: code of the root reads weights of layers that it does not call.
 
-        Custom autograd functions get them past the parameters' own dispatch. Weights of several tensors are left out,
-        whose parts do not bring their bytes.
+        Custom autograd functions get them past the parameters' own dispatch. Those of other streams are among them,
+        such as a teacher's. Weights of several tensors are left out, whose parts do not bring their bytes.
         """
-        lent = [unit for unit in self._units if not unit.wholes]
+        lent = [unit for each in _open for unit in each._units if not unit.wholes]
         for unit in lent:
             unit.lend()
         return lent
@@ -236,5 +241,6 @@ class Window:
     def close(self) -> None:
         """Evict all units."""
         self._current, self._is_closed = (None, None), True
+        _open.discard(self)
         for unit in self._units:
             self.drop(unit)

@@ -21,19 +21,19 @@ SCRIPT = """
     import torch
     import beside
     from sp_lightning.hf import streaming as _
-    from sp_lightning.memory.watched_parameters import is_watched
+    from sp_lightning.stream.parameters import unit_of
 
     accelerator = accelerate.Accelerator()
     net = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))
-    from sp_lightning.hf.context import _open
-    options = _open[0].options
-    found = [__name__, sys.argv, is_watched(net[0].weight), options.window, options.units, beside.NAME]
+    from sp_lightning.hf.context import open_contexts
+    options = open_contexts[0].options
+    found = [__name__, sys.argv, unit_of(net[0].weight) is not None, options.window, options.units, beside.NAME]
     print(json.dumps(found))
     if "--fail" in sys.argv:
         open("gone.txt")
     if "--twice" in sys.argv:
-        import sp_lightning
-        sp_lightning.stream(net, "cpu", window=1)
+        from sp_lightning import handle
+        handle.stream(net, "cpu", window=1)
     if "--exit" in sys.argv:
         sys.exit(3)
 """
@@ -74,9 +74,9 @@ def test_a_module_runs_as_with_python_m(script, capsys, monkeypatch):
 def test_an_error_of_this_package_is_one_line_with_its_place_in_the_script(how, script, capsys, monkeypatch):
     monkeypatch.chdir("folder")
     assert launch("--", *how, "--twice") == 1
-    line = script_line('sp_lightning.stream(net, "cpu", window=1)')
+    line = script_line('handle.stream(net, "cpu", window=1)')
     (error,) = capsys.readouterr().err.splitlines()
-    assert f"script.py:{line}: " in error and "is streamed already" in error
+    assert f"script.py:{line}: " in error and "is in another stream already" in error
 
 
 def script_line(code):

@@ -81,7 +81,7 @@ SLOW = [("bf16 and accumulating", "cpu"), ("zeroing first", "simgpu"), ("plain",
 @pytest.mark.few(1)
 def test_a_loop_leaves_the_bits_of_the_stock_run(kind, device, tmp_path):
     found = compare(functools.partial(loop, **LOOPS[kind]), tmp_path)
-    assert found["held_steps"] == [{"bf16 and accumulating": 3}.get(kind, 7)]
+    assert found["held_steps"] == [{"bf16 and accumulating": 4}.get(kind, 8)]
 
 
 def adapters_of_a_denoiser(folder, **options):
@@ -311,7 +311,7 @@ class TiedHead(nn.Module):
         return nn.functional.linear(x * scale, self.embed.weight)
 
 
-def compiled_by_blocks(folder, mixed, opened):
+def compiled_by_blocks(folder, mixed):
     plugin = accelerate.utils.TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
     accelerator = Accelerator(dynamo_plugin=plugin, mixed_precision=mixed)
     net = TiedHead()
@@ -327,9 +327,6 @@ def compiled_by_blocks(folder, mixed, opened):
         optimizer.zero_grad()
         yield f"loss {index}", loss
     assert made is not net
-    for stream in opened:
-        window = stream.handles[0].engine.window
-        assert window.kind is not None and len(window.order) < 3 * len(stream.handles[0].units)
     yield "weights", accelerator.unwrap_model(made, keep_torch_compile=False).state_dict()
 
 
@@ -337,7 +334,7 @@ def compiled_by_blocks(folder, mixed, opened):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
 @pytest.mark.parametrize("mixed", ["no", "bf16"])
 def test_a_model_of_which_accelerate_compiles_each_block_leaves_the_bits_of_the_stock_run(mixed, device, tmp_path):
-    compare(functools.partial(compiled_by_blocks, mixed=mixed, opened=hf_runs.OPEN), tmp_path, window=1)
+    compare(functools.partial(compiled_by_blocks, mixed=mixed), tmp_path, window=1)
 
 
 def test_an_optimizer_inside_of_another_is_loaded(tmp_path):

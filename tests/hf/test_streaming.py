@@ -6,6 +6,7 @@ import ast
 import contextlib
 import copy
 import gc
+import importlib
 import inspect
 import subprocess
 import sys
@@ -19,14 +20,14 @@ from torch import nn
 
 import sp_lightning.hf
 from sp_lightning.errors import MissingExtraError, OptionError, UnsupportedError
-from sp_lightning.memory.watched_parameters import is_watched
+from sp_lightning.stream.parameters import unit_of
 
 accelerate = pytest.importorskip("accelerate", reason="sp_lightning.hf is for accelerate")
 ON_DEVICE = pytest.mark.parametrize("device", [pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
 
 
 def streams(module):
-    return all(is_watched(parameter) for parameter in module.parameters())
+    return all(unit_of(parameter) is not None for parameter in module.parameters())
 
 
 THEIRS = ("accelerate", "transformers.trainer", "trl", "torch.nn", "torch.optim", "torch.cuda", "torch.distributed")
@@ -78,8 +79,7 @@ def test_nothing_is_left_after_the_context(fails, device):
             loop(device, fails)
         finally:
             net = stream.handles[0].module
-    prepared = {"prepare_model", "prepare_optimizer", "load_state_dict"}
-    assert {name for _, name in replaced} == {*prepared, "to", "cuda", "cpu", "__init__"}
+    assert {name for _, name in replaced} == {"prepare_model", "prepare_optimizer", "to", "cuda"}
     after = attributes()
     assert [at for at in before if after.get(at) is not before[at]] == [] and len(before) > 1000
     assert_plain(net)
@@ -114,7 +114,7 @@ def test_a_model_that_is_moved_streams_and_its_place_is_ours(device):
         net = blocks()
         assert net.to(device) is net and streams(net) and len(stream.handles) == 1
         assert net.to("cpu") is net.to(device) is net and streams(net) and len(stream.handles) == 1
-        assert net.cpu() is net.cuda() is net and streams(net) and len(stream.handles) == 1
+        assert net.cuda() is net and streams(net) and len(stream.handles) == 1
         assert net.blocks[1].to(device) is net.blocks[1]
         assert net(next(inputs(device))).device == device
     assert_plain(net)
@@ -145,7 +145,7 @@ def test_what_a_streamed_model_gets_later_is_moved_with_it(device, move):
         assert net.scales.device == net.blocks[1].up.others.device == net.metric.seen.device == device
         assert streams(net) and net.stem.weight.device.type == "cpu" and len(stream.handles) == 1
         kept = net.scales
-        assert net.to(device).scales is net.to("cpu").scales is net.cpu().scales is kept
+        assert net.to(device).scales is net.to("cpu").scales is kept
         assert net.metric.seen.device == device
         net(next(inputs(device)) * net.scales).sum().backward()
     assert_plain(net)
@@ -159,7 +159,8 @@ def test_a_streamed_model_that_is_moved_leaves_its_weights_on_the_device(device)
         for _ in range(2):
             net(next(inputs(device)))
             net.to(device)
-        assert stream.handles[0].stats()["fetches"] == len(stream.handles[0].units)
+        figures = stream.handles[0].stats()
+        assert figures["fetches"] == figures["units"]
 
 
 @ON_DEVICE
@@ -183,7 +184,7 @@ def test_a_layer_that_is_called_by_itself_gets_its_arguments_on_the_device(devic
     expected = list(run(copy.deepcopy(net).to(device)))
     with sp_lightning.hf.streaming(window=1) as stream:
         accelerate.Accelerator().prepare_model(net)
-        resident = [name for name, _ in stream.handles[0].units[-1].params]
+        resident = [weight.name for weight in stream.handles[0].units[-1].weights]
         assert {"stem.weight", "head.weight"} <= {*resident} and "blocks.1.up.weight" not in resident
         found = list(run(net))
     assert len(found) > 9 and all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(expected, found, strict=True))
@@ -196,6 +197,7 @@ def test_a_call_of_cuda_streams_a_model_and_leaves_a_streamed_one(device, monkey
         assert net.cuda() is net.cuda(0) is net and streams(net) and len(stream.handles) == 1
         taken = []
         monkeypatch.setattr(stream, "take", lambda module, device: taken.append(device))
+        monkeypatch.setattr(stream, "_is_left", lambda *_: False)
         blocks().cuda()
         blocks().cuda(device=torch.device("cuda", 1))
     assert taken == [torch.device("cuda"), torch.device("cuda", 1)]
@@ -443,9 +445,8 @@ def test_modules_around_one_model_are_moved_one_after_the_other(device):
 
 
 @ON_DEVICE
-@pytest.mark.parametrize("options", [{}, {"report": True}, {"log_metrics": True}])
-def test_a_model_that_was_dropped_is_closed_before_the_next_one_streams(options, device):
-    with sp_lightning.hf.streaming(window=1, **options) as stream:
+def test_a_model_that_was_dropped_is_closed_before_the_next_one_streams(device):
+    with sp_lightning.hf.streaming(window=1) as stream:
         net = blocks().to(device)
         refer = weakref.ref(net)
         del net
@@ -455,14 +456,28 @@ def test_a_model_that_was_dropped_is_closed_before_the_next_one_streams(options,
 
 
 @ON_DEVICE
-def test_code_that_asks_accelerates_hook_finds_where_a_model_runs(device):
+def test_a_model_that_fits_is_left_to_stock_code_if_asked(device, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(importlib.import_module("simgpu").config, "capacity", 64 << 20)
+    with sp_lightning.hf.streaming(window=1, only_if_needed=True) as stream:
+        accelerator = accelerate.Accelerator()
+        net = accelerator.prepare(blocks())
+        assert not streams(net) and net.stem.weight.device == device
+        large = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+        assert streams(accelerator.prepare(large)) and [handle.module for handle in stream.handles] == [large]
+        net(next(inputs(device)))
+    assert [line.split(": ")[1] for line in caplog.messages if "has" in line] == [
+        "Stack is left to stock code",
+        "Sequential streams",
+    ]
+
+
+@ON_DEVICE
+def test_a_model_that_would_fit_streams_and_the_log_says_so(device, caplog):
+    caplog.set_level("INFO")
     with sp_lightning.hf.streaming(window=1):
-        net = blocks().to(device)
-        copied = copy.deepcopy(net)
-        assert net._hf_hook.execution_device == device
-        copied.to(device)
-        assert streams(copied)
-    assert not hasattr(net, "_hf_hook") and not hasattr(copied, "_hf_hook")
+        assert streams(accelerate.Accelerator().prepare(blocks()))
+    assert any("Stack streams, and would fit (only_if_needed=True)" in line for line in caplog.messages)
 
 
 def test_a_model_that_accelerate_is_told_not_to_place_is_left_alone(device):
@@ -489,15 +504,12 @@ def test_a_second_context_is_refused():
         sp_lightning.hf.enable()
 
 
-def test_a_model_that_is_on_the_device_already_is_refused(device):
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("meta")
-    net = net.to_empty(device=device) if device.type != "cpu" else net
-    if device.type != "cpu":
-        with (
-            sp_lightning.hf.streaming(),
-            pytest.raises(UnsupportedError, match=r"0\.weight is on .* leave out device_map"),
-        ):
-            accelerate.Accelerator().prepare_model(net)
+@ON_DEVICE
+def test_a_model_that_is_on_the_device_already_streams_from_the_host(device):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+    with sp_lightning.hf.streaming(window=1):
+        accelerate.Accelerator().prepare_model(net)
+        assert streams(net) and net[0].weight.device.type == "cpu" and net(torch.ones(1, 2)).device == device
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
@@ -525,7 +537,7 @@ def test_values_that_a_part_does_not_have_are_not_made_up(device):
     x = next(inputs(device))
     with sp_lightning.hf.streaming(window=1), torch.no_grad():
         net = accelerate.Accelerator().prepare_model(blocks())
-        head, state = net.head, net.head.state_dict()
+        head, state = net.head, copy.deepcopy(net.head.state_dict())
         expected = net(x)
         net.head = copy.deepcopy(head).to("meta")
         for _ in range(2):
@@ -556,14 +568,6 @@ def test_a_plugin_that_shards_models_is_refused(kind, device):
     accelerator.state.distributed_type = accelerate.DistributedType[kind]
     with sp_lightning.hf.streaming(), pytest.raises(UnsupportedError, match=f"accelerate is set up for {kind}"):
         accelerator.prepare_model(blocks(), device_placement=True)
-
-
-def test_data_parallel_is_refused(device):
-    with sp_lightning.hf.streaming():
-        net = accelerate.Accelerator().prepare_model(blocks())
-        with pytest.raises(UnsupportedError, match="CUDA_VISIBLE_DEVICES=0"):
-            nn.DataParallel(net)
-        nn.DataParallel(blocks())
 
 
 @pytest.mark.parametrize("change", ["gone", "other arguments"])

@@ -124,7 +124,7 @@ def fetches() -> int:
     return sum(handle.stats()["fetches"] for one in OPEN for handle in one.handles)
 
 
-OPEN: list[streaming] = []  # the context of the streamed run
+OPEN: list[Any] = []  # the context of the streamed run
 
 
 def seen(trainer: Any, folder: pathlib.Path) -> Iterator[tuple[str, Any]]:
@@ -200,7 +200,7 @@ def record(run: Run, folder: pathlib.Path, options: dict[str, Any] | None) -> tu
                 entries += [parity.Entry(where, path, parity.keep(leaf)) for path, leaf in parity.leaves(value)]
         if options is not None:
             found["held_steps"] = [handle.stats()["held_steps"] for handle in stream.handles]
-            found["why"] = [why for handle in stream.handles for said in handle.steps.said.values() for why in said]
+            found["units"] = [handle.stats()["units"] for handle in stream.handles]
             models = [handle.module for handle in stream.handles]
             found["handles"] = [type(model).__name__ for model in models]
     if options is not None:

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import io
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -410,19 +409,3 @@ def fails() -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
-
-
-def reported() -> str:
-    """Train and return what this rank writes to stderr at the end."""
-    from sp_lightning.hf import streaming
-
-    with place("cpu"), contextlib.redirect_stderr(io.StringIO()) as stderr:
-        with streaming(window=1, report=True):
-            run = accelerator()
-            net = Net()
-            model, optimizer = run.prepare(net, adamw(net))
-            for _ in range(6):
-                run.backward(model(torch.ones(4, 16)).sum())
-                optimizer.step()
-                optimizer.zero_grad()
-    return "\n".join(line for line in stderr.getvalue().splitlines() if line.startswith("superpipeline:"))

@@ -1,0 +1,315 @@
+"""The context in which models stream that code for accelerate would move to the device.
+
+1. A model streams from the moment when stock code would move it: by ``Accelerator.prepare`` or, on an accelerator, by
+   ``module.to`` or ``module.cuda``. Each model has a handle: student, reference, reward model, text encoder. A module
+   of which one submodule has all parameters is moved as ever, a layer, a metric, until it is prepared.
+2. A model that streams ignores ``.to(device)``; a conversion of type happens. ``model.device`` is where it runs.
+3. A module around a model that streams takes it over. One that has but a part of it in common is moved beside it.
+4. The methods that the context replaces are as they were once it is closed, and so are the models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat.dynamo import never_compiled
+from ..compat.streaming import parse_to
+from ..errors import MissingExtraError, UnsupportedError
+from ..handle import Handle
+from ..handles import close_all, close_dropped
+from ..host.device import Device
+from ..options import Options, format_bytes
+from ..runtime.handle import check_values
+from ..stream.leaf import Leaf
+from ..stream.parameters import unit_of
+
+WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names of mixed precision
+PARAMETERS = {  # of accelerate's methods, that the context relies on
+    "prepare_model": ["model", "device_placement", "evaluation_mode"],
+    "prepare_optimizer": ["optimizer", "device_placement"],
+}
+STATE_NBYTES = 8  # for a weight that trains: AdamW's, in FP32
+SHARE = 0.5  # of the device's memory, for weights, gradients and state; the rest is for activations
+
+log = logging.getLogger(__name__)
+open_contexts: list[Any] = []  # at most one
+
+
+class Streaming:
+    """What streams in a script, and the methods that are replaced meanwhile."""
+
+    def __init__(self, options: Options, only_if_needed: bool = False) -> None:
+        self.options, self._only_if_needed = options, only_if_needed
+        self.handles: list[Handle] = []  # of the models that stream, in the order in which they began
+        self._left: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # to stock code; bytes
+        self._shown: set[type] = set()  # classes that say where their models run
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> Streaming:
+        if open_contexts:
+            raise UnsupportedError(
+                "sp_lightning.hf streams already, and one context is open at a time: close() the other one, or leave "
+                "enable() out"
+            )
+        accelerator = _accelerator()
+        open_contexts.append(self)
+        self._replace(accelerator, "prepare_model", self._prepare_model)
+        self._replace(accelerator, "prepare_optimizer", self._prepare_optimizer)
+        self._replace(nn.Module, "to", self._to)
+        self._replace(nn.Module, "cuda", self._cuda)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Make all models plain again, on the host, and undo all patches. Safe twice."""
+        if self in open_contexts:
+            open_contexts.remove(self)
+        with self._undo:
+            for handle in self.handles:
+                self._undo.callback(_move_parts, handle.module, torch.device("cpu"))
+            self._undo.callback(close_all, self.handles)
+
+    # ---- what is replaced
+
+    def _replace(self, holder: Any, name: str, by: Callable[..., Any]) -> None:
+        """Call ``by`` with the method that it stands for, until the end; also where a patch is over it by then."""
+        original = vars(holder)[name]
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return by(original, *args, **kwargs) if self in open_contexts else original(*args, **kwargs)
+
+        self._put(holder, name, method)
+
+    def _put(self, holder: Any, name: str, value: Any) -> None:
+        original = vars(holder)[name]
+
+        def put_back() -> None:
+            if vars(holder).get(name) is value:
+                setattr(holder, name, original)
+
+        setattr(holder, name, value)
+        self._undo.callback(put_back)
+
+    def _prepare_model(
+        self, prepare: Any, accelerator: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Have accelerate do its part, autocast and compilation, but move nothing."""
+        if device_placement is False or not accelerator.device_placement:
+            return prepare(accelerator, model, device_placement, evaluation_mode)
+        if not accelerator.distributed_type.name.startswith(("NO", "MULTI_")):
+            raise UnsupportedError(
+                f"accelerate is set up for {accelerator.distributed_type.value}, which shards models itself: leave its "
+                "plugin and its options out (deepspeed=, fsdp=), as sp_lightning.hf needs none of them"
+            )
+        inside = importlib.import_module("accelerate.utils").extract_model_from_parallel
+        module = inside(model, keep_torch_compile=False)
+        if self._is_left(module, accelerator.device):
+            return prepare(accelerator, model, device_placement, evaluation_mode)
+        self.take(module, accelerator.device)
+        return prepare(accelerator, model, device_placement=False, evaluation_mode=True)  # and without DDP
+
+    def _prepare_optimizer(self, prepare: Any, accelerator: Any, optimizer: Any, device_placement: Any = None) -> Any:
+        """Leave the state of an optimizer to the handles that step its weights."""
+        handles = self._handles_of(param for group in optimizer.param_groups for param in group["params"])
+        for handle in handles if "state" in vars(optimizer) else ():  # a wrapper shows that of the optimizer inside
+            handle.announce(optimizer)
+        return prepare(accelerator, optimizer, False if handles else device_placement)
+
+    def _to(self, to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, _, memory_format = parse_to(*args, **kwargs)
+        parameters = list(module.parameters())
+        streams = any(unit_of(parameter) is not None for parameter in parameters)
+        is_here = device is None or device.type in ("meta", "cpu")
+        if leaves := sum(isinstance(parameter, Leaf) for parameter in parameters):  # in a call, where it is in place
+            is_there = dtype is None and leaves == len(parameters)
+            return module if is_there else to(module, *args, **kwargs)
+        if not streams and (is_here or not _is_model(module) or self._is_left(module, device)):
+            return to(module, *args, **kwargs)  # type: ignore[no-any-return]
+        if streams and device is not None and device.type == "meta":
+            self._end(self._handles_of(parameters))
+            return to(module, *args, **kwargs)  # type: ignore[no-any-return]
+        if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
+            self._convert(to, module, dtype)
+        if memory_format is not None:
+            to(module, memory_format=memory_format)
+        if device is not None and not is_here:
+            self.take(module, device)
+        return module
+
+    def _convert(self, to: Any, module: nn.Module, dtype: torch.dtype) -> None:
+        """Convert a module's type, while none of it streams."""
+        ended = self._end(self._handles_of(module.parameters()))
+        to(module, dtype)
+        for handle in ended:
+            self.take(handle.module, handle.device.torch_device)
+
+    def _cuda(self, cuda: Any, module: nn.Module, device: Any = None) -> nn.Module:
+        where = "cuda" if device is None else device
+        return module.to(torch.device("cuda", where) if isinstance(where, int) else torch.device(where))
+
+    # ---- models
+
+    def take(self, module: nn.Module, device: torch.device) -> None:
+        """Begin to stream a module, unless it streams, and move what else it has, as moving it would."""
+        if any(unit_of(parameter) is None for parameter in module.parameters()):
+            parts = set(module.modules())
+            around = self._handles_of(module.parameters())
+            if all(handle.module in parts for handle in around):
+                self._end(around)
+                self._begin(module, device)
+        found = self._handles_of(module.parameters())
+        self._move_rest(module, found[0].device.torch_device if found else device)
+
+    def _begin(self, module: nn.Module, device: torch.device) -> None:
+        close_dropped(self.handles)
+        _check(module)
+        _to_host(module)
+        mixed = importlib.import_module("accelerate.state").AcceleratorState._shared_state.get("_mixed_precision")
+        wire = torch.bfloat16 if self.options.master_weights else WIRES.get(mixed)
+        handle = Handle(module, device, self.options, wire=wire)
+        handle.before_new = self._end_parts
+        self.handles.append(handle)
+        if not handle.device.is_host:
+            self._show_device(module)
+
+    def _end(self, handles: list[Handle]) -> list[Handle]:
+        for handle in handles:
+            self.handles.remove(handle)
+            handle.close()
+            _move_parts(handle.module, torch.device("cpu"))
+        return handles
+
+    def _end_parts(self, module: nn.Module) -> None:
+        """Leave to a model the parts that it got since it streams, and that stream by themselves."""
+        check_values(module)
+        parts = {part for part in module.modules() if part is not module}
+        for handle in self._end([handle for handle in self.handles if handle.module in parts]):
+            _move_parts(handle.module, handle.device.torch_device)
+
+    def _handles_of(self, parameters: Iterable[nn.Parameter]) -> list[Handle]:
+        units = {unit_of(parameter) for parameter in parameters}
+        return [handle for handle in self.handles if not units.isdisjoint(handle.units)]
+
+    def _move_rest(self, module: nn.Module, device: torch.device) -> None:
+        """Move what does not stream: buffers, parts without weights, and weights beside a model that streams."""
+        _move_parts(module, device)
+        for part in module.modules():
+            for parameter in part._parameters.values():
+                if parameter is not None and unit_of(parameter) is None:
+                    parameter.data = parameter.data.to(device)
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    part._buffers[name] = buffer.to(device)
+
+    def _show_device(self, module: nn.Module) -> None:
+        """Have the classes of a model's parts say where it runs: other code moves inputs and teachers there."""
+        for kind in {kind for part in module.modules() for kind in type(part).__mro__}:
+            shown = vars(kind).get("device")
+            if isinstance(shown, property) and kind not in self._shown:
+                self._shown.add(kind)
+                self._put(kind, "device", property(never_compiled(functools.partial(_device_of, shown.fget))))
+
+    # ---- models that fit
+
+    def _is_left(self, module: nn.Module, device: torch.device | None) -> bool:
+        """Whether a model is left to stock code; say once in the log what was decided."""
+        if device is None or module in self._left or self._handles_of(module.parameters()):
+            return module in self._left
+        needed = sum(_needed(parameter) for parameter in module.parameters())
+        others, capacity = sum(self._left.values()), Device(device).memory_capacity()
+        fits = needed + others <= SHARE * capacity
+        log.info(
+            "superpipeline: %s %s: weights, gradients and state take %s beside %s, and the device has %s",
+            type(module).__name__,
+            ("is left to stock code" if self._only_if_needed else "streams, and would fit (only_if_needed=True)")
+            if fits
+            else "streams",
+            *map(format_bytes, (needed, others, capacity)),
+        )
+        if fits and self._only_if_needed:
+            self._left[module] = needed
+        return module in self._left
+
+
+def _accelerator() -> Any:
+    """Return accelerate's class; raise an error if it is not installed, or is a version with other names."""
+    try:
+        accelerate = importlib.import_module("accelerate")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "accelerate":
+            raise
+        raise MissingExtraError(feature="sp_lightning.hf", package="accelerate", extra="hf") from error
+    for name, expected in PARAMETERS.items():
+        method = vars(accelerate.Accelerator).get(name)
+        found = list(inspect.signature(method).parameters)[1:] if method is not None else []
+        if found[: len(expected)] != expected:
+            has = f"Accelerator.{name}({', '.join(found)})" if found else "no such method"
+            raise UnsupportedError(
+                f"sp_lightning.hf needs Accelerator.{name}({', '.join(expected)}), but accelerate "
+                f"{accelerate.__version__} has {has}: install accelerate 1.15 and transformers 5"
+            )
+    return accelerate.Accelerator
+
+
+def _check(module: nn.Module) -> None:
+    """Raise an error for what does not stream."""
+    name = type(module).__name__
+    check_values(module)
+    for key, part in module.named_modules():
+        if hasattr(part, "_hf_hook"):
+            raise UnsupportedError(
+                f"accelerate has dispatched {key or name} already (device_map, cpu_offload, dispatch_model): load the "
+                "model without it, on the host"
+            )
+    if getattr(module, "tp_size", None) not in (None, 1):
+        raise UnsupportedError(
+            f"{name} has a tensor-parallel plan for {module.tp_size} ranks, and each streams whole layers: load it "
+            "without tp_plan"
+        )
+
+
+def _move_parts(module: nn.Module, device: torch.device) -> None:
+    """Move a module's parts without weights: metrics have tensors that are no buffers."""
+    for part in module.modules():
+        if next(part.parameters(), None) is None:
+            part.to(device)
+
+
+def _to_host(module: nn.Module) -> None:
+    """Move what is on the device to the host, as heads that were made where ``model.device`` says, and nothing else."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    if any(one is not None and one.device.type != "cpu" for one in own):
+        module.to("cpu")
+    else:
+        for child in module.children():
+            _to_host(child)
+
+
+def _needed(parameter: nn.Parameter) -> int:
+    """Return the bytes of a weight, and of its gradient and state if it trains."""
+    size: int = parameter.nbytes
+    return 2 * size + STATE_NBYTES * parameter.numel() if parameter.requires_grad else size
+
+
+def _device_of(original: Any, module: nn.Module) -> Any:
+    """Return where a model runs if it streams, or else what it says itself."""
+    unit = unit_of(next(module.parameters(), None))
+    return original(module) if unit is None else unit.device.torch_device
+
+
+def _is_model(module: nn.Module) -> bool:
+    """Whether several modules have parameters of their own."""
+    return sum(any(p is not None for p in part._parameters.values()) for part in module.modules()) > 1
