@@ -215,6 +215,7 @@ class Narrow(Absent):
         lends = func in CASTING and torch.is_autocast_enabled(kind)
         lends = lends and torch.get_autocast_dtype(kind) == self.weight.dtype
         lent: Tensor = Lend.apply(self, self.weight, lends)
+        lent.lent_of = self.weight  # type: ignore[attr-defined]  # by which views of it are known
         return lent
 
 

@@ -219,7 +219,7 @@ def _note_views(weight: Weight, result: Any) -> None:
         return
     for view in result if isinstance(result, (list, tuple)) else (result,):
         if type(view) is Tensor and (base := base_of(view)) is not None and view.dtype == weight.value.dtype:
-            if base is not weight.leaf and getattr(base.grad_fn, "weight", None) is not weight:
+            if base is not weight.leaf and getattr(base, "lent_of", None) is not weight:
                 continue  # of what a function made of the weight, and not of what it was lent for it
             view.__class__ = LeafView
             view.weight = weight  # type: ignore[attr-defined]
