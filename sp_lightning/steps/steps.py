@@ -423,6 +423,9 @@ class Steps:
         outcome: Outcome,
     ) -> None:
         work = self._noted_work(whose, groups)
+        noted = [grad for _, grad, _ in work if isinstance(grad, GradientBytes)]
+        for grad in noted:
+            grad.wait_added()
         unit.show()
         before = [weight.there._version for weight in whose]
         is_done = False
@@ -430,6 +433,11 @@ class Steps:
             with torch.no_grad():
                 sliced.step(work, state, self._residents)
             is_done = True
+            read = unit.device.current_stream().record_event()
+            for grad in noted:
+                grad.arrived = read  # a gradient of a streamed weight that was given to a resident one is on its way up
+            if len(noted) < len(work):
+                read.synchronize()  # nothing makes writes to gradients of the user's wait
         finally:
             if is_done or before != [weight.there._version for weight in whose]:
                 for weight in whose:
