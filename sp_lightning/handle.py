@@ -536,7 +536,6 @@ def not_yet(options: Options, devices: int, has_shards: bool = False) -> str | N
         "tensor_parallel_size": has_shards,
         "several devices with disk= or host_budget=": devices > 1 and options.uses_files,
         "divide_state=True": options.divide_state,
-        "fused_optimizer=True": options.fused_optimizer,
     }
     return next((what for what, is_asked in asked.items() if is_asked), None)
 

@@ -51,7 +51,6 @@ class Options:
     units: Literal["auto"] | tuple[str, ...] | UnitFinder = "auto"
     activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep"
     optimizer_overlap: bool = True
-    fused_optimizer: bool = False
     optimizer_device: Literal["host", "device"] = "host"  # where optimizers compute; their state is on the host
     wire_dtype: Literal["auto", "as-is"] = "auto"  # type in which weights travel under autocast
     master_weights: bool = False
@@ -118,15 +117,11 @@ class Options:
         check_choice("wire_dtype", self.wire_dtype, WIRE_DTYPES)
         check_choice("optimizer_device", self.optimizer_device, OPTIMIZER_DEVICES)
         self._normalise("optimizer_overlap", _truth("optimizer_overlap", self.optimizer_overlap))
-        self._normalise("fused_optimizer", _truth("fused_optimizer", self.fused_optimizer))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
         self._normalise("compile_units", _truth("compile_units", self.compile_units))
         self._normalise("divide_state", _truth("divide_state", self.divide_state))
         if self.divide_state and self.uses_files:
             raise OptionError(argument="divide_state", found=True, allowed="False with disk or host_budget")
-        if self.optimizer_device == "device" and self.fused_optimizer:
-            allowed = "'host' with fused_optimizer=True"
-            raise OptionError(argument="optimizer_device", found="device", allowed=allowed)
 
     @property
     def may_cast(self) -> bool:

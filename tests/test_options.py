@@ -15,7 +15,7 @@ def find_blocks(module):
     return [child for child in module.children() if isinstance(child, nn.Linear)]
 
 
-SWITCHES = ["optimizer_overlap", "fused_optimizer", "master_weights", "compile_units", "divide_state"]
+SWITCHES = ["optimizer_overlap", "master_weights", "compile_units", "divide_state"]
 
 
 def refused(match, **given):
@@ -33,7 +33,6 @@ def test_the_defaults_are_valid_and_normal():
         "units": "auto",
         "activations": "keep",
         "optimizer_overlap": True,
-        "fused_optimizer": False,
         "optimizer_device": "host",
         "master_weights": False,
         "host_memory": "auto",

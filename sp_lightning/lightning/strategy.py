@@ -83,15 +83,14 @@ class SuperpipelineStrategy(StrategyBefore):
             This needs final gradients, so clipping, gradient scaling or an overridden hook between backward and the
             step prevents it. Units that are not stepped by then are stepped beside the next forward (a deferred
             step), unless a hook of yours runs in between.
-        fused_optimizer: Step with torch's fused kernels where the optimizer has them and sets neither ``foreach`` nor
-            ``fused``: not the bits of the default loop, and faster only where compiled code cannot step.
         optimizer_device: Where torch's optimizers compute. "host": on the host's cores. "device": slices of weights and
             state go up and come down stepped, with the bits of a plain run whose optimizer steps on the device
             (docs/exactness.md); gradients stay on the device until the step, as far as they fit there beside a forward,
             and state lies on the host.
-        wire_dtype: "auto": under autocast (precision "bf16-mixed" or "16-mixed"), weights of linear layers and
-            convolutions, and their gradients, travel in autocast's type where all that reads them is one use that
-            casts them: half the bytes, the same bits. "as-is": every weight travels in its own type.
+        wire_dtype: "auto": with precision "bf16-mixed" or "16-mixed", weights of linear layers and convolutions, and
+            their gradients, travel in autocast's type where all that reads them is one use that casts them: half the
+            bytes, the same bits. "as-is": every weight travels in its own type, as it does in your own
+            loops under ``torch.autocast``.
         master_weights: With precision "bf16-true" or "16-true", keep parameters, gradients and optimizer state in FP32
             on the host; the device sees half precision.
         host_memory: "pinned" puts weights and gradients into page-locked memory, which the device copies by itself, or
@@ -136,7 +135,6 @@ class SuperpipelineStrategy(StrategyBefore):
         memory_budget: str | int | None = None,  # of a command line as it was typed, which has a unit
         activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep",
         optimizer_overlap: bool = True,
-        fused_optimizer: bool = False,
         optimizer_device: Literal["host", "device"] = "host",
         wire_dtype: Literal["auto", "as-is"] = "auto",
         master_weights: bool = False,
@@ -169,7 +167,6 @@ class SuperpipelineStrategy(StrategyBefore):
             units=units,
             activations=activations,
             optimizer_overlap=optimizer_overlap,
-            fused_optimizer=fused_optimizer,
             optimizer_device=optimizer_device,
             wire_dtype=wire_dtype,
             master_weights=master_weights,

@@ -91,7 +91,7 @@ class Engine:
         self.options = options
         self.counters = counters
         self.gradient_return = GradientReturn(
-            device, self.counters, storage.gradients_of, lambda: storage.may_stay_narrow and not options.fused_optimizer
+            device, self.counters, storage.gradients_of, lambda: storage.may_stay_narrow
         )
         self.units: list[StreamedUnit] = []
         with quietly():  # other modules may be streamed already, and have reads of weights watched

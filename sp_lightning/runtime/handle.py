@@ -126,7 +126,7 @@ class Handle:
         self.storage = InMemory(state)  # of weights and optimizer state
         if options.uses_files:
             found = options.disk or options.host_budget
-            allowed = "None with several devices, fused_optimizer or compile_units"
+            allowed = "None with several devices or compile_units"
             raise OptionError(argument="disk or host_budget", found=found, allowed=allowed)
         self.team = Alone(self.device)  # of several devices, each of which has a handle like this one
         if isinstance(ranks, Ranks):

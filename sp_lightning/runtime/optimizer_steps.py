@@ -122,7 +122,7 @@ class OptimizerSteps:
             self._storage.check_state([optimizer])
             parameters = (param for group in optimizer.param_groups for param in group["params"])
             by_itself = any(map(consists_of_tensors, parameters))  # torch's own code steps DTensors (sharded.py)
-            shadow = None if by_itself else self.state.shadow(optimizer, self._options.fused_optimizer)
+            shadow = None if by_itself else self.state.shadow(optimizer, False)
             if shadow is not None:
                 shadow.rest, shadow.end = self._rest, self._end
                 shadow.leads = self.engine.team.size > 1

@@ -391,8 +391,7 @@ def let_go_of_weight(param: Any) -> None:
     if isinstance(param, Watched):
         param.before()
         vars(param).pop("alias_of", None)
-        kind: Any = type(param)
-        param.__class__ = getattr(kind, "plain_class", nn.Parameter)
+        param.__class__ = getattr(type(param), "plain_class", nn.Parameter)  # type: ignore[arg-type]
 
 
 def replace(weight: Weight, host: nn.Parameter) -> None:

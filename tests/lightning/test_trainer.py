@@ -1031,9 +1031,9 @@ def cli(monkeypatch, capsys):
 
 def test_yaml_gives_every_argument_as_number_or_text(cli):
     given = {"window": 2, "transfer": "1", "units": ["Linear"], "memory_budget": "1 GB", "activations": "recompute"}
-    options = cli(**given, fused_optimizer=True).strategy.options
-    expected = (2, 1, ("Linear",), 10**9, "recompute", True)
-    names = ("window", "transfer", "units", "memory_budget", "activations", "fused_optimizer")
+    options = cli(**given, optimizer_overlap=False).strategy.options
+    expected = (2, 1, ("Linear",), 10**9, "recompute", False)
+    names = ("window", "transfer", "units", "memory_budget", "activations", "optimizer_overlap")
     assert tuple(getattr(options, name) for name in names) == expected
     assert cli(window="3", memory_budget=10**9).strategy.options.window == 3
 

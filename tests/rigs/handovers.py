@@ -217,9 +217,8 @@ def options(numbers: random.Random, device: torch.device, folder: str) -> dict[s
     """Options of a streaming."""
     chosen: dict[str, Any] = {"window": numbers.choice([1, 2, 50])}
     chosen["activations"] = numbers.choice(["keep", "recompute", "offload", "recompute+offload"])
-    for name in ("optimizer_overlap", "fused_optimizer"):
-        if numbers.random() < 0.3:
-            chosen[name] = False
+    if numbers.random() < 0.3:
+        chosen["optimizer_overlap"] = False
     if numbers.random() < 0.35:
         chosen |= {"disk": folder, "host_budget": "0B"}
     elif device.type != "cpu" and numbers.random() < 0.3:

@@ -721,27 +721,6 @@ class NormsOfGradients(Plain):
         self.see(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3))
 
 
-class FusedByOption(Plain):
-    """Leaves the choice to ``fused_optimizer``."""
-
-    def make_optimizer(self, name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](parameters, lr=self.lr)
-
-
-class FusedLater(FusedByOption):
-    """Does what that option does: the first step, which makes the state, is the default loop's."""
-
-    def fuse(self, fused: bool | None) -> None:
-        for group in self.trainer.optimizers[0].param_groups:
-            group["fused"] = fused
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.fuse(True)
-
-    def on_train_end(self) -> None:
-        self.fuse(None)
-
-
 class AveragedCallback(EMAWeightAveraging):
     def __init__(self) -> None:
         super().__init__(decay=0.7, update_every_n_steps=1)
@@ -840,7 +819,6 @@ FEATURES = {
     "norms, accumulation": Feature(NormsOfGradients, settings={"accumulate": 2}),
     "foreach": Feature(functools.partial(Edits, foreach=True), settings={"batches": 6}),
     "fused": Feature(functools.partial(Edits, fused=True), settings={"batches": 6}),
-    "fused by option": Feature(FusedByOption, ours={"fused_optimizer": True}, under_ddp=FusedLater),
     "lbfgs": Feature(NormsInValidation, "batch_norm", "lbfgs"),
     "adagrad": Feature(Scheduled, "mlp", "adagrad", settings={"accumulate": 2, "epochs": 2}),
     "adafactor": Feature(Plain, "skipped_block", "adafactor", settings={"clip": ("norm", 0.1)}),
