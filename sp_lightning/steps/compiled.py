@@ -93,10 +93,12 @@ def loop_for(cls: Any, group: Options, device: torch.device) -> Loop | None:
 
     Compares them if that was not done before, which waits for the device.
     """
+    if device.type == "cpu" or cls not in LOOPS:
+        return None
     values = [group[name] for name in NUMBERS if name in group] + list(group.get("betas") or ())
     are_numbers = all(isinstance(value, (int, float)) for value in values)
     is_usual = are_numbers and not group.get("differentiable") and not group.get("capturable")
-    if device.type == "cpu" or cls not in LOOPS or not is_usual or not (group["fused"] or group["foreach"]):
+    if not is_usual or not (group["fused"] or group["foreach"]):
         return None
     loop = LOOPS[cls](group, bool(group["fused"]))
     return loop if _is_same(cls, loop.kind, loop.flags, bool(group["fused"]), device) else None

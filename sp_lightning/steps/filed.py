@@ -141,6 +141,9 @@ class FiledSteps:
             state: The optimizer's.
             step: What steps them (slices.py).
         """
+        if self._store.placement.is_in_memory:
+            yield work, state
+            return
         in_windows = [item for item in work if self._goes_in_windows(item, state, step)]
         if whole := [item for item in work if not any(item is other for other in in_windows)]:
             yield whole, state

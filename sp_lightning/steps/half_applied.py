@@ -25,7 +25,7 @@ class Outcome:
 
     def note(self, whose: list[Weight]) -> None:
         """Note that weights were changed."""
-        self.versions.update((weight, weight.value._version) for weight in whose)
+        self.versions.update({weight: weight.value._version for weight in whose})
 
     @property
     def is_replaced(self) -> bool:
@@ -77,9 +77,10 @@ class EarlySteps:
 
     def _check_same(self, optimizer: optim.Optimizer) -> None:
         """Raise if weights were stepped with other options, or with gradients that are gone."""
-        grads = {weight: getattr(grad_of(weight.host), "content", None) for weight in self._stepped}
-        if any(grads[weight] is not content for weight, content in self._stepped.items()):
-            self.check()
+        for weight, content in self._stepped.items():
+            if getattr(grad_of(weight.host), "content", None) is not content:
+                self.check()
+                break
         self._check_options(optimizer)
         if self._stepped and self._params != _params(optimizer):
             raise _changed("groups")

@@ -36,11 +36,11 @@ class Place(Protocol):
     def wait(self, arrived: Arrival, tensor: Tensor) -> None:
         """Have what follows in the lane read a tensor after it has arrived."""
 
-    def up(self, tensor: Tensor) -> Tensor:
-        """Return a tensor where it is stepped."""
+    def up(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return tensors where they are stepped: the same ones, if they are there."""
 
-    def down(self, home: Tensor, stepped: Tensor) -> None:
-        """Bring what was stepped to where it belongs."""
+    def down(self, stepped: list[tuple[Tensor, Tensor]]) -> None:
+        """Bring tensors that were stepped, the second of each pair, to where they belong."""
 
     def new(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Make a tensor of the optimizer's state, which is to belong where this one does."""
@@ -67,12 +67,13 @@ class OnHost:
     def wait(self, arrived: Arrival, tensor: Tensor) -> None:
         arrived.synchronize()
 
-    def up(self, tensor: Tensor) -> Tensor:
-        return tensor
+    def up(self, tensors: list[Tensor]) -> list[Tensor]:
+        return tensors
 
-    def down(self, home: Tensor, stepped: Tensor) -> None:
-        if home.data_ptr() != stepped.data_ptr():
-            home.copy_(stepped)
+    def down(self, stepped: list[tuple[Tensor, Tensor]]) -> None:
+        for home, new in stepped:
+            if home.data_ptr() != new.data_ptr():
+                home.copy_(new)
 
     def new(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(like, dtype=dtype)
@@ -103,19 +104,21 @@ class OnDevice:
         else:
             arrived.wait(self._device.current_stream())
 
-    def up(self, tensor: Tensor) -> Tensor:
-        there = tensor.to(self._device.torch_device, non_blocking=True)
-        self._device.counters.bytes_up += 0 if there is tensor else tensor.nbytes
+    def up(self, tensors: list[Tensor]) -> list[Tensor]:
+        there = [tensor.to(self._device.torch_device, non_blocking=True) for tensor in tensors]
+        went = [tensor.nbytes for tensor, new in zip(tensors, there, strict=True) if new is not tensor]
+        self._device.counters.bytes_up += sum(went)
         return there
 
-    def down(self, home: Tensor, stepped: Tensor) -> None:
-        if home.data_ptr() == stepped.data_ptr():
-            return
-        if not home.ndim:
-            self._numbers.append((home, stepped))
-            return
-        home.copy_(stepped.to(home.dtype), non_blocking=True)
-        self._device.counters.bytes_down += home.nbytes if home.device.type == "cpu" else 0
+    def down(self, stepped: list[tuple[Tensor, Tensor]]) -> None:
+        for home, new in stepped:
+            if home.data_ptr() == new.data_ptr():
+                continue
+            if not home.ndim:
+                self._numbers.append((home, new))
+                continue
+            home.copy_(new.to(home.dtype), non_blocking=True)
+            self._device.counters.bytes_down += home.nbytes if home.device.type == "cpu" else 0
 
     def new(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(like, dtype=dtype)

@@ -8,6 +8,7 @@ so the elements are stepped as in one whole call. State that a first step makes 
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -46,10 +47,6 @@ class Slice(NamedTuple):
     start: int | None
     stop: int | None
 
-    @property
-    def is_last(self) -> bool:
-        return self.start is None or self.stop == self.work.weight.value.numel()
-
     def of(self, tensor: Tensor) -> Tensor:
         """Return the range of a tensor that is laid out as the weight is."""
         if self.start is None or self.stop is None:
@@ -57,44 +54,54 @@ class Slice(NamedTuple):
         return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
 
     def gradient(self, place: Place) -> Tensor:
-        """Return the gradient where the slice is stepped, multiplied by its factors on the way."""
+        """Return the gradient where it is."""
         grad = self.work.grad
         if not isinstance(grad, GradientBytes):
-            return place.up(grad)
+            return grad  # type: ignore[no-any-return]
         place.wait(grad.arrived, grad.raw)
-        part = place.up(self.of(grad.raw)).to(self.work.weight.value.dtype)
-        for factor in grad.factors:
-            part = part * factor  # the gradient stays as it is: a step that raises has changed nothing
-        return part
+        return self.of(grad.raw)
 
-    def state(self, place: Place, counts_go_up: bool) -> Options:
-        """Return the state where the slice is stepped; the numbers of a weight that is cut are copied."""
-        there = {}
-        for key, entry in self.own.items():
-            if isinstance(entry, Tensor):
-                if self.start is not None:
-                    entry = self.of(entry) if entry.shape == self.work.weight.value.shape else entry.clone()
-                if counts_go_up or key not in COUNTS:
-                    entry = place.up(entry)
-            there[key] = entry
-        return there
+    def multiplied(self, grad: Tensor) -> Tensor:
+        """Return the gradient, which is where it is stepped, in the weight's type and multiplied by its factors."""
+        if isinstance(self.work.grad, GradientBytes):
+            grad = grad.to(self.work.weight.value.dtype)
+            for factor in self.work.grad.factors:
+                grad = grad * factor  # the gradient stays as it is: a step that raises has changed nothing
+        return grad
 
-    def put_state(self, state: Options, new: Options, place: Place) -> None:
-        """Put what the step made of the state where the user's is, in its order; the last slice's numbers count."""
-        home = place.home(self.work.weight)
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors of the state; the numbers of a weight that is cut are copied."""
+        tensors = {key: entry for key, entry in self.own.items() if isinstance(entry, Tensor)}
+        if self.start is None:
+            return tensors
+        shape = self.work.weight.value.shape
+        return {key: self.of(entry) if entry.shape == shape else entry.clone() for key, entry in tensors.items()}
+
+    def put_state(
+        self, state: Options, new: Options, given: dict[int, Tensor], place: Place
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Put what the step made of the state where the user's is, in its order; the last slice's numbers count.
+
+        Return what is to be brought down: not what was stepped where it belongs, whose id is among those ``given``.
+        """
+        weight, down = self.work.weight, []
+        is_last = self.stop is None or self.stop == weight.value.numel()
         for key, entry in new.items():
-            mine = state.get(key)
             if not isinstance(entry, Tensor):
                 state[key] = entry
+            elif entry.ndim and id(entry) in given:
+                continue
             elif self.start is not None and entry.ndim:
-                if not isinstance(mine, Tensor):
-                    mine = state[key] = place.new(home, entry.dtype)
-                place.down(self.of(mine), entry)
-            elif self.is_last or key not in state:
+                if not isinstance(mine := state.get(key), Tensor):
+                    mine = state[key] = place.new(place.home(weight), entry.dtype)
+                down.append((self.of(mine), entry))
+            elif is_last or key not in state:
+                mine = state.get(key)
                 if not isinstance(mine, Tensor) or (mine.shape, mine.dtype) != (entry.shape, entry.dtype):
-                    belongs_here = entry.device.type == "cpu" or entry.device == home.device
+                    belongs_here = entry.device.type == "cpu" or entry.device == place.home(weight).device
                     mine = state[key] = entry if belongs_here else place.new(entry, entry.dtype)
-                place.down(mine, entry)
+                down.append((mine, entry))
+        return down
 
 
 def is_known(optimizer: optim.Optimizer) -> bool:
@@ -127,6 +134,7 @@ class SlicedOptimizer:
         self.is_elementwise = type(user) in ELEMENTWISE  # which take lists of tensors by default
         self._options = [self._noted(group) for group in user.param_groups]
         self._loops = [loop_for(type(user), group, device) for group in self._options]
+        self._counts_go_up = [counts_on_device(user, group) for group in self._options]
         given = {name: getattr(user, name, None) for name in SCALING}
         self._scaling = {name: value for name, value in given.items() if value is not None}
         self._scaling_here = {name: value.to("cpu") for name, value in self._scaling.items()}
@@ -152,7 +160,7 @@ class SlicedOptimizer:
         """Whether the step makes numbers of torch's default type, which a forward beside the step may change."""
         if isinstance(self.user, (optim.SGD, optim.ASGD)):
             return isinstance(self.user, optim.ASGD)  # at each step; SGD has none
-        return any(not state.peek(weight.host) for weight in whose)
+        return not all(map(state.peek, [weight.host for weight in whose]))
 
     def has_devices_bits(self, group: int) -> bool:
         """Whether the weights of a group get the bits of the device's kernels on the host."""
@@ -183,29 +191,37 @@ class SlicedOptimizer:
                 grad.norm = None
 
     def _step_slices(self, run: list[Slice], state: WaitingState, place: Place) -> None:
+        ordered = sorted(run, key=operator.attrgetter("work.group"))
+        homes = [part.of(place.home(part.work.weight)) for part in ordered]
+        made, grads = place.up(homes), place.up([part.gradient(place) for part in ordered])
         params: list[list[Tensor]] = [[] for _ in self._options]
         states: dict[Tensor, Any] = collections.defaultdict(dict)
-        counts_go_up = [counts_on_device(self.user, group) for group in self._options]
-        ordered = sorted(run, key=lambda part: part.work.group)
-        made = []
-        for part in ordered:
-            group = part.work.group
-            param = place.up(part.of(place.home(part.work.weight)))
-            param.grad = part.gradient(place)
+        given: dict[int, Tensor] = {}  # state that is stepped where it belongs, by its id
+        for part, param, grad in zip(ordered, made, grads, strict=True):
+            param.grad = part.multiplied(grad)
+            params[part.work.group].append(param)
             if part.own:
-                states[param] = part.state(place, counts_go_up[group])
-            params[group].append(param)
-            made.append(param)
-        self._call(params, states, {name: place.up(value) for name, value in self._scaling_here.items()})
+                states[param] = self._state(part, place, given)
+        scaling = place.up(list(self._scaling_here.values()))
+        self._call(params, states, dict(zip(self._scaling_here, scaling, strict=True)))
+        down = list(zip(homes, made, strict=True))
         for part, param in zip(ordered, made, strict=True):
             weight, grad = part.work.weight, part.work.grad
-            place.down(part.of(place.home(weight)), param)
             if new := states.get(param):
-                part.put_state(state.make(weight.host), new, place)
+                down += part.put_state(state.make(weight.host), new, given, place)
             if self._scaling and param.grad is not None:
-                place.down(part.of(grad.raw) if isinstance(grad, GradientBytes) else grad, param.grad)
+                down.append((part.of(grad.raw) if isinstance(grad, GradientBytes) else grad, param.grad))
             if weight.is_narrow:
-                place.down(part.of(weight.wire), param)
+                down.append((part.of(weight.wire), param))
+        place.down(down)
+
+    def _state(self, part: Slice, place: Place, given: dict[int, Tensor]) -> Options:
+        """Return the state of a slice where it is stepped; note what is there already."""
+        here, counts_go_up = part.state(), self._counts_go_up[part.work.group]
+        going = [key for key in here if counts_go_up or key not in COUNTS]
+        there = dict(zip(going, place.up([here[key] for key in going]), strict=True))
+        given.update({id(entry): entry for key, entry in there.items() if entry is here[key]})
+        return {**part.own, **here, **there}
 
     def _call(self, params: list[list[Tensor]], states: dict[Tensor, Any], scaling: Options) -> None:
         """Call the class's step on other parameters and state than the user's."""
@@ -215,12 +231,15 @@ class SlicedOptimizer:
     def _runs(self, work: list[Work], state: WaitingState, chunk: int) -> Iterator[list[Slice]]:
         """Cut weights into runs of slices of about a chunk's elements; those that are not cut are one run."""
         owned = [(item, state.peek(item.weight.host)) for item in work]
-        cut = [self._is_cut(item, own) for item, own in owned]
-        if whole := [Slice(*one, None, None) for one, is_cut in zip(owned, cut, strict=True) if not is_cut]:
-            yield whole
+        cut: list[tuple[Work, Options]] = []
+        whole: list[tuple[Work, Options]] = []
+        for item, own in owned:
+            (cut if self._is_cut(item, own) else whole).append((item, own))
+        if whole:
+            yield [Slice(item, own, None, None) for item, own in whole]
         run: list[Slice] = []
         room = chunk
-        for item, own in (one for one, is_cut in zip(owned, cut, strict=True) if is_cut):
+        for item, own in cut:
             for start in range(0, item.weight.value.numel(), chunk):
                 stop = min(start + chunk, item.weight.value.numel())
                 run.append(Slice(item, own, start, stop))
@@ -233,11 +252,13 @@ class SlicedOptimizer:
 
     def _is_cut(self, item: Work, own: Options) -> bool:
         value = item.weight.value
-        is_usual = self.is_elementwise and value.ndim and value.numel() and isinstance(item.grad, GradientBytes)
-        if not is_usual or (own and None in own.values()):
+        if not (self.is_elementwise and value.ndim and value.numel() and isinstance(item.grad, GradientBytes)):
             return False
-        alike = [entry for entry in own.values() if isinstance(entry, Tensor) and entry.shape == value.shape]
-        return all(entry.stride() == value.stride() for entry in alike)
+        shape, stride = value.shape, value.stride()
+        for entry in own.values():
+            if entry is None or (isinstance(entry, Tensor) and entry.shape == shape and entry.stride() != stride):
+                return False
+        return True
 
 
 def shadow_of(optimizer: optim.Optimizer, groups: list[Options], **attributes: Any) -> Any:

@@ -57,11 +57,12 @@ class WaitingState(collections.defaultdict[Any, Any]):
 
     # ---- without waiting
 
-    def reserve(self, key: Any) -> None:
-        """Give a key its place, in the order of a plain run, until a step has made the entry or made none."""
-        if not dict.__contains__(self, key):
-            dict.__setitem__(self, key, {})
-            self._reserved.add(key)
+    def reserve(self, keys: list[Any]) -> None:
+        """Give keys their places, in the order of a plain run, until a step has made the entry or made none."""
+        for key in keys:
+            if not dict.__contains__(self, key):
+                dict.__setitem__(self, key, {})
+                self._reserved.add(key)
 
     def _forget_empty(self, keys: list[Any]) -> None:
         """Give up the places of these keys where a step has made no entry."""

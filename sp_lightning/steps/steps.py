@@ -54,7 +54,9 @@ class Steps:
         self.thread = ThreadPoolExecutor(1, "superpipeline-steps", torch.set_flush_denormal, (False,))
         self._adopted: weakref.WeakKeyDictionary[optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # and hooks
         self._early: optim.Optimizer | None = None  # which steps beside this backward
-        self._early_groups: dict[int, int] = {}  # of its weights, as the first of these steps finds them
+        # Of its weights, and with its options, as the first of these steps finds them.
+        self._early_groups: dict[int, int] = {}
+        self._early_sliced: Any = None
         self._early_steps = EarlySteps()
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self.chose_residents = False  # whether the user asked for resident units
@@ -104,11 +106,12 @@ class Steps:
 
     def _groups(self, optimizer: optim.Optimizer) -> dict[int, int]:
         """Map the ids of an optimizer's streamed weights to its groups."""
+        units = self._units
         return {
             id(weight): index
             for index, group in enumerate(optimizer.param_groups)
             for param in group["params"]
-            if (weight := self._weight(param)) is not None
+            if (weight := weights.get(id(param))) is not None and weight.unit in units
         }
 
     def _weight(self, param: Any) -> Weight | None:
@@ -191,28 +194,25 @@ class Steps:
 
         def closure_and_step() -> Any:  # also without the user's: the optimizer's own hooks on steps come before it
             result = None if closure is None else closure()  # a first call in it streams what was added
+            groups = self._groups(optimizer)
             for group in own.param_groups:
-                rest = [param for param in group["params"] if self._weight(param) is None]
+                rest = [param for param in group["params"] if id(weights.get(id(param))) not in groups]
                 shadow.param_groups.append({**group, "params": rest})
-            self._take(optimizer)
+            self._take(optimizer, groups)
             return result
 
         return (shadow, closure_and_step), {}
 
-    def _take(self, optimizer: optim.Optimizer) -> None:
+    def _take(self, optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
         """Step the streamed weights that have gradients, but for those that were stepped beside backward."""
         self.adopt(optimizer)
-        groups = self._groups(optimizer)
         state: Any = optimizer.state
-        whose = []
         with without_dispatch():
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        state.reserve(param)
-                        whose.append(self._weight(param))
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            state.reserve(params)
+            whose = [weight for p in params if (weight := weights.get(id(p))) is not None and id(weight) in groups]
             work: dict[Unit, list[Weight]] = {}
-            for weight in self._early_steps.left_of(optimizer, [weight for weight in whose if weight is not None]):
+            for weight in self._early_steps.left_of(optimizer, whose):
                 work.setdefault(weight.unit, []).append(weight)
             sliced = SlicedOptimizer(optimizer, self._device)
             if self.chose_residents and not self._makes_trips:
@@ -283,10 +283,7 @@ class Steps:
     def _reserve_state(optimizer: optim.Optimizer) -> None:
         """Give the entries of state that the steps will make the order of a plain run, not that of backward."""
         state: Any = optimizer.state
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.requires_grad:
-                    state.reserve(param)
+        state.reserve([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
 
     @property
     def half_applied(self) -> int:
@@ -302,9 +299,13 @@ class Steps:
         check_no_second(whose)
         if self._early is None or not is_complete or unit.calls != 1 or unit.is_resident:
             return
-        optimizer = self._early
+        with without_dispatch():
+            self._step_early(self._early, unit, whose)
+
+    def _step_early(self, optimizer: optim.Optimizer, unit: Unit, whose: list[Weight]) -> None:
         if not self._early_steps.count:  # the training step may have changed the groups
             self._early_groups = self._groups(optimizer)
+            self._early_sliced = SlicedOptimizer(optimizer, self._device)
             self._reserve_state(optimizer)
         groups = self._early_groups
         mine = [weight for weight in whose if id(weight) in groups]
@@ -312,8 +313,7 @@ class Steps:
             self._early_steps.mark(optimizer, mine)
             unit.is_final = True
             self._counters.stepped_ahead += len(mine)
-            step = SlicedOptimizer(optimizer, self._device)
-            self._submit(unit, mine, step, groups, optimizer.state, self._early_steps.outcome)
+            self._submit(unit, mine, self._early_sliced, groups, optimizer.state, self._early_steps.outcome)
 
     def backward_ended(self) -> None:
         """Drop units that were stepped beside the backward: the device has their weights of before."""
@@ -368,10 +368,13 @@ class Steps:
             self._run(unit, whose, sliced, outcome, step)
 
         future: Future[None] = unit.begin_step(lambda: self._start(unit, whose, run))
+        is_watched = True
         for _, grad, _ in work:
             if isinstance(grad, GradientBytes):
                 grad.step = future
-        is_watched = all(isinstance(grad, GradientBytes) and not grad.is_exposed for _, grad, _ in work)
+                is_watched = is_watched and not grad.is_exposed
+            else:
+                is_watched = False
         if not is_watched or sliced.makes_numbers(whose, state):
             unit.wait_step()  # nothing watches gradients that the user made
 

@@ -477,7 +477,8 @@ class Gradients:
         with without_dispatch():
             grad = grad_of(leaf)
             set_grad(leaf, None)
-        if grad is None or not weight.host.requires_grad:
+            trains = weight.host.requires_grad
+        if grad is None or not trains:
             return  # frozen since the forward, as by `toggle_optimizer`
         if grad.requires_grad:
             raise UnsupportedError(
@@ -573,9 +574,10 @@ class Gradients:
         places, total = [], 0
         host: Any = self._device if unit.spill is None else unit.spill
         round_up = aligned if unit.spill is None else unit.spill.aligned
-        for _, grad in dense:
+        nbytes = [grad.nbytes for _, grad in dense]
+        for each in nbytes:
             places.append(total)
-            total += round_up(grad.nbytes)
+            total += round_up(each)
         there, here = self._device.empty(total), host.passing(total)
         typed = {dtype: there.view(dtype) for dtype in {grad.dtype for _, grad in dense}}
         packed, views = [], []
@@ -587,9 +589,9 @@ class Gradients:
         copy_all(packed, [grad for _, grad in dense])
         self._device.down.wait_event(stream.record_event())
         counters = self._device.counters
-        recorded = counters.listener.work("down", unit.name, "gradients", sum(grad.nbytes for _, grad in dense))
+        recorded = counters.listener.work("down", unit.name, "gradients", sum(nbytes))
         arrived = host.send_down(here, there, recorded)
-        counters.bytes_down += sum(grad.nbytes for _, grad in dense)
+        counters.bytes_down += sum(nbytes)
         self.ring.hold(there, [arrived], stream)
         return views, arrived
 
