@@ -41,10 +41,12 @@ from .stream.lazy import set_requires_grad
 from .stream.leaf import Part, Weight, WholeWeight, casts_of, has_form_of
 from .stream.preflight import check_memory
 from .stream.preparation import check_moves, materialize, move_buffers, pack_weights
+from .stream.shards import ShardWeight
 from .stream.unit import HeldUnit, ResidentUnit, Unit
 from .stream.visits import Visit
 from .stream.window import Window
-from .wholes.whole import Whole
+from .wholes.sharded import Sharded, bring_to_host, check_supported
+from .wholes.whole import Whole, part_of
 
 CHUNK = 1 << 18  # elements of a slice, which fit a core's cache
 handles: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -134,11 +136,13 @@ class Handle:
         self.team = team or Alone()
         self.device = Device(device, options.host_memory, self.team.slabs)
         pack_weights(module)
+        bring_to_host(module)
         if not self.device.is_host:
             check_moves(module)
         self._slots = slots(module)
         self._check_free(module.named_parameters())
         cut = partition(module, options.units)
+        self._check_shards(cut)
         asked = 0 if options.resident == "auto" else options.resident
         first, free = residents.choose(cut, self._slots, asked), residents.free_bytes(self.device)
         streamed = [part for part in cut if not part.resident and part not in first]
@@ -332,7 +336,13 @@ class Handle:
         wholes: Iterable[Whole] = (),
     ) -> Unit:
         index, has_masters = len(self.units), self.options.master_weights
-        parts: dict[int, Weight] = {id(named[1]): Part(*named) for whole in wholes for named in whole.parts}
+        parts: dict[int, Weight] = {}
+        for whole in wholes:
+            if isinstance(whole, Sharded):
+                in_a_group = type(self.team) is not Alone
+                parts[id(part_of(whole))] = ShardWeight(whole, self._slots[whole.parameter], in_a_group)
+            else:
+                parts |= {id(named[1]): Part(*named) for named in whole.parts}
         weights = []
         for own_name, param in params:
             wire = self._wire_of(param)
@@ -345,7 +355,7 @@ class Handle:
             weights[-1].place = place
         self.units.append(kind(index, name, weights, self.device, self.window, self.store.filed(name, weights)))
         self.units[-1].spill = self.store.gradients_of(index)
-        for whole in wholes:
+        for whole in (whole for whole in wholes if not whole.is_shard):
             own = [parts[id(tensor)] for _, tensor in whole.parts]
             made = WholeWeight(whole, self._slots[whole.parameter], own, self.device.torch_device)
             self.units[-1].wholes.append(made)
@@ -393,6 +403,19 @@ class Handle:
         self.store.close()
         self.team.close()
         self.device.close()
+
+    def _check_shards(self, cut: Any) -> None:
+        """Raise for what DTensors are not streamed with."""
+        options = self.options
+        refused = {
+            "master_weights=True": options.master_weights,
+            "optimizer_device='device'": options.optimizer_device == "device",
+            "compile_units=True": options.compile_units,
+            "disk= or host_budget=": options.uses_files,
+        }
+        wholes = [whole for unit in cut for whole in unit.wholes if isinstance(whole, Sharded)]
+        self.team.check_shards([f"{whole.name} ({whole.shard_name()})" for whole in wholes])
+        check_supported(cut, self.device.torch_device, type(self.team) is not Alone, refused)
 
     @staticmethod
     def _check_free(named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -524,16 +547,14 @@ class Handle:
         self.close()
 
 
-def not_yet(options: Options, devices: int, has_shards: bool = False) -> str | None:
+def not_yet(options: Options, devices: int) -> str | None:
     """Name what a run asks for that this core does not have yet, for which there is the one of before; None: nothing.
 
     Args:
         options: The user's options.
         devices: How many compute.
-        has_shards: Whether layers are cut across devices.
     """
     asked = {
-        "tensor_parallel_size": has_shards,
         "several devices with disk= or host_budget=": devices > 1 and options.uses_files,
         "divide_state=True": options.divide_state,
     }

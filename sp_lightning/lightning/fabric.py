@@ -28,7 +28,7 @@ from ..stream.preparation import move_buffers, move_others
 from .checkpoint_io import MappedCheckpointIO
 from .fabric_before import FabricStrategyBefore
 from .master_weights import MasterWeights
-from .names import FabricBaseStrategy, update_properties
+from .names import FabricBaseStrategy, FabricModelParallelStrategy, update_properties
 from .strategy import WIRES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,7 +52,7 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
     @property
     def is_before(self) -> bool:
         """Whether this run is on the core of before."""
-        return not_yet(self.options, self.world_size, self._axes.has_shards) is not None
+        return not_yet(self.options, self.world_size) is not None
 
     def _check_devices(self) -> None:
         super()._check_devices()
@@ -74,13 +74,15 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
             for handle in self.handles:
                 if module is handle.module:  # which this rank streamed alone
                     handle.close()
+            self._axes.check_module(module)
             self._begin(module, self._team())
         return module
 
     @on_core
     def _connect(self) -> None:
         """Begin the process group, unless it is begun."""
-        if self.is_distributed and not is_initialized():
+        needs_mesh = self._axes.has_shards and self._axes.mesh is None
+        if self.is_distributed and (needs_mesh or not is_initialized()):
             self._set_up_ranks()
 
     def _begin(self, module: nn.Module, team: Peers | None) -> None:
@@ -137,7 +139,8 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
             raise TornStepError(why)
         for handle in self.handles:
             handle.saving()
-        FabricBaseStrategy.save_checkpoint(self, path, state, *args, **kwargs)
+        kind: Any = FabricModelParallelStrategy if self._axes.has_shards else FabricBaseStrategy
+        kind.save_checkpoint(self, path, state, *args, **kwargs)
 
     @on_core
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -149,10 +152,13 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
             if isinstance(state, nn.Module):
                 copied = [*self.get_module_state_dict(state)]
             self.checkpoint_io.copied_later = ["state"] if "" in optimizers else copied
-        found = FabricBaseStrategy.load_checkpoint(self, path, state, *args, **kwargs)
+        kind: Any = FabricModelParallelStrategy if self._axes.has_shards else FabricBaseStrategy
+        found: dict[str, Any] = kind.load_checkpoint(self, path, state, *args, **kwargs)
         for optimizer in optimizers.values():
             for handle in self._handles_of(optimizer):
                 handle.loaded(optimizer)
+        for handle in self.handles if self._axes.has_shards else ():
+            handle.steps.publish()
         return found
 
     @on_core

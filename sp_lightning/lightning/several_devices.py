@@ -65,6 +65,9 @@ class OneAxis:
         """Return the backend of the process group."""
         return backend
 
+    def make_mesh(self, module: Any, device: torch.device) -> None:
+        """Make the mesh of all ranks, and give it to the module."""
+
     def begin(self, module: Any, ranks: OneRank, device: torch.device, timeout: timedelta, keep: timedelta) -> OneRank:
         """Give the module the mesh, and return the ranks that have the same weights."""
         return ranks
@@ -109,7 +112,7 @@ class Axes(OneAxis):
     def backend(self, backend: str, device: torch.device) -> str:
         return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
-    def begin(self, module: Any, ranks: OneRank, device: torch.device, timeout: timedelta, keep: timedelta) -> OneRank:
+    def make_mesh(self, module: Any, device: torch.device) -> None:
         if self.mesh is None:
             from torch.distributed.device_mesh import init_device_mesh  # other runs need nothing of it
 
@@ -117,6 +120,9 @@ class Axes(OneAxis):
         if module is not None:
             set_device_mesh(module, self.mesh)
         self.group = self.mesh[DATA].get_group()
+
+    def begin(self, module: Any, ranks: OneRank, device: torch.device, timeout: timedelta, keep: timedelta) -> OneRank:
+        self.make_mesh(module, device)
         return ranks if self._sizes[1] == 1 else connect(self.group, device, timeout, None, keep)
 
     def share(self, world: int, rank: int) -> dict[str, int]:
@@ -347,6 +353,7 @@ class SeveralDevices:
             self.set_world_ranks()
             self._init_process_group()
             if not self.is_before:
+                self._axes.make_mesh(self._module_to_make, self._root_device)
                 return
             self.ranks = connect(None, self._root_device, self._timeout, self._machines_expected, self._keepalive)
             at = self._root_device, self._timeout, self._keepalive
@@ -405,7 +412,10 @@ class SeveralDevices:
 
     def _team(self) -> Peers | None:
         """Make what this rank and the others have together while a module streams; None with one device."""
-        return Peers(dist.group.WORLD, self._timeout, self._keepalive) if self.is_distributed else None  # type: ignore[arg-type]  # it is begun
+        if not self.is_distributed or (self._axes.group is not None and self._axes.group.size() == 1):
+            return None
+        group: Any = self._axes.group or dist.group.WORLD
+        return Peers(group, self._timeout, self._keepalive)
 
     @property
     def _home(self) -> torch.device:

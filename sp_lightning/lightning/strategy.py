@@ -189,7 +189,7 @@ class SuperpipelineStrategy(StrategyBefore):
     @property
     def is_before(self) -> bool:
         """Whether this run is on the core of before."""
-        return not_yet(self.options, self.world_size, self._axes.has_shards) is not None
+        return not_yet(self.options, self.world_size) is not None
 
     @on_core
     def setup(self, trainer: Trainer) -> None:
@@ -216,6 +216,7 @@ class SuperpipelineStrategy(StrategyBefore):
         if module.trainer.state.fn == TrainerFn.FITTING and self.optimizers:  # of an earlier run
             self.optimizers, self.lr_scheduler_configs = [], []
             gc.collect()  # schedulers are in cycles with them
+        self._axes.check_module(module)
         move_others(module, self.root_device)
         moved = lambda parameter: unit_of(parameter) is not None  # noqa: E731
         with self._waiting_for_parameters("superpipeline: weights into host memory", moved):
@@ -254,12 +255,17 @@ class SuperpipelineStrategy(StrategyBefore):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint without emptying the device's memory cache."""
         self._note_checkpoint(checkpoint_path)
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        found = self._files.load(checkpoint_path, self.checkpoint_io.load_checkpoint, weights_only)
+        if self._files.in_shards and self._streaming is not None:  # they are loaded
+            for optimizer in self.optimizers:
+                self._streaming.loaded(optimizer)
+            self._streaming.steps.publish()
+        return found
 
     @on_core
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state for a checkpoint."""
-        return SingleDeviceStrategy.lightning_module_state_dict(self)
+        return self._files.state_of((), functools.partial(SingleDeviceStrategy.lightning_module_state_dict, self))
 
     @on_core
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -269,7 +275,7 @@ class SuperpipelineStrategy(StrategyBefore):
         """
         if self._handles_exception and self._why_not_saved():
             return {}
-        return SingleDeviceStrategy.optimizer_state(self, optimizer)
+        return self._files.state_of((optimizer,), functools.partial(SingleDeviceStrategy.optimizer_state, self))
 
     @on_core
     def _check_whole(self) -> None:
@@ -288,6 +294,8 @@ class SuperpipelineStrategy(StrategyBefore):
     @on_core
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights as the base class does, with a progress bar if it takes long."""
+        if self._files.in_shards:
+            return  # `load_checkpoint` has loaded them
         module = self.lightning_module
         assert module is not None
         materialize(module)  # torch would load nothing into a weight on the meta device

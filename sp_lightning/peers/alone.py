@@ -31,6 +31,9 @@ class Alone:
         """Make what takes gradients to the user's parameters."""
         return Gradients(device, steps, room)
 
+    def check_shards(self, shards: list[str]) -> None:
+        """Raise unless all ranks have the same shards of DTensors."""
+
     def share_units(self, units: list[Unit], device: Device) -> None:
         """Have the first rank's weights on all ranks."""
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..compat.streaming import without_dispatch
+from ..compat.tensors import local_of
 from ..errors import UnsupportedError
 from ..host.device import Device, Ring, aligned
 from ..stream.gradients import (
@@ -196,7 +197,10 @@ class SharedGradients(Gradients):
         if there is None:
             return came
         content = getattr(there, "content", None)
-        before: Tensor = there.to(weight.leaf.device) if content is None else content.on_device()
+        if content is None:
+            before: Tensor = (local_of(there) if weight.is_shard else there).to(weight.there.device)
+        else:
+            before = content.on_device()
         return before if came is None else before + came.to(before.dtype)
 
     def _places(self, whose: list[Weight]) -> tuple[list[tuple[Cut, int]], int]:
@@ -319,7 +323,9 @@ class SharedGradients(Gradients):
         """Make means the parameters' gradients: what was there is part of them (Rule 4)."""
         with without_dispatch(), torch.no_grad():
             for weight, content in sent:
-                if isinstance(content, (Mean, ResidentMean)):
+                if weight.is_shard and isinstance(content, Mean):
+                    weight.deposit(content, is_sum=True)
+                elif isinstance(content, (Mean, ResidentMean)):
                     set_grad(weight.host, HostGradient.of(content))
         super()._deposit_all([(weight, made) for weight, made in sent if not isinstance(made, (Mean, ResidentMean))])
 

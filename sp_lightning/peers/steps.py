@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.autograd.graph import increment_version
 
+from ..compat.tensors import is_dtensor
 from ..host.device import Device, aligned
 from ..steps.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
 from ..steps.state import WaitingState
@@ -258,9 +259,11 @@ class SharedSteps(Steps):
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         super()._after(optimizer, args, kwargs)
-        if optimizer in self._adopted and not is_known(optimizer):  # the user's own code stepped whole weights
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            self._submit_publishing({unit for param in params if (unit := unit_of(param)) is not None})
+        # The user's own code stepped whole weights, or shards.
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not (optimizer in self._adopted and not is_known(optimizer)):
+            params = [param for param in params if is_dtensor(param)]
+        self._submit_publishing({unit for param in params if (unit := unit_of(param)) is not None})
 
     def publish(self) -> None:
         self._submit_publishing({unit for unit in self._planes if unit.is_edited()})

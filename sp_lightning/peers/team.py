@@ -119,6 +119,18 @@ class Team:
 
     # ---- weights and buffers
 
+    def check_shards(self, shards: list[str]) -> None:
+        """Raise unless all ranks have the same shards of DTensors."""
+        for rank, others in enumerate(self._gathered_objects(shards)):
+            if others != shards:
+                pairs = zip([*shards, "none"], [*others, "none"], strict=False)
+                own, other = next(pair for pair in pairs if pair[0] != pair[1])
+                raise UnsupportedError(
+                    f"the ranks' models differ: rank {self.rank} has the shard {own}, rank {rank} {other}. Ranks whose"
+                    " gradients are exchanged have the same shards: pass the group of the mesh's data axis, or"
+                    " tensor_parallel_size= to a strategy"
+                )
+
     def share_units(self, units: list[Unit], device: Device) -> None:
         """Have the first rank's weights on all ranks. The first of each machine wrote the streamed ones."""
         self._is_on_host = device.is_host

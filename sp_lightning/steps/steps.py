@@ -117,7 +117,9 @@ class Steps:
     def _weight(self, param: Any) -> Weight | None:
         """Return the weight of a parameter that this stream steps."""
         weight = weights.get(id(param))
-        return weight if weight is not None and weight.unit in self._units else None
+        if weight is None or weight.is_shard or weight.unit not in self._units:
+            return None  # its own code steps a DTensor
+        return weight
 
     def adopt(self, optimizer: optim.Optimizer) -> None:
         """Make readers of an optimizer's state wait for steps."""

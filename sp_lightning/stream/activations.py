@@ -59,7 +59,7 @@ class SavedWeight:
     __slots__ = ("place", "version", "weight")
 
     def __init__(self, tensor: Tensor, weight: Weight) -> None:
-        self.weight, self.version = weight, tensor._version
+        self.weight, self.version = weight, weight.there._version
         self.place = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def get(self) -> Tensor:
@@ -223,7 +223,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         memory = shown.get(storage_id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
         if memory is not None:
             weight = memory.weight_of(tensor)
-            if tensor._version == weight.there._version and not tensor.is_conj() and not tensor.is_neg():
+            is_as_shown = weight.is_shard or tensor._version == weight.there._version  # a shard's views have others
+            if is_as_shown and not tensor.is_conj() and not tensor.is_neg():
                 memory.keep_for_stream()
                 return SavedWeight(tensor, weight)
         if self.outer is not None:

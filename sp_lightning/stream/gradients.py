@@ -485,6 +485,8 @@ class Gradients:
                 f"backward(create_graph=True) would give {weight.name} a gradient with a graph, which cannot be in host"
                 " memory: compute such gradients by torch.autograd.grad(..., create_graph=True)"
             )
+        if weight.is_shard and (grad := weight.received(grad)) is None:
+            return
         came[weight] = grad
         if len(came) >= unit.trained:
             self._flush(backward, unit, backward.came.pop(unit), is_complete=True)
@@ -522,7 +524,8 @@ class Gradients:
         with without_dispatch():
             after = [weight.host for weight, _ in sent if hooks_after_accumulation(weight.host)]
         if after or self._steps.is_eager():
-            self._deposit_all(sent)
+            backward.sent += [one for one in sent if one[0].is_shard]  # which wait, and which no step of ours reads
+            self._deposit_all([one for one in sent if not one[0].is_shard])
             for host in after:
                 for hook in list(hooks_after_accumulation(host).values()):
                     hook(host)
@@ -605,6 +608,9 @@ class Gradients:
         """Make these the parameters' gradients, or add them to the gradients that are there."""
         with without_dispatch(), torch.no_grad():
             for weight, came in sent:
+                if weight.is_shard:
+                    weight.deposit(came, is_sum=False)
+                    continue
                 host = weight.host
                 there = grad_of(host)
                 if there is None:

@@ -72,6 +72,7 @@ class Weight:
     there: Tensor  # the weight on the device: the leaf itself, or what is lent for it
     blank: Tensor  # data of the same form without bytes
     is_part = False  # whether it is one of the tensors that a weight of the user's consists of (WholeWeight)
+    is_shard = False  # whether the host's parameter is a DTensor (shards.py)
     form: tuple[torch.Size, tuple[int, ...], int]  # shape, strides and first element of what travels
     place: Any = None  # where in a file its bytes are (store.py); None: they are in memory
 
@@ -90,6 +91,23 @@ class Weight:
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
         # The user's views of the host's bytes, by their ids.
         self.aliases: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    @property
+    def bytes_of_host(self) -> Tensor:
+        """The tensor that has the host's bytes."""
+        return self.host
+
+    def leaf_over(self, there: Tensor) -> Any:
+        """Make the leaf of a shard."""
+        raise NotImplementedError
+
+    def received(self, grad: Tensor) -> Tensor | None:
+        """Return the gradient of a shard; None: it is on the host already."""
+        raise NotImplementedError
+
+    def deposit(self, content: Any, is_sum: bool) -> None:
+        """Put the gradient of a shard into `.grad`, or add it to what is there unless it is the sum."""
+        raise NotImplementedError
 
     def keep_written(self, made: Tensor) -> None:
         """Keep what a function wrote to the tensor that it was given for the weight; raise if that is not possible."""
@@ -353,11 +371,6 @@ class WholeWeight:
     """A parameter that consists of several tensors, and what stands for it on the device."""
 
     def __init__(self, whole: Whole, slots: list[Slot], parts: list[Weight], device: torch.device) -> None:
-        if whole.is_shard:
-            raise UnsupportedError(
-                f"{whole.name} is a DTensor, a part of a weight that several devices have: a stream through one device"
-                " takes weights that are there as a whole"
-            )
         self.name, self.host = whole.name, whole.parameter
         self._form, self._parts, self._device = whole.form, parts, device
         self._slots = [(0, slot) for slot in slots]

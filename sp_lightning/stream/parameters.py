@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ..compat.streaming import base_of, hooks_of_gradient, tree_map_only, without_dispatch
+from ..compat.tensors import IS_PARAMETER, is_dtensor, is_dtensor_class, local_of, over_spec, spec_of
 from ..errors import ExactnessError, UnsupportedError
 from .gradients import HostGradient, backwards, recover, release_gradient
 from .lazy import (
@@ -32,7 +33,8 @@ from .lazy import (
     set_requires_grad,
     shares_bytes,
 )
-from .leaf import Weight, call_with_leaves, check_form, graph_after_close, version_of
+from .leaf import NOTHING, Weight, call_with_leaves, check_form, graph_after_close, version_of
+from .shards import on_host
 from .unit import Unit
 
 weights: dict[int, Weight] = {}  # by the id of the parameter
@@ -83,7 +85,7 @@ class Watched(Lazy):
         is_own = _is_in_own_call(args[0] if args else None)
         if not is_own and (func in ON_HOST or not _is_inside_step(func, args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)
-        has_leaves = False
+        has_leaves, units = False, []
 
         def on_device(tensor: Any) -> Any:
             nonlocal has_leaves
@@ -94,12 +96,15 @@ class Watched(Lazy):
                 with without_dispatch():
                     return tensor.to(weight.leaf.device)
             _prepare(weight)
-            has_leaves = True
+            if weight.is_shard:
+                units.append(weight.unit)
+            else:
+                has_leaves = True
             return weight.leaf
 
         first = args[0] if args else None
         args, kwargs = tree_map_only(Watched, on_device, (args, kwargs or {}))
-        with without_dispatch():
+        with without_dispatch(), units[0].window.using(units) if units else NOTHING:
             result = call_with_leaves(func, args, kwargs) if has_leaves else func(*args, **kwargs)
             if isinstance(first, HostParameter) and (weight := first.weight_of()) is not None:
                 _note_views(weight, result)
@@ -302,6 +307,90 @@ class HostParameter(Watched, nn.Parameter):
         return made
 
 
+class HostShard(Watched):
+    """A streamed DTensor (shards.py): a mixin of a class of its own for each kind of DTensor."""
+
+    plain_class: type
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if backwards:
+            recover()
+        if func in HOOKING:
+            raise UnsupportedError(
+                f"{_name_of(args[0])} is a streamed DTensor, of which hooks get no gradients: use none"
+            )
+        if func == set_data:
+            raise UnsupportedError(
+                f"{_name_of(args[0])}.data was assigned, which gives a DTensor no other local tensor: write to the"
+                " parameter, as by copy_() under torch.no_grad()"
+            )
+        if func == set_grad and args[1] is not None:
+            with without_dispatch():
+                return set_grad(args[0], on_host(args[1]))
+        found = next(found_in((args[1:], kwargs), HostShard), None) if func is torch.autograd.grad else None
+        if found is not None:
+            raise UnsupportedError(
+                f"torch.autograd.grad was called for {_name_of(found)}, a DTensor, whose"
+                " gradients come by backward() alone: call that"
+            )
+        if func is torch.autograd.backward:
+            return func(*tree_map_only(Watched, _edge_of, args), **tree_map_only(Watched, _edge_of, kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def after(self, func: Any, result: Any) -> None:
+        """Note writes, and have results over the shard's bytes, such as `.data`, wait as well."""
+        if (weight := self.weight_of()) is None:
+            return
+        if _writes(func):
+            weight.unit.epoch += 1  # functions of lists move no version of a DTensor, and `.data` has one of its own
+        for tensor in result if isinstance(result, (list, tuple)) else (result,):
+            is_new = is_dtensor(tensor) and not isinstance(tensor, Watched)
+            if is_new and shares_bytes(local_of(tensor), weight.value):
+                kind: Any = type(tensor)
+                tensor.__class__ = _watched(kind)
+                tensor.alias_of = weight
+
+    def to_local(self, **kwargs: Any) -> Tensor:
+        """Return the shard, on the device where a function of torch would get it there."""
+        weight = self.weight_of()
+        if weight is None or not _is_inside_step(torch.add, (self,), {}):
+            self.before()
+            return super().to_local(**kwargs)  # type: ignore[misc,no-any-return]
+        with weight.unit.window.using([weight.unit]):
+            _prepare(weight)
+            return weight.leaf.to_local(**kwargs)  # type: ignore[attr-defined,no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = made = self._plain(is_copy=True)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain(is_copy=False).__reduce_ex__(protocol)
+
+    def _plain(self, is_copy: bool) -> Any:
+        self.before()
+        this: Any = self
+        with without_dispatch(), torch.no_grad():
+            local = local_of(this).detach()
+            made = over_spec(local.clone() if is_copy else local, spec_of(this))
+            is_parameter = hasattr(this, IS_PARAMETER)
+            return nn.Parameter(made, requires_grad_of(this)) if is_parameter else made
+
+
+def _writes(func: Any) -> bool:
+    """Whether a function of torch writes to its first argument, by its name."""
+    name: str = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+HOOKING = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
+
+
+def _name_of(param: Any) -> str:
+    return weights[id(param)].name if id(param) in weights else type(param).__name__
+
+
 def _is_in_own_call(tensor: Any) -> bool:
     """Whether this is a parameter of the unit whose call is under way, where its bytes are the leaf's."""
     weight = weights.get(id(tensor))
@@ -421,6 +510,8 @@ def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:
 def _watched(plain: type) -> type:
     if plain is nn.Parameter:
         return HostParameter
+    if is_dtensor_class(plain):
+        return type(f"Host{plain.__name__}", (HostShard, plain), {"plain_class": plain})
     return type(f"Host{plain.__name__}", (HostParameter, plain), {"plain_class": plain})
 
 
@@ -439,7 +530,7 @@ def forget_wholes(unit: Unit) -> None:
 def watch(weight: Weight) -> None:
     """Make functions of a parameter wait for its bytes."""
     is_trainable = weight.leaf.is_floating_point() or weight.leaf.is_complex()
-    if is_trainable and not weight.host.is_inference():
+    if not weight.is_shard and is_trainable and not weight.host.is_inference():
         weight.end_of_graph = _end_of_graph(weight.host)
         weight.end_of_graph.register_prehook(functools.partial(_refuse_gradient, weight.name))
     weights[id(weight.host)] = weight
@@ -482,5 +573,6 @@ def release(weight: Weight) -> None:
 def _make_plain(weight: Weight) -> None:
     weight.end_of_graph = None
     release_gradient(weight.host)
-    weight.host.__class__ = getattr(weight.host, "plain_class", nn.Parameter)
+    plain: Any = getattr(weight.host, "plain_class", nn.Parameter)
+    weight.host.__class__ = plain
     del weights[id(weight.host)]

@@ -128,7 +128,8 @@ class Unit:
         self.memory = Residency(device, weights, self.nbytes)
         self._hosts: list[Any] = [weight.host for weight in weights]
         self._leaves: list[Any] = [weight.leaf for weight in weights]
-        self._there = [weight.there for weight in weights]
+        self._there = [weight.leaf if weight.is_shard else weight.there for weight in weights]
+        self._sharded = [(index, weight.host) for index, weight in enumerate(weights) if weight.is_shard]
         self._values = [weight.value for weight in weights]
         self.note_slots()
 
@@ -149,6 +150,11 @@ class Unit:
             if weight.is_lent:
                 weight.there = weight.blank.detach()
                 weight.leaf = Narrow(_without_bytes(weight.value, self.device.torch_device), requires_grad=False)
+            elif weight.is_shard:
+                weight.there = weight.blank.detach()
+                weight.leaf = weight.leaf_over(weight.there)
+                weight.leaf.__dict__ = weight.host.__dict__
+                return
             elif weight.is_part:
                 # A plain tensor, to which the whole refers.
                 weight.there = weight.leaf = weight.blank.detach()  # type: ignore[assignment]
@@ -159,7 +165,7 @@ class Unit:
         weight.leaf.__dict__ = weight.host.__dict__  # attributes that a forward sets on the weight are the parameter's
 
     def _take_bytes(self, weight: Weight) -> None:
-        host = weight.host
+        host: Any = weight.bytes_of_host
         if weight.place is not None:
             weight.wire, weight.value = host.data, host.detach()
             return
@@ -220,7 +226,10 @@ class Unit:
         self._stamp = stamp
 
     def _now(self) -> Stamp:
-        return self.epoch, list(map(stored_version, self._values))
+        versions = list(map(stored_version, self._values))
+        for index, host in self._sharded:
+            versions[index] += stored_version(host)
+        return self.epoch, versions
 
     def is_stale(self) -> bool:
         """Whether what is on the device, or on its way there, is no longer what the host has."""
@@ -287,8 +296,10 @@ class Unit:
             return
         with torch.no_grad(), without_dispatch():
             weight.value.copy_(weight.there)
-        weight.shown = weight.value._version
+            if weight.is_shard:
+                increment_version(weight.there)  # the write moved the version of the leaf alone
         self._stamp = self._now()
+        weight.shown = self._stamp[1][self.weights.index(weight)]
 
     # ---- steps
 

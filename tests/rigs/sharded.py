@@ -36,12 +36,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import models
 import parity
 import sp_lightning
 from sp_lightning.compat import patches
 from sp_lightning.core.unit_numbers import aligned
-from sp_lightning.runtime.handle import stream as stream_before
 
 HOST = torch.device("cpu")
 WORDS = 31  # an odd number: two ranks have shards of different sizes
@@ -497,14 +495,16 @@ def compare(
     model = made(name, ours, wide)
     count = sum(aligned(local(parameter).nbytes) for parameter in model.parameters())
     group = dist.new_subgroups(1)[0] if grouped else None
-    with stream_before(model, device, group=group, **({"window": 1} | options)) as handle:
+    with sp_lightning.stream(model, device, group=group, **({"window": 1} | options)) as handle:
         stepped_by = optimizers(model, kind)
         found = dict(train(model, stepped_by, device, steps, accumulate + changed, clip, sharded_loss, edits, freezes))
         stats = handle.stats()
-        slabs = sum(unit.store.slab.truth.numel() for unit in handle.engine.units)
-        in_slabs = all(handle.engine.in_slab(local(parameter)) for parameter in model.parameters())
-        several = [ranks for ranks in handle.path._ranks if ranks.world > 1]
-        hosts = {host for ranks in several for host in ranks.place.hosts} or {""}
+        starts = [(unit.slab.data_ptr(), unit.slab.numel()) for unit in handle.units if not unit.is_resident]
+        slabs = sum(size for _, size in starts)
+        in_slabs = all(
+            any(0 <= local(parameter.detach()).data_ptr() - start < size for start, size in starts)
+            for parameter in model.parameters()
+        )
     after = dict(seen("state_dict", model.state_dict()))
     closed = difference(after, {name: expected[name] for name in after})
     closed += [f"{patch.name} is left patched" for patch in patches.ALL if patch.users]
@@ -517,7 +517,6 @@ def compare(
         "fetches": stats["fetches"],
         "slabs": slabs,
         "in slabs": in_slabs,
-        "hosts": len(hosts),
         "bytes": count,
     }
 
@@ -530,7 +529,7 @@ def resumed(name: str, streams: tuple[bool, bool], kind: str, simulated: bool) -
     def halfway(to_stream: bool, state: Any) -> tuple[dict[str, Any], Any]:
         model = made(name, ours if to_stream else theirs)
         at = device if to_stream else HOST
-        with stream_before(model, at, window=1) if to_stream else contextlib.nullcontext():
+        with sp_lightning.stream(model, at, window=1) if to_stream else contextlib.nullcontext():
             stepped_by = optimizers(model, kind)
             if state is not None:
                 model.load_state_dict(state[0])
@@ -695,9 +694,9 @@ def compare_on_a_grid(
 
     def streamed(state: Any, seed: int) -> Iterator[tuple[str, Any]]:
         model = made(name, ours["tp"], wide)
-        with stream_before(model, device, group=ours["dp"].get_group(), **({"window": 1} | options)) as handle:
+        with sp_lightning.stream(model, device, group=ours["dp"].get_group(), **({"window": 1} | options)) as handle:
             yield from trained(model, state, model, seed, device, handle.no_sync)
-            figures["shared"] = {unit.store.slab.is_shared for unit in handle.engine.units} == {data > 1}
+            figures["shared"] = (handle.team.slabs is not None) == (data > 1)
             figures["fetches"] = handle.stats()["fetches"]
 
     expected, found = halves(plainly), halves(streamed)
@@ -707,8 +706,10 @@ def compare_on_a_grid(
 def units_where_one_rank_has_nothing() -> list[Any]:
     """List the units of a model, and their modules, of whose layers all but the first rank have no element."""
     mesh, _, device = begin(False)
-    with stream_before(unevenly(mesh, 1), device) as handle:
-        return [(streamed.name, [name for name, _ in streamed.unit.modules]) for streamed in handle.engine.units]
+    with sp_lightning.stream(unevenly(mesh, 1), device) as handle:
+        places = {module: name for name, module in handle.module.named_modules()}
+        roots = [(unit, places[module]) for module, unit in handle._entries.items()]
+        return [(unit.name, [name for other, name in roots if other is unit]) for unit in handle.units]
 
 
 def mixed_up() -> str:
@@ -716,7 +717,7 @@ def mixed_up() -> str:
     mesh, _, device = grid(False)
     model = made("in blocks", mesh["tp"])
     try:
-        stream_before(model, device, group=mesh["tp"].get_group())
+        sp_lightning.stream(model, device, group=mesh["tp"].get_group())
     except sp_lightning.errors.SuperpipelineError as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("it was streamed")
@@ -727,23 +728,9 @@ def refused(name: str, options: dict[str, Any]) -> str:
     mesh, _, device = begin(False)
     model = made(name, mesh)
     try:
-        stream_before(model, device, **options)
+        sp_lightning.stream(model, device, **options)
     except sp_lightning.errors.SuperpipelineError as error:
         dict(train(model, optimizers(model, "loop"), device, 1, 1, None, False))
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("it was streamed")
-
-
-def refused_by_a_trainer() -> str:
-    """Return the error of a fit by Lightning."""
-    mesh, _, _ = begin(False)
-    module = models.ZooModule(models.case("mlp"))
-    linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
-    parallelize_module(module, mesh, dict.fromkeys(linear, ColwiseParallel(output_layouts=Replicate())))
-    trainer = L.Trainer(strategy="superpipeline", accelerator="cpu", devices=1, max_steps=1, logger=False)
-    try:
-        trainer.fit(module)
-    except sp_lightning.errors.SuperpipelineError as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("it was streamed")
 
@@ -820,7 +807,7 @@ def refused_on_another_device() -> str:
     begin(True)
     model = made("in blocks", init_device_mesh("cpu", (dist.get_world_size(),)))
     try:
-        stream_before(model, "simgpu:0")
+        sp_lightning.stream(model, "simgpu:0")
     except sp_lightning.errors.SuperpipelineError as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("it was streamed")
@@ -831,7 +818,7 @@ def refused_without_a_backend_for_the_host() -> str:
     connect("simgpu:simccl")  # as "nccl" is for cuda alone
     model = made("in blocks", init_device_mesh("simgpu", (dist.get_world_size(),)))
     try:
-        stream_before(model, "simgpu:0")
+        sp_lightning.stream(model, "simgpu:0")
     except sp_lightning.errors.SuperpipelineError as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("it was streamed")
@@ -846,7 +833,7 @@ def misused(how: str) -> str:
     if how == "hook from before":
         weight.register_post_accumulate_grad_hook(lambda p: None)
     try:
-        with stream_before(model, device, window=1):
+        with sp_lightning.stream(model, device, window=1):
             if how == "hook":
                 weight.register_hook(lambda grad: grad)
             elif how == "data":
@@ -878,7 +865,7 @@ def marked() -> tuple[list[bool], str]:
         parameter.number = number  # type: ignore[attr-defined]
     known = list(map(weakref.ref, model.parameters()))
     before = model[1].norm.weight.sum()  # type: ignore[index, union-attr, operator]
-    with stream_before(model, device, window=1):
+    with sp_lightning.stream(model, device, window=1):
         found = [vars(p).get("number") == i and known[i]() is p for i, p in enumerate(model.parameters())]
         try:
             before.backward()  # type: ignore[operator]
@@ -892,32 +879,6 @@ def of_some(streams: bool) -> list[Tensor | None]:
     mesh, _, device = begin(False)
     torch.manual_seed(0)
     model = made("in sequence", mesh)
-    with stream_before(model, device, window=1) if streams else contextlib.nullcontext():
+    with sp_lightning.stream(model, device, window=1) if streams else contextlib.nullcontext():
         model(torch.arange(24).view(3, 8)).square().sum().backward(inputs=list(model.parameters())[:5])
         return [None if p.grad is None else local(p.grad) for p in model.parameters()]
-
-
-def apart(what: str) -> str:
-    """Return the error of this rank where one that has other shards of the same layers takes another path."""
-    mesh, _, device = begin(False)
-    model: Any = Skipping(in_blocks(mesh), None)
-    first = dist.get_rank() == 0
-    words = torch.arange(24).view(3, 8)
-    try:
-        with stream_before(model, device, window=1):
-            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-            for step in range(3):
-                now = step == 1 and not first
-                if what == "raises" and now:
-                    raise ZeroDivisionError
-                model.left_out = 2 if what == "skips" and now else None
-                loss = model(words).sum()
-                if not (what == "no backward" and now):
-                    loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if what == "ends" and not first:
-                    return "ended"
-    except (sp_lightning.errors.SuperpipelineError, ZeroDivisionError) as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("nothing was raised")

@@ -103,8 +103,9 @@ class Watch(L.Callback):
 
     def on_predict_start(self, trainer: Any, module: Any) -> None:
         handle = getattr(trainer.strategy, "handle", None)
-        if handle is not None and handle.team.size > 1:  # what was loaded is in the host copy, and in no face of it
-            assert not handle.team.faces.written()
+        if handle is not None and handle.team.slabs is not None:  # what was loaded is in the memory that ranks share
+            handle.finish_step()
+            assert not any(unit.is_edited() for unit in handle.units if not unit.is_resident)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         at = f"{trainer.global_step}.{trainer.fit_loop.batch_idx}"
