@@ -12,8 +12,8 @@
 4. Where an operator writes to a DTensor, torch moves the version of the DTensor alone, or none (`_foreach_add_`); where
    one writes to the shard, that of the shard. After each the bytes on the device are stale.
 5. Of several devices those of a group have the same shards: the mean of their gradients. As under DDP over local
-   tensors (`DTensor.from_local`), a gradient is first laid out as the parameter is, in each backward: the mean of partial sums
-   is none that any plain run has.
+   tensors (`DTensor.from_local`), a gradient is first laid out as the parameter is, in each backward: the mean of
+   partial sums is none that any plain run has.
 6. A shard travels in its own type: autocast casts it on the device, at each use, as in a plain run.
 """
 
