@@ -111,7 +111,7 @@ class Steps:
             id(weight): index
             for index, group in enumerate(optimizer.param_groups)
             for param in group["params"]
-            if (weight := weights.get(id(param))) is not None and weight.unit in units
+            if (weight := weights.get(id(param))) is not None and weight.unit in units and not weight.is_shard
         }
 
     def _weight(self, param: Any) -> Weight | None:
