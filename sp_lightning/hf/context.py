@@ -46,7 +46,7 @@ open_contexts: list[Any] = []  # at most one
 
 
 class Streaming:
-    """What streams in a script, and the methods that are replaced meanwhile."""
+    """Contexts: what streams in a script, and the methods that are replaced meanwhile."""
 
     def __init__(self, options: Options, only_if_needed: bool = False) -> None:
         self.options, self._only_if_needed = options, only_if_needed

@@ -195,6 +195,10 @@ class Device:
         self.current_stream: Callable[[], Any] = functools.partial(torch.accelerator.current_stream, self.torch_device)
         if self.is_host:
             self.current_stream = itertools.repeat(IdleStream()).__next__
+        # Whether the calling thread's work is recorded in a graph; asked at each visit.
+        self.is_capturing: Callable[[], bool] = itertools.repeat(False).__next__
+        if found.type == "cuda":
+            self.is_capturing = torch.cuda.is_current_stream_capturing
         self._host_memory = host_memory
         self._can_lock = not self.is_host and host_memory != "pageable"
         self._refusal = "host_memory='pageable'"  # why memory is not locked

@@ -2,7 +2,7 @@
 
 1. A step is *torn* if an error ended it when some parameters were stepped, or were being stepped, and others were not.
    An error before the first or after the last of them tears nothing. One in torch's own loop is left alone: it leaves a
-   plain run's weights half stepped, too; but not where several ranks step a part each (sharded_step.py, Rule 4).
+   plain run's weights half stepped, too; but not where several ranks step a part each.
 2. The optimizer of a torn step is marked, and so is each of its parameters that trains. What is marked is neither
    stepped nor saved as a checkpoint. It can be read: code that looks at weights after an error finds what is there.
 3. ``load_state_dict`` removes marks: that of an optimizer into which state is loaded, and those of the parameters for

@@ -1,4 +1,4 @@
-"""What is done to a module before its weights are streamed: values for what has none, moves, checks."""
+"""Preparation of a module before its weights are streamed: values for what has none, moves, checks."""
 
 from __future__ import annotations
 

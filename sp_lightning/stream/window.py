@@ -138,6 +138,11 @@ class Window:
 
     def begin_call(self, units: Sequence[Unit]) -> Call:
         """Hold units, and note the call of a streamed module."""
+        if units and self._device.is_capturing():
+            raise UnsupportedError(
+                f"{units[0].name} was entered while a CUDA graph is captured, whose replays would read its weights"
+                " where they are now: streamed ones do not stay there. Leave out the graph"
+            )
         call = Call(self.hold(units), self.is_in_call, self.caller)
         self.is_in_call = True
         if graph_task() == -1:

@@ -477,54 +477,6 @@ print(json.dumps(said))
     assert len(found) == len(CELLS) and all(found)
 
 
-@pytest.mark.parametrize("late", [pytest.param(False, marks=SLOW), True])
-def test_what_functions_for_lists_write_is_kept_though_cuda_counts_no_such_write(late, run):
-    counts_none, seen, *runs = run(
-        """
-class Scaled(torch.nn.Linear):
-    def forward(self, x):
-        with torch.no_grad():
-            torch._foreach_mul_([self.weight, self.bias], 0.9)
-        return super().forward(x).tanh()
-
-def trained(**options):
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(*[Scaled(16, 16) for _ in range(3)])
-    optimizer, average = torch.optim.SGD(net.parameters(), lr=0.5), []
-    streamed = sp_lightning.stream(net, "cuda", window=1, **options) if options else contextlib.nullcontext(net.cuda())
-    with streamed:
-        for index in range(3):
-            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(index)).cuda()
-            loss = net(x).square().mean()
-            with torch.no_grad():
-                torch._foreach_mul_(list(net[1].parameters()), 0.9)
-                average = average or [weight.detach().clone() for weight in net.parameters()]
-                torch._foreach_lerp_(average, list(net.parameters()), 0.1)
-            if index != 1:  # where code wrote to weights after a forward
-                loss = net(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return [tensor.tolist() for tensor in (*net.parameters(), *average)]
-
-def version():
-    there = torch.zeros(3, device="cuda")
-    torch._foreach_add_([there], 1.0)
-    return there._version
-
-ways = ({"activations": "keep"}, {"activations": "recompute"}, {"optimizer_device": "device"})
-plain, before = trained(), version()
-with sp_lightning.stream(torch.nn.Linear(2, 2), "cuda", window=1):
-    seen = version()
-print(json.dumps([[before, version()], seen, *(trained(**options) == plain for options in ways)]))
-""",
-        numbers=True,
-        late=late,
-    )
-    assert counts_none == [0, 0], "torch counts these writes by now: sp_lightning/compat/patches.py need not"
-    assert (seen, runs) == (1, [True] * 3)
-
-
 ORDERED = """
 x, host = torch.zeros(1 << 16, device="cuda"), torch.zeros(1 << 16).pin_memory()
 torch.cuda.synchronize()

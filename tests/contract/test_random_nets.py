@@ -37,18 +37,6 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-class Counting(Scale):
-    """Leaves a trace of each run, on which the next one depends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("runs", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        return super().forward(x) + 0.01 * self.runs
-
-
 class InPlace(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).relu_()
@@ -83,7 +71,7 @@ class Experts(nn.Module):
 LAYERS: list[Callable[[], nn.Module]] = [
     *[functools.partial(kind, WIDTH, WIDTH) for kind in (nn.Linear, InPlace, Twice, Functional)],
     *[functools.partial(kind, WIDTH) for kind in (nn.LayerNorm, nn.BatchNorm1d)],
-    *(Scale, Counting, Experts, functools.partial(Recurrent, WIDTH, WIDTH, batch_first=True)),
+    *(Scale, Experts, functools.partial(Recurrent, WIDTH, WIDTH, batch_first=True)),
 ]
 WITHOUT_WEIGHTS: list[Callable[[], nn.Module]] = [functools.partial(nn.Dropout, 0.2), nn.Tanh]
 

@@ -166,7 +166,7 @@ def test_graphs_of_gradients_are_summed_in_order_from_the_first_step(device):
     assert programs.outcome(program, programs.alone_on(device)) == ("equal", "")
 
 
-# --- What lies beyond: what the core of before does about it
+# --- What lies beyond: what streaming does about it
 
 
 OTHERS = {
@@ -181,9 +181,13 @@ BEYOND = [*(name for name, feature in FEATURES.items() if feature.section == 5),
 TODAY = {  # on the CPU, and on the simulated device; "equal" where nothing is said
     "beyond: a layer writes through dlpack": ("differs", "discarded"),  # which it does not know
     "beyond: a layer writes its storage": ("differs", "differs"),
-    "beyond: another unit's gradient is read in backward": ("allowed", "allowed"),
+    "beyond: another unit's gradient is read in backward": ("differs", "differs"),
+    "beyond: two weights share their bytes": ("differs", "differs"),
+    "beyond: weights are swapped": ("allowed", "allowed"),  # refused
+    "beyond: func.grad": ("allowed", "allowed"),
+    "torch.func over its own weights": ("differs", "differs"),
+    "a recomputed forward that counts": ("differs", "differs"),
     "beyond: random numbers like a weight": ("equal", "differs"),
-    "autocast's cache": ("differs", "differs"),
 }
 
 
