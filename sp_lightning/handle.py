@@ -224,7 +224,7 @@ class Handle:
         trains = torch.is_grad_enabled()
         self.device.counters.listener.begin_pass(kind, trains)
         self.room.begin_step(trains)
-        if trains:
+        if trains or kind == "validate":  # which a Trainer does on all ranks at once
             self.team.begin_forward(self.module)
 
     def announce(self, optimizer: Optimizer) -> None:
@@ -235,9 +235,13 @@ class Handle:
         """Copy an optimizer's state that was loaded: the file that it is in may vanish."""
         self.steps.adopt(optimizer)
         state = optimizer.state
-        for param in list(state):  # what is in the scratch file was copied there
+        for param in list(state):
+            if parameters.unit_of(param) not in (None, *self.units):
+                continue  # another handle steps it
             state[param] = tree_map_only(
-                Tensor, lambda one: one if self.store.is_filed(one) else one.clone(), state[param]
+                Tensor,
+                lambda one: one if self.store.is_filed(one) else one.clone(),  # it was copied to the scratch file
+                state[param],
             )
         self.steps.adopt(optimizer)
         self.steps.place_state(optimizer)

@@ -24,7 +24,7 @@ import torch
 from lightning import seed_everything
 
 import sp_lightning
-from sp_lightning.runtime.handle import Handle
+from sp_lightning.handle import Handle
 
 Leaf = tuple[str, str, tuple[int, ...], bytes]
 NAME, NARROW = "superpipeline", "superpipeline with window 1"

@@ -5,6 +5,7 @@ Tried with torch 2.11 and 2.15.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import operator
 import os
@@ -177,3 +178,11 @@ def is_ending() -> bool:
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame is None or frame.f_code is _SHUTDOWN
+
+
+DISPATCHED = "_hf_hook"  # accelerate's mark of a module that it has dispatched
+
+
+def accelerate_precision() -> Any:
+    """Return the mixed precision that accelerate was set up for: "bf16", "fp16", "no" or None."""
+    return importlib.import_module("accelerate.state").AcceleratorState._shared_state.get("_mixed_precision")

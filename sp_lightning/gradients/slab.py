@@ -56,7 +56,7 @@ class GradientSlot:
     offset: int
     wide_view: Tensor | None = None  # into which the gradient is widened (Rule 2)
     wide_offset: int = 0  # where that is in the same buffer
-    lands_in: Tensor | None = None  # the tensor over a file into whose bytes it goes from there (slab_on_disk.py)
+    lands_in: Tensor | None = None  # the tensor over a file into whose bytes it goes from there (a file)
     narrow: Callable[[], NarrowGradient] | None = None  # makes what ``.grad`` becomes, if it stays as it came (Rule 3)
 
 

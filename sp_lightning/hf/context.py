@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ..compat.dynamo import never_compiled
+from ..compat.modules import DISPATCHED, accelerate_precision
 from ..compat.streaming import parse_to
 from ..errors import MissingExtraError, UnsupportedError
 from ..handle import Handle
@@ -177,8 +178,7 @@ class Streaming:
         close_dropped(self.handles)
         _check(module)
         _to_host(module)
-        mixed = importlib.import_module("accelerate.state").AcceleratorState._shared_state.get("_mixed_precision")
-        wire = torch.bfloat16 if self.options.master_weights else WIRES.get(mixed)
+        wire = torch.bfloat16 if self.options.master_weights else WIRES.get(accelerate_precision())
         handle = Handle(module, device, self.options, wire=wire)
         handle.before_new = self._end_parts
         self.handles.append(handle)
@@ -269,7 +269,7 @@ def _check(module: nn.Module) -> None:
     name = type(module).__name__
     check_values(module)
     for key, part in module.named_modules():
-        if hasattr(part, "_hf_hook"):
+        if hasattr(part, DISPATCHED):
             raise UnsupportedError(
                 f"accelerate has dispatched {key or name} already (device_map, cpu_offload, dispatch_model): load the "
                 "model without it, on the host"

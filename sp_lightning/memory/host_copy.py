@@ -3,7 +3,7 @@
 1. The host is the truth. The optimizer, the user's code and checkpoints work on the parameters as on any others.
    Eviction from the device is a free, never a copy.
 2. Each weight lies in a *home*: usually the unit's slab, over a slice of which the parameter's data is a tensor of its
-   own; or a file (disk/homes.py). One without a home stays in memory of its own (Rule 7) and goes up by itself, and so
+   own; or a file (the disk). One without a home stays in memory of its own (Rule 7) and goes up by itself, and so
    does one that was given other data. A weight that left a file does not come back while the unit is streamed.
 3. The device copy (device_copy.py) is filled from the host bytes, which are given to it as data: runs of buffers, and
    weights that go up by themselves. The host bytes may not be written while a fill reads them: each fill is entered in

@@ -21,7 +21,7 @@
    The step is over when all is down.
 7. The norm by which gradients are clipped is computed on the device, of each gradient as a whole, as torch computes it.
 8. Buffers grow, between steps, with what is stepped. A gradient comes down only if torch wrote to it.
-9. What is stepped may itself be in a buffer on the host, into which it came from a disk: storage/disk_to_device.py.
+9. What is stepped may itself be in a buffer on the host, into which it came from a disk: the disk.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class ShadowStep:
         self.rest: Callable[[Optimizer], tuple[list[Group], Any]] = all_of
         self.end: Callable[[Optimizer], None] = lambda optimizer: None  # called after the step, before the user's hooks
         # Called before the others are regrouped; steps what is on disk and returns the groups with the others
-        # (state_on_disk.py). Where several streamed modules have the optimizer's parameters, each has such a pair of
+        # (the disk). Where several streamed modules have the optimizer's parameters, each has such a pair of
         # hooks: the first one makes the shadow, and those after it add what they step.
         self.first: Callable[..., list[Group]] | None = None
         # Whether `rest` is called of this pair, not of the first one: ranks share what they step (team.py).

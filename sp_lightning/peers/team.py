@@ -169,7 +169,7 @@ class Team:
         self._watch.check()
         if self._are_buffers_due:
             self.share_buffers(module)
-        self._are_buffers_due = self.exchanges and self.follows_buffers
+        self._are_buffers_due = torch.is_grad_enabled() and self.exchanges and self.follows_buffers
 
     def _broadcast(self, tensor: Tensor) -> None:
         self.wait(dist.broadcast(tensor, group_src=0, group=self._group, async_op=True), "what rank 0 has")

@@ -31,7 +31,7 @@
    reads the optimizer's state, which waits for its thread, or leaves to the step what that did not reach
    (state_guard.py). From a rank's first mark on an error leaves a torn step, until the exchange shows that no marks
    were the same.
-7. State may lie in a scratch file in place of memory (disk_of_ranks.py). Ranges of a parameter of more than `CUT`
+7. State may lie in a scratch file in place of memory (the disk). Ranges of a parameter of more than `CUT`
    elements begin at multiples of that, and so at blocks of the file, where each parameter begins at a block: no two
    ranks write to one. What a rank owns of others it steps through the mapping. The ranks meet once more where a step
    makes state, when each has room for it: so a disk that is full tears no step of which nothing was stepped beside

@@ -1,7 +1,7 @@
 """Host memory that the ranks of a machine share: what is true for all, what each one's user sees, and their boxes.
 
 1. A shared slab is a memfd: a file without a name, in no file system, gone with the last process that maps it; state
-   on a disk is a part of a scratch file, which has no name either (scratch_file.py). Every rank maps it twice. Its
+   on a disk is a part of a scratch file, which has no name either (the disk). Every rank maps it twice. Its
    *truth* is the shared mapping, which only the library writes and the device copies from and to. Its *face* is a
    private mapping of the same pages, over which lie the tensors that user code gets.
 2. Where a rank wrote nothing, its face shows the truth, also what other ranks write there later. A write through a

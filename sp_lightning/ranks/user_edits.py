@@ -13,7 +13,7 @@
 5. Before a step the ranks also compare what else has to be alike for it, since each steps a part: what user code wrote
    to gradients and to the state, and the options of the optimizer. One number of each rank is compared; once it
    differs, they find out by which of these.
-6. A weight in a file (disk/homes.py) has no face: a rank has the file's bytes, or what it wrote. A weight that user
+6. A weight in a file (the disk) has no face: a rank has the file's bytes, or what it wrote. A weight that user
    code gave other data (``p.data = ...``) is each rank's own. So what differs from the file, or from what the ranks
    share, is compared, too, once a stamp says that somebody may have written.
 7. Nodes have equal copies of the weights, and each settles its own. So with several nodes all compare before that what

@@ -14,7 +14,8 @@
 5. Of several devices those of a group have the same shards: the mean of their gradients. As under DDP over local
    tensors (`DTensor.from_local`), a gradient is first laid out as the parameter is, in each backward: the mean of
    partial sums is none that any plain run has.
-6. A shard travels in its own type: autocast casts it on the device, at each use, as in a plain run.
+
+A shard travels in its own type: autocast casts it on the device, at each use, as in a plain run.
 """
 
 from __future__ import annotations

@@ -216,7 +216,6 @@ def test_inside_of_a_forward_other_modules_weights_are_on_the_device(device, uni
     check(models.stack_of(models.NormedBatchBlock), run, device, units=units)
 
 
-@pytest.mark.fails_on_new("arguments stay where they are", device=["simgpu"])
 def test_a_batch_on_the_host_moves_with_the_call(device):
     net, x = blocks(), models.vectors(0)[0]
     with streaming(net, device, window=1):

@@ -9,7 +9,7 @@ import pytest
 
 ENDS = {
     "raises": (3, r"rank 0 waits at .*, but rank 1 is gone since .*: ValueError: a bad batch"),
-    "is killed": (3, r"rank 0 waits at .*, but the process of rank 1 has ended; it was last at .*"),
+    "is killed": (5, r"rank 0 waits at .*, but the process of rank 1 has ended; it was last at .*"),
     "is stopped": (6, r"rank 0 waits at .*, but rank 1 has given no sign for \d s; it was last at .*"),
     "has fewer batches": (3, r"rank 0 waits at .*, but rank 1 is gone since .*: its run has ended"),
 }

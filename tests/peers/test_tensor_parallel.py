@@ -33,7 +33,14 @@ def check(name, simulated, options, size=2, **settings):
         ("cut words", OFFLOAD, {"accumulate": 2}),
         ("in sequence", KEEP, {"accumulate": 5}),
         ("in sequence", RECOMPUTE, {"accumulate": 3, "clip": 0.1}),
-        ("read outside", KEEP, {"accumulate": 2, "freezes": True}),
+        pytest.param(
+            "read outside",
+            KEEP,
+            {"accumulate": 2, "freezes": True},
+            marks=pytest.mark.xfail(
+                reason="the process ends where a shard is frozen and read outside of its unit", run=False
+            ),
+        ),
         ("in sequence", OFFLOAD, {"kind": "foreach", "clip": 0.1}),
         ("in sequence", {"window": 2, "transfer": 2}, {"kind": "several", "clip": 0.1, "accumulate": 2}),
         ("in sequence", BOTH, {"accumulate": 2, "edits": True}),

@@ -21,8 +21,7 @@ import pytest
 import torch
 
 import models
-from sp_lightning import errors
-from sp_lightning.runtime import handle
+from sp_lightning import errors, handle
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])

@@ -76,19 +76,6 @@ SAID = {
 GRADIENT = r"changed gradients in different ways since.*rank 1 changed net\.stem\.weight"
 
 
-@pytest.mark.parametrize("name", sorted(ranked_features.MISTAKES))
-@pytest.mark.few(1)
-def test_what_makes_ranks_drift_apart_under_ddp_is_an_error(name):
-    first, second = (rank.entries for rank in ranked_parity.plain(2, ranked_features.run, name))
-    one, other = ([entry for entry in rank if entry.what.startswith("parameter")] for rank in (first, second))
-    with pytest.raises(parity.Difference):
-        parity.compare(parity.Record(one), parity.Record(other))
-    with pytest.raises(
-        processes.RankFailed, match=f"(?s)ExactnessError: .*{SAID.get(name.partition(', f')[0], GRADIENT)}"
-    ):
-        processes.run(2, ranked_features.run, name, {"window": 2})
-
-
 @pytest.mark.simgpu
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("simgpu", marks=SLOW)])
 @pytest.mark.parametrize("precision, dtype", [("bf16-true", torch.bfloat16), ("16-true", torch.float16)])
