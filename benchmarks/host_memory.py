@@ -118,7 +118,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from torch import nn
 
     import sp_lightning
-    from sp_lightning.core import malloc
+    from sp_lightning.host import malloc
     from sp_lightning.optim import native
 
     if options.device == "simgpu":

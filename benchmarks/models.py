@@ -18,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "rigs"))
 import families
 import torch
 
-from sp_lightning.memory.partition import Unit, partition
+from sp_lightning.stream.partition import Unit, partition
 
 HEAD = ["family", "units", "what is special", "parity"]
 

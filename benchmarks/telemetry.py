@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import sp_lightning
+from sp_lightning.host.recorder import KEPT, Recorder
 from sp_lightning.observe.report import RunReport
-from sp_lightning.runtime.recorder import KEPT, Recorder
 
 CALLS = ("begin_pass", "work", "waiting", "left", "idle", "host_waited", "step_may_begin", "stepped")  # of a listener
 LOG_EVERY = 50  # steps, as Lightning does

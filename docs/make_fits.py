@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sp_lightning.core.host import headroom
+from sp_lightning.host.machine import headroom
 from sp_lightning.options import Options
 from sp_lightning.plan import Job, listed
 from sp_lightning.plan.machines import GIB, MACHINES

@@ -21,16 +21,15 @@ from torch.optim import Optimizer
 from .compat.dynamo import never_compiled
 from .compat.streaming import call_slot, forbid_access, graph_task, storage_id, tree_map_only
 from .compat.tensors import consists_of_tensors
-from .core.telemetry import Stats, StepListener
 from .errors import ExactnessError, UnsupportedError
 from .host.device import Device
+from .host.recorder import Recorder
 from .host.room import Room
-from .memory.partition import partition, slots
+from .host.telemetry import Stats, StepListener
 from .options import Options
 from .peers.alone import Alone
 from .peers.peers import Peers
 from .runtime import handle as before
-from .runtime.recorder import Recorder
 from .steps import torn_step
 from .steps.figures import explaining, stats_of
 from .store.store import Store, is_in_source, is_same
@@ -39,14 +38,15 @@ from .stream.activations import Activations
 from .stream.gradients import recover
 from .stream.lazy import set_requires_grad
 from .stream.leaf import Part, Weight, WholeWeight, casts_of, has_form_of
+from .stream.partition import partition, slots
 from .stream.preflight import check_memory
 from .stream.preparation import check_moves, materialize, move_buffers, pack_weights
+from .stream.sharded import Sharded, bring_to_host, check_supported
 from .stream.shards import ShardWeight
 from .stream.unit import HeldUnit, ResidentUnit, Unit
 from .stream.visits import Visit
+from .stream.whole import Whole, part_of
 from .stream.window import Window
-from .wholes.sharded import Sharded, bring_to_host, check_supported
-from .wholes.whole import Whole, part_of
 
 CHUNK = 1 << 18  # elements of a slice, which fit a core's cache
 handles: weakref.WeakSet[Handle] = weakref.WeakSet()

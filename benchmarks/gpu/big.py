@@ -13,7 +13,7 @@ import sys
 from measured import Comparison, begin, merit, ours, parser
 from shapes import CONFIGS
 
-from sp_lightning.core.host import host_memory
+from sp_lightning.host.machine import host_memory
 from sp_lightning.options import parse_bytes
 
 HOST_BYTES = 18

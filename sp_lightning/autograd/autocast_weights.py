@@ -50,8 +50,8 @@ from torch import Tensor, nn
 
 from ..compat.dynamo import at_compilation, compiles_frame, never_compiled_hook
 from ..compat.tensors import dispatch_mode_count, function_mode_count, in_transform, storage_id, tracing_state
-from ..memory.partition import slots
 from ..memory.watched_parameters import HostParameter, quietly, true_version
+from ..stream.partition import slots
 from .backward_pass import in_backward
 from .stand_ins import InPlaceOfForward, StreamedUnit
 

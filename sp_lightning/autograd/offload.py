@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..compat.tensors import FLATTEN, arrived, is_zero_tensor, storage_id
-from ..core.telemetry import Counters
-from ..core.unit_numbers import ALIGNMENT, aligned
+from ..host.telemetry import Counters
+from ..host.unit_numbers import ALIGNMENT, aligned
 from ..memory.device import Device
 from ..memory.layout import Field
 from ..memory.staging import Arrival

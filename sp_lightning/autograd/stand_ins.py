@@ -35,10 +35,9 @@ from torch import Tensor, nn
 
 from ..compat.references import references
 from ..compat.tensors import attributes_in, set_versions, were_replaced
-from ..core.unit_numbers import UnitHostBytes, UnitNumbers, aligned
 from ..errors import ExactnessError
+from ..host.unit_numbers import UnitHostBytes, UnitNumbers, aligned
 from ..memory.host_copy import HostCopy
-from ..memory.partition import Slot, Unit, exchange
 from ..memory.watched_parameters import (
     finished_grad,
     set_true_data,
@@ -53,7 +52,8 @@ from ..memory.watched_parameters import (
     watch,
 )
 from ..memory.weights import Weight, same_bytes
-from ..wholes.whole import Whole, part_of
+from ..stream.partition import Slot, Unit, exchange
+from ..stream.whole import Whole, part_of
 from .fp32_copies import FullPrecisionCopies
 from .gradient_nodes import Awaited, CastUses, Gradients, Receive, check_not_recorded, connect
 

@@ -185,7 +185,7 @@ TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils.clip_grad"), "_get_to
 PUBLIC_TOTAL_NORM = Patch(importlib.import_module("torch.nn.utils"), "get_total_norm")
 
 
-# wholes/sharded.py, while DTensors are streamed, or made on the host for that. Random numbers for a shard on the host
+# stream/sharded.py, while DTensors are streamed, or made on the host for that. Random numbers for a shard on the host
 # would be the host's, the same for each shard and in each call: torch moves on the generator of the mesh's device.
 @functools.cache
 def drawing_for_dtensors() -> Patch:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..compat.references import references, storage_uses, uses_of
 from ..compat.tensors import copy_all
-from ..core.unit_numbers import ALIGNMENT, aligned
+from ..host.unit_numbers import ALIGNMENT, aligned
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout, as_few_runs

@@ -35,9 +35,9 @@ from torch import Tensor
 
 from ..autograd.gradient_nodes import LEAF_PRIORITY, Gradients
 from ..compat.tensors import forward_level, is_batched_gradient, set_sequence_number, values_of, will_execute
-from ..core.telemetry import Counters
-from ..core.unit_numbers import ALIGNMENT
 from ..errors import ExactnessError
+from ..host.telemetry import Counters
+from ..host.unit_numbers import ALIGNMENT
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.layout import Layout

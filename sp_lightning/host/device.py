@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from ..compat.kernels import memory_figures
-from ..core.host import host_memory, lock_limit
-from ..core.telemetry import Counters
 from ..errors import DiskError, HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
 from ..options import HostMemory, format_bytes
 from . import memory
+from .machine import host_memory, lock_limit
 from .memory import PageLock, Slabs, keep_from_forks
 from .staging import StagingRing
+from .telemetry import Counters
 
 log = logging.getLogger(__name__)
 

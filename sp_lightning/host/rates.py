@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.host import cache_nbytes, host_memory
 from ..errors import HostMemoryError, MeasurementError
 from ..options import format_both
 from .device import Device
+from .machine import cache_nbytes, host_memory
 
 NOISE = 0.15
 CACHES = 4

@@ -18,10 +18,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.unit_numbers import UnitNumbers
-from ..core.window_choice import GROWTH, RESERVE_SHARE, DeviceBudget, first_window, sizes_of
 from ..options import Count, Options, format_bytes
 from .device import Device
+from .unit_numbers import UnitNumbers
+from .window_choice import GROWTH, RESERVE_SHARE, DeviceBudget, first_window, sizes_of
 
 log = logging.getLogger(__name__)
 

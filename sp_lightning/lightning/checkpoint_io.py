@@ -16,8 +16,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..compat.lightning import epochs_done, is_local, local_name
-from ..core.unit_numbers import state_nbytes
 from ..errors import SuperpipelineError
+from ..host.unit_numbers import state_nbytes
 from .names import (
     LightningModule,
     ModelCheckpoint,

@@ -44,7 +44,7 @@ from ..ranks.board import ONE_RANK, OneRank
 from ..ranks.connection import broadcast_buffers, connect, home
 from ..ranks.shared_memory import check_possible
 from ..runtime.preflight import check_copies
-from ..wholes.sharded import registering_on_host
+from ..stream.sharded import registering_on_host
 from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, TunerExit, rank_zero_info
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # the axes of a mesh, by Lightning's names

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from ..compat.kernels import memory_figures
-from ..core import malloc
-from ..core.host import host_memory, lock_limit
-from ..core.unit_numbers import aligned
 from ..errors import HostMemoryError, SuperpipelineError, UnsupportedError
+from ..host import malloc
 from ..host.device import check_supported
+from ..host.machine import host_memory, lock_limit
+from ..host.unit_numbers import aligned
 from ..options import HostMemory, format_bytes
 from .pinned import HostAllocator, PageLock
 from .staging import Around, Arrival, Copies, StagingRing

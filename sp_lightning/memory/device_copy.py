@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ..compat.references import uses_of
-from ..core.telemetry import Counters
-from ..core.unit_numbers import ALIGNMENT
+from ..host.telemetry import Counters
+from ..host.unit_numbers import ALIGNMENT
 from .device import Device
 from .layout import Layout
 from .staging import Around, Arrival, Copies

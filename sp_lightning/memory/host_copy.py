@@ -46,14 +46,14 @@ from torch import Tensor, nn
 
 from ..compat.references import is_entry_shared, own_uses, uses_of, uses_without_tensor
 from ..compat.tensors import preserving_version, without_dispatch
-from ..core import malloc
-from ..core.telemetry import Counters
-from ..core.unit_numbers import ALIGNMENT
 from ..errors import UnsupportedError
+from ..host import malloc
+from ..host.telemetry import Counters
+from ..host.unit_numbers import ALIGNMENT
+from ..stream.partition import Unit
 from .device import Device
 from .device_copy import DeviceCopy, Run, Sources, Transport
 from .layout import Field, Layout, as_few_runs
-from .partition import Unit
 from .pinned import find_foreign, is_foreign
 from .staging import Around, Arrival, Copies
 from .watched_parameters import ParameterOwner, set_true_data, true_data, true_dtype, true_version

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..core.unit_numbers import ALIGNMENT, aligned
+from ..host.unit_numbers import ALIGNMENT, aligned
 from .pinned import note_view
 
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from ..compat.tensors import StorageReference, forbid_access, storage_id
-from ..core.host import mappings
 from ..errors import HostMemoryError
+from ..host.machine import mappings
 
 _locked: dict[int, tuple[int, int]] = {}  # storages of locked slabs and their bytes, by their address
 _views: list[tuple[int, Any]] = []  # storages over parts of slabs, with their addresses

@@ -71,7 +71,7 @@ from ..compat.tensors import (
     written_by,
 )
 from ..errors import ExactnessError, UnsupportedError
-from ..wholes.whole import Whole
+from ..stream.whole import Whole
 from .access import Access
 from .device import Device
 

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core.unit_numbers import ALIGNMENT, aligned
 from ..errors import ExactnessError
+from ..host.unit_numbers import ALIGNMENT, aligned
 from .device import Device
 from .layout import Field, Layout
 from .watched_parameters import true_data, true_dtype, true_version

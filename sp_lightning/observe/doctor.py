@@ -15,7 +15,9 @@ from pathlib import Path
 
 import torch
 
-from ..core.host import (
+from ..errors import OptionError
+from ..host.device import find
+from ..host.machine import (
     HostMemory,
     gpu_lanes,
     gpus_by_vendor,
@@ -25,8 +27,6 @@ from ..core.host import (
     swapped_bytes,
     usable_cores,
 )
-from ..errors import OptionError
-from ..host.device import find
 from ..memory.device import Device
 from ..optim.native import DIFFERENT, LIBRARY
 from ..options import check_writable, format_bytes

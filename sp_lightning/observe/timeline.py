@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.telemetry import CAUSES, LANES, Lane, Span
 from ..errors import MissingExtraError
-from ..runtime.recorder import RecordedStep
+from ..host.recorder import RecordedStep
+from ..host.telemetry import CAUSES, LANES, Lane, Span
 
 LANE_NAMES: dict[Lane, str] = {
     "disk in": "disk to host",

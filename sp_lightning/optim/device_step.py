@@ -42,8 +42,8 @@ from torch.optim import ASGD, SGD, Adafactor, Optimizer
 from ..compat.kernels import grouped_by_device_and_dtype, norms_of_each
 from ..compat.modules import step_without_hooks
 from ..compat.references import are_tensors_of_entry_shared
-from ..core.unit_numbers import ALIGNMENT, aligned, state_nbytes
 from ..errors import UnsupportedError
+from ..host.unit_numbers import ALIGNMENT, aligned, state_nbytes
 from ..memory.device import Device
 from ..memory.layout import Layout, is_dense
 from ..memory.staging import Arrival

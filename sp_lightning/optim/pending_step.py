@@ -71,8 +71,8 @@ from ..compat.references import (
     is_referenced_elsewhere,
 )
 from ..compat.tensors import forbid_access, storage_id, without_dispatch
-from ..core.telemetry import Counters
 from ..errors import DiskError, ExactnessError, SuperpipelineError
+from ..host.telemetry import Counters
 from ..memory.access import Access
 from ..memory.host_copy import HostCopy
 from ..memory.watched_parameters import (

@@ -25,8 +25,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..autograd.backward_pass import in_backward
-from ..core.telemetry import Counters
 from ..errors import ExactnessError
+from ..host.telemetry import Counters
 from ..memory.access import Access
 from ..memory.host_copy import HostCopy
 from .pending_step import HostThread, Kept, Parts, PendingStep, Say

@@ -76,6 +76,8 @@ class Watch:
             end = time.monotonic() + self._keepalive + 2 * PULSE  # for others to say why they ended
             while self.error is None and time.monotonic() < end:
                 time.sleep(PULSE / 5)
+            with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have ended, too
+                self.error = self.error or self._look(place, time.monotonic())
             raise (self.error or PeerError(f"rank {self._rank} at {place}: {error}")) from error
         finally:
             self.note("collective", None)

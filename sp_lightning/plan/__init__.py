@@ -64,7 +64,7 @@ def plan(
         host_memory: Bytes of the host. The values of the strategy's option of this name are taken as that.
         **options: Options of ``SuperpipelineStrategy``.
     """
-    from ..core.host import headroom
+    from ..host.machine import headroom
     from ..options import HOST_MEMORY, Options, check_choice, is_int  # what follows imports torch
     from . import listed
     from .planner import Planner

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.unit_numbers import STATES, state_nbytes
 from ..errors import OptionError
+from ..host.unit_numbers import STATES, state_nbytes
 from ..store.placement import UnitBytes, choose
 from .fakes import outside
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dtensor
-from ..core.unit_numbers import UnitNumbers, aligned
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
-from ..memory.partition import Unit, partition, slots
+from ..host.unit_numbers import UnitNumbers, aligned
 from ..options import Options
 from ..stream.leaf import casts_of
+from ..stream.partition import Unit, partition, slots
 from ..stream.residents import choose
 from .fakes import FakeTensors
 from .host import optimizers_in

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..core.unit_numbers import UnitNumbers
 from ..errors import SuperpipelineError
+from ..host.unit_numbers import UnitNumbers
 from ..options import Options
 from ..store.placement import UnitBytes
 from .host import OnDisk, State, placed, state_of

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
-from ..core.schedule import Schedule
-from ..core.unit_numbers import UnitNumbers
+from ..host.unit_numbers import UnitNumbers
+from ..stream.schedule import Schedule
 from .machines import REACHED, Machine, Reached
 from .trace import Trace
 

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from ..compat.tensors import graph_task, operator_of, schema_of, storage_id
-from ..core.unit_numbers import aligned
 from ..host.device import dense_strides
-from ..memory.partition import Unit
+from ..host.unit_numbers import aligned
+from ..stream.partition import Unit
 from .fakes import HALVES, FakeTensors, tensors_of
 
 aten = torch.ops.aten

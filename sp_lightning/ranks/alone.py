@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compat.references import shares_storage
-from ..core.unit_numbers import ONE_PROCESS
 from ..gradients.way_down import GradientReturn
+from ..host.unit_numbers import ONE_PROCESS
 from ..memory.access import Access
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy, OwnSlab, Slab
-from ..memory.partition import Unit
 from ..optim.pending_step import ALL_PARTS, Kept, Parts
 from ..optim.pieces import Group
 from ..optim.state_in_memory import StateInMemory
+from ..stream.partition import Unit
 from .board import ONE_RANK, OneRank
 
 Rest = Callable[[Optimizer, Kept, Parts], tuple[list[Group], Any]]

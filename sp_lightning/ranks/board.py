@@ -48,8 +48,8 @@ from datetime import timedelta
 from typing import Any
 
 from ..compat.modules import calls_of_distributed
-from ..core.host import allow_all_descriptors
 from ..errors import PeerError
+from ..host.machine import allow_all_descriptors
 from ..memory.pinned import MappedRange
 from ..nodes.arrivals import Arrivals
 from ..nodes.transport import KEEPALIVE, NodePlace, NodeTransport

@@ -73,9 +73,9 @@ from torch.optim import Optimizer
 from ..compat.modules import is_ending
 from ..compat.references import references, storage_uses
 from ..compat.tensors import graph_task
-from ..core.unit_numbers import HostSharing
 from ..errors import ExactnessError, UnsupportedError
 from ..gradients.slab import GradientSlab
+from ..host.unit_numbers import HostSharing
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy
 from ..memory.layout import in_order

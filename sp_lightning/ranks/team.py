@@ -21,12 +21,12 @@ from ..gradients.way_down import GradientReturn
 from ..memory.access import Access
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy
-from ..memory.partition import Unit
 from ..memory.watched_parameters import quietly, true_data
 from ..nodes.transport import PARTS, same_for_all
 from ..optim.pieces import Group
 from ..optim.state_in_memory import StateInMemory
 from ..steps import torn_step
+from ..stream.partition import Unit
 from .alone import Alone, Rest
 from .board import Board, Ranks
 from .clipping import Clipping

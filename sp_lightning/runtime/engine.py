@@ -40,19 +40,19 @@ from ..autograd.stand_ins import StreamedUnit
 from ..compat.dynamo import compiling_as_here, compiling_callback, never_compiled, not_compiled_itself
 from ..compat.references import shares_storage
 from ..compat.tensors import admits_hooks, in_transform, storage_id
-from ..core.telemetry import Counters
 from ..errors import ExactnessError, UnsupportedError
 from ..gradients.way_down import GradientReturn
+from ..host.telemetry import Counters
 from ..memory.access import Access
 from ..memory.device import Device
 from ..memory.host_copy import HostCopy
-from ..memory.partition import Slot, Unit
 from ..memory.watched_parameters import name_of, quietly, true_device
 from ..memory.weights import device_dtype
 from ..optim.step_owner import StepOwner
 from ..options import Options
 from ..ranks.alone import Alone
 from ..storage.in_memory import InMemory
+from ..stream.partition import Slot, Unit
 from .window import Window
 
 log = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from ..autograd.recompute import host_of
 from ..compat.dynamo import Unsupported, never_compiled
 from ..compat.modules import is_compiled, tree_leaves, tree_map_only
 from ..compat.tensors import attributes_in, consists_of_tensors, tensor_id, were_replaced, without_dispatch
-from ..core.telemetry import Counters, Stats, StepListener
-from ..core.unit_numbers import UnitNumbers, host_bytes
 from ..errors import DiskError, OptionError, PartitionError, PeerError, SuperpipelineError, UnsupportedError
+from ..host.recorder import Recorder
+from ..host.telemetry import Counters, Stats, StepListener
+from ..host.unit_numbers import UnitNumbers, host_bytes
 from ..memory.device import Device, DeviceMemoryError
-from ..memory.partition import Unit, forward_of, partition, slots
 from ..memory.watched_parameters import is_watched, unwatch
 from ..memory.weights import device_dtype
 from ..nodes.transport import KEEPALIVE
@@ -40,9 +40,10 @@ from ..ranks.new_weights import share_of
 from ..ranks.shared_memory import drop_own_pages
 from ..steps import torn_step
 from ..storage.in_memory import InMemory
+from ..stream.partition import Unit, forward_of, partition, slots
 from ..stream.preflight import Means, check_budget, check_device, finer_classes, sizes
 from ..stream.preparation import check_moves, materialize, move_buffers, pack_weights
-from ..wholes.sharded import bring_to_host, check_supported, has_shards
+from ..stream.sharded import bring_to_host, check_supported, has_shards
 from . import preflight
 from .engine import Engine
 from .entries import (
@@ -63,7 +64,6 @@ from .entries import (
     has_method,
 )
 from .optimizer_steps import OptimizerSteps
-from .recorder import Recorder
 from .same_path import SamePath
 
 BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices

@@ -28,8 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..compat.modules import HOOKS_AFTER_EVERY_STEP, HOOKS_AFTER_STEP, HOOKS_BEFORE_EVERY_STEP, HOOKS_BEFORE_STEP
 from ..compat.patches import CLIP_GRADIENTS, PUBLIC_TOTAL_NORM, TOTAL_NORM, UNSCALE_GRADS
 from ..compat.tensors import consists_of_tensors
-from ..core import malloc
 from ..errors import UnsupportedError
+from ..host import malloc
 from ..optim import host_gradients
 from ..optim.pending_step import AFTER_BACKWARD, WHOLE_STEP, Kept, Parts
 from ..optim.pieces import PER_PARAMETER, Group, ShadowStep, all_of, has_options_on_device

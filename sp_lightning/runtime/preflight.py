@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..core import remedies
-from ..core.host import host_memory
-from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..errors import HostMemoryError
-from ..memory.partition import Unit
+from ..host import remedies
+from ..host.machine import host_memory
+from ..host.unit_numbers import STATES, HostBytes, UnitHostBytes, host_bytes
 from ..options import format_bytes
 from ..ranks.alone import Alone
 from ..ranks.board import Board, Ranks
 from ..storage.in_memory import InMemory
+from ..stream.partition import Unit
 from ..stream.preflight import WORTH_CHECKING, log, short_of, terms_of
 
 

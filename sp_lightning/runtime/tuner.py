@@ -22,8 +22,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.unit_numbers import UnitNumbers
-from ..core.window_choice import GROWTH, DeviceBudget, first_window, sizes_of
+from ..host.unit_numbers import UnitNumbers
+from ..host.window_choice import GROWTH, DeviceBudget, first_window, sizes_of
 from ..memory.device import Device
 from ..options import Options, format_bytes
 

@@ -19,11 +19,11 @@ import torch
 
 from ..autograd.stand_ins import StreamedUnit
 from ..compat.dynamo import never_compiled
-from ..core.schedule import Schedule
-from ..core.telemetry import Counters
+from ..host.telemetry import Counters
 from ..memory.device import Device
 from ..memory.watched_parameters import quietly
 from ..options import Options
+from ..stream.schedule import Schedule
 from .tuner import Tuner
 
 

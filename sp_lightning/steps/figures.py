@@ -10,10 +10,10 @@ from typing import cast
 import torch
 
 from ..compat.dynamo import Unsupported
-from ..core import remedies
-from ..core.telemetry import Stats
 from ..errors import SuperpipelineError, UnsupportedError
+from ..host import remedies
 from ..host.device import Device, DeviceMemoryError
+from ..host.telemetry import Stats
 from ..options import format_bytes
 from ..stream.activations import Activations
 from ..stream.unit import Unit

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core.unit_numbers import HostSharing
 from ..gradients.slab import GradientSlab
+from ..host.unit_numbers import HostSharing
 from ..memory.device import Device
 from ..memory.host_copy import FileHome, HostCopy
-from ..memory.partition import Unit
 from ..optim.state_in_memory import StateInMemory
+from ..stream.partition import Unit
 
 
 class Sharers(Protocol):

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.telemetry import Counters
 from ..host.device import Arrival, Device
 from ..host.staging import StagedCopy
+from ..host.telemetry import Counters
 from .direct import BLOCK, DirectFile, blocks
 
 MOST = 64 << 20  # bytes of a buffer: threads wait in the kernel so long that one in Python does not delay them

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.host import Mapping, mappings
 from ..errors import SourceFileError
 from ..host.device import dense_strides
+from ..host.machine import Mapping, mappings
 from .direct import BLOCK, IN_MEMORY, DirectFile, mount_of
 
 log = logging.getLogger(__name__)

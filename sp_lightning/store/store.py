@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..core import malloc
-from ..core.host import headroom, host_memory
 from ..errors import HostMemoryError, OptionError
+from ..host import malloc
 from ..host.device import Arrival, Device
+from ..host.machine import headroom, host_memory
 from ..options import format_bytes
 from .direct import DirectFile, blocks
 from .pipeline import BUFFERS, FileFill, FileRange, Pipeline, buffer_nbytes, pieces_of

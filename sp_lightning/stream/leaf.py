@@ -25,9 +25,9 @@ from ..compat.streaming import tree_map_only, without_dispatch
 from ..compat.tensors import IS_PARAMETER
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
-from ..memory.partition import Slot, exchange
-from ..wholes.whole import Whole
 from .lazy import METADATA, data_of, found_in
+from .partition import Slot, exchange
+from .whole import Whole
 
 CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights; they write to none
 CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights in these alone

@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..core import remedies
-from ..core.host import host_memory
-from ..core.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, aligned, host_bytes
-from ..core.window_choice import first_window
 from ..errors import MemoryBudgetError, PartitionError
+from ..host import remedies
 from ..host.device import Device
-from ..memory.partition import CONTAINERS, Unit, partition
+from ..host.machine import host_memory
+from ..host.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, aligned, host_bytes
+from ..host.window_choice import first_window
 from ..options import Options, format_both, format_bytes
+from .partition import CONTAINERS, Unit, partition
 
 WORTH_CHECKING = 2**28  # bytes; for less, free memory is not looked up
 

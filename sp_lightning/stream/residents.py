@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..host.device import Device, DeviceMemoryError
-from ..memory.partition import Unit as Part
 from ..options import Bytes, format_bytes
+from .partition import Unit as Part
 
 COPIES = 4  # of a weight that trains: itself, its gradient, and state as AdamW has it
 

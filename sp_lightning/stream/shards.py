@@ -28,11 +28,11 @@ from torch import Tensor
 from ..compat.streaming import without_dispatch
 from ..compat.tensors import IS_PARAMETER, laid_out, local_of, over_spec, spec_of
 from ..errors import UnsupportedError
-from ..memory.partition import Slot
-from ..wholes.sharded import Sharded
-from ..wholes.whole import part_of
 from .lazy import grad_of, set_grad
 from .leaf import Weight
+from .partition import Slot
+from .sharded import Sharded
+from .whole import part_of
 
 
 class ShardWeight(Weight):

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..compat.streaming import without_dispatch
-from ..core.unit_numbers import UnitNumbers
 from ..host.device import Arrival, Device, aligned, dense_strides
+from ..host.unit_numbers import UnitNumbers
 from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
 from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions, stepped_already, version_of
 from .residency import NOTHING, Presence, Residency

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..compat.streaming import dispatch_mode_count, graph_task, without_dispatch_modes
-from ..core.schedule import Schedule
 from ..errors import UnsupportedError
 from ..host.device import Device, DeviceMemoryError
 from ..host.room import Room
@@ -23,6 +22,7 @@ from ..options import format_bytes
 from .activations import Activations
 from .leaf import graph_after_close
 from .residency import Presence
+from .schedule import Schedule
 from .unit import Unit
 
 LONGEST = 1 << 15  # visits that are remembered

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from sp_lightning.core.telemetry import Counters
+from sp_lightning.host.telemetry import Counters
 
 pytestmark = pytest.mark.quick
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.core.unit_numbers import STATES, HostBytes, UnitHostBytes, host_bytes, state_nbytes
+from sp_lightning.host.unit_numbers import STATES, HostBytes, UnitHostBytes, host_bytes, state_nbytes
 
 MIB = 2**20
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import sp_lightning
-from sp_lightning.core.window_choice import (
+from sp_lightning.host.device import DeviceMemoryError
+from sp_lightning.host.window_choice import (
     DeviceBudget,
     UnitNumbers,
     sizes_of,
 )
-from sp_lightning.host.device import DeviceMemoryError
 
 simgpu = pytest.importorskip("simgpu")
 SIMGPU = torch.device("simgpu", 0)

@@ -16,9 +16,9 @@ from lightning.pytorch.tuner import Tuner
 import models
 import parity
 import sp_lightning
-from sp_lightning.core.telemetry import Span
+from sp_lightning.host.recorder import RecordedStep
+from sp_lightning.host.telemetry import Span
 from sp_lightning.lightning import callback
-from sp_lightning.runtime.recorder import RecordedStep
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 CASE = models.case("mlp")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sp_lightning.errors import PartitionError
-from sp_lightning.memory.partition import partition, slots
+from sp_lightning.stream.partition import partition, slots
 
 pytestmark = pytest.mark.quick
 

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from sp_lightning import cli
-from sp_lightning.core.host import HostMemory, gpu_lanes, gpus_by_vendor, is_wsl2
 from sp_lightning.errors import OptionError, UnsupportedError
 from sp_lightning.host.device import available
+from sp_lightning.host.machine import HostMemory, gpu_lanes, gpus_by_vendor, is_wsl2
 from sp_lightning.observe.doctor import Disk, Facts, examine, findings
 
 GIB = 2**30

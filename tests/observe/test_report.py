@@ -4,9 +4,9 @@ import pytest
 import side_by_side
 
 import sp_lightning
-from sp_lightning.core.telemetry import CAUSES, Span, Stats
+from sp_lightning.host.recorder import RecordedStep
+from sp_lightning.host.telemetry import CAUSES, Span, Stats
 from sp_lightning.observe.report import ADVICE, RunReport, bound_by, floor_s, in_words, ranks_in_words
-from sp_lightning.runtime.recorder import RecordedStep
 
 pytestmark = pytest.mark.simgpu
 

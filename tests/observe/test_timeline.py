@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from sp_lightning.core.telemetry import Span
 from sp_lightning.errors import MissingExtraError
+from sp_lightning.host.recorder import RecordedStep
+from sp_lightning.host.telemetry import Span
 from sp_lightning.observe.timeline import Timeline, short
-from sp_lightning.runtime.recorder import RecordedStep
 
 WORK = (
     Span("up", "blocks.0", 5.0, 5.5, "weights", nbytes=10),

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from sp_lightning.core.host import cache_nbytes, host_memory
 from sp_lightning.errors import HostMemoryError, MeasurementError, OptionError
 from sp_lightning.host import rates as measuring
+from sp_lightning.host.machine import cache_nbytes, host_memory
 from sp_lightning.host.rates import measured
 from sp_lightning.plan.machines import GIB, MACHINES, machine_named
 

@@ -425,7 +425,7 @@ def test_a_recipe_is_planned_without_weights(recipe, capsys):
 @SLOW
 def test_the_command_that_a_full_host_is_offered_runs():
     from examples.common import tiny
-    from sp_lightning.core import remedies
+    from sp_lightning.host import remedies
 
     listed = remedies.host(half=False, wires=False, activations="keep", optimizer="AdamW")
     (remedy,) = [remedy for remedy in listed if remedy.base_bits == 4]

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parity
 import sp_lightning
 from sp_lightning.compat import patches
-from sp_lightning.core.unit_numbers import aligned
+from sp_lightning.host.unit_numbers import aligned
 
 HOST = torch.device("cpu")
 WORDS = 31  # an odd number: two ranks have shards of different sizes

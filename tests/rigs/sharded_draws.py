@@ -16,7 +16,7 @@ import torch.distributed.tensor._random as dtensor_random
 from torch import Tensor, nn
 
 from sp_lightning.runtime.handle import stream as stream_before
-from sp_lightning.wholes.sharded import registering_on_host
+from sp_lightning.stream.sharded import registering_on_host
 
 
 class Draws(dtensor_random.OffsetBasedRNGTracker):

@@ -9,13 +9,13 @@ from torch import nn
 
 import parity
 import sp_lightning
-from sp_lightning.core.host import HostMemory
-from sp_lightning.core.unit_numbers import UnitNumbers
 from sp_lightning.errors import MemoryBudgetError
-from sp_lightning.memory.partition import partition
+from sp_lightning.host.machine import HostMemory
+from sp_lightning.host.unit_numbers import UnitNumbers
 from sp_lightning.options import Options
 from sp_lightning.runtime import preflight as of_ranks
 from sp_lightning.stream import preflight
+from sp_lightning.stream.partition import partition
 from sp_lightning.stream.preflight import Means, check_budget, check_device
 
 MIB, GIB = 2**20, 2**30

@@ -8,8 +8,8 @@ import torch
 from speeds import measured_again
 
 import sp_lightning
-from sp_lightning.core.telemetry import CAUSES, Span
-from sp_lightning.runtime.recorder import RecordedStep, Recorder
+from sp_lightning.host.recorder import RecordedStep, Recorder
+from sp_lightning.host.telemetry import CAUSES, Span
 from sp_lightning.stream import activations as saved
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]

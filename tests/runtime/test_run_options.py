@@ -14,7 +14,7 @@ import simgpu
 import simgpu.lightning
 import sp_lightning
 from sp_lightning.errors import OptionError
-from sp_lightning.memory.partition import partition
+from sp_lightning.stream.partition import partition
 
 SIMGPU = torch.device("simgpu", 0)
 KIB = 1024

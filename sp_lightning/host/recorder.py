@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..core.telemetry import _NOTHING, Lane, Span, StepListener, causes
+from .telemetry import _NOTHING, Lane, Span, StepListener, causes
 
 LAG = 2  # passes that begin after a pass before it is read (Rule 2)
 DISK_LANES: tuple[Lane, ...] = ("disk in", "disk out")

@@ -48,10 +48,10 @@ from torch.nn.parameter import is_lazy
 
 from sp_lightning.compat.references import overlapping
 from sp_lightning.compat.tensors import consists_of_tensors, flattened, is_dtensor, without_dispatch
-from sp_lightning.core.unit_numbers import aligned
 from sp_lightning.errors import PartitionError
-from sp_lightning.wholes.sharded import Sharded
-from sp_lightning.wholes.whole import Whole, part_of
+from sp_lightning.host.unit_numbers import aligned
+from sp_lightning.stream.sharded import Sharded
+from sp_lightning.stream.whole import Whole, part_of
 
 UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 

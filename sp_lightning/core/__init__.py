@@ -1,1 +1,0 @@
-"""Decisions, predictions and measurements as plain numbers: nothing here computes with tensors."""

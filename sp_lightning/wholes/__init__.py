@@ -1,1 +1,0 @@
-"""Parameters that consist of tensors: quantised ones, and the shards of tensor parallelism."""
