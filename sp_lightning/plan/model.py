@@ -23,10 +23,12 @@ from ..host.unit_numbers import UnitNumbers, aligned
 from ..options import Options
 from ..stream.leaf import casts_of
 from ..stream.partition import Unit, partition, slots
+from ..stream.preflight import sizes
+from ..stream.recompute import tensors_in
 from ..stream.residents import choose
 from .fakes import FakeTensors
 from .host import optimizers_in
-from .trace import Setting, Trace, Visit, tensors_in, trace
+from .trace import Setting, Trace, Visit
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 PACKAGE = Path(__file__).parents[1]
@@ -71,11 +73,16 @@ class PlannedModel:
 
     def _made(self, source: nn.Module | Callable[..., nn.Module]) -> nn.Module:
         """Make the model, and put tensors for a trace in the place of its own."""
-        if isinstance(source, nn.Module):
-            kept = {id(tensor): tensor for tensor in (*source.parameters(), *source.buffers())}
-            module = self._tried(functools.partial(copy.deepcopy, source, kept))
-        else:
-            module = self._built(source)
+        with _refusing(
+            "the model could not be made without data, or copied",
+            "a function without arguments that makes it, or a module that is made",
+        ):
+            if isinstance(source, nn.Module):
+                kept = {id(tensor): tensor for tensor in (*source.parameters(), *source.buffers())}
+                module = copy.deepcopy(source, kept)
+            else:
+                with self.tensors:
+                    module = source()
         if not isinstance(module, nn.Module) or not any(True for _ in module.parameters()):
             allowed = "a module with parameters, or a function that makes one"
             raise OptionError(argument="module", found=type(module).__name__, allowed=allowed)
@@ -84,24 +91,10 @@ class PlannedModel:
                 "layers that are cut across devices cannot be planned yet: plan the whole model, of which each device "
                 "holds its share of the window and of the gradients"
             )
-        self._replace_tensors(module, {} if isinstance(source, nn.Module) else vars(module))
+        self._replace_tensors(module)
         return module
 
-    def _built(self, source: Callable[..., nn.Module]) -> Any:
-        """Make the module of tensors for a trace or, if it changes its own in ways that these refuse, on meta."""
-        self.tensors.building = True
-        try:
-            with self.tensors:
-                return source()
-        except SuperpipelineError:
-            raise
-        except Exception:
-            with torch.device("meta"):
-                return self._tried(source)
-        finally:
-            self.tensors.building = False
-
-    def _replace_tensors(self, module: nn.Module, own: dict[str, Any]) -> None:
+    def _replace_tensors(self, module: nn.Module) -> None:
         """Put tensors like them in the place of a module's own, also in optimizers that came with it."""
         made: dict[int, tuple[Tensor, Tensor]] = {}  # with those that they replace, whose ids stay theirs
         for child in list(module.modules()):
@@ -109,7 +102,7 @@ class PlannedModel:
                 if tensor is not None:
                     _, new = made.setdefault(id(tensor), (tensor, self._like(tensor)))
                     setattr(child, name, new)
-        for optimizer in optimizers_in(own.get("configure_optimizers", tuple)()):
+        for optimizer in optimizers_in(vars(module).get("configure_optimizers", tuple)()):
             for group in optimizer.param_groups:
                 group["params"] = [made.get(id(p), (p, p))[1] for p in group["params"]]
 
@@ -148,24 +141,24 @@ class PlannedModel:
 
     def _trace(self, options: Options, rows: int) -> Trace:
         setting = Setting(self.units(options), self.narrow(options), self.masters, options.activations)
-        try:
-            with warnings.catch_warnings(), _fewer_blocks(self.module, setting.units) as (ran, every):
-                warnings.simplefilter("ignore")  # nothing is trained here
+        what = f"{self.name} does not run without a Trainer and without data"
+        instead = "another batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
+        with _refusing(what, instead), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nothing is trained here
+            with _fewer_blocks(self.module, setting.units) as (ran, every):
                 found = self._traced(setting, rows)
             visits = _repeated(found.visits, ran, every)
-            return found._replace(visits=visits) if visits else self._traced(setting, rows)
-        except SuperpipelineError:
-            raise
-        except Exception as error:
-            raise UnsupportedError(
-                f"{self.name} does not run without a Trainer and without data: {_in_a_line(error)}; pass another "
-                "batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
-            ) from error
+            if visits is None:
+                return self._traced(setting, rows)
+            found.visits = visits
+            return found
 
     def _traced(self, setting: Setting, rows: int) -> Trace:
         with self.tensors, torch.set_grad_enabled(self.trains):
             batch = with_tensors(self._batch, functools.partial(self._given, rows=rows))
-            return trace(self.module, setting, batch, functools.partial(self._step, batch), self.tensors)
+            found = Trace(setting, self.tensors)
+            found.run(self.module, batch, functools.partial(self._step, batch))
+        return found
 
     def _given(self, tensor: Tensor, rows: int) -> Tensor:
         """Return a tensor of the batch without data, with this number of rows."""
@@ -191,33 +184,20 @@ class PlannedModel:
 
     def sizes(self, options: Options) -> list[UnitNumbers]:
         """List the bytes of the units on the device."""
-        found, narrow = [], self.narrow(options)
-        for unit in self.units(options):
-            each = [(p, aligned(p.nbytes // 2 if id(p) in narrow else p.nbytes)) for _, p in unit.params]
-            trained = [(p, nbytes) for p, nbytes in each if p.requires_grad]
-            up, down = (sum(nbytes for _, nbytes in some) for some in (each, trained))
-            found.append(
-                UnitNumbers(
-                    unit.name,
-                    up,
-                    down,
-                    sum(p.numel() for p, _ in trained),
-                    resident=unit.resident,
-                    cast=sum(p.numel() for p, _ in trained if self.masters or id(p) in narrow),
-                )
-            )
-        return found
+        narrow = self.narrow(options)
+        found = sizes(self.units(options), lambda p: torch.bfloat16 if id(p) in narrow else p.dtype, True)
+        return [replace(size, cast=size.parameters) for size in found] if self.masters else found
 
-    def _tried(self, make: Callable[[], Any]) -> Any:
-        try:
-            return make()
-        except SuperpipelineError:
-            raise
-        except Exception as error:
-            raise UnsupportedError(
-                f"the model could not be made without data, or copied: {_in_a_line(error)}; pass a function without "
-                "arguments that makes it, or a module that is made"
-            ) from error
+
+@contextlib.contextmanager
+def _refusing(what: str, instead: str) -> Iterator[None]:
+    """Turn an error of the user's code into one line, with what to pass instead."""
+    try:
+        yield
+    except SuperpipelineError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(f"{what}: {_in_a_line(error)}; pass {instead}") from error
 
 
 def with_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -256,13 +236,12 @@ def _fewer_blocks(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[li
 
 def _are_alike(blocks: nn.ModuleList) -> bool:
     """Whether what decides the operators of blocks differs at most in numbers that are their indices."""
-    first = _described(blocks[0])
-    for index, block in enumerate(blocks):
-        other = _described(block)
-        differ = [(value, other.get(key)) for key, value in first.items() if value != other.get(key)]
-        if first.keys() != other.keys() or any(pair != (0, index) for pair in differ):
-            return False
-    return True
+    first, *others = map(_described, blocks)
+    return all(
+        first.keys() == other.keys()
+        and all(value == other[key] or (value, other[key]) == (0, index) for key, value in first.items())
+        for index, other in enumerate(others, 1)
+    )
 
 
 def _described(block: nn.Module) -> dict[tuple[str, str], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..options import Options, format_bytes, format_seconds
@@ -109,12 +109,8 @@ class Plan:
 
     def to_dict(self, tokens: int | None = None) -> dict[str, Any]:
         """Return everything as plain values."""
-        job = {field.name: getattr(self.job, field.name) for field in fields(Job)}
-        job |= {"machine": asdict(self.job.machine), "options": asdict(self.job.options)}
         computed = "device_nbytes", "host_nbytes", "fits_host", "fits", "step_s"
-        shown = {name: getattr(self, name) for name in (*self.__dataclass_fields__, *computed)}
-        shown |= {"job": job, "disk": self.disk._asdict(), "time": asdict(self.time), "speed": self.speed(tokens)}
-        return shown | {"changes": list(map(asdict, self.changes))}
+        return asdict(self) | {name: getattr(self, name) for name in computed} | {"speed": self.speed(tokens)}
 
     def __str__(self) -> str:
         return self.text()
@@ -134,7 +130,7 @@ class Plan:
             f"{self.transfer}: {format_bytes(self.device_nbytes)} of {format_bytes(job.machine.device_nbytes)} on the "
             f"device, {format_bytes(self.host_nbytes)} of {format_bytes(job.host_available)} on the host: {fits}",
         ]
-        disk = self.disk._asdict() if self.disk.there else {}
+        disk = asdict(self.disk) if self.disk.there else {}
         for title, terms in (("Device", self.device_terms), ("Host", self.host_terms), ("Disk, in a step", disk)):
             shown = [f"  {name:24}{format_bytes(nbytes):>12}" for name, nbytes in terms.items()]
             lines += ["", f"{title}:", *shown] if shown else []

@@ -26,7 +26,9 @@ from torch.utils.flop_counter import flop_registry
 from ..compat.tensors import graph_task, operator_of, schema_of, storage_id
 from ..host.device import dense_strides
 from ..host.unit_numbers import aligned
+from ..stream.activations import SMALLEST
 from ..stream.partition import Unit
+from ..stream.recompute import tensors_in
 from .fakes import HALVES, FakeTensors, tensors_of
 
 aten = torch.ops.aten
@@ -35,7 +37,6 @@ LOOKS_UP = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll
 # CUDA sums columns of at least so many rows, as for the gradient of a bias, in partial sums of up to 1 MiB for each of
 # its multiprocessors; an A100 has 108.
 TALL, SCRATCH = 1024, 108 << 20
-SMALLEST = 1 << 10  # bytes of an activation that is worth a copy to the host
 
 
 @dataclass
@@ -56,14 +57,6 @@ class Visit:
     grown: int = 0  # bytes there as it ends, less those as it began
 
 
-class Trace(NamedTuple):
-    """The visits of a step."""
-
-    visits: list[Visit]
-    batch: int  # bytes
-    buffers: int
-
-
 class Setting(NamedTuple):
     """The settings that decide where a step's bytes are."""
 
@@ -73,45 +66,17 @@ class Setting(NamedTuple):
     activations: str
 
 
-def trace(module: nn.Module, setting: Setting, batch: Any, run: Callable[[], Any], tensors: FakeTensors) -> Trace:
-    """Run one step, with a backward if anything trains.
+class Trace:
+    """A step that ran without data: what was allocated and computed, divided into visits.
 
     Args:
-        module: A module that was made on ``tensors``.
-        setting: Its units, and what becomes of their bytes.
-        batch: Its tensors are on the device throughout.
-        run: Returns the loss, or an output that contains or leads to it.
-        tensors: The context, still entered.
+        setting: The units, and what becomes of their bytes.
+        tensors: The context in which the module was made, entered while a step runs.
     """
-    recorder = _Recorder(setting, tensors)
-    buffers, given = (sum(recorder.add(tensor, 0) for tensor in some) for some in (module.buffers(), tensors_in(batch)))
-    tensors.observe = recorder.observe
-    try:
-        with recorder.listening():
-            recorder.step(run)
-    finally:
-        tensors.observe = None
-    return Trace(recorder.visits, given, buffers)
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a batch."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from tensors_in(item)
-    elif hasattr(tree, "values") and callable(tree.values):
-        yield from tensors_in(list(tree.values()))
-    elif hasattr(tree, "__dataclass_fields__"):
-        yield from tensors_in(list(vars(tree).values()))
-
-
-class _Recorder:
-    """Divides what is allocated and computed into visits."""
 
     def __init__(self, setting: Setting, tensors: FakeTensors) -> None:
         self.visits = [Visit(None, False)]
+        self.batch = self.buffers = 0  # bytes
         self._setting, self._tensors = setting, tensors
         self._live: dict[int, tuple[int, object]] = {}  # bytes of a storage, and a reference that tells when it is gone
         self._gradients = 0
@@ -122,29 +87,42 @@ class _Recorder:
 
     # ---- a step
 
+    def run(self, module: nn.Module, batch: Any, step: Callable[[], Any]) -> None:
+        """Run a forward, and a backward from each loss in its output.
+
+        Args:
+            module: The module, which has the units.
+            batch: Its tensors are on the device throughout.
+            step: Returns the loss, or an output that contains or leads to it.
+        """
+        self.buffers = sum(self.add(tensor, 0) for tensor in module.buffers())
+        self.batch = sum(self.add(tensor, 0) for tensor in tensors_in(batch))
+        with self._listening():
+            output = step()
+            loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
+            losses = {id(one): one for one in tensors_in(output if loss is None else loss) if one.requires_grad}
+            if losses:
+                torch.autograd.backward([*losses.values()], [torch.ones_like(one) for one in losses.values()])
+            for index in list(self._came):
+                self._send(index)
+
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Listen to the units' forwards and gradients."""
+    def _listening(self) -> Iterator[None]:
+        """Listen to operators, to the units' forwards, and to gradients."""
         with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self._tensors, "observe", None)
+            self._tensors.observe = self.observe
             for unit in self._setting.units:
-                for _, module in unit.modules if not unit.resident else ():
-                    stack.callback(_restore, module, vars(module).get("forward"))
+                if unit.resident:
+                    continue
+                for _, module in unit.modules:
+                    stack.callback(setattr, module, "forward", module.forward)
                     module.forward = functools.partial(self._run, unit.index, module.forward)
                 for _, parameter in unit.params:
-                    if parameter.requires_grad and not unit.resident:
+                    if parameter.requires_grad:
                         take = functools.partial(self._take, unit)
                         stack.callback(parameter.register_post_accumulate_grad_hook(take).remove)  # type: ignore[no-untyped-call]
             yield
-
-    def step(self, run: Callable[[], Any]) -> None:
-        """Run a forward, and a backward from each loss in its output."""
-        output = run()
-        loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
-        losses = [tensor for tensor in tensors_in(output if loss is None else loss) if tensor.requires_grad]
-        if losses:
-            torch.autograd.backward(losses, [torch.ones_like(tensor) for tensor in losses])
-        for index in list(self._came):
-            self._send(index)
 
     def enter(self, unit: int | None, backward: bool) -> None:
         """Begin a visit, unless it goes on."""
@@ -169,12 +147,11 @@ class _Recorder:
             return inside(*args, **kwargs)
 
     def _inside(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.enter(unit, _in_backward())
+        backward = graph_task() != -1
+        self.enter(unit, backward)
         self._stack.append(unit)
         try:
-            with (
-                self._tensors.kernels if _in_backward() else contextlib.nullcontext()
-            ):  # autograd's engine leaves this mode
+            with self._tensors.kernels if backward else contextlib.nullcontext():  # autograd's engine leaves this mode
                 return forward(*args, **kwargs)
         finally:
             self._stack.pop()
@@ -190,11 +167,11 @@ class _Recorder:
         if key in self._live or key in self._weights:
             return 0
         counts = nbytes if counts is None else counts
-        self._live[key] = counts, weakref.ref(storage, functools.partial(_free, weakref.ref(self), key))
+        self._live[key] = counts, weakref.ref(storage, functools.partial(self._free, key))
         self._change(counts)
         return nbytes
 
-    def free(self, key: int) -> None:
+    def _free(self, key: int, _: object) -> None:
         """Count a storage that is gone."""
         self._weights.pop(key, None)  # of a cast
         self._change(-self._live.pop(key)[0])
@@ -235,14 +212,15 @@ class _Recorder:
 
     def observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operator that ran: its work, and the storages that it made."""
-        results, operator, read = tensors_of((out,)), operator_of(func), tensors_of(args, kwargs)
+        results, operator, read = tensors_of((out,)), operator_of(func), tensors_of((*args, *kwargs.values()))
+        backward = graph_task() != -1
         known = {storage_id(t.untyped_storage()) for t in read if t.layout is torch.strided}
         made = [t for t in results if t.layout is torch.strided and storage_id(t.untyped_storage()) not in known]
         weights = [self._weights[key] for key in known if key in self._weights]
         for _, unit in weights:
             if unit not in self._stack:
-                self.enter(unit, _in_backward())  # such as for a backward, or a head that is a table
-        if not weights and not self._stack and made and not _in_backward():
+                self.enter(unit, backward)  # such as for a backward, or a head that is a table
+        if not weights and not self._stack and made and not backward:
             self.enter(None, False)
         is_cast = func is aten._to_copy.default and made and made[0].dtype in HALVES
         if is_cast and weights and id(weights[0][0]) in self._setting.narrow:
@@ -267,49 +245,34 @@ class _Recorder:
 class _Trip:
     """A unit's saved tensors on their way to the host and back: all come as the first is needed."""
 
-    def __init__(self, recorder: _Recorder, unit: int) -> None:
-        self._recorder, self._unit = recorder, unit
+    def __init__(self, trace: Trace, unit: int) -> None:
+        self._trace, self._unit = trace, unit
         self.held: list[Tensor] = []  # until the forward ends
         self._forms: dict[Any, Any] = {}
         self._needed: Counter[Any] = Counter()
         self._there: dict[Any, Tensor] = {}
 
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.nbytes < SMALLEST or not self._recorder.counts(tensor) or dense_strides(tensor) != tensor.stride():
+        if tensor.nbytes < SMALLEST or not self._trace.counts(tensor) or dense_strides(tensor) != tensor.stride():
             return tensor.detach()
         key = storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.dtype
         if key not in self._forms:
             self._forms[key] = tensor.shape, tensor.stride(), tensor.dtype
-            self._recorder.visits[-1].down += tensor.nbytes
+            self._trace.visits[-1].down += tensor.nbytes
             self.held.append(tensor.detach())
         self._needed[key] += 1
         return key
 
     def unpack(self, packed: Any) -> Tensor:
-        self._recorder.enter(self._unit, True)
+        self._trace.enter(self._unit, True)
         if isinstance(packed, Tensor):
             return packed
         if not self._there:
             for key, (shape, stride, dtype) in self._forms.items():
                 self._there[key] = torch.empty_strided(shape, stride, dtype=dtype)
-                self._recorder.visits[-1].up += self._there[key].nbytes
+                self._trace.visits[-1].up += self._there[key].nbytes
         self._needed[packed] -= 1
         return self._there[packed] if self._needed[packed] else self._there.pop(packed)
-
-
-def _in_backward() -> bool:
-    return graph_task() != -1
-
-
-def _restore(module: nn.Module, forward: Any) -> None:
-    vars(module).pop("forward")
-    if forward is not None:
-        module.forward = forward
-
-
-def _free(refer: Callable[[], _Recorder | None], key: int, _: object) -> None:
-    if (recorder := refer()) is not None:
-        recorder.free(key)
 
 
 def _moved(operator: Any, read: list[Tensor], made: list[Tensor]) -> float:
