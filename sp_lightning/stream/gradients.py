@@ -488,6 +488,7 @@ class Gradients:
         if weight.is_shard and (grad := weight.received(grad)) is None:
             return
         came[weight] = grad
+        del grad  # which may be wider than what is sent down of it
         if len(came) >= unit.trained:
             self._flush(backward, unit, backward.came.pop(unit), is_complete=True)
 
