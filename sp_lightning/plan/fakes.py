@@ -8,7 +8,7 @@ answer. A number read from a tensor of floats, such as a loss that is logged, is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,19 +58,13 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake = fake_mode()
         self.kernels, self.is_fused = _Kernels(target), target in FUSED
         self._autocast = autocast
-        self._contexts = contextlib.ExitStack()
 
-    def __enter__(self) -> FakeTensors:
-        enter = self._contexts.enter_context
-        enter(torch.random.fork_rng(devices=[]))
-        enter(torch.autocast("cpu", dtype=self._autocast, enabled=self._autocast is not None, cache_enabled=False))
-        enter(self.kernels)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._contexts.close()
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run model code in this context."""
+        autocast = torch.autocast("cpu", self._autocast, self._autocast is not None, cache_enabled=False)
+        with torch.random.fork_rng(devices=[]), autocast, self.kernels, self:
+            yield
 
     def adopt(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor like this one, of this type, that code here may use: without data, unless it is small."""
@@ -116,13 +110,13 @@ def _is_known(tensor: Tensor) -> bool:
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.numel() <= KNOWN
 
 
-def _as_integers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8) and not is_fake(index)
+
+
+def _as_integers(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Turn masks among indices into positions: how many are set decides the shape."""
-    found: list[Tensor | None] = []
-    for index in indices:
-        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8) and not is_fake(index)
-        found += index.nonzero(as_tuple=True) if is_mask and index is not None else [index]
-    return found
+    return [place for index in indices for place in (index.nonzero(as_tuple=True) if _is_mask(index) else [index])]
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:
@@ -215,9 +209,7 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if training and 0 < p < 1 and input.numel():
-        return torch.native_dropout(input, p, training)[0]  # it saves a mask of one byte per element
-    return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0] if training and 0 < p < 1 else input  # a mask of a byte each
 
 
 def _widened(tensor: Tensor) -> Tensor:

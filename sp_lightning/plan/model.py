@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dtensor
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..host.unit_numbers import UnitNumbers, aligned
-from ..options import Options
 from ..stream.leaf import casts_of
-from ..stream.partition import Unit, partition, slots
+from ..stream.partition import Unit, UnitSpec, partition, slots
 from ..stream.preflight import sizes
 from ..stream.recompute import tensors_in
 from ..stream.residents import choose
 from .fakes import FakeTensors
-from .host import optimizers_in
+from .host import State, optimizers_in, state_of
 from .trace import Setting, Trace, Visit
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
@@ -61,13 +60,11 @@ class PlannedModel:
         self._loss, self._batch = loss, batch() if callable(batch) else batch
         sizes = Counter(tensor.shape[0] for tensor in tensors_in(self._batch) if tensor.dim())
         self.rows = sizes.most_common(1)[0][0] if sizes else 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.module = self._made(source)
+        self.module = self._made(source)
         self.trains = any(p.requires_grad for p in self.module.parameters())
         self.module.train(self.trains)
-        self._units: dict[Any, list[Unit]] = {}
-        self._traces: dict[Any, Trace] = {}
+        self.state = functools.cache(self._state)
+        self.trace = functools.cache(self._trace)
 
     # ---- making
 
@@ -81,7 +78,7 @@ class PlannedModel:
                 kept = {id(tensor): tensor for tensor in (*source.parameters(), *source.buffers())}
                 module = copy.deepcopy(source, kept)
             else:
-                with self.tensors:
+                with self.tensors.running():
                     module = source()
         if not isinstance(module, nn.Module) or not any(True for _ in module.parameters()):
             allowed = "a module with parameters, or a function that makes one"
@@ -115,46 +112,37 @@ class PlannedModel:
         like = self.tensors.adopt(tensor.detach(), self._dtype if tensor.is_floating_point() else None)
         return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
-    def units(self, options: Options) -> list[Unit]:
+    def _units(self, classes: UnitSpec, resident: Any) -> list[Unit]:
         """Cut the module as the options say; units that are never evicted are part of the resident rest."""
-        key = options.units, options.resident
-        if key not in self._units:
-            cut = partition(self.module, list(options.units) if isinstance(options.units, tuple) else options.units)
-            first = choose(cut, slots(self.module), 0 if options.resident == "auto" else options.resident)
-            self._units[key] = [replace(unit, resident=True) if unit in first else unit for unit in cut]
-        return self._units[key]
+        cut = partition(self.module, list(classes) if isinstance(classes, tuple) else classes)
+        first = choose(cut, slots(self.module), 0 if resident == "auto" else resident)
+        return [replace(unit, resident=True) if unit in first else unit for unit in cut]
 
-    def narrow(self, options: Options) -> frozenset[int]:
+    def _narrow(self, units: Sequence[Unit], wire_dtype: str) -> frozenset[int]:
         """Return the ids of weights that travel as autocast casts them."""
-        casts = self._mixed and options.wire_dtype == "auto"
-        streamed = {id(p) for unit in self.units(options) if not unit.resident for _, p in unit.params}
+        casts = self._mixed and wire_dtype == "auto"
+        streamed = {id(p) for unit in units if not unit.resident for _, p in unit.params}
         return frozenset(streamed & casts_of(self.module, self._half if casts else None))
 
     # ---- a trace
 
-    def trace(self, options: Options, rows: int) -> Trace:
-        """Return the trace of a step of as many rows."""
-        key = options.units, options.resident, options.wire_dtype, options.activations, rows
-        if key not in self._traces:
-            self._traces[key] = self._trace(options, rows)
-        return self._traces[key]
-
-    def _trace(self, options: Options, rows: int) -> Trace:
-        setting = Setting(self.units(options), self.narrow(options), self.masters, options.activations)
+    def _trace(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str, rows: int) -> Trace:
+        """Return the trace of a step of as many rows, with these options."""
+        units = self._units(classes, resident)
+        setting = Setting(units, self._narrow(units, wire_dtype), self.masters, activations)
         what = f"{self.name} does not run without a Trainer and without data"
         instead = "another batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
-        with _refusing(what, instead), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # nothing is trained here
-            with _fewer_blocks(self.module, setting.units) as (ran, every):
+        with _refusing(what, instead):
+            with _fewer_blocks(self.module, units) as (ran, every):
                 found = self._traced(setting, rows)
             visits = _repeated(found.visits, ran, every)
             if visits is None:
                 return self._traced(setting, rows)
-            found.visits = visits
-            return found
+        found.visits = visits
+        return found
 
     def _traced(self, setting: Setting, rows: int) -> Trace:
-        with self.tensors, torch.set_grad_enabled(self.trains):
+        with self.tensors.running(), torch.set_grad_enabled(self.trains):
             batch = with_tensors(self._batch, functools.partial(self._given, rows=rows))
             found = Trace(setting, self.tensors)
             found.run(self.module, batch, functools.partial(self._step, batch))
@@ -178,14 +166,18 @@ class PlannedModel:
 
     # ---- bytes
 
+    def _state(self, optimizer: Any) -> State:
+        """Return the state that an optimizer keeps."""
+        with self.tensors.running():
+            return state_of(optimizer, self.module)
+
     def host_nbytes(self, parameter: Tensor) -> int:
         """Return the bytes of a weight on the host."""
         return aligned(parameter.nbytes * (2 if self.masters and parameter.is_floating_point() else 1))
 
-    def sizes(self, options: Options) -> list[UnitNumbers]:
+    def sizes(self, setting: Setting) -> list[UnitNumbers]:
         """List the bytes of the units on the device."""
-        narrow = self.narrow(options)
-        found = sizes(self.units(options), lambda p: torch.bfloat16 if id(p) in narrow else p.dtype, True)
+        found = sizes(setting.units, lambda p: torch.bfloat16 if id(p) in setting.narrow else p.dtype, True)
         return [replace(size, cast=size.parameters) for size in found] if self.masters else found
 
 
@@ -193,7 +185,9 @@ class PlannedModel:
 def _refusing(what: str, instead: str) -> Iterator[None]:
     """Turn an error of the user's code into one line, with what to pass instead."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nothing is trained here
+            yield
     except SuperpipelineError:
         raise
     except Exception as error:

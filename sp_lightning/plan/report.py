@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..host.machine import headroom
 from ..options import Options, format_bytes, format_seconds
 from .host import OnDisk
 from .machines import Machine
@@ -19,7 +20,6 @@ class Job:
     precision: str
     machine: Machine
     target: str  # the device type whose kernels count
-    headroom: int  # bytes of host memory that are left to the system
     optimizer: Any = None
     accumulate: int = 1
     clip: bool = False
@@ -31,7 +31,12 @@ class Job:
     @property
     def host_available(self) -> int:
         """Bytes of host memory that the run may have."""
-        return int(min(self.machine.host_nbytes - self.headroom, self.options.host_limit))
+        nbytes = self.machine.host_nbytes
+        return int(min(nbytes - headroom(nbytes), self.options.host_limit))
+
+    def with_options(self, **changes: Any) -> Job:
+        """Return the run with other options of the strategy."""
+        return replace(self, options=replace(self.options, **changes))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,30 @@ LOOKS_UP = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll
 TALL, SCRATCH = 1024, 108 << 20
 
 
+@dataclass(kw_only=True)
+class Work:
+    """The work of a part of a step, by lane."""
+
+    flops: float = 0.0  # of products in half precision
+    fp32_flops: float = 0.0
+    moved: float = 0.0  # bytes of device memory that all but products read and write
+    up: float = 0.0  # bytes
+    down: float = 0.0
+    read: float = 0.0  # bytes of the disk
+    written: float = 0.0
+    sent: float = 0.0  # bytes that each host sends the others
+    trained: float = 0.0  # parameters that a step changes
+    cast: float = 0.0  # of those, the ones that are FP32 on the host and travel in half precision
+
+    def plus(self, other: Work) -> Work:
+        """Return the work of both."""
+        return Work(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Work)})
+
+    def times(self, count: int) -> Work:
+        """Multiply the work by a count."""
+        return Work(**{one.name: count * getattr(self, one.name) for one in fields(Work)})
+
+
 @dataclass
 class Visit:
     """A visit to a unit, or code outside of all: its work and its bytes."""
@@ -46,14 +70,9 @@ class Visit:
     unit: int | None
     backward: bool
     in_use: tuple[int, ...] = ()  # units whose code runs around this one
-    flops: float = 0.0  # of products in half precision
-    fp32_flops: float = 0.0
-    moved: float = 0.0  # bytes of device memory that all but products read and write
-    up: int = 0  # bytes of activations that come back from the host
-    down: int = 0  # bytes of activations that go there
+    work: Work = field(default_factory=Work)  # up and down: activations from the host, and to it
     packed: list[int] = field(default_factory=list)  # bytes of gradients that go there, by unit
     peak: int = 0  # the most bytes beside weights, less those that were there as it began
-    gradients: int = 0  # bytes of gradients at that moment
     grown: int = 0  # bytes there as it ends, less those as it began
 
 
@@ -77,9 +96,8 @@ class Trace:
     def __init__(self, setting: Setting, tensors: FakeTensors) -> None:
         self.visits = [Visit(None, False)]
         self.batch = self.buffers = 0  # bytes
-        self._setting, self._tensors = setting, tensors
+        self.setting, self._tensors = setting, tensors
         self._live: dict[int, tuple[int, object]] = {}  # bytes of a storage, and a reference that tells when it is gone
-        self._gradients = 0
         self._stack: list[int] = []  # units whose code runs
         weights = [(p, unit.index) for unit in setting.units for _, p in unit.params if p.layout is torch.strided]
         self._weights = {storage_id(p.untyped_storage()): (p, index) for p, index in weights}
@@ -112,7 +130,7 @@ class Trace:
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self._tensors, "observe", None)
             self._tensors.observe = self.observe
-            for unit in self._setting.units:
+            for unit in self.setting.units:
                 if unit.resident:
                     continue
                 for _, module in unit.modules:
@@ -127,9 +145,9 @@ class Trace:
     def enter(self, unit: int | None, backward: bool) -> None:
         """Begin a visit, unless it goes on."""
         now = self.visits[-1]
-        if (unit, backward) != (now.unit, now.backward) and (unit is None or not self._setting.units[unit].resident):
+        if (unit, backward) != (now.unit, now.backward) and (unit is None or not self.setting.units[unit].resident):
             around = tuple(dict.fromkeys(index for index in self._stack if index != unit))
-            self.visits.append(Visit(unit, backward, around, gradients=self._gradients))
+            self.visits.append(Visit(unit, backward, around))
 
     def _run(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a unit's forward by the policy of activations."""
@@ -138,11 +156,11 @@ class Trace:
             return inside(*args, **kwargs)
         self.enter(unit, False)
         with contextlib.ExitStack() as stack:
-            if "offload" in self._setting.activations:
+            if "offload" in self.setting.activations:
                 trip = _Trip(self, unit)
                 stack.callback(trip.held.clear)
                 stack.enter_context(saved_tensors_hooks(trip.pack, trip.unpack))
-            if "recompute" in self._setting.activations:
+            if "recompute" in self.setting.activations:
                 return checkpoint(inside, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
             return inside(*args, **kwargs)
 
@@ -183,28 +201,24 @@ class Trace:
     def _change(self, nbytes: int) -> None:
         visit = self.visits[-1]
         visit.grown += nbytes
-        if visit.grown > visit.peak:
-            visit.peak, visit.gradients = visit.grown, self._gradients
+        visit.peak = max(visit.peak, visit.grown)
 
     def _take(self, unit: Unit, parameter: Tensor) -> None:
         """Take note of a gradient that is complete (Rule 3)."""
         self._came[unit.index].append(parameter)
-        self._gradients += 0 if parameter.grad is None else aligned(parameter.grad.nbytes)
         if len(self._came[unit.index]) == sum(p.requires_grad for _, p in unit.params):
             self._send(unit.index)
 
     def _send(self, unit: int) -> None:
         """Narrow a unit's gradients, widen them for their norms, pack them, and let go of all."""
-        setting, params = self._setting, [p for p in self._came.pop(unit) if p.grad is not None]
+        setting, params = self.setting, [p for p in self._came.pop(unit) if p.grad is not None]
         came = sum(aligned(p.grad.nbytes) for p in params if p.grad is not None)
         goes = sum(aligned(p.nbytes // 2 if id(p) in setting.narrow else p.nbytes) for p in params)
         wide = sum(aligned(4 * p.numel()) for p in params if setting.masters or id(p) in setting.narrow)
         for nbytes in (goes - came, wide, -wide, goes, came - 2 * goes):
-            self._gradients += nbytes
             self._change(nbytes)
-        self._gradients -= came
         self.visits[-1].packed.append(goes)
-        self.visits[-1].moved += 2 * (goes + wide)
+        self.visits[-1].work.moved += 2 * (goes + wide)
         for parameter in params:
             parameter.grad = None
 
@@ -223,7 +237,7 @@ class Trace:
         if not weights and not self._stack and made and not backward:
             self.enter(None, False)
         is_cast = func is aten._to_copy.default and made and made[0].dtype in HALVES
-        if is_cast and weights and id(weights[0][0]) in self._setting.narrow:
+        if is_cast and weights and id(weights[0][0]) in self.setting.narrow:
             self.add(made[0], 0)
             self._weights[storage_id(made[0].untyped_storage())] = weights[0]
             return
@@ -235,11 +249,11 @@ class Trace:
             self._change(-scratch)
         visit, count = self.visits[-1], flop_registry.get(operator)
         if count is not None and read[0].dtype in HALVES:
-            visit.flops += count(*args, **kwargs, out_val=out)
+            visit.work.flops += count(*args, **kwargs, out_val=out)
         elif count is not None:
-            visit.fp32_flops += count(*args, **kwargs, out_val=out)
+            visit.work.fp32_flops += count(*args, **kwargs, out_val=out)
         elif operator not in FREE and (made or schema_of(func).is_mutable):
-            visit.moved += _moved(operator, read, made)
+            visit.work.moved += _moved(operator, read, made)
 
 
 class _Trip:
@@ -258,7 +272,7 @@ class _Trip:
         key = storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.dtype
         if key not in self._forms:
             self._forms[key] = tensor.shape, tensor.stride(), tensor.dtype
-            self._trace.visits[-1].down += tensor.nbytes
+            self._trace.visits[-1].work.down += tensor.nbytes
             self.held.append(tensor.detach())
         self._needed[key] += 1
         return key
@@ -270,7 +284,7 @@ class _Trip:
         if not self._there:
             for key, (shape, stride, dtype) in self._forms.items():
                 self._there[key] = torch.empty_strided(shape, stride, dtype=dtype)
-                self._trace.visits[-1].up += self._there[key].nbytes
+                self._trace.visits[-1].work.up += self._there[key].nbytes
         self._needed[packed] -= 1
         return self._there[packed] if self._needed[packed] else self._there.pop(packed)
 
