@@ -1,8 +1,8 @@
 """Run model code on tensors without data, with the kernels and the casts of the device that is planned for.
 
 Tensors are torch's fake ones (FakeTensorMode), on the CPU, where autograd runs without a device. Small integer tensors
-are real: token ids, masks and grid sizes have values, so ``.item()``, ``nonzero()`` and a mask as an index have an
-answer. A number read from a tensor of floats, such as a loss that is logged, is 0.
+are real, and so is what is computed of them alone: token ids, masks and grid sizes have values, so ``.item()``,
+``nonzero()`` and a mask as an index have an answer. A number read from other floats, such as a logged loss, is 0.
 """
 
 from __future__ import annotations
@@ -101,22 +101,23 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not (tensors and writes):
             with contextlib.suppress(*UNKNOWN), self._fake:
                 out = func(*args, **kwargs)
-                if not all(map(_is_known, tensors_of((out,)))):
+                is_made = not tensors or func is aten.lift_fresh.default  # by the code, not computed from the batch
+                if not all(_is_known(one, not is_made) for one in tensors_of((out,))):
                     return out
         return func(*args, **kwargs)
 
 
-def _is_known(tensor: Tensor) -> bool:
-    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.numel() <= KNOWN
-
-
-def _is_mask(index: Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8) and not is_fake(index)
+def _is_known(tensor: Tensor, is_computed: bool = False) -> bool:
+    return tensor.numel() <= KNOWN and (is_computed or not (tensor.is_floating_point() or tensor.is_complex()))
 
 
 def _as_integers(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Turn masks among indices into positions: how many are set decides the shape."""
-    return [place for index in indices for place in (index.nonzero(as_tuple=True) if _is_mask(index) else [index])]
+    found: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8) and not is_fake(index)
+        found += index.nonzero(as_tuple=True) if is_mask and index is not None else [index]
+    return found
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:

@@ -31,7 +31,6 @@ from .trace import Setting, Trace, Visit
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 PACKAGE = Path(__file__).parents[1]
-PLAIN = int, float, str, tuple, type(None)  # attributes that may decide what a block does
 ALIKE = 3  # blocks that run in the place of more that are alike
 
 
@@ -78,8 +77,7 @@ class PlannedModel:
                 kept = {id(tensor): tensor for tensor in (*source.parameters(), *source.buffers())}
                 module = copy.deepcopy(source, kept)
             else:
-                with self.tensors.running():
-                    module = source()
+                module = self._built(source)
         if not isinstance(module, nn.Module) or not any(True for _ in module.parameters()):
             allowed = "a module with parameters, or a function that makes one"
             raise OptionError(argument="module", found=type(module).__name__, allowed=allowed)
@@ -90,6 +88,15 @@ class PlannedModel:
             )
         self._replace_tensors(module)
         return module
+
+    def _built(self, source: Callable[..., nn.Module]) -> Any:
+        """Make the module of tensors for a trace or, where code reads weights and they are refused, on meta."""
+        try:
+            with self.tensors.running():
+                return source()
+        except Exception:
+            with torch.device("meta"):
+                return source()
 
     def _replace_tensors(self, module: nn.Module) -> None:
         """Put tensors like them in the place of a module's own, also in optimizers that came with it."""
@@ -132,14 +139,12 @@ class PlannedModel:
         setting = Setting(units, self._narrow(units, wire_dtype), self.masters, activations)
         what = f"{self.name} does not run without a Trainer and without data"
         instead = "another batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
+        with _fewer_blocks(self.module, units) as (ran, every), contextlib.suppress(Exception):
+            found = self._traced(setting, rows)
+            found.visits = _repeated(found.visits, ran, every)
+            return found
         with _refusing(what, instead):
-            with _fewer_blocks(self.module, units) as (ran, every):
-                found = self._traced(setting, rows)
-            visits = _repeated(found.visits, ran, every)
-            if visits is None:
-                return self._traced(setting, rows)
-        found.visits = visits
-        return found
+            return self._traced(setting, rows)
 
     def _traced(self, setting: Setting, rows: int) -> Trace:
         with self.tensors.running(), torch.set_grad_enabled(self.trains):
@@ -215,7 +220,7 @@ def _fewer_blocks(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[li
     """Leave three of the longest run of units that are alike; yield the indices of those that run, and of all."""
     places = {id(inner): unit.index for unit in units if len(unit.modules) == 1 for _, inner in unit.modules}
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > ALIKE]
-    stacks = [one for one in lists if all(id(block) in places for block in one) and _are_alike(one)]
+    stacks = [one for one in lists if all(id(block) in places and _form(block) == _form(one[0]) for block in one)]
     if not stacks:
         yield [], []
         return
@@ -228,36 +233,20 @@ def _fewer_blocks(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[li
         stack._modules = blocks
 
 
-def _are_alike(blocks: nn.ModuleList) -> bool:
-    """Whether what decides the operators of blocks differs at most in numbers that are their indices."""
-    first, *others = map(_described, blocks)
-    return all(
-        first.keys() == other.keys()
-        and all(value == other[key] or (value, other[key]) == (0, index) for key, value in first.items())
-        for index, other in enumerate(others, 1)
-    )
+def _form(block: nn.Module) -> Any:
+    """Return what decides a block's bytes and its work: its modules as they print themselves, and its weights."""
+    return str(block), [(p.shape, p.dtype, p.requires_grad) for p in block.parameters()]
 
 
-def _described(block: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the types, tensors and plain attributes of the modules of a block."""
-    found: dict[tuple[str, str], Any] = {}
-    for name, child in block.named_modules():
-        tensors = {key: each for key, each in (*child._parameters.items(), *child._buffers.items()) if each is not None}
-        found |= {(name, key): (each.shape, each.dtype, each.requires_grad) for key, each in tensors.items()}
-        plain = {key: each for key, each in vars(child).items() if isinstance(each, PLAIN)}
-        found |= {(name, "class"): type(child)} | {(name, key): value for key, value in plain.items()}
-    return found
-
-
-def _repeated(visits: list[Visit], ran: list[int], every: list[int]) -> list[Visit] | None:
-    """Repeat the visits of the middle block; None if blocks are not visited one after the other."""
+def _repeated(visits: list[Visit], ran: list[int], every: list[int]) -> list[Visit]:
+    """Repeat the visits of the middle block; raise an error if blocks are not visited one after the other."""
     if not ran:
         return visits
     first, middle, last = ran
     order = [visit.unit for visit in visits]
     between = [{order[place - 1], *order[place + 1 : place + 2]} for place, unit in enumerate(order) if unit == middle]
     if not between or any(neighbours != {first, last} for neighbours in between):
-        return None
+        raise LookupError
     found = []
     for visit in visits:
         around = tuple(every[-1] if index == last else index for index in visit.in_use)

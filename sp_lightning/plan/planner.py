@@ -14,8 +14,8 @@ from ..store.placement import UnitBytes
 from .host import OnDisk, State, placed
 from .model import PlannedModel
 from .report import Change, Job, Plan
-from .step import GRADIENTS, ROOT, WINDOW, Run, StepTime, Sweep, Work, step_cost, step_time, sweep
-from .trace import Trace
+from .step import GRADIENTS, ROOT, WINDOW, Run, StepTime, Sweep, step_cost, step_time, sweep
+from .trace import Trace, Work
 
 # Two of cuBLAS, of the threads of forward and backward: torch allocates 8.125 MiB each, and 32 MiB on Hopper.
 WORKSPACES = {"cuda": 2 * 8 * 2**20 + 2**18}
@@ -46,14 +46,14 @@ class Planner:
         most = max(1, sum(not size.resident for size in sizes))
         windows = [options.window] if options.window != "auto" else [*WINDOWS, most]
         windows = sorted({min(window, most) for window in windows})
-        swept = functools.cache(lambda window: sweep(found, sizes, window, _transfer(options, window)))
-        terms = functools.cache(lambda window: self._device(job, swept(window), sizes))
-        fitting = [window for window in windows if _fits(terms(window), job)]
+        swept = {window: sweep(found, sizes, window, _transfer(options, window)) for window in windows}
+        terms = {window: self._device(job, one, sizes) for window, one in swept.items()}
+        fitting = [window for window in windows if _fits(terms[window], job)]
         tried = fitting or windows[:1]
-        host, disk = self._host(job, found, sizes, swept(tried[-1]))
-        timed = functools.cache(lambda window: self._timed(job, window, swept(window), found, sizes, disk))
-        enough = EQUAL * timed(tried[-1]).seconds  # a larger window takes no longer
-        window = next(window for window in tried if timed(window).seconds <= enough)
+        host, disk = self._host(job, found, sizes, swept[tried[-1]])
+        times = {window: self._timed(job, window, swept[window], found, sizes, disk) for window in tried}
+        enough = EQUAL * times[tried[-1]].seconds  # a larger window takes no longer
+        window = next(window for window in tried if times[window].seconds <= enough)
         return Plan(
             job=job,
             model=model.name,
@@ -63,12 +63,12 @@ class Planner:
             window=window,
             transfer=_transfer(options, window),
             units=tuple(size.name for size in sizes if not size.resident),
-            device_terms={name: nbytes for name, nbytes in terms(window).items() if nbytes},
+            device_terms={name: nbytes for name, nbytes in terms[window].items() if nbytes},
             host_terms={name: nbytes for name, nbytes in host.items() if nbytes},
             disk=disk,
-            bytes_up=swept(window).up,
+            bytes_up=swept[window].up,
             fits_device=bool(fitting),
-            time=timed(window),
+            time=times[window],
         )
 
     def _model(self, job: Job) -> PlannedModel:
@@ -115,7 +115,7 @@ class Planner:
                     ),
                 )
             )
-        beside = {"activations": job.devices * sum(int(visit.work.down) for visit in found.visits)}
+        beside = {"activations": job.devices * sum(visit.work.down for visit in found.visits)}
         beside["copies"] = job.copies * sum(one.frozen + one.weights for one in of_units)
         budget = job.host_available if options.host_budget is None else options.host_budget
         terms, disk = placed(of_units, budget if options.uses_files else None, options.spills, swept.loads_each)

@@ -162,7 +162,9 @@ def step_time(
     rates = _Rates(machine, run, reached)
     seconds = rates.seconds
     step, first = (
-        one.plus(Work(up=cost.up * one.trained, down=cost.down * one.trained, moved=cost.on_device * one.trained))
+        one.plus(
+            Work(up=int(cost.up * one.trained), down=int(cost.down * one.trained), moved=cost.on_device * one.trained)
+        )
         for one in (step, first)
     )
     every = step.plus(first)

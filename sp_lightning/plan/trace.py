@@ -46,8 +46,8 @@ class Work:
     flops: float = 0.0  # of products in half precision
     fp32_flops: float = 0.0
     moved: float = 0.0  # bytes of device memory that all but products read and write
-    up: float = 0.0  # bytes
-    down: float = 0.0
+    up: int = 0  # bytes
+    down: int = 0
     read: float = 0.0  # bytes of the disk
     written: float = 0.0
     sent: float = 0.0  # bytes that each host sends the others

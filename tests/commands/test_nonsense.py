@@ -36,6 +36,8 @@ SAID = {  # what is typed, and what the line says
     f"{FIT} --max_epochs 2": "--max_epochs is no argument; did you mean --trainer.max_epochs?",
     f"{FIT} --window 2": "--window is no argument; did you mean --trainer.strategy.window?",
     f"{FIT} --data.blok_size 128": "--data.blok_size is no argument",
+    f"{FIT} --data.path nowhere.jsonl": "data.path must be a file of JSON lines (No such file or directory)",
+    f"plan{FIT[3:]} --data.path nowhere.jsonl --machine rtx3060": "data.path must be a file of JSON lines",
     f"{FIT} --ckpt_path nowhere.ckpt": "ckpt_path must be a checkpoint that a run wrote, or one of last",
     f"{FIT} --trainer.default_root_dir /proc/runs": "trainer.default_root_dir must be in a folder that can be written",
     f"predict --config {ROOT}/examples/finetune_vision/config.yaml": "`Trainer.predict` requires `forward`",
