@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ..errors import OptionError
-from ..hf.hub import why_not_there
 from ..plan import listed
 from . import need
 
@@ -50,6 +49,8 @@ def find(text: str | None, rows: int, tokens: int | None) -> dict[str, Any]:
 def _config(text: str) -> Any:
     """Read a config from a file, a directory, the hub's cache, or else the hub."""
     from transformers import AutoConfig
+
+    from ..hf.hub import why_not_there  # which imports all that a run needs
 
     reason = why_not_there(text)
     if not reason:
