@@ -29,7 +29,6 @@ from .host.telemetry import Stats, StepListener
 from .options import Options
 from .peers.alone import Alone
 from .peers.peers import Peers
-from .runtime import handle as before
 from .steps import torn_step
 from .steps.figures import explaining, stats_of
 from .store.store import Store, is_in_source, is_same
@@ -551,20 +550,6 @@ class Handle:
         self.close()
 
 
-def not_yet(options: Options, devices: int) -> str | None:
-    """Name what a run asks for that this core does not have yet, for which there is the one of before; None: nothing.
-
-    Args:
-        options: The user's options.
-        devices: How many compute.
-    """
-    asked = {
-        "several devices with disk= or host_budget=": devices > 1 and options.uses_files,
-        "divide_state=True": options.divide_state,
-    }
-    return next((what for what, is_asked in asked.items() if is_asked), None)
-
-
 def stream(module: nn.Module, device: torch.device | str, *, group: Any = None, **options: Any) -> Handle:
     """Stream a module's weights through a window on ``device``; train it in your own loop.
 
@@ -587,8 +572,5 @@ def stream(module: nn.Module, device: torch.device | str, *, group: Any = None, 
     parsed = Options.parse(**options)
     devices = 1 if group is None else group.size()
     parsed.check_devices(devices)
-    if not_yet(parsed, devices):
-        handle: Any = before.stream(module, device, group=group, **waits, **options)
-        return handle  # type: ignore[no-any-return]  # of before, which has what a loop calls
     wire = torch.bfloat16 if parsed.master_weights else None
     return Handle(module, device, parsed, None if devices == 1 else Peers(group, **waits), wire=wire)

@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import OptionError
-from ..handle import not_yet
 from ..options import Options
 from .context import Streaming
 
@@ -32,7 +31,7 @@ def streaming(only_if_needed: bool = False, **options: Any) -> Any:
     waits = {name: options.pop(name) for name in ("timeout", "keepalive") if name in options}
     parsed = Options.parse(**options)
     processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if processes == 1 and not_yet(parsed, devices=1) is None:
+    if processes == 1:
         return Streaming(parsed, only_if_needed)
     if only_if_needed:
         raise OptionError(argument="only_if_needed", found=True, allowed="False with several processes, or with a disk")

@@ -30,9 +30,9 @@ from ..handle import Handle
 from ..handles import close_all, close_dropped
 from ..host.device import Device
 from ..options import Options, format_bytes
-from ..runtime.handle import check_values
 from ..stream.leaf import Leaf
 from ..stream.parameters import unit_of
+from ..stream.preparation import check_values
 
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names of mixed precision
 PARAMETERS = {  # of accelerate's methods, that the context relies on

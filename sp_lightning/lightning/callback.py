@@ -16,11 +16,11 @@ import torch
 
 from ..compat.lightning import should_log, steps_taken
 from ..errors import OptionError, UnsupportedError
+from ..handle import Handle
 from ..host.recorder import KEPT, RecordedStep
 from ..observe.report import Planned, RunReport, floor_s, ranks_in_words, typical
 from ..observe.timeline import Timeline
 from ..options import format_bytes, is_int
-from ..runtime.handle import Handle
 from .names import Callback, LightningModule, Logger, Trainer, rank_zero_info
 
 log = logging.getLogger(__name__)

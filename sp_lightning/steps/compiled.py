@@ -19,7 +19,7 @@ from torch import Tensor, nn, optim
 from torch.autograd.graph import increment_version
 
 from ..kernels.build import Unavailable
-from ..kernels.loader import compiled, load, unforked
+from ..kernels.loader import compiled, load, unforked, variant
 from ..kernels.request import Request, Tensors
 from ..stream.gradients import GradientBytes
 from ..stream.leaf import Weight
@@ -112,6 +112,20 @@ def _code() -> Any:
     path = compiled()
     with unforked:
         return load(path)
+
+
+def why_none() -> str:
+    """Say why there is no compiled code on this machine, or nothing where there is. May take as long as a compiler."""
+    try:
+        _code()
+    except Unavailable as error:
+        return str(error)
+    return ""
+
+
+def variant_in_use() -> str | None:
+    """Name the processor's variant of the compiled code; None if no step needed it."""
+    return variant() if _code.cache_info().currsize else None
 
 
 @functools.cache

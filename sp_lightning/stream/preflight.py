@@ -248,3 +248,22 @@ def _host_left(remedy: remedies.HostRemedy, whole: HostBytes, half: bool, traine
     keeps_wire = not remedy.half and "wire_dtype" not in remedy.options
     gradients = (whole.gradients + whole.under_way) / halved
     return int(weights + keeps_wire * whole.wire + share * (gradients + optimizer))
+
+
+def check_copies(module: nn.Module, ranks: int) -> None:
+    """Warn if processes that are about to start make more copies of this module than the host has room for."""
+    units = UnitHostBytes.of(p for p in module.parameters() if not p.is_meta)
+    copies = (ranks - 1) * units.weights
+    if copies < WORTH_CHECKING:
+        return
+    free = host_memory().free
+    if copies > free:
+        log.warning(
+            "superpipeline: each of %d processes makes the model in __init__, with %s of weights, until it has moved "
+            "into the memory that they share: %s more, but %s are free, and the system may end a process. Make the "
+            "model in configure_model, under torch.device('meta')",
+            ranks,
+            format_bytes(units.weights),
+            format_bytes(copies),
+            format_bytes(free),
+        )
