@@ -70,11 +70,6 @@ class Options:
         return self.disk is not None
 
     @property
-    def takes_what_is_free(self) -> bool:
-        """Whether the budget is the memory that is free: with a disk, and no budget of the user's."""
-        return self.spills and self.host_budget is None
-
-    @property
     def host_limit(self) -> float:
         """Host bytes that the user's budget allows: without one, and with "0B" (as little as can be had), any."""
         return self.host_budget or math.inf
@@ -119,11 +114,6 @@ class Options:
         self._normalise("optimizer_overlap", _truth("optimizer_overlap", self.optimizer_overlap))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
         self._normalise("compile_units", _truth("compile_units", self.compile_units))
-
-    @property
-    def may_cast(self) -> bool:
-        """Whether weights that are FP32 on the device may come to travel in autocast's type."""
-        return self.wire_dtype == "auto" and not self.compile_units
 
     def _normalise(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # a frozen instance may change only while it is made

@@ -15,7 +15,7 @@ def find_blocks(module):
     return [child for child in module.children() if isinstance(child, nn.Linear)]
 
 
-SWITCHES = ["optimizer_overlap", "master_weights", "compile_units", "divide_state"]
+SWITCHES = ["optimizer_overlap", "master_weights", "compile_units"]
 
 
 def refused(match, **given):
@@ -40,7 +40,6 @@ def test_the_defaults_are_valid_and_normal():
         "wire_dtype": "auto",
         "host_budget": None,
         "disk": None,
-        "divide_state": False,
     }
 
 

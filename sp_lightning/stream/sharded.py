@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -44,7 +44,6 @@ from ..compat.tensors import (
     exchange_shards,
     is_dtensor,
     is_fully_sharded,
-    laid_out,
     local_of,
     over_spec,
     spec_of,
@@ -137,48 +136,6 @@ class Sharded(Whole):
         return math.prod(sizes)
 
     # ---- gradients (Rules 2 and 3)
-
-    def receive(self, grad: Tensor, to_host: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return this rank's part of a gradient that arrived in backward, on the device; None if it is apart.
-
-        ``to_host`` copies one that is.
-        """
-        layout = self.layout
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"gradients of {self.name}, a DTensor, were made with create_graph=True: no graph of gradients leads "
-                "through a streamed shard"
-            )
-        if layout.as_parameter:
-            grad = grad.redistribute(placements=self.form.spec.placements)  # type: ignore[attr-defined]
-        spec = spec_of(grad)
-        if layout.spec is not None and layout.spec.placements != spec.placements:
-            raise UnsupportedError(
-                f"the gradient of {self.name} arrived as {spec.placements}, where the one that it would be added to is "
-                f"{layout.spec.placements}: call zero_grad() between them"
-            )
-        layout.spec = laid_out(spec, self.form.spec)
-        local = local_of(grad)
-        if local.shape == part_of(self).shape:
-            return local
-        self._add_apart(to_host(local))
-        return None
-
-    def _add_apart(self, host: Tensor) -> None:
-        """Add a gradient that was brought down (Rule 3)."""
-        layout = self.layout
-        with without_dispatch():
-            found = _grad.__get__(self.parameter)
-        if found is not layout.shown:
-            raise UnsupportedError(
-                f"{self.name} was read on the host for a loss, and its gradient from there came before that of its "
-                "unit, which has another shape: read it inside the module's forward"
-            )
-        if layout.shown is None:
-            self._show(over_spec(host, layout.spec))
-            layout.is_apart = True
-        else:
-            local_of(layout.shown).add_(host)
 
     def gradient(self, local: Tensor | None) -> Tensor | None:
         """Return the DTensor of the shard's gradient, which becomes the parameter's ``.grad``."""

@@ -493,8 +493,6 @@ def test_a_model_that_accelerate_is_told_not_to_place_is_left_alone(device):
 def test_a_wrong_option_is_refused_by_name():
     with pytest.raises(OptionError, match=r"an option must be one of window, .* got 'windows'"):
         sp_lightning.hf.streaming(windows=1)
-    with pytest.raises(OptionError, match="divide_state must be False: these libraries write the state of one process"):
-        sp_lightning.hf.streaming(divide_state=True)
     with pytest.raises(OptionError, match="window must be an int >= 1 or 'auto', got 0"):
         sp_lightning.hf.enable(window=0)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.tensor._random as dtensor_random
 from torch import Tensor, nn
 
-from sp_lightning.runtime.handle import stream as stream_before
+import sp_lightning
 from sp_lightning.stream.sharded import registering_on_host
 
 
@@ -92,7 +92,7 @@ def run(streams: bool) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(dtensor_random, "_rng_tracker", Draws(mesh)))
         if streams:
-            stack.enter_context(stream_before(model, device, window=1))
+            stack.enter_context(sp_lightning.stream(model, device, window=1))
         optimizer = Noisy(model.parameters(), 1e-2)
         for name in draw(model):
             model(torch.arange(24, device=device).view(3, 8)).square().mean().backward()

@@ -10,7 +10,7 @@ from side_by_side import sgd, squares
 
 import models
 import sp_lightning
-from sp_lightning.memory import layout
+from sp_lightning.host.unit_numbers import ALIGNMENT
 from sp_lightning.stream import activations as saved
 
 BLOCKS = 8
@@ -130,7 +130,7 @@ def test_no_byte_crosses_that_is_not_counted(name, activations, monkeypatch):
         after = handle.stats()
         moved = {key: after[key] - before[key] for key in before if key.startswith("bytes_")}
         expected = gradient_nbytes(handle)
-        gaps = layout.ALIGNMENT * sum(p.grad is not None for p in net.parameters())  # gradients come down as one
+        gaps = ALIGNMENT * sum(p.grad is not None for p in net.parameters())  # gradients come down as one
     up, down = copies(traced)
     assert up == moved["bytes_up"] + moved["bytes_brought_back"]
     assert 0 <= down - moved["bytes_down"] - moved["bytes_offloaded"] < gaps

@@ -66,7 +66,7 @@ def test_stats_have_these_figures(device):
     assert device.type == "cpu" or stats["device_peak"] >= 2 * handle.units[0].nbytes + stats["resident_root_bytes"]
 
 
-def test_parameters_are_the_same_objects_on_the_host_between_steps(device, core):
+def test_parameters_are_the_same_objects_on_the_host_between_steps(device):
     net = blocks()
     before = dict(net.named_parameters())
     with streaming(net, device, window=2):
@@ -78,7 +78,7 @@ def test_parameters_are_the_same_objects_on_the_host_between_steps(device, core)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_results_without_gradients_are_those_of_the_plain_module(device, context, core):
+def test_results_without_gradients_are_those_of_the_plain_module(device, context):
     torch.manual_seed(0)
     net = blocks()
     x = models.vectors(0)[0].to(device)
@@ -93,7 +93,7 @@ def test_results_without_gradients_are_those_of_the_plain_module(device, context
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.few(3)
-def test_units_that_are_made_in_inference_mode_train_afterwards(begins, activations, device, core):
+def test_units_that_are_made_in_inference_mode_train_afterwards(begins, activations, device):
     torch.manual_seed(0)
     net = models.stack_of(models.NormedBatchBlock)()
     expected = train(copy.deepcopy(net).to(device), device)
@@ -107,7 +107,7 @@ def test_units_that_are_made_in_inference_mode_train_afterwards(begins, activati
     handle.close()
 
 
-def test_modules_that_share_an_encoder_are_called_one_by_one(device, core):
+def test_modules_that_share_an_encoder_are_called_one_by_one(device):
     class Head(nn.Module):
         def __init__(self, encoder):
             super().__init__()
@@ -135,7 +135,7 @@ def test_modules_that_share_an_encoder_are_called_one_by_one(device, core):
         assert all(map(torch.equal, both(nets), expected))
 
 
-def test_a_closed_module_is_plain_trained_and_off_the_device(device, core):
+def test_a_closed_module_is_plain_trained_and_off_the_device(device):
     torch.manual_seed(0)
     net = models.stack_of(models.NormedBatchBlock)()
     plain = copy.deepcopy(net).to(device)
@@ -172,7 +172,7 @@ class OnItsLayerBlock(models.Block):
 )
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.few(4)
-def test_no_host_memory_outlives_the_module(activations, block, autocast, core):
+def test_no_host_memory_outlives_the_module(activations, block, autocast):
     import simgpu
 
     before = simgpu.pinned_bytes()[0]  # of whoever else is still alive
@@ -189,7 +189,7 @@ def test_no_host_memory_outlives_the_module(activations, block, autocast, core):
     assert simgpu.pinned_bytes()[0] <= before
 
 
-def test_the_module_runs_plainly_afterwards_and_streams_again(device, core):
+def test_the_module_runs_plainly_afterwards_and_streams_again(device):
     torch.manual_seed(0)
     net = blocks()
     plain = copy.deepcopy(net).to(device)
@@ -215,7 +215,7 @@ def test_close_is_safe_twice_and_a_figure_can_be_read_after_it(device):
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("then", ["forward", "backward", "close"])
 @pytest.mark.few(1)
-def test_after_a_backward_that_failed_the_next_one_keeps_its_gradients(activations, then, device, core):
+def test_after_a_backward_that_failed_the_next_one_keeps_its_gradients(activations, then, device):
     """The graph of the next one was there already: no forward between the two ended the failed one."""
 
     class Fails(torch.autograd.Function):

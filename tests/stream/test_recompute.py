@@ -16,8 +16,6 @@ import models
 import parity
 from sp_lightning.errors import ExactnessError
 
-pytestmark = pytest.mark.usefixtures("core")
-
 
 class Flooding(models.Block):
     """Changes what is passed to it, as a dropout does that comes first."""

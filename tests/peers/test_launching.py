@@ -18,7 +18,6 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.errors import OptionError
-from sp_lightning.nodes.transport import PRETENDED
 
 PACKAGE = pathlib.Path(sp_lightning.__file__).parent
 RIGS = pathlib.Path(__file__).parents[1] / "rigs"
@@ -53,7 +52,7 @@ def left_in(folder):
 
 
 def agents(script, *arguments, local=1, more=()):
-    """Run a script with two agents of torchrun and one rendezvous, as on two machines, which pretend to be two."""
+    """Run a script with two agents of torchrun and one rendezvous, as on two machines."""
     endpoint = f"--rdzv-endpoint=127.0.0.1:{processes.free_port()}"
     agent = ["--nnodes=2", f"--nproc-per-node={local}", "--rdzv-backend=c10d", endpoint, *more]
     command = [sys.executable, "-m", "torch.distributed.run", *agent, *map(str, (*script, *arguments))]
@@ -64,10 +63,7 @@ def agents(script, *arguments, local=1, more=()):
         "OMP_NUM_THREADS": "1",
     }
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [
-        subprocess.Popen(command, env=environment | {PRETENDED: str(node)}, **piped)  # which its processes inherit
-        for node in range(2)
-    ]
+    started = [subprocess.Popen(command, env=environment, **piped) for node in range(2)]
     try:
         said = [agent.communicate(timeout=300) for agent in started]
     finally:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_lightning.core import schedule as schedule_module
+from sp_lightning.stream import schedule as schedule_module
 from sp_lightning.stream.schedule import Decision, Schedule
 
 pytestmark = pytest.mark.quick

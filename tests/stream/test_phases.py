@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import models
 import parity
 
-pytestmark = pytest.mark.usefixtures("core")
-
 
 class Rolling(nn.Module):
     """Generates with its inner net, and is trained on what it generated."""

@@ -13,7 +13,6 @@ from sp_lightning.errors import MemoryBudgetError
 from sp_lightning.host.machine import HostMemory
 from sp_lightning.host.unit_numbers import UnitNumbers
 from sp_lightning.options import Options
-from sp_lightning.runtime import preflight as of_ranks
 from sp_lightning.stream import preflight
 from sp_lightning.stream.partition import partition
 from sp_lightning.stream.preflight import Means, check_budget, check_device
@@ -110,17 +109,17 @@ def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
 
 def test_processes_that_will_make_more_copies_than_there_is_room_for(monkeypatch, caplog):
     monkeypatch.setattr(
-        "sp_lightning.runtime.preflight.host_memory", lambda: HostMemory(4 * GIB, GIB, "machine", 4 * GIB)
+        "sp_lightning.stream.preflight.host_memory", lambda: HostMemory(4 * GIB, GIB, "machine", 4 * GIB)
     )
     made = nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False)  # 1 GiB, of which no page is touched
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        of_ranks.check_copies(made, 2)
-        of_ranks.check_copies(made.to("meta"), 4)
+        preflight.check_copies(made, 2)
+        preflight.check_copies(made.to("meta"), 4)
     assert not caplog.records
     monkeypatch.setattr(
-        "sp_lightning.runtime.preflight.host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB)
+        "sp_lightning.stream.preflight.host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB)
     )
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        of_ranks.check_copies(nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False), 4)
+        preflight.check_copies(nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False), 4)
     assert "each of 4 processes makes the model in __init__, with 1.00 GiB of weights" in caplog.text
     assert "3.00 GiB more, but 2.00 GiB are free" in caplog.text
