@@ -418,7 +418,7 @@ class Handle:
         }
         wholes = [whole for unit in cut for whole in unit.wholes if isinstance(whole, Sharded)]
         self.team.check_shards([f"{whole.name} ({whole.shard_name()})" for whole in wholes])
-        check_supported(cut, self.device.torch_device, type(self.team) is not Alone, refused)
+        check_supported(cut, self.device.torch_device, refused)
 
     @staticmethod
     def _check_free(named: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -5,6 +5,8 @@ Tried with torch 2.11 and 2.15. Functions in C are bound as they are, so that us
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -66,7 +68,7 @@ forbid_access: Callable[[int, str], None] = torch._C._set_storage_data_ptr_acces
 _VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
-# So would packing a unit's gradients, or three times as long with the kernel that counts writes (patches.py).
+# Without this packing a unit's gradients would take longer, by the kernel that counts writes.
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy a list of tensors into another one whose versions nobody reads."""
     with torch._C._ExcludeDispatchKeyGuard(_VERSIONS):
@@ -211,6 +213,28 @@ def laid_out(spec: Any, like: Any) -> Any:
     return type(spec)(spec.mesh, spec.placements, tensor_meta=like.tensor_meta._replace(dtype=spec.tensor_meta.dtype))
 
 
+@contextlib.contextmanager
+def drawing_for_dtensors(drawing: Callable[[str], Any]) -> Iterator[None]:
+    """Have random numbers for DTensors be drawn in a context of the mesh's device, which ``drawing`` makes.
+
+    Without this numbers for a shard on the host would be the host's, the same for each shard and in each call: torch
+    moves on the generator of the mesh's device.
+    """
+    tracker = importlib.import_module("torch.distributed.tensor._random").OffsetBasedRNGTracker
+    original = tracker._distribute_region
+
+    @contextlib.contextmanager
+    def region(self: Any, spec: Any, generator: Any = None) -> Iterator[None]:
+        with original(self, spec, generator), drawing(spec.mesh.device_type):
+            yield
+
+    tracker._distribute_region = region
+    try:
+        yield
+    finally:
+        tracker._distribute_region = original
+
+
 def draws_at_random(operator: Any) -> bool:
     """Whether an operator takes numbers from a random generator."""
     return torch.Tag.nondeterministic_seeded in operator.tags
@@ -231,10 +255,7 @@ class ShardForm(NamedTuple):
         return over_spec(next(parts), self.spec)
 
 
-# ---- strings
-
-
-# ---- nodes/transport.py: a group that is not one of torch's own list, so that only its members make it
+# ---- process groups
 
 
 def store_within(name: str, store: Any) -> Any:

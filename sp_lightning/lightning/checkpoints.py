@@ -41,7 +41,8 @@ class TrainerCheckpoints(Strategy):
             self._checkpoint_io = MappedCheckpointIO()
         elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
             self._checkpoint_io.checkpoint_io = MappedCheckpointIO()  # a wrapper without one of the user's
-        return self._checkpoint_io
+        io: CheckpointIO = self._checkpoint_io
+        return io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:

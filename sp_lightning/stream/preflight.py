@@ -24,7 +24,7 @@ from ..host.machine import host_memory
 from ..host.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, aligned, host_bytes
 from ..host.window_choice import first_window
 from ..options import Options, format_both, format_bytes
-from .partition import CONTAINERS, Unit, partition
+from .partition import CONTAINERS, FoundUnit, partition
 
 WORTH_CHECKING = 2**28  # bytes; for less, free memory is not looked up
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 def check_memory(
     module: nn.Module,
-    units: Sequence[Unit],
+    units: Sequence[FoundUnit],
     options: Options,
     device: Device,
     travels_as: Callable[[nn.Parameter], torch.dtype],
@@ -69,7 +69,7 @@ def check_memory(
         check_host(units, travels_as)
 
 
-def check_host(units: Sequence[Unit], travels_as: Callable[[nn.Parameter], torch.dtype]) -> None:
+def check_host(units: Sequence[FoundUnit], travels_as: Callable[[nn.Parameter], torch.dtype]) -> None:
     """Warn if the host memory that training will allocate exceeds what is free, with what would fit (Rule 2)."""
     params = [param for unit in units for _, param in unit.params]
     own = UnitHostBytes.of(params)
@@ -174,7 +174,7 @@ def _tried(
         yield remedies.window(1).what, units, 1
 
 
-def finer_classes(units: Sequence[Unit]) -> list[str]:
+def finer_classes(units: Sequence[FoundUnit]) -> list[str]:
     """List class names that cut the largest unit into its parts and leave the others whole; none if it has no parts."""
     streamed = [unit for unit in units if not unit.resident]
     largest = max(streamed, key=lambda unit: unit.nbytes, default=None)
@@ -195,14 +195,14 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def sizes(
-    units: Sequence[Unit], travels_as: Callable[[nn.Parameter], torch.dtype], training: bool
+    units: Sequence[FoundUnit], travels_as: Callable[[nn.Parameter], torch.dtype], training: bool
 ) -> list[UnitNumbers]:
     """List what units will take on the device: weights and, with training, gradients."""
 
     def nbytes(parameters: Iterable[nn.Parameter]) -> int:
         return sum(aligned(p.numel() * travels_as(p).itemsize) for p in parameters)
 
-    def of(unit: Unit) -> UnitNumbers:
+    def of(unit: FoundUnit) -> UnitNumbers:
         weights = [p for _, p in unit.params]
         trained = [p for p in weights if p.requires_grad and training]
         cast = [p for p in trained if travels_as(p) is not p.dtype]

@@ -108,17 +108,13 @@ def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
 
 
 def test_processes_that_will_make_more_copies_than_there_is_room_for(monkeypatch, caplog):
-    monkeypatch.setattr(
-        "sp_lightning.stream.preflight.host_memory", lambda: HostMemory(4 * GIB, GIB, "machine", 4 * GIB)
-    )
+    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, GIB, "machine", 4 * GIB))
     made = nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False)  # 1 GiB, of which no page is touched
     with caplog.at_level(logging.WARNING, "sp_lightning"):
         preflight.check_copies(made, 2)
         preflight.check_copies(made.to("meta"), 4)
     assert not caplog.records
-    monkeypatch.setattr(
-        "sp_lightning.stream.preflight.host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB)
-    )
+    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB))
     with caplog.at_level(logging.WARNING, "sp_lightning"):
         preflight.check_copies(nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False), 4)
     assert "each of 4 processes makes the model in __init__, with 1.00 GiB of weights" in caplog.text
