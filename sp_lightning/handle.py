@@ -40,7 +40,7 @@ from .stream.leaf import Part, Weight, WholeWeight, casts_of, has_form_of
 from .stream.partition import partition, slots
 from .stream.preflight import check_memory
 from .stream.preparation import check_moves, materialize, move_buffers, pack_weights
-from .stream.sharded import Sharded, bring_to_host, check_supported
+from .stream.sharded import Sharded, bring_to_host, check_supported, drawing_on_mesh
 from .stream.shards import ShardWeight
 from .stream.unit import HeldUnit, ResidentUnit, Unit
 from .stream.visits import Visit
@@ -162,6 +162,7 @@ class Handle:
         self._first_called: Visit | None = None  # since the last step began
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
+        self._drawing = contextlib.ExitStack()  # of random numbers for shards
         self._visits: dict[nn.Module, Visit] = {}
         try:
             policy = Activations(options.activations, self.device)
@@ -189,6 +190,8 @@ class Handle:
             for unit in self.units:
                 self._connect(unit)
             note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
+            if any(weight.is_shard for weight in self.weights):
+                self._drawing.enter_context(drawing_on_mesh())
             self._hooks += [register_module_parameter_registration_hook(note)]
             self._hooks += [register_module_module_registration_hook(note)]
             self._hooks += [module.register_load_state_dict_pre_hook(_KeepFiled(self))]  # type: ignore[no-untyped-call]
@@ -393,6 +396,7 @@ class Handle:
         """Leave a plain module where streaming could not begin: resident weights get these bytes of theirs back."""
         for hook in self._hooks:
             hook.remove()
+        self._drawing.close()
         for visit in self._visits.values():
             visit.close()
         self.steps.close()
@@ -539,6 +543,7 @@ class Handle:
                 ends.callback(visit.close)
             for hook in self._hooks:
                 ends.callback(hook.remove)
+            ends.callback(self._drawing.close)
             ends.callback(recover)
 
     def __enter__(self) -> Handle:

@@ -213,26 +213,33 @@ def laid_out(spec: Any, like: Any) -> Any:
     return type(spec)(spec.mesh, spec.placements, tensor_meta=like.tensor_meta._replace(dtype=spec.tensor_meta.dtype))
 
 
+# Without this numbers for a shard on the host would be the host's, the same for each shard and in each call: torch moves
+# on the generator of the mesh's device.
+_drawing: list[Any] = []  # torch's own function, once for each who replaces it
+
+
 @contextlib.contextmanager
 def drawing_for_dtensors(drawing: Callable[[str], Any]) -> Iterator[None]:
     """Have random numbers for DTensors be drawn in a context of the mesh's device, which ``drawing`` makes.
 
-    Without this numbers for a shard on the host would be the host's, the same for each shard and in each call: torch
-    moves on the generator of the mesh's device.
+    Whoever else does so meanwhile passes the same function; they end in any order.
     """
     tracker = importlib.import_module("torch.distributed.tensor._random").OffsetBasedRNGTracker
-    original = tracker._distribute_region
+    original = _drawing[0] if _drawing else tracker._distribute_region
 
     @contextlib.contextmanager
     def region(self: Any, spec: Any, generator: Any = None) -> Iterator[None]:
         with original(self, spec, generator), drawing(spec.mesh.device_type):
             yield
 
+    _drawing.append(original)
     tracker._distribute_region = region
     try:
         yield
     finally:
-        tracker._distribute_region = original
+        _drawing.pop()
+        if not _drawing:
+            tracker._distribute_region = original
 
 
 def draws_at_random(operator: Any) -> bool:
@@ -253,16 +260,6 @@ class ShardForm(NamedTuple):
     def whole(self, parts: Iterator[Tensor], device: torch.device) -> Tensor:
         """Make the DTensor of its local tensor."""
         return over_spec(next(parts), self.spec)
-
-
-# ---- process groups
-
-
-def store_within(name: str, store: Any) -> Any:
-    """Return the part of a store whose keys begin with this name."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in each torch
-
-    return PrefixStore(name, store)
 
 
 # ---- fake tensors

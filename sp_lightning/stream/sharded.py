@@ -139,10 +139,15 @@ def registering_on_host() -> Iterator[None]:
     put: Any = lambda _module, _name, parameter: _on_host(parameter)  # noqa: E731  # annotated to return nothing
     hook = register_module_parameter_registration_hook(put)
     try:
-        with drawing_for_dtensors(DrawnOnDevice):
+        with drawing_on_mesh():
             yield
     finally:
         hook.remove()
+
+
+def drawing_on_mesh() -> contextlib.AbstractContextManager[None]:
+    """Have random numbers for shards on the host be drawn on their mesh's device in this context."""
+    return drawing_for_dtensors(DrawnOnDevice)
 
 
 class DrawnOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -74,13 +74,6 @@ def draw(model: Any) -> Iterator[str]:
     whole.weight.data.uniform_()
     yield "data"
 
-    def hook(block: Any, _: Any) -> None:
-        with torch.no_grad():
-            block.up.weight.normal_()
-
-    with model[2].register_forward_pre_hook(hook):
-        yield "in a step"
-
 
 def run(streams: bool) -> dict[str, Any]:
     """Draw numbers, train between them, and return what is seen."""
