@@ -215,7 +215,8 @@ class Streaming:
         _check(module)
         _to_host(module)
         wire = torch.bfloat16 if self.options.master_weights else WIRES.get(accelerate_precision())
-        team = Peers(dist.group.WORLD, **self._waits) if shares else None
+        world: Any = dist.group.WORLD
+        team = Peers(world, **self._waits) if shares else None
         handle = Handle(module, device, self.options, team, wire=wire)
         handle.before_new = self._end_parts
         self.handles.append(handle)
