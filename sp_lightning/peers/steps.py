@@ -253,6 +253,8 @@ class SharedSteps(Steps):
     def _publish(self, unit: Unit) -> None:
         """Copy this rank's parts of what the user wrote to the truth (Rule 2)."""
         for weight in unit.weights:
+            if weight.place is not None:
+                continue  # it stays in each rank's file, or in its own pages
             cut, rank = self._team.cut(weight.value.numel()), self._team.local_rank
             for face in (weight.value, weight.wire) if weight.is_narrow else (weight.value,):
                 cut.part_of(self._slabs.truth(face), rank).copy_(cut.part_of(weight.value, rank))

@@ -90,7 +90,7 @@ def test_each_moment_counts_for_its_first_cause():
     stall = span("compute", 4, 5, stall="weights")
     host = span("host", 3, 8, "", stall="gradients")
     causes = made(*work, stall, host, span("optimizer", 7, 9)).causes()
-    expected = {"weights": 1, "gradients": 2, "network": 0, "activations": 0, "optimizer": 1, "other": 1}
+    expected = {"weights": 1, "gradients": 2, "activations": 0, "optimizer": 1, "other": 1}
     assert causes == {"compute": 5, "disk": 0, **expected}
     disk = span("host", 4.5, 5.5, "", stall="disk")  # the part that is before the host launches more
     causes = made(*work, stall, host, disk, span("optimizer", 7, 9)).causes()
