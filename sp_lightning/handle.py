@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -19,9 +18,10 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from .compat.dynamo import never_compiled
-from .compat.streaming import call_slot, forbid_access, graph_task, storage_id, tree_map_only
+from .compat.streaming import call_slot, graph_task, tree_map_only
 from .compat.tensors import consists_of_tensors
 from .errors import ExactnessError, UnsupportedError
+from .handles import open_handles
 from .host.device import Device
 from .host.recorder import Recorder
 from .host.room import Room
@@ -48,7 +48,6 @@ from .stream.whole import Whole, part_of
 from .stream.window import Window
 
 CHUNK = 1 << 18  # elements of a slice, which fit a core's cache
-handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 class _KeepFiled:
@@ -71,31 +70,6 @@ class _KeepFiled:
 def _note_new(refer: weakref.ref[Handle], *_: Any) -> None:
     if (handle := refer()) is not None:
         handle._is_new = True
-
-
-def _before_fork() -> None:
-    """Wait for all steps and copies: a forked process has neither threads nor the device."""
-    for handle in list(handles):
-        handle.steps.wait_thread()
-        for unit in handle.units:
-            unit.wait_copy()
-
-
-def _after_fork() -> None:
-    """Make reads of memory that a forked process does not have an error."""
-    for handle in handles:
-        if handle.device.hides_slabs:
-            hidden = [(weight.name, weight.wire) for weight in handle.weights if not weight.unit.is_resident]
-            for name, tensor in [*hidden, *(("optimizer state", state) for state in handle.steps.locked_state())]:
-                forbid_access(
-                    storage_id(tensor.untyped_storage()),
-                    f"{name} lies in page-locked memory, which a forked process does not have: read it before the"
-                    " fork, or start the process by 'spawn'",
-                )
-    handles.clear()  # whose threads a fork of the forked process would wait for
-
-
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class Handle:
@@ -204,7 +178,7 @@ class Handle:
                 raise residents.too_many(self.device, first, free) from error
             raise
         torn_step.notice_loads(module)
-        handles.add(self)
+        open_handles.add(self)
 
     # ---- what doors call
 
@@ -520,7 +494,7 @@ class Handle:
         if self.closed:
             return
         self.closed = True
-        handles.discard(self)
+        open_handles.discard(self)
         with contextlib.ExitStack() as ends:  # which go on, last one first, where one of them raises
             ends.callback(self.device.close)
             ends.callback(self.store.close)
