@@ -37,7 +37,7 @@ from .stream.activations import Activations
 from .stream.gradients import recover
 from .stream.lazy import set_requires_grad
 from .stream.leaf import Part, Weight, WholeWeight, casts_of, has_form_of
-from .stream.partition import partition, slots
+from .stream.partition import FoundUnit, partition, slots
 from .stream.preflight import check_memory
 from .stream.preparation import check_moves, materialize, move_buffers, pack_weights
 from .stream.sharded import Sharded, bring_to_host, check_supported, drawing_on_mesh
@@ -129,47 +129,18 @@ class Handle:
         self.steps = self.team.steps(chunk, options.optimizer_overlap, self.device, self.store, makes_trips)
         self.steps.chose_residents = bool(first)
         kept = [part for part in cut if part not in streamed]
-        rest = [named for part in kept for named in part.params]
-        wholes = [whole for part in kept for whole in part.wholes]
-        of_wholes = {id(tensor) for whole in wholes for _, tensor in whole.parts}
-        plain = [(param, param.data) for _, param in rest]
+        plain = [(param, param.data) for part in kept for _, param in part.params]
         self._first_called: Visit | None = None  # since the last step began
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
         self._drawing = contextlib.ExitStack()  # of random numbers for shards
         self._visits: dict[nn.Module, Visit] = {}
         try:
-            policy = Activations(options.activations, self.device)
-            self.window = Window(self.device, policy)
-            on_host = [(Unit, part.name, part.params, part.wholes) for part in streamed]
-            plain_rest = [(name, param) for name, param in rest if id(param) not in of_wholes]
-            host_params = [params for _, _, params, _ in on_host] + [plain_rest] * options.master_weights
-            window = 1 if options.window == "auto" else options.window
-            self.store.choose(host_params, self._wire_of, options.master_weights, window)
-            made = [self._add_unit(*given) for given in on_host]
-            self._entries = {root: unit for part, unit in zip(streamed, made, strict=True) for _, root in part.modules}
-            if plain_rest:
-                self._add_unit(self._kind_of_rest, "(resident)", plain_rest)
-            if wholes:
-                held = [(name, param) for name, param in rest if id(param) in of_wholes]
-                self._add_unit(HeldUnit, "(resident, quantised)", held, wholes)
-            numbers = [unit.numbers() for unit in self.units]
-            sizes = options.window, options.transfer, options.memory_budget
-            self.room = Room(*sizes, numbers, self.device, makes_trips)
-            self.window.begin(self.units, self.room)
-            self._gradients = self.team.gradients(
-                self.device, self.steps, self.units, self.room if makes_trips else None
-            )
-            self.team.share_units(self.units, self.device)
-            for unit in self.units:
-                self._connect(unit)
-            note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
-            if any(weight.is_shard for weight in self.weights):
-                self._drawing.enter_context(drawing_on_mesh())
-            self._hooks += [register_module_parameter_registration_hook(note)]
-            self._hooks += [register_module_module_registration_hook(note)]
-            self._hooks += [module.register_load_state_dict_pre_hook(_KeepFiled(self))]  # type: ignore[no-untyped-call]
-            move_buffers(self.module, self.device.torch_device)
+            self.window = Window(self.device, Activations(options.activations, self.device))
+            self._make_units(streamed, kept)
+            self._begin(makes_trips)
+            self._notice_changes()
+            move_buffers(module, self.device.torch_device)
             self.team.share_buffers(module)
             self._attach()
         except BaseException as error:
@@ -302,6 +273,46 @@ class Handle:
         return [weight for unit in self.units for weight in unit.weights]
 
     # ---- making
+
+    def _make_units(self, streamed: list[FoundUnit], kept: list[FoundUnit]) -> None:
+        """Make units of what streams, and of what stays on the device."""
+        options = self.options
+        rest = [named for part in kept for named in part.params]
+        wholes = [whole for part in kept for whole in part.wholes]
+        of_wholes = {id(tensor) for whole in wholes for _, tensor in whole.parts}
+        plain_rest = [(name, param) for name, param in rest if id(param) not in of_wholes]
+        host_params = [part.params for part in streamed] + [plain_rest] * options.master_weights
+        window = 1 if options.window == "auto" else options.window
+        self.store.choose(host_params, self._wire_of, options.master_weights, window)
+        made = [self._add_unit(Unit, part.name, part.params, part.wholes) for part in streamed]
+        self._entries = {root: unit for part, unit in zip(streamed, made, strict=True) for _, root in part.modules}
+        if plain_rest:
+            self._add_unit(self._kind_of_rest, "(resident)", plain_rest)
+        if wholes:
+            held = [(name, param) for name, param in rest if id(param) in of_wholes]
+            self._add_unit(HeldUnit, "(resident, quantised)", held, wholes)
+
+    def _begin(self, makes_trips: bool) -> None:
+        """Begin the window and the ways of gradients, from the first rank's weights."""
+        options, numbers = self.options, [unit.numbers() for unit in self.units]
+        sizes = options.window, options.transfer, options.memory_budget
+        self.room = Room(*sizes, numbers, self.device, makes_trips)
+        self.window.begin(self.units, self.room)
+        kept_in = self.room if makes_trips else None
+        self._gradients = self.team.gradients(self.device, self.steps, self.units, kept_in)
+        self.team.share_units(self.units, self.device)
+        for unit in self.units:
+            self._connect(unit)
+        if any(weight.is_shard for weight in self.weights):
+            self._drawing.enter_context(drawing_on_mesh())
+
+    def _notice_changes(self) -> None:
+        """Notice modules and parameters that are added, and state that is loaded."""
+        note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
+        self._hooks += [register_module_parameter_registration_hook(note)]
+        self._hooks += [register_module_module_registration_hook(note)]
+        keep: Any = _KeepFiled(self)
+        self._hooks += [self.module.register_load_state_dict_pre_hook(keep)]  # type: ignore[no-untyped-call]
 
     @property
     def _kind_of_rest(self) -> type[Unit]:
