@@ -21,7 +21,7 @@ from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dt
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..host.unit_numbers import UnitNumbers, aligned
 from ..stream.leaf import casts_of
-from ..stream.partition import Unit, UnitSpec, partition, slots
+from ..stream.partition import FoundUnit, UnitSpec, partition, slots
 from ..stream.preflight import sizes
 from ..stream.recompute import tensors_in
 from ..stream.residents import choose
@@ -119,13 +119,13 @@ class PlannedModel:
         like = self.tensors.adopt(tensor.detach(), self._dtype if tensor.is_floating_point() else None)
         return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
-    def _units(self, classes: UnitSpec, resident: Any) -> list[Unit]:
+    def _units(self, classes: UnitSpec, resident: Any) -> list[FoundUnit]:
         """Cut the module as the options say; units that are never evicted are part of the resident rest."""
         cut = partition(self.module, list(classes) if isinstance(classes, tuple) else classes)
         first = choose(cut, slots(self.module), 0 if resident == "auto" else resident)
         return [replace(unit, resident=True) if unit in first else unit for unit in cut]
 
-    def _narrow(self, units: Sequence[Unit], wire_dtype: str) -> frozenset[int]:
+    def _narrow(self, units: Sequence[FoundUnit], wire_dtype: str) -> frozenset[int]:
         """Return the ids of weights that travel as autocast casts them."""
         casts = self._mixed and wire_dtype == "auto"
         streamed = {id(p) for unit in units if not unit.resident for _, p in unit.params}
@@ -216,7 +216,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _fewer_blocks(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[list[int], list[int]]]:
+def _fewer_blocks(module: nn.Module, units: Sequence[FoundUnit]) -> Iterator[tuple[list[int], list[int]]]:
     """Leave three of the longest run of units that are alike; yield the indices of those that run, and of all."""
     places = {id(inner): unit.index for unit in units if len(unit.modules) == 1 for _, inner in unit.modules}
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > ALIKE]
@@ -225,12 +225,12 @@ def _fewer_blocks(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[li
         yield [], []
         return
     stack = max(stacks, key=len)
-    blocks, every = stack._modules, [places[id(block)] for block in stack]
-    stack._modules = dict(list(blocks.items())[:ALIKE])
+    every, rest = [places[id(block)] for block in stack], list(stack[ALIKE:])
+    del stack[ALIKE:]
     try:
         yield every[:ALIKE], every
     finally:
-        stack._modules = blocks
+        stack.extend(rest)
 
 
 def _form(block: nn.Module) -> Any:

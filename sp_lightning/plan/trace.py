@@ -27,7 +27,7 @@ from ..compat.tensors import graph_task, operator_of, schema_of, storage_id
 from ..host.device import dense_strides
 from ..host.unit_numbers import aligned
 from ..stream.activations import SMALLEST
-from ..stream.partition import Unit
+from ..stream.partition import FoundUnit
 from ..stream.recompute import tensors_in
 from .fakes import HALVES, FakeTensors, tensors_of
 
@@ -79,7 +79,7 @@ class Visit:
 class Setting(NamedTuple):
     """The settings that decide where a step's bytes are."""
 
-    units: Sequence[Unit]
+    units: Sequence[FoundUnit]
     narrow: frozenset[int]  # ids of FP32 weights that travel in half precision
     masters: bool  # whether weights are FP32 on the host alone
     activations: str
@@ -203,7 +203,7 @@ class Trace:
         visit.grown += nbytes
         visit.peak = max(visit.peak, visit.grown)
 
-    def _take(self, unit: Unit, parameter: Tensor) -> None:
+    def _take(self, unit: FoundUnit, parameter: Tensor) -> None:
         """Take note of a gradient that is complete (Rule 3)."""
         self._came[unit.index].append(parameter)
         if len(self._came[unit.index]) == sum(p.requires_grad for _, p in unit.params):
