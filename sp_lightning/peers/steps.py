@@ -206,7 +206,7 @@ class SharedSteps(Steps):
             twin.drop()
         self._planes[unit].edited.clear()
         unit.note_stepped()
-        unit.end_step()
+        unit.steps.end()
         ended.set_result(None) if error is None else ended.set_exception(error)
 
     def _submit(self, unit: Unit, *args: Any) -> None:

@@ -384,7 +384,7 @@ class Steps:
             try:
                 run()
             finally:
-                unit.end_step()
+                unit.steps.end()
 
         return self.thread.submit(run_and_end)
 
