@@ -71,9 +71,7 @@ class WaitingState(collections.defaultdict[Any, Any]):
             if not dict.get(self, key):
                 dict.pop(self, key, None)
 
-    def peek(self, key: Any) -> dict[str, Any]:
-        """Return an entry; an empty one if there is none."""
-        return dict.get(self, key) or {}
+    peek = dict.get  # an entry, or None
 
     def make(self, key: Any) -> dict[str, Any]:
         """Return an entry; make it if there is none."""

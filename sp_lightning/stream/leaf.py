@@ -26,7 +26,7 @@ from ..compat.tensors import IS_PARAMETER
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
 from .lazy import METADATA, data_of, found_in
-from .partition import Slot, exchange
+from .partition import Slot
 from .whole import Whole
 
 CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights; they write to none
@@ -254,15 +254,6 @@ class Lend(torch.autograd.Function):
         return grads[0].to(ctx.weight.value.dtype), None, None
 
 
-def show_versions(weights: Sequence[Weight], versions: Sequence[int]) -> None:
-    """Give a new version to leaves that show other bytes than at their last visit, as in a plain run."""
-    for weight, version in zip(weights, versions, strict=True):
-        if version != weight.shown:
-            if weight.shown >= 0:
-                increment_version(weight.there)
-            weight.shown = version
-
-
 def has_form_of(weight: Weight, data: Tensor) -> bool:
     """Whether data has the weight's shape, type and memory format."""
     like = weight.value
@@ -373,7 +364,7 @@ class WholeWeight:
     def __init__(self, whole: Whole, slots: list[Slot], parts: list[Weight], device: torch.device) -> None:
         self.name, self.host = whole.name, whole.parameter
         self._form, self._parts, self._device = whole.form, parts, device
-        self._slots = [(0, slot) for slot in slots]
+        self._slots = slots
         self._there: Any = None
         self._first: Any = None  # of its parts on the device
 
@@ -388,8 +379,13 @@ class WholeWeight:
             self._first = self._parts[0].there
             self._there = self._form.whole(iter([part.there for part in self._parts]), self._device)
             setattr(self._there, IS_PARAMETER, True)
-        exchange(self._slots, [self.host], [self._there])
+        self._exchange(self.host, self._there)
 
     def unbind(self) -> None:
         """Put the user's parameter back."""
-        exchange(self._slots, [self._there], [self.host])
+        self._exchange(self._there, self.host)
+
+    def _exchange(self, there: Any, given: Any) -> None:
+        for slot in self._slots:
+            if slot.get() is there:
+                slot.set(given)

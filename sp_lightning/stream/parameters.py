@@ -27,6 +27,7 @@ from .lazy import (
     Lazy,
     data_of,
     found_in,
+    grad_of,
     requires_grad_of,
     set_data,
     set_grad,
@@ -257,11 +258,25 @@ class HostParameter(Watched, nn.Parameter):
         else:
             _write_data(self, data)
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient. Torch's own way here is longer, and `zero_grad` takes it twice for each parameter."""
+        if backwards:
+            recover()
+        with without_dispatch():
+            return grad_of(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if backwards:
+            recover()
+        _assign_gradient(self, value)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if backwards:
             recover()
-        if func in METADATA and (func != set_grad or args[1] is None):
+        if func in METADATA:
             with without_dispatch():
                 if func in PLACE and (weight := weights.get(id(args[0]))) is not None:
                     window = weight.unit.window
@@ -270,8 +285,6 @@ class HostParameter(Watched, nn.Parameter):
                 if func in FREEZING and (weight := weights.get(id(args[0]))) is not None:
                     _prepare(weight)
                 return result
-        if func == set_grad:
-            return _assign_gradient(*args)
         if func is torch.autograd.grad:
             return _differentiate(*args, **(kwargs or {}))
         if func is torch.autograd.backward:  # whose hooks are the user's code
@@ -422,7 +435,7 @@ def _prepare(weight: Weight) -> None:
     """Give the leaf what autograd asks of the parameter."""
     if requires_grad_of(weight.leaf) != weight.host.requires_grad:
         set_requires_grad(weight.leaf, weight.host.requires_grad)
-        weight.unit.trained += weight.host.requires_grad  # or its gradients were complete without this one
+        weight.unit.trained += 1 if weight.host.requires_grad else -1  # of whose gradients it waits for all
 
 
 def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -497,7 +510,7 @@ def replace(weight: Weight, host: nn.Parameter) -> None:
 
 
 def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:
-    weight = weights.get(id(param))
+    weight = None if grad is None else weights.get(id(param))
     if isinstance(grad, HostGradient) and weight is not None and not weight.unit.is_resident:
         grad.before()  # it may be a resident weight's, which is on the device
     with without_dispatch():
