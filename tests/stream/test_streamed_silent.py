@@ -166,11 +166,70 @@ for kind in CAPTURED:
     captured(kind)
 
 
+def decay(run, model, get):
+    """Train with a term of all weights in the loss."""
+
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        return run.train(loss + sum(get(weight).square().sum() for weight in model.parameters()), optimizer)
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute")
+def a_term_reads_weights_by_what_returns_them(run, model):
+    """Nothing held the memory that backward reads."""
+    return decay(run, model, lambda weight: weight.float().contiguous())
+
+
+@program(Net, "keep", "recompute")
+def a_term_is_a_distance_to_copies_of_weights(run, model):
+    """The copies were made between steps."""
+    copies = {weight: weight.detach() * 0.9 for weight in model.parameters()}
+    return decay(run, model, lambda weight: weight - copies[weight])
+
+
+@program(Net)
+def a_term_reads_a_weight_with_its_gradient(run, model):
+    """Of which clipping noted a factor."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(model, optimizer, i):
+        optimizer.zero_grad()
+        model(run.x(i)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        term = sum((weight * weight.grad).sum() for weight in model.parameters())
+        optimizer.step()
+        return term
+
+    return run.loop(model, step, optimizer)
+
+
+@program(Net, "keep", "recompute")
+def a_term_reads_weights_by_their_storage_offset(run, model):
+    """On the device a weight is one of many in a storage."""
+    return decay(run, model, lambda weight: weight.as_strided((2,), (1,), weight.storage_offset()))
+
+
 @pytest.mark.parametrize("device", ["cpu", "simgpu"])
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
 @pytest.mark.simgpu
 def test_it_is_the_same_now(program, policy, device):
     check(program, device, policy)
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_a_step_writes_to_views_in_another_type(wire, device):
+    """Such a view has no base by which it could be known."""
+    model = Net()
+    wanted = model.blocks[2].up.weight.detach().clone()
+    wanted.view(torch.int32)[..., 0].bitwise_xor_(64)
+    with streamed(model, device.type, wire=wire) as handle:
+        weight = model.blocks[2].up.weight
+        with handle.scope("train"), torch.no_grad():
+            weight.view(torch.int32)[..., 0].bitwise_xor_(64)
+            assert weight.mul_(1) is weight
+    assert torch.equal(weight, wanted)
 
 
 def test_identity_in_a_forward_is_that_of_the_device_s_tensor():
