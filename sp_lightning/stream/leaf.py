@@ -112,12 +112,13 @@ class Weight:
 
     def keep_written(self, made: Tensor) -> None:
         """Keep what a function wrote to the tensor that it was given for the weight; raise if that is not possible."""
-        if self.is_lent and (self.unit.depth or made.dtype != self.value.dtype):
+        if self.is_lent and self.unit.depth:
             raise self.lost_write()
         if self.is_lent:
             self.unit.before_host_access(self)
             with torch.no_grad(), without_dispatch():
-                self.value.as_strided(made.size(), made.stride(), made.storage_offset()).copy_(made)
+                form = made.size(), made.stride(), made.storage_offset()
+                self.value.view(made.dtype).as_strided(*form).copy_(made)
         elif not self.unit.depth:  # or the end of the call keeps it
             self.unit.keep_write(self)
 

@@ -116,7 +116,8 @@ class Watched(Lazy):
         with without_dispatch(), units[0].window.using(units) if units else NOTHING:
             result = call_with_leaves(func, args, kwargs) if has_leaves else func(*args, **kwargs)
             if isinstance(first, HostParameter) and (weight := first.weight_of()) is not None:
-                _note_views(weight, result)
+                given = weight.lent if weight.is_lent else storage_id(weight.leaf.untyped_storage())
+                _note_views(weight, result, given)
         # Nothing would hold a leaf's unit for the next function that gets the leaf.
         return hosts.get(id(result), result) if isinstance(result, Tensor) else result
 
@@ -204,7 +205,7 @@ class LeafView(Tensor):
                 if view._version != version:
                     view.weight.keep_written(view)
             if views:
-                _note_views(views[0].weight, result)
+                _note_views(views[0].weight, result, storage_id(views[0].untyped_storage()))
             return result
 
     def renew(self) -> None:
@@ -245,21 +246,15 @@ def _in_its_unit(weight: Weight, leaf: Any, size: Any, stride: Any, storage_offs
     return (leaf, size, stride, storage_offset), {}
 
 
-def _note_views(weight: Weight, result: Any) -> None:
+def _note_views(weight: Weight, result: Any, storage: int) -> None:
+    """Know views of what a function got for a weight, in this storage: a view in another type has no base."""
     if weight.unit.window.is_in_call:
         return
     for view in result if isinstance(result, (list, tuple)) else (result,):
-        if type(view) is Tensor and _is_view_of(weight, view):
+        is_strided = type(view) is Tensor and view.layout is torch.strided
+        if is_strided and storage_id(view.untyped_storage()) == storage:
             view.__class__ = LeafView
-            view.weight = weight  # type: ignore[attr-defined]
-
-
-def _is_view_of(weight: Weight, tensor: Tensor) -> bool:
-    """Whether this is a view of what a function got for a weight; views in another type have no base."""
-    if tensor.layout is not torch.strided:
-        return False
-    given = weight.lent if weight.is_lent else storage_id(weight.leaf.untyped_storage())
-    return storage_id(tensor.untyped_storage()) == given
+            view.weight = weight
 
 
 def _handed_over(alias: Alias) -> Any:
