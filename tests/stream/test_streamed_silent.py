@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from stream_programs import Block, Net, cases, check, collected, streamed
+from stream_programs import Block, Net, Program, cases, check, collected, streamed
 from torch import nn
 
 PROGRAMS = []
@@ -216,6 +216,25 @@ def a_term_reads_weights_by_their_storage_offset(run, model):
 @pytest.mark.simgpu
 def test_it_is_the_same_now(program, policy, device):
     check(program, device, policy)
+
+
+class Decaying(Block):
+    """A block that writes to a weight of a layer."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.up.weight.mul_(0.99)
+        return super().forward(x)
+
+
+def test_a_write_to_a_unit_on_the_device_is_kept(device):
+    """Nothing had noted it where an earlier forward had left the layer's weight there."""
+
+    def accumulate(run, model):
+        return run.loop(model, lambda model, optimizer, i: [model(run.x(i)).sum(), run.step(model, optimizer, i)][1])
+
+    program = Program(accumulate, lambda: Net(Decaying, 2), options={"units": ["Linear"]})
+    check(program, device.type, window=8)
 
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
