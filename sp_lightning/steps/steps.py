@@ -285,7 +285,7 @@ class Steps:
     def _reserve_state(optimizer: optim.Optimizer) -> None:
         """Give the entries of state that the steps will make the order of a plain run, not that of backward."""
         state: Any = optimizer.state
-        state.reserve([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
+        state.guess([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
 
     @property
     def half_applied(self) -> int:

@@ -561,7 +561,8 @@ def watch(weight: Weight) -> None:
         weight.end_of_graph = _end_of_graph(weight.host)
         weight.end_of_graph.register_prehook(functools.partial(_refuse_gradient, weight.name))
     weights[id(weight.host)] = weight
-    weight.host.__class__ = _watched(type(weight.host))
+    kind = type(weight.host)
+    weight.host.__class__ = _watched(getattr(kind, "plain_class", kind))  # it may be one that was over another's bytes
 
 
 def _end_of_graph(host: nn.Parameter) -> Any:

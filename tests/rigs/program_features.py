@@ -854,7 +854,14 @@ def grad_of_input(scene: Scene, at: int) -> None:
     scene.see("slope", torch.autograd.grad(square(scene.net(x)), x, allow_unused=True))
 
 
-@feature("backward: of a block", ("forward", "batch start", "batch end"), ranks=False, grad=True, unless=not_fabrics)
+@feature(
+    "backward: of a block",
+    ("forward", "batch start", "batch end"),
+    ranks=False,
+    grad=True,
+    unless=not_fabrics,
+    error=steps_early,
+)
 def backward_of_block(scene: Scene, at: int) -> None:
     loss = square(scene.block(at)(scene.batch(at)))
     if loss.requires_grad:
@@ -937,7 +944,7 @@ class Fails(torch.autograd.Function):
 BETWEEN = ("batch start", "forward", "batch end")
 
 
-@feature("fault: backward at the loss", BETWEEN, ranks=False, grad=True, unless=not_fabrics)
+@feature("fault: backward at the loss", BETWEEN, ranks=False, grad=True, unless=not_fabrics, error=steps_early)
 def fails_at_loss(scene: Scene, at: int) -> None:
     """Gradients of a backward stay; another one fails before any came, and is done again, or that of a new graph."""
     left, graphs = [1], [square(scene.net(scene.batch(at + number))) for number in range(2)]
@@ -952,7 +959,12 @@ def fails_at_loss(scene: Scene, at: int) -> None:
 
 
 @feature(
-    "fault: backward in a block", BETWEEN, ranks=False, grad=True, unless=lambda p: not_fabrics(p) or p.does("hook")
+    "fault: backward in a block",
+    BETWEEN,
+    ranks=False,
+    grad=True,
+    unless=lambda p: not_fabrics(p) or p.does("hook"),
+    error=steps_early,
 )
 def fails_in_block(scene: Scene, at: int) -> None:
     """What it left is dropped; it is done again, or that of a new graph."""

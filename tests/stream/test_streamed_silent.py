@@ -289,3 +289,13 @@ def test_a_view_of_a_weight_is_printed_as_a_tensor():
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     with streamed(net, "cpu", window=1, units=["Linear"]):
         assert repr(net[0].weight.data).startswith("tensor(") and f"{net[0].bias.detach()}".startswith("tensor(")
+
+
+def test_a_parametrization_made_last_streams_again():
+    """One of its parameters is over the bytes of the weight that streamed."""
+    model = Net()
+    with streamed(model, "cpu"):
+        nn.utils.parametrizations.weight_norm(model.blocks[0].up)
+    wanted = model(torch.ones(4, 8))
+    with streamed(model, "cpu"):
+        assert torch.equal(model(torch.ones(4, 8)), wanted)
