@@ -100,14 +100,10 @@ class Resident:
 
 
 def simulate() -> None:
-    """Set up the simulated accelerator, which registers slabs as CUDA does."""
+    """Set up the simulated accelerator."""
     import importlib
 
-    import fake_cudart
-    import pytest
-
     importlib.import_module("simgpu.lightning")
-    fake_cudart.install(pytest.MonkeyPatch())
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +115,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     import sp_lightning
     from sp_lightning.host import malloc
-    from sp_lightning.optim import native
 
     if options.device == "simgpu":
         simulate()
@@ -198,7 +193,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     # Load and start everything that is needed once: of the process, and compiled code with what it is compared with.
     train(Model(2, 8), SingleDeviceStrategy(device))
     train(Model(2, 256), sp_lightning.SuperpipelineStrategy(window=1, device=device, **given))
-    native.LIBRARY.wait()
     resident = Resident()
     model = make()
     found["made"] = resident.take_peak()

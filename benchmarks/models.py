@@ -18,12 +18,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests" / "rigs"))
 import families
 import torch
 
-from sp_lightning.stream.partition import Unit, partition
+from sp_lightning.stream.partition import FoundUnit, partition
 
 HEAD = ["family", "units", "what is special", "parity"]
 
 
-def kind(unit: Unit) -> str:
+def kind(unit: FoundUnit) -> str:
     """Name the classes of a unit's modules."""
     return " and ".join(dict.fromkeys(type(module).__name__ for _, module in unit.modules))
 

@@ -37,9 +37,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import simgpu
 import simgpu.lightning
-from sp_lightning.gradients.way_down import GradientReturn
+from sp_lightning.host.device import Device
 from sp_lightning.lightning.strategy import SuperpipelineStrategy
-from sp_lightning.memory.host_copy import HostCopy
 
 MS = 1000  # microseconds
 UP, FORWARD, BACKWARD, DOWN, STEP = 10, 10, 20, 10, 10
@@ -114,32 +113,38 @@ def sleeping_optimizer(milliseconds):
 @contextlib.contextmanager
 def waiting():
     """Wait after every submission within this context."""
-    load, send = HostCopy.load, GradientReturn._send
+    up, down = Device.send_up, Device.send_down
 
-    def load_and_wait(self):
-        load(self)
-        self.on_device.ready.synchronize()
+    def waits_for(send):
+        def send_and_wait(*args, **kwargs):
+            arrival = send(*args, **kwargs)
+            arrival.synchronize()
+            return arrival
 
-    def send_and_wait(self, *args):
-        transfer = send(self, *args)
-        transfer.done.synchronize()
-        return transfer
+        return send_and_wait
 
-    HostCopy.load, GradientReturn._send = load_and_wait, send_and_wait
+    Device.send_up, Device.send_down = waits_for(up), waits_for(down)
     try:
         yield
     finally:
-        HostCopy.load, GradientReturn._send = load, send
+        Device.send_up, Device.send_down = up, down
 
 
 @contextlib.contextmanager
 def without_deferred_steps():
     """Finish every step before it returns, within this context."""
-    may_defer, SuperpipelineStrategy._may_hold = SuperpipelineStrategy._may_hold, lambda _: False
+    plain = SuperpipelineStrategy.optimizer_step
+
+    def step_and_wait(self, *args, **kwargs):
+        result = plain(self, *args, **kwargs)
+        self.handle.finish_step()
+        return result
+
+    SuperpipelineStrategy.optimizer_step = step_and_wait
     try:
         yield
     finally:
-        SuperpipelineStrategy._may_hold = may_defer
+        SuperpipelineStrategy.optimizer_step = plain
 
 
 def of_ranks(setting, overlap):

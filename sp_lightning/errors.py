@@ -67,25 +67,6 @@ class DiskError(SuperpipelineError, RuntimeError):
             f"{path} could not be {done} at byte {offset}: {os.strerror(errno)} (errno {errno}). {outcome}"
         )
 
-    def in_step(self, stepped: int | str, of: int) -> DiskError:
-        """Make the same error, in an optimizer's step that it ended."""
-        return self.with_outcome(
-            f"The optimizer had stepped {stepped} of {of} parameters, and state on the disk is that of no step: "
-            f"{self.GO_ON}"
-        )
-
-    def going_on_from(self, checkpoint: str | None) -> DiskError:
-        """Make the same error with the path of the last checkpoint, if it is one to go on from."""
-        names = checkpoint is not None and self.outcome.endswith(self.GO_ON)
-        return self.with_outcome(f"{self.outcome}, {checkpoint}") if names else self
-
-    def with_outcome(self, outcome: str) -> DiskError:
-        """Make the same error with another description of the state that it left."""
-        path, offset, errno = self.path, self.offset, self.errno
-        error = DiskError(path=path, offset=offset, errno=errno, writes=self.writes, outcome=outcome)
-        error.__cause__ = self
-        return error
-
     def __reduce__(self) -> tuple[Any, ...]:
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 

@@ -29,7 +29,6 @@ from .host.telemetry import Stats, StepListener
 from .options import Options
 from .peers.alone import Alone
 from .peers.peers import Peers
-from .runtime import handle as before
 from .steps import torn_step
 from .steps.figures import explaining, stats_of
 from .store.store import Store, is_in_source, is_same
@@ -41,7 +40,7 @@ from .stream.leaf import Part, Weight, WholeWeight, casts_of, has_form_of
 from .stream.partition import partition, slots
 from .stream.preflight import check_memory
 from .stream.preparation import check_moves, materialize, move_buffers, pack_weights
-from .stream.sharded import Sharded, bring_to_host, check_supported
+from .stream.sharded import Sharded, bring_to_host, check_supported, drawing_on_mesh
 from .stream.shards import ShardWeight
 from .stream.unit import HeldUnit, ResidentUnit, Unit
 from .stream.visits import Visit
@@ -163,6 +162,7 @@ class Handle:
         self._first_called: Visit | None = None  # since the last step began
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
+        self._drawing = contextlib.ExitStack()  # of random numbers for shards
         self._visits: dict[nn.Module, Visit] = {}
         try:
             policy = Activations(options.activations, self.device)
@@ -190,6 +190,8 @@ class Handle:
             for unit in self.units:
                 self._connect(unit)
             note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
+            if any(weight.is_shard for weight in self.weights):
+                self._drawing.enter_context(drawing_on_mesh())
             self._hooks += [register_module_parameter_registration_hook(note)]
             self._hooks += [register_module_module_registration_hook(note)]
             self._hooks += [module.register_load_state_dict_pre_hook(_KeepFiled(self))]  # type: ignore[no-untyped-call]
@@ -394,6 +396,7 @@ class Handle:
         """Leave a plain module where streaming could not begin: resident weights get these bytes of theirs back."""
         for hook in self._hooks:
             hook.remove()
+        self._drawing.close()
         for visit in self._visits.values():
             visit.close()
         self.steps.close()
@@ -419,7 +422,7 @@ class Handle:
         }
         wholes = [whole for unit in cut for whole in unit.wholes if isinstance(whole, Sharded)]
         self.team.check_shards([f"{whole.name} ({whole.shard_name()})" for whole in wholes])
-        check_supported(cut, self.device.torch_device, type(self.team) is not Alone, refused)
+        check_supported(cut, self.device.torch_device, refused)
 
     @staticmethod
     def _check_free(named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -540,6 +543,7 @@ class Handle:
                 ends.callback(visit.close)
             for hook in self._hooks:
                 ends.callback(hook.remove)
+            ends.callback(self._drawing.close)
             ends.callback(recover)
 
     def __enter__(self) -> Handle:
@@ -549,20 +553,6 @@ class Handle:
         if error is not None:
             self.team.fail(error)
         self.close()
-
-
-def not_yet(options: Options, devices: int) -> str | None:
-    """Name what a run asks for that this core does not have yet, for which there is the one of before; None: nothing.
-
-    Args:
-        options: The user's options.
-        devices: How many compute.
-    """
-    asked = {
-        "several devices with disk= or host_budget=": devices > 1 and options.uses_files,
-        "divide_state=True": options.divide_state,
-    }
-    return next((what for what, is_asked in asked.items() if is_asked), None)
 
 
 def stream(module: nn.Module, device: torch.device | str, *, group: Any = None, **options: Any) -> Handle:
@@ -587,8 +577,5 @@ def stream(module: nn.Module, device: torch.device | str, *, group: Any = None, 
     parsed = Options.parse(**options)
     devices = 1 if group is None else group.size()
     parsed.check_devices(devices)
-    if not_yet(parsed, devices):
-        handle: Any = before.stream(module, device, group=group, **waits, **options)
-        return handle  # type: ignore[no-any-return]  # of before, which has what a loop calls
     wire = torch.bfloat16 if parsed.master_weights else None
     return Handle(module, device, parsed, None if devices == 1 else Peers(group, **waits), wire=wire)

@@ -59,8 +59,6 @@ class Options:
     host_budget: int | None = None  # host bytes, beyond which weights stay in their files, and state goes to the disk
     disk: str | None = None  # a folder for optimizer state, and then weights, that exceed the budget
 
-    divide_state: bool = False  # among machines: each has a share of the state of optimizers
-
     @property
     def uses_files(self) -> bool:
         """Whether weights or state may be in files."""
@@ -70,11 +68,6 @@ class Options:
     def spills(self) -> bool:
         """Whether a disk takes what exceeds the budget."""
         return self.disk is not None
-
-    @property
-    def takes_what_is_free(self) -> bool:
-        """Whether the budget is the memory that is free: with a disk, and no budget of the user's."""
-        return self.spills and self.host_budget is None
 
     @property
     def host_limit(self) -> float:
@@ -88,10 +81,12 @@ class Options:
 
     def check_devices(self, count: int, machines: int = 1) -> None:
         """Raise OptionError if an option is not built for ``count`` devices on each of ``machines`` machines."""
-        if count * machines > 1 and self.optimizer_device == "device":
-            allowed = "1 with optimizer_device='device', which is built for one device so far"
-            argument, found = ("devices", count) if machines == 1 else ("num_nodes * devices", f"{machines} * {count}")
-            raise OptionError(argument=argument, found=found, allowed=allowed)
+        if count * machines > 1:
+            refused = ["optimizer_device='device'"] * (self.optimizer_device == "device")
+            refused += ["disk="] * self.spills
+            for what in refused:
+                several = ("devices", count) if machines == 1 else ("num_nodes * devices", f"{machines} * {count}")
+                raise OptionError(argument=several[0], found=several[1], allowed=f"1 with {what}")
 
     @classmethod
     def parse(cls, **given: Any) -> Options:
@@ -119,14 +114,6 @@ class Options:
         self._normalise("optimizer_overlap", _truth("optimizer_overlap", self.optimizer_overlap))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
         self._normalise("compile_units", _truth("compile_units", self.compile_units))
-        self._normalise("divide_state", _truth("divide_state", self.divide_state))
-        if self.divide_state and self.uses_files:
-            raise OptionError(argument="divide_state", found=True, allowed="False with disk or host_budget")
-
-    @property
-    def may_cast(self) -> bool:
-        """Whether weights that are FP32 on the device may come to travel in autocast's type."""
-        return self.wire_dtype == "auto" and not self.compile_units
 
     def _normalise(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # a frozen instance may change only while it is made

@@ -175,12 +175,11 @@ def nothing_streams_on():
     """Whoever streams a module closes it: what is left would be seen by the tests that follow."""
     yield
     if "sp_lightning" in sys.modules:  # else nothing can stream, and importing it takes seconds
-        from sp_lightning.compat import patches
-        from sp_lightning.memory.watched_parameters import _watchers
+        from sp_lightning.handle import handles
+        from sp_lightning.stream.parameters import wholes
 
-        assert not _watchers, f"{len(_watchers)} parameters are still streamed"
-        left = [patch.name for patch in patches.ALL if patch.users]
-        assert not left, f"torch is still patched: {left}"
+        assert not [handle for handle in handles if not handle.closed], "a module still streams"
+        assert not wholes, f"{len(wholes)} quantised weights are still streamed"
 
 
 @pytest.fixture(params=["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])
@@ -189,19 +188,6 @@ def device(request):
     if unavailable and request.param == "simgpu":
         unavailable.stop()
     return torch.device("cpu") if request.param == "cpu" else torch.device("simgpu", 0)
-
-
-@pytest.fixture(params=["new", pytest.param("before", marks=[pytest.mark.slow, pytest.mark.seldom])])
-def core(request):
-    """A test that asks for it runs on the core of handle.py, and in the slow parts on the one of before."""
-    import cores
-
-    for mark in request.node.iter_markers("fails_on_new") if request.param == "new" else ():
-        given = request.node.callspec.params
-        if all(given[name] in values for name, values in mark.kwargs.items()):
-            request.node.add_marker(pytest.mark.xfail(strict=True, reason=mark.args[0]))
-    with cores.use(request.param):
-        yield request.param
 
 
 left = {"by": "", "nbytes": 0}  # the test before this one; what was left on the device, and was said to be

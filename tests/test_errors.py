@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sp_lightning import errors
-from sp_lightning.memory.device import DeviceMemoryError
+from sp_lightning.host.device import DeviceMemoryError
 
 pytestmark = pytest.mark.quick
 

@@ -15,7 +15,7 @@ def find_blocks(module):
     return [child for child in module.children() if isinstance(child, nn.Linear)]
 
 
-SWITCHES = ["optimizer_overlap", "master_weights", "compile_units", "divide_state"]
+SWITCHES = ["optimizer_overlap", "master_weights", "compile_units"]
 
 
 def refused(match, **given):
@@ -40,7 +40,6 @@ def test_the_defaults_are_valid_and_normal():
         "wire_dtype": "auto",
         "host_budget": None,
         "disk": None,
-        "divide_state": False,
     }
 
 
@@ -191,6 +190,8 @@ def test_any_other_switch_is_refused(name, value):
 def test_a_step_on_the_device_with_several_of_them_is_refused_with_what_was_given(machines, found):
     with pytest.raises(OptionError, match=found):
         Options(optimizer_device="device").check_devices(2, machines)
+    with pytest.raises(OptionError, match="1 with disk="):
+        Options(disk="/tmp").check_devices(2, machines)
 
 
 @pytest.mark.parametrize(

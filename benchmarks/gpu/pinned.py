@@ -19,9 +19,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from sp_lightning.memory.device import Device
+from sp_lightning.host.device import Device
 
-NOTHING = contextlib.nullcontext()
 ODD = 512  # bytes beyond a power of two, which torch's own allocator would round up to the next
 Found = dict[str, Any]
 
@@ -154,11 +153,11 @@ def copies_are_right_and_fast(name: str, nbytes: int) -> Found:
 
 
 def up(device: Device, there: Tensor, host: Tensor) -> Any:
-    return device.send_up([(there, host)], NOTHING)
+    return device.send_up(there, host)
 
 
 def down(device: Device, host: Tensor, there: Tensor) -> Any:
-    return device.send_down([(host, there)], NOTHING)
+    return device.send_down(host, there)
 
 
 def timed(device: Device, nbytes: int, copy: Callable[[], Any]) -> tuple[float, float]:

@@ -1,1 +1,1 @@
-"""All that depends on the versions of torch, Lightning and CPython: private names, patches, reference counts."""
+"""All that depends on the versions of torch, Lightning and CPython: private names."""

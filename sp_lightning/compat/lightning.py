@@ -45,21 +45,12 @@ __all__ = [
 # Methods of precision plugins that run between backward and the optimizer's step.
 BEFORE_STEP = "_clip_gradients", "_after_closure"
 
-# Of the loop over an epoch. Without them a step would be deferred beside a validation, which would wait for it.
-is_last_batch: Callable[[Any], bool] = operator.methodcaller("_num_ready_batches_reached")
-should_validate: Callable[[Any], Callable[[Any], bool]] = operator.attrgetter("_should_check_val_fx")
-data_fetcher: Callable[[Any], Any] = operator.attrgetter("_data_fetcher")  # of the loop over all epochs
-validation_interval: Callable[[Any], Any] = operator.attrgetter("_val_check_time_interval")  # of the trainer, by time
-
 # Of a loop. Without it a plan would have one of several loaders, or its name, for a batch.
 combined_loader: Callable[[Any], Any] = operator.attrgetter("_combined_loader")
 
 # Without these our values would be logged at other steps than the user's.
 steps_taken: Callable[[Any], int] = operator.attrgetter("fit_loop.epoch_loop._batches_that_stepped")
 should_log: Callable[[Any], bool] = operator.attrgetter("_logger_connector.should_update_logs")
-
-# Of a trainer: the checkpoint that it resumes from, until its state is restored.
-_resumed_checkpoint: Callable[[Any], dict[str, Any]] = operator.attrgetter("_checkpoint_connector._loaded_checkpoint")
 
 # Of a strategy: what it does to a module in its setup.
 setup_model: Callable[[Any], Callable[[Any], Any]] = operator.attrgetter("_setup_model")
@@ -107,18 +98,6 @@ def set_epochs(trainer: Any) -> None:
     """Set the number of epochs of a run that names none, as the Trainer does when it begins."""
     limits = trainer.min_steps, trainer.max_steps, trainer.min_epochs, trainer.max_epochs
     trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs = _parse_loop_limits(*limits, trainer)
-
-
-def epochs_done(trainer: Any) -> int:
-    """Count the epochs that a run about to begin, or to go on from a checkpoint, does not train any more.
-
-    Without it a run that resumes would ask for room for the checkpoints that are there.
-    """
-    loops = _resumed_checkpoint(trainer).get("loops")
-    if loops is None:
-        return int(trainer.current_epoch)
-    begun: int = loops["fit_loop"]["epoch_progress"]["current"]["ready"]
-    return max(0, begun - (not loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]))
 
 
 def begin_noting_sigterm(trainer: Any) -> None:

@@ -155,6 +155,13 @@ def find(name: str | None = None) -> torch.device:
     return device
 
 
+def numbered(device: torch.device) -> torch.device:
+    """Return the device with its number, or the current one's; the CPU without, as tensors there show it."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
+
+
 def check_supported(device: torch.device) -> None:
     """Refuse a device that has no memory of its own, or is not available here."""
     if device.type == "mps":
@@ -188,8 +195,7 @@ class Device:
         found = torch.device(device)
         check_supported(found)
         self.is_host = found.type == "cpu"
-        has_number = self.is_host or found.index is not None
-        self.torch_device = found if has_number else torch.device(found.type, torch.accelerator.current_device_index())
+        self.torch_device = numbered(found)
         self.up, self.down = self.new_stream(), self.new_stream()
         # Returns the stream on which the calling thread launches kernels; called for each gradient, so it is C code.
         self.current_stream: Callable[[], Any] = functools.partial(torch.accelerator.current_stream, self.torch_device)

@@ -72,15 +72,6 @@ def lock_limit() -> int | None:
     return None if soft in (resource.RLIM_INFINITY, -1) else soft
 
 
-def allow_all_descriptors() -> None:
-    """Raise the limit of open files (``ulimit -n``), 1024 by default, to what this process may have at most."""
-    import resource
-
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):  # a system may forbid it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def cache_nbytes(root: Path = ROOT) -> int:
     """Return the bytes of the processors' last caches together; 64 MiB where the system does not tell."""
     found = {}

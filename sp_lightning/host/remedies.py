@@ -25,14 +25,6 @@ _COSTS = {"recompute": "each forward runs twice", "recompute+offload": "inputs o
 
 ADAPTERS = Remedy("training adapters beside frozen weights", _NO_OPTIONS)
 WIRE_AS_IS = Remedy("wire_dtype='as-is'", {"wire_dtype": "as-is"})
-CACHE = {  # of what is generated, by where keys and values wait
-    "host": Remedy("cache='host'", _NO_OPTIONS, "each token moves all keys and values up and down"),
-    "device": Remedy("cache='device'", _NO_OPTIONS),
-}
-OPTIMIZER_DEVICE = {
-    "device": Remedy("optimizer_device='device'", {"optimizer_device": "device"}, "state moves up and down"),
-    "host": Remedy("optimizer_device='host'", {"optimizer_device": "host"}, "other bits than a plain run's on a GPU"),
-}
 HALF_BATCHES = Remedy(
     "batches of half the size and accumulate_grad_batches twice as large",
     _NO_OPTIONS,

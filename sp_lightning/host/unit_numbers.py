@@ -45,11 +45,6 @@ class UnitNumbers:
         """Whether a step changes the unit."""
         return self.down_nbytes > 0
 
-    @property
-    def gradient_nbytes(self) -> int:
-        """Bytes of its gradients on the host, where those of weights that travel in half precision are FP32."""
-        return self.down_nbytes + 2 * self.cast
-
 
 @dataclass(frozen=True, kw_only=True)
 class UnitHostBytes:
@@ -126,49 +121,6 @@ class HostBytes:
             under_way=ranks * under_way + messages,
             ring=ranks * self.ring,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostSharing:
-    """The ranks of one machine, which share its host memory, and of several."""
-
-    ranks: int = 1
-    nodes: int = 1  # machines with as many ranks each
-    own_gradients: bool = False  # whether each has gradients of its own
-    ahead: int = 0  # units whose gradients each may have on their way
-    parts_ahead: int = 0  # of which the shares of another machine may have come, and are not taken
-    divides_state: bool = False  # whether each machine has a share of the optimizer's state
-
-    @property
-    def several(self) -> bool:
-        """Whether there are several ranks: each steps a part of weights that all of a machine share."""
-        return self.ranks * self.nodes > 1
-
-    def messages(self, largest: int) -> int:
-        """Return the bytes of sums between machines; ``largest`` is those of the largest unit's gradients.
-
-        They are shares that have come from each other machine and were not taken, those that are packed for each, and
-        the sums of one unit, from each and for all.
-        """
-        others = self.nodes - 1
-        shares = others * (self.parts_ahead + 2) + 1 if others else 0
-        return shares * largest // self.nodes
-
-    def with_share(self, one: HostBytes) -> HostBytes:
-        """Return what one process needs with a machine's share of the optimizer's state in place of all of it."""
-        return replace(one, optimizer=one.optimizer // self.nodes) if self.divides_state else one
-
-    def together(self, one: HostBytes, largest: int) -> HostBytes:
-        """Return what the ranks need together where ``one`` alone needs this.
-
-        ``largest``: the most bytes that gradients of a unit take.
-        """
-        messages = self.messages(largest)
-        shared = self.with_share(one)
-        return shared.of_ranks(self.ranks, self.ahead * largest, self.own_gradients, messages=messages)
-
-
-ONE_PROCESS = HostSharing()
 
 
 def host_bytes(

@@ -1,34 +1,22 @@
-// The steps of torch's default optimizer loops over many tensors in one parallel region, with the same bits.
+// The steps of torch's Adam, AdamW and SGD over many tensors in one parallel region, with the bits of CUDA's kernels.
 //
-// 1. Each element sees the operations of torch's loop in its order: what ATen's vectorized kernels contract into a fused
-//    multiply-add is fused here (`Fused`), what they round twice is rounded twice. The compiler contracts nothing.
-// 2. A root is torch's own. Where torch calls MKL's, roots are not correctly rounded and depend on the processor: `Root`
-//    names the iterations that MKL is known to use, and MKL itself where none is. native.py picks by comparing bits.
-// 3. All numbers of a block stay in the first-level cache between the passes over it: the second pass would else take as
+// 1. A product contracts with the sum that follows; quotients and roots round correctly; the compiler contracts nothing
+//    by itself. compiled.py compares the bits with the device's before a loop is used.
+// 2. All numbers of a block stay in the first-level cache between the passes over it: the second pass would else take as
 //    long as memory does. Blocks are taken by whichever thread is free: a busy core slows only its own.
-// 4. A block's wire copy (host_copy.py, Rule 5) is converted while the block is in the cache. Which NaN ATen makes of one
-//    depends on where in a thread's share it lies: a copy in which there is any is reported, and ATen converts it.
-// 5. Nothing is written before the whole request is known to be possible: a caller can step in another way instead.
-// 6. Gradients are widened into memory whose second half they lie in (slab.py, Rule 2). Blocks are taken in
-//    ascending order and read before they are written, and what a block is written over are blocks up to itself: it
-//    waits until these have been read, and those never wait for a later one. Of NaNs in FP16, unlike those in bfloat16,
-//    ATen makes several: it widens what has any.
-// 7. Gradients may be in bfloat16, as they came down: a block's are widened while the block is in the cache, and
+// 3. A block's wire copy is converted while the block is in the cache. Which NaN ATen makes of one depends on where in a
+//    thread's share it lies: a copy in which there is any is reported, and ATen converts it.
+// 4. Gradients may be in half precision, as they came down: a block's are widened while the block is in the cache, and
 //    multiplied by the factor of clipping, if there is one.
-// 8. The norm of a gradient is the root of sums that ATen has in as many lanes as a vector has numbers. How many those
-//    are, and whether their products and those of the last numbers are fused, native.py finds by comparing bits.
-// 9. The kinds from `kListsAdam` on round as CUDA's kernels do: see "CUDA's arithmetic".
+// 5. Nothing is written before the whole request is known to be possible: a caller can step in another way instead.
 //
 // build.py compiles this file once for each set of instructions. Threads are those of torch's OpenMP, whose entry the
 // loader passes in (`sp_lightning_use`), and no function of the C++ library is called: a library needs libc and libm alone.
-
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -39,14 +27,9 @@ namespace {
 constexpr int64_t kBlock = 512;
 constexpr int kTaken = 32;  // blocks at once: neighbouring blocks share pages
 
-enum Kind : int32_t { kAdam, kSgd, kAdagrad, kRmsprop, kListsAdam, kFusedAdam, kCudaSgd };
-enum Flag : int32_t {
-  kMaximize = 1, kDecoupled = 2, kNesterov = 4, kCentered = 8, kMomentum = 16, kDecay = 32, kAmsgrad = 64, kFirst = 128
-};
+enum Kind : int32_t { kListsAdam, kFusedAdam, kSgd };
+enum Flag : int32_t { kMaximize = 1, kDecoupled = 2, kNesterov = 4, kMomentum = 8, kDecay = 16, kAmsgrad = 32, kFirst = 64 };
 enum Wire : int32_t { kNone, kBFloat16, kFloat16, kWires };
-enum Root : int32_t { kRounded, kNewton, kNewtonFused, kNewton14, kMkl, kRoots };
-
-using MklRoot = void (*)(const int32_t* count, const float* in, float* out, const int64_t* mode);
 
 struct Tensors {
   float* param;
@@ -60,18 +43,10 @@ struct Tensors {
   float factor;
 };
 
-struct Norm {
-  const uint16_t* grad;
-  int64_t count;
-  float norm;
-  int32_t unused;
-};
-
 struct Request {
   Tensors* tensors;
   int64_t count;
-  int32_t kind, flags, root, fused, threads;
-  MklRoot mkl;
+  int32_t kind, flags, threads;
   int32_t done;  // 1 once all is stepped
 };
 
@@ -101,22 +76,7 @@ bool rounds_oddly() {
 #endif
 }
 
-// ---- ATen's operations (Rule 1)
-
-template <bool Fused>
-inline float fma(float a, float b, float c) {
-  return Fused ? __builtin_fmaf(a, b, c) : a * b + c;
-}
-
-template <bool Fused>
-inline float add(float a, float b, float alpha) {
-  return fma<Fused>(b, alpha, a);
-}
-
-template <bool Fused>
-inline float addcmul(float a, float x, float y, float value) {
-  return fma<Fused>(value * x, y, a);
-}
+// ---- operations
 
 // Of a NaN, too: a minus would be folded into a multiply-add, which keeps a NaN's sign.
 inline float negated(float a) {
@@ -127,101 +87,19 @@ inline float negated(float a) {
   return a;
 }
 
-inline float addcdiv(float a, float x, float y, float value) { return a + value * x / y; }
-
-template <bool Fused>
 inline float lerp(float from, float to, float weight) {
-  return std::fabs(weight) < 0.5f ? fma<Fused>(weight, to - from, from) : fma<Fused>(weight - 1, to - from, to);
+  return std::fabs(weight) < 0.5f ? __builtin_fmaf(weight, to - from, from) : __builtin_fmaf(weight - 1, to - from, to);
 }
 
-// ---- roots (Rule 2)
-
-const int64_t kMklMode = 0x2 | 0x140000 | 0x100;  // high accuracy, denormals as they are, no errors: as ATen asks
-
-#if defined(__AVX2__) && defined(__FMA__)
-
-// Whether all of x are zero or within [2^-100, 2^100]: there the iterations' steps neither overflow nor lose bits.
-template <bool Fused>
-bool newton(const float* x, float* out, int64_t n) {
-  const __m256 half = _mm256_set1_ps(0.5f), zero = _mm256_setzero_ps();
-  __m256i outside = _mm256_setzero_si256();
-  for (int64_t i = 0; i < n; i += 8) {
-    alignas(32) float rest[8];
-    const int64_t m = std::min<int64_t>(8, n - i);
-    if (m < 8) {
-      std::fill(rest, rest + 8, 1.0f);
-      std::copy(x + i, x + i + m, rest);
-    }
-    const __m256 a = _mm256_loadu_ps(m < 8 ? rest : x + i), y = _mm256_rsqrt_ps(a);
-    __m256 s = _mm256_mul_ps(a, y), h = _mm256_mul_ps(y, half), r;
-    if (Fused) {
-      const __m256 e = _mm256_fnmadd_ps(s, h, half);
-      s = _mm256_fmadd_ps(s, e, s);
-      h = _mm256_fmadd_ps(h, e, h);
-      r = _mm256_fmadd_ps(_mm256_fnmadd_ps(s, s, a), h, s);
-    } else {
-      const __m256 e = _mm256_sub_ps(half, _mm256_mul_ps(s, h));
-      s = _mm256_add_ps(s, _mm256_mul_ps(s, e));
-      h = _mm256_add_ps(h, _mm256_mul_ps(h, e));
-      r = _mm256_add_ps(s, _mm256_mul_ps(_mm256_sub_ps(a, _mm256_mul_ps(s, s)), h));
-    }
-    const __m256 is_zero = _mm256_cmp_ps(a, zero, _CMP_EQ_OQ);
-    const __m256i bits = _mm256_sub_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(27 << 23));
-    // Unsigned: negative numbers, NaNs and infinities are large, too.
-    const __m256i large = _mm256_cmpgt_epi32(_mm256_xor_si256(bits, _mm256_set1_epi32(INT32_MIN)),
-                                             _mm256_set1_epi32(INT32_MIN + (200 << 23)));
-    outside = _mm256_or_si256(outside, _mm256_andnot_si256(_mm256_castps_si256(is_zero), large));
-    r = _mm256_blendv_ps(r, a, is_zero);
-    _mm256_storeu_ps(m < 8 ? rest : out + i, r);
-    if (m < 8) std::copy(rest, rest + m, out + i);
-  }
-  return _mm256_testz_si256(outside, outside);
+inline float addcmul(float a, float x, float y, float value) {
+  return value == 1 ? __builtin_fmaf(x, y, a) : __builtin_fmaf(value, x * y, a);
 }
 
-#else
-template <bool Fused>
-bool newton(const float*, float*, int64_t) { return false; }
-#endif
-
-#if defined(__AVX512F__)
-
-bool newton14(const float* x, float* out, int64_t n) {
-  const __m512 half = _mm512_set1_ps(0.5f), zero = _mm512_setzero_ps();
-  __mmask16 outside = 0;
-  for (int64_t i = 0; i < n; i += 16) {
-    const __mmask16 lanes = n - i < 16 ? (1u << (n - i)) - 1 : 0xffff;
-    const __m512 a = _mm512_maskz_loadu_ps(lanes, x + i), y = _mm512_rsqrt14_ps(a);
-    const __m512 s = _mm512_mul_ps(a, y), h = _mm512_mul_ps(y, half);
-    const __m512 r = _mm512_fmadd_ps(_mm512_fnmadd_ps(s, s, a), h, s);
-    const __mmask16 not_zero = _mm512_cmp_ps_mask(a, zero, _CMP_NEQ_UQ);
-    const __m512i bits = _mm512_sub_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(27 << 23));
-    outside |= not_zero & _mm512_cmpgt_epu32_mask(bits, _mm512_set1_epi32(200 << 23));
-    _mm512_mask_storeu_ps(out + i, lanes, _mm512_mask_blend_ps(not_zero, a, r));
-  }
-  return !outside;
+inline float addcdiv(float a, float x, float y, float value) {
+  return value == 1 ? a + x / y : __builtin_fmaf(value, x / y, a);
 }
 
-#else
-bool newton14(const float*, float*, int64_t) { return false; }
-#endif
-
-void take_roots(const Request& request, const float* x, float* out, int64_t n) {
-  bool done = false;
-  switch (request.root) {
-    case kRounded:
-      for (int64_t i = 0; i < n; i++) out[i] = std::sqrt(x[i]);
-      return;
-    case kNewton: done = newton<false>(x, out, n); break;
-    case kNewtonFused: done = newton<true>(x, out, n); break;
-    case kNewton14: done = newton14(x, out, n); break;
-  }
-  if (!done) {
-    const int32_t count = static_cast<int32_t>(n);
-    request.mkl(&count, x, out, &kMklMode);
-  }
-}
-
-// ---- wire copies, rounded to the nearest even number (Rule 4)
+// ---- wire copies, rounded to the nearest even number (Rule 3)
 
 #if defined(__AVX2__) && defined(__F16C__)
 inline __m256i upper_halves(__m256 x) {
@@ -298,11 +176,10 @@ void finish_stores() {
 
 bool can_convert(int32_t type) { return type >= kNone && type < kWires; }
 
-// ---- gradients that came down in half precision (Rule 6)
+// ---- gradients that came down in half precision
 
 #if defined(__AVX2__) && defined(__F16C__)
-void widen(const uint16_t* in, float* out, int64_t n, int32_t type, bool past_the_cache) {
-  past_the_cache = past_the_cache && reinterpret_cast<uintptr_t>(out) % 32 == 0;
+void widen(const uint16_t* in, float* out, int64_t n, int32_t type) {
   for (int64_t i = 0; i < n; i += 8) {
     alignas(16) uint16_t rest[8] = {};
     alignas(32) float last[8];
@@ -315,8 +192,6 @@ void widen(const uint16_t* in, float* out, int64_t n, int32_t type, bool past_th
     if (m < 8) {
       _mm256_store_ps(last, wide);
       std::copy(last, last + m, out + i);
-    } else if (past_the_cache) {
-      _mm256_stream_ps(out + i, wide);
     } else {
       _mm256_storeu_ps(out + i, wide);
     }
@@ -333,7 +208,7 @@ inline uint32_t wide_of(uint16_t half) {
   return sign | bits;
 }
 
-void widen(const uint16_t* in, float* out, int64_t n, int32_t type, bool) {
+void widen(const uint16_t* in, float* out, int64_t n, int32_t type) {
   for (int64_t i = 0; i < n; i++) {
     const uint32_t bits = type == kFloat16 ? wide_of(in[i]) : static_cast<uint32_t>(in[i]) << 16;
     std::memcpy(out + i, &bits, sizeof bits);
@@ -342,14 +217,14 @@ void widen(const uint16_t* in, float* out, int64_t n, int32_t type, bool) {
 #endif
 
 // Returns the gradients of a block, as they are if nothing is to be done, else made in a buffer in the first-level cache
-// (Rule 7).
+// (Rule 4).
 const float* gradient_of(const Tensors& t, int64_t at, int64_t n, float* wide) {
   if (t.grad_type == kNone) {
     const float* as_it_is = static_cast<const float*>(t.grad) + at;
     if (t.factor == 1) return as_it_is;
     std::copy(as_it_is, as_it_is + n, wide);
   } else {
-    widen(static_cast<const uint16_t*>(t.grad) + at, wide, n, t.grad_type, false);
+    widen(static_cast<const uint16_t*>(t.grad) + at, wide, n, t.grad_type);
   }
   if (t.factor != 1) {
     for (int64_t i = 0; i < n; i++) wide[i] *= t.factor;
@@ -357,158 +232,36 @@ const float* gradient_of(const Tensors& t, int64_t at, int64_t n, float* wide) {
   return wide;
 }
 
-// ---- norms (Rule 8)
-
-inline float upper(uint16_t half) {
-  const uint32_t bits = static_cast<uint32_t>(half) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof wide);
-  return wide;
-}
-
-// The numbers behind the last vector are summed one by one. Where a compiler computes `End` products at once, only those
-// of the numbers behind these are fused.
-template <int Lanes, bool Fused, int End>
-float norm_of(const uint16_t* in, int64_t n) {
-  if (n == 1) return std::fabs(upper(in[0]));
-  alignas(64) float sums[Lanes] = {};
-  int64_t i = 0;
-  for (; i + Lanes <= n; i += Lanes) {
-    for (int lane = 0; lane < Lanes; lane++) {
-      const float x = upper(in[i + lane]);
-      sums[lane] = fma<Fused>(x, x, sums[lane]);
-    }
-  }
-  float sum = sums[0];
-  for (int lane = 1; lane < Lanes; lane++) sum += sums[lane];
-  const int64_t end = n - (n - i) % End;
-  for (; i < end; i++) sum += upper(in[i]) * upper(in[i]);
-  for (; i < n; i++) sum = __builtin_fmaf(upper(in[i]), upper(in[i]), sum);
-  return std::sqrt(sum);
-}
-
-using NormOf = float (*)(const uint16_t*, int64_t);
-
-template <int Lanes>
-constexpr NormOf kNorms[] = {
-    norm_of<Lanes, false, 1>, norm_of<Lanes, false, 2>, norm_of<Lanes, false, 4>, norm_of<Lanes, false, Lanes>,
-    norm_of<Lanes, true, 1>,  norm_of<Lanes, true, 2>,  norm_of<Lanes, true, 4>,  norm_of<Lanes, true, Lanes>,
-};
-
 // ---- the loops, for the elements of one block
+//
+// The operators on lists are those of torch's `foreach` optimizers. Fused Adam and AdamW have options in FP32, averages
+// as fma(b, m, fma(-b, g, g)), and CUDA's `powf` (`power`). Both kinds of SGD compute alike.
 
-template <bool Fused, int32_t Flags>
+template <int32_t Flags>
 inline float gradient(float grad, float param, float decay) {
   if (Flags & kMaximize) grad = negated(grad);
-  return Flags & kDecay ? add<Fused>(grad, param, decay) : grad;
-}
-
-template <bool Fused, int32_t Flags>
-void adam(const Request& request, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
-  float* __restrict__ p = t.param + at;
-  float *__restrict__ m = t.state[0] + at, *__restrict__ v = t.state[1] + at;
-  const float decay = t.scalar[0], shrink = t.scalar[1], w1 = t.scalar[2], b2 = t.scalar[3], w2 = t.scalar[4];
-  const float correction = t.scalar[5], eps = t.scalar[6], size = t.scalar[7];
-  alignas(64) float root[kBlock];
-  for (int64_t i = 0; i < n; i++) {
-    const float grad = gradient<Fused, Flags>(g[i], p[i], decay);
-    m[i] = lerp<Fused>(m[i], grad, w1);
-    v[i] = addcmul<Fused>(v[i] * b2, grad, grad, w2);
-  }
-  take_roots(request, v, root, n);
-  for (int64_t i = 0; i < n; i++) {
-    const float shrunk = Flags & kDecoupled ? p[i] * shrink : p[i];
-    p[i] = addcdiv(shrunk, m[i], root[i] / correction + eps, size);
-  }
-}
-
-template <bool Fused, int32_t Flags>
-void sgd(const Request&, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
-  float* __restrict__ p = t.param + at;
-  float* __restrict__ b = t.state[0] + at;
-  const float decay = t.scalar[0], momentum = t.scalar[1], damped = t.scalar[2], rate = t.scalar[3];
-  for (int64_t i = 0; i < n; i++) {
-    float grad = gradient<Fused, Flags>(g[i], p[i], decay);
-    b[i] = add<Fused>(b[i] * momentum, grad, damped);
-    grad = Flags & kNesterov ? add<Fused>(grad, b[i], momentum) : b[i];
-    p[i] = add<Fused>(p[i], grad, rate);
-  }
-}
-
-template <bool Fused, int32_t Flags>
-void adagrad(const Request& request, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
-  float* __restrict__ p = t.param + at;
-  float* __restrict__ sum = t.state[0] + at;
-  const float decay = t.scalar[0], eps = t.scalar[1], rate = t.scalar[2];
-  alignas(64) float root[kBlock];
-  for (int64_t i = 0; i < n; i++) {
-    const float grad = gradient<Fused, Flags>(g[i], p[i], decay);
-    sum[i] = addcmul<Fused>(sum[i], grad, grad, 1);
-  }
-  take_roots(request, sum, root, n);
-  for (int64_t i = 0; i < n; i++) p[i] = addcdiv(p[i], gradient<Fused, Flags>(g[i], p[i], decay), root[i] + eps, rate);
-}
-
-template <bool Fused, int32_t Flags>
-void rmsprop(const Request& request, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
-  float* __restrict__ p = t.param + at;
-  float *__restrict__ square = t.state[0] + at, *__restrict__ b = t.state[1] + at, *__restrict__ mean = t.state[2] + at;
-  const float decay = t.scalar[0], alpha = t.scalar[1], w = t.scalar[2], eps = t.scalar[3];
-  const float momentum = t.scalar[4], rate = t.scalar[5];
-  alignas(64) float root[kBlock], centered[kBlock];
-  for (int64_t i = 0; i < n; i++) {
-    const float grad = gradient<Fused, Flags>(g[i], p[i], decay);
-    square[i] = addcmul<Fused>(square[i] * alpha, grad, grad, w);
-    if (Flags & kCentered) {
-      mean[i] = lerp<Fused>(mean[i], grad, w);
-      centered[i] = addcmul<Fused>(square[i], mean[i], mean[i], -1);
-    }
-  }
-  take_roots(request, Flags & kCentered ? centered : square, root, n);
-  for (int64_t i = 0; i < n; i++) {
-    const float grad = gradient<Fused, Flags>(g[i], p[i], decay);
-    if (Flags & kMomentum) {
-      b[i] = addcdiv(b[i] * momentum, grad, root[i] + eps, 1);
-      p[i] = add<Fused>(p[i], b[i], rate);
-    } else {
-      p[i] = addcdiv(p[i], grad, root[i] + eps, rate);
-    }
-  }
-}
-
-// ---- CUDA's arithmetic (Rule 9)
-//
-// A product contracts with the sum that follows; quotients and roots round correctly. The operators on lists are those
-// of torch's `foreach` optimizers. Fused Adam and AdamW have options in FP32, averages as fma(b, m, fma(-b, g, g)), and
-// CUDA's `powf` (`power`). Both kinds of SGD compute alike.
-
-inline float cuda_addcmul(float a, float x, float y, float value) {
-  return value == 1 ? __builtin_fmaf(x, y, a) : __builtin_fmaf(value, x * y, a);
-}
-
-inline float cuda_addcdiv(float a, float x, float y, float value) {
-  return value == 1 ? a + x / y : __builtin_fmaf(value, x / y, a);
+  return Flags & kDecay ? __builtin_fmaf(param, decay, grad) : grad;
 }
 
 template <int32_t Flags>
-void lists_adam(const Request&, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
+void lists_adam(const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
   float* __restrict__ p = t.param + at;
   float *__restrict__ m = t.state[0] + at, *__restrict__ v = t.state[1] + at;
   float* __restrict__ largest = Flags & kAmsgrad ? t.state[2] + at : nullptr;
   const float decay = t.scalar[0], shrink = t.scalar[1], w1 = t.scalar[2], b2 = t.scalar[3], w2 = t.scalar[4];
   const float correction = t.scalar[5], eps = t.scalar[6], size = t.scalar[7];
   for (int64_t i = 0; i < n; i++) {
-    const float grad = gradient<true, Flags>(g[i], p[i], decay);
-    m[i] = lerp<true>(m[i], grad, w1);
-    float square = v[i] = cuda_addcmul(v[i] * b2, grad, grad, w2);
+    const float grad = gradient<Flags>(g[i], p[i], decay);
+    m[i] = lerp(m[i], grad, w1);
+    float square = v[i] = addcmul(v[i] * b2, grad, grad, w2);
     if (Flags & kAmsgrad) square = largest[i] = largest[i] < square || square != square ? square : largest[i];
     const float shrunk = Flags & kDecoupled ? p[i] * shrink : p[i];
-    p[i] = cuda_addcdiv(shrunk, m[i], std::sqrt(square) / correction + eps, size);
+    p[i] = addcdiv(shrunk, m[i], std::sqrt(square) / correction + eps, size);
   }
 }
 
 template <int32_t Flags>
-void fused_adam(const Request&, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
+void fused_adam(const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
   float* __restrict__ p = t.param + at;
   float *__restrict__ m = t.state[0] + at, *__restrict__ v = t.state[1] + at;
   float* __restrict__ largest = Flags & kAmsgrad ? t.state[2] + at : nullptr;
@@ -516,7 +269,7 @@ void fused_adam(const Request&, const Tensors& t, const float* __restrict__ g, i
   const float size = t.scalar[5], correction = t.scalar[6];
   for (int64_t i = 0; i < n; i++) {
     const float shrunk = Flags & kDecoupled ? __builtin_fmaf(p[i], -(rate * decay), p[i]) : p[i];
-    const float grad = gradient<true, Flags>(g[i], p[i], decay), product = grad * grad;
+    const float grad = gradient<Flags>(g[i], p[i], decay), product = grad * grad;
     m[i] = __builtin_fmaf(m[i], b1, __builtin_fmaf(grad, -b1, grad));
     float square = v[i] = __builtin_fmaf(v[i], b2, __builtin_fmaf(product, -b2, product));
     if (Flags & kAmsgrad) square = largest[i] = largest[i] < square ? square : largest[i];
@@ -525,12 +278,12 @@ void fused_adam(const Request&, const Tensors& t, const float* __restrict__ g, i
 }
 
 template <int32_t Flags>
-void cuda_sgd(const Request&, const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
+void sgd(const Tensors& t, const float* __restrict__ g, int64_t at, int64_t n) {
   float* __restrict__ p = t.param + at;
   float* __restrict__ b = Flags & kMomentum ? t.state[0] + at : nullptr;
   const float decay = t.scalar[0], momentum = t.scalar[1], damped = t.scalar[2], rate = t.scalar[3];
   for (int64_t i = 0; i < n; i++) {
-    float grad = gradient<true, Flags>(g[i], p[i], decay);
+    float grad = gradient<Flags>(g[i], p[i], decay);
     if (Flags & kMomentum) {
       b[i] = Flags & kFirst ? grad : __builtin_fmaf(damped, grad, b[i] * momentum);
       grad = Flags & kNesterov ? __builtin_fmaf(b[i], momentum, grad) : b[i];
@@ -573,42 +326,28 @@ float power(float base, float exponent) {
 
 // ---- from a request to its loop
 
-using Loop = void (*)(const Request&, const Tensors&, const float*, int64_t, int64_t);
+using Loop = void (*)(const Tensors&, const float*, int64_t, int64_t);
 
-template <int32_t Kind, bool Fused, int32_t Flags, int32_t Next = 1>
+template <int32_t Kind, int32_t Flags, int32_t Next = 1>
 Loop loop_of(int32_t flags) {
-  constexpr int32_t own = kMaximize | kDecay | (Kind == kAdam      ? kDecoupled
-                                                : Kind == kSgd     ? kNesterov
-                                                : Kind == kRmsprop ? kCentered | kMomentum
-                                                : Kind == kCudaSgd ? kNesterov | kMomentum | kFirst
-                                                : Kind >= kListsAdam ? kDecoupled | kAmsgrad
-                                                                     : 0);
+  constexpr int32_t own = kMaximize | kDecay | (Kind == kSgd ? kNesterov | kMomentum | kFirst : kDecoupled | kAmsgrad);
   if constexpr (Next <= kFirst) {
     if constexpr ((own & Next) != 0) {
-      if (flags & Next) return loop_of<Kind, Fused, Flags | Next, Next * 2>(flags);
+      if (flags & Next) return loop_of<Kind, Flags | Next, Next * 2>(flags);
     }
-    return loop_of<Kind, Fused, Flags, Next * 2>(flags);
+    return loop_of<Kind, Flags, Next * 2>(flags);
   } else {
-    if constexpr (Kind == kAdam) return adam<Fused, Flags>;
-    if constexpr (Kind == kSgd) return sgd<Fused, Flags>;
-    if constexpr (Kind == kAdagrad) return adagrad<Fused, Flags>;
     if constexpr (Kind == kListsAdam) return lists_adam<Flags>;
     if constexpr (Kind == kFusedAdam) return fused_adam<Flags>;
-    if constexpr (Kind == kCudaSgd) return cuda_sgd<Flags>;
-    return rmsprop<Fused, Flags>;
+    return sgd<Flags>;
   }
 }
 
-template <bool Fused>
 Loop loop_for(int32_t kind, int32_t flags) {
   switch (kind) {
-    case kAdam: return loop_of<kAdam, Fused, 0>(flags);
-    case kSgd: return loop_of<kSgd, Fused, 0>(flags);
-    case kAdagrad: return loop_of<kAdagrad, Fused, 0>(flags);
-    case kRmsprop: return loop_of<kRmsprop, Fused, 0>(flags);
-    case kListsAdam: return loop_of<kListsAdam, true, 0>(flags);
-    case kFusedAdam: return loop_of<kFusedAdam, true, 0>(flags);
-    case kCudaSgd: return loop_of<kCudaSgd, true, 0>(flags);
+    case kListsAdam: return loop_of<kListsAdam, 0>(flags);
+    case kFusedAdam: return loop_of<kFusedAdam, 0>(flags);
+    case kSgd: return loop_of<kSgd, 0>(flags);
   }
   return nullptr;
 }
@@ -623,9 +362,8 @@ extern "C" void sp_lightning_use(Parallel parallel) { run_on_threads = parallel;
 // Returns 0, or 1 if nothing was done because the processor's rounding is not the usual one, or the request is unknown.
 extern "C" int32_t sp_lightning_step(Request* request) {
   if (rounds_oddly()) return 1;
-  const Loop loop = request->fused ? loop_for<true>(request->kind, request->flags)
-                                   : loop_for<false>(request->kind, request->flags);
-  if (loop == nullptr || (request->root != kRounded && request->mkl == nullptr)) return 1;
+  const Loop loop = loop_for(request->kind, request->flags);
+  if (loop == nullptr) return 1;
   int64_t total = 0;
   for (int64_t i = 0; i < request->count; i++) {
     if (!can_convert(request->tensors[i].wire_type) || !can_convert(request->tensors[i].grad_type)) return 1;
@@ -640,7 +378,7 @@ extern "C" int32_t sp_lightning_step(Request* request) {
         while (block - first >= blocks_of(request->tensors[index])) first += blocks_of(request->tensors[index++]);
         Tensors& tensors = request->tensors[index];
         const int64_t at = (block - first) * kBlock, n = std::min(kBlock, tensors.count - at);
-        loop(*request, tensors, gradient_of(tensors, at, n, wide), at, n);
+        loop(tensors, gradient_of(tensors, at, n, wide), at, n);
         if (tensors.wire_type != kNone && convert(tensors.param + at, tensors.wire + at, n, tensors.wire_type)) {
           __atomic_store_n(&tensors.wire_has_nan, 1, __ATOMIC_RELAXED);
         }
@@ -656,69 +394,4 @@ extern "C" int32_t sp_lightning_step(Request* request) {
 extern "C" void sp_lightning_cuda_corrections(float rate, float beta1, float beta2, float step, float* out) {
   out[0] = rate / (1 - power(beta1, step));
   out[1] = std::sqrt(1 - power(beta2, step));
-}
-
-// Computes the norms of gradients in bfloat16, each on one thread. Returns 0, or 1 as above.
-extern "C" int32_t sp_lightning_norms(Norm* norms, int64_t count, int32_t lanes, int32_t fused, int32_t threads) {
-  if (rounds_oddly()) return 1;
-  if (lanes != 4 && lanes != 8 && lanes != 16) return 1;
-  const NormOf norm = (lanes == 4 ? kNorms<4> : lanes == 8 ? kNorms<8> : kNorms<16>)[fused];
-  std::atomic<int64_t> next{0};
-  in_parallel(threads, [&] {
-    for (int64_t i; (i = next.fetch_add(1)) < count;) norms[i].norm = norm(norms[i].grad, norms[i].count);
-  });
-  return 0;
-}
-
-extern "C" void sp_lightning_root(const Request* request, const float* in, float* out, int64_t count) {
-  for (int64_t at = 0; at < count; at += kBlock) take_roots(*request, in + at, out + at, std::min(kBlock, count - at));
-}
-
-// Returns whether it can.
-extern "C" int32_t sp_lightning_convert(const float* in, uint16_t* out, int64_t count, int32_t type) {
-  if (can_convert(type)) convert(in, out, count, type);
-  finish_stores();
-  return can_convert(type);
-}
-
-// Widens numbers that lie in the second half of the memory that they are widened into, or behind it. Returns whether it
-// did. Numbers that go past the cache are not read into it first.
-extern "C" int32_t sp_lightning_widen(const uint16_t* in, float* out, int64_t count, int32_t type, int32_t threads,
-                                      int32_t past_the_cache) {
-  constexpr int64_t size = kBlock * kTaken;
-  const int64_t blocks = (count + size - 1) / size;
-  const int64_t ahead = (reinterpret_cast<intptr_t>(in) - reinterpret_cast<intptr_t>(out)) / 2;  // in numbers of `in`
-  if (type == kNone || !can_convert(type) || ahead < count || count <= 0) return false;
-  const int64_t sharers = std::min<int64_t>(threads, blocks);
-  std::atomic<int64_t> next{0};
-  if (type == kFloat16) {
-    std::atomic<bool> nan{false};
-    in_parallel(sharers, [&] {
-      for (int64_t block; (block = next.fetch_add(1)) < blocks;) {
-        bool found = false;
-        for (int64_t i = block * size; i < std::min(count, (block + 1) * size); i++) found |= (in[i] & 0x7fff) > 0x7c00;
-        if (found) nan.store(true, std::memory_order_relaxed);
-      }
-    });
-    if (nan.load()) return false;
-    next.store(0);
-  }
-  auto* read = static_cast<std::atomic<bool>*>(std::calloc(blocks, sizeof(std::atomic<bool>)));
-  if (read == nullptr) return false;
-  in_parallel(sharers, [&] {
-    for (int64_t block; (block = next.fetch_add(1)) < blocks;) {
-      alignas(64) uint16_t own[size];
-      const int64_t at = block * size, n = std::min(size, count - at);
-      std::copy(in + at, in + at + n, own);
-      read[block].store(true, std::memory_order_release);
-      const int64_t first = std::max<int64_t>(2 * at - ahead, 0), last = 2 * (at + n) - ahead;  // of what is written over
-      for (int64_t other = first / size; other * size < last; other++) {
-        while (!read[other].load(std::memory_order_acquire)) sched_yield();
-      }
-      widen(own, out + at, n, type, past_the_cache);
-    }
-    finish_stores();
-  });
-  std::free(read);
-  return true;
 }

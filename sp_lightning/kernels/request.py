@@ -32,9 +32,6 @@ class Request(ctypes.Structure):
         ("count", ctypes.c_int64),
         ("kind", ctypes.c_int32),
         ("flags", ctypes.c_int32),
-        ("root", ctypes.c_int32),
-        ("fused", ctypes.c_int32),
         ("threads", ctypes.c_int32),
-        ("mkl", ctypes.c_void_p),
         ("done", ctypes.c_int32),
     ]

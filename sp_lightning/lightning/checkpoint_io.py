@@ -5,28 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import math
 import os
 import shutil
 import zipfile
 from collections.abc import Callable, Container, Iterator
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from ..compat.lightning import epochs_done, is_local, local_name
+from ..compat.lightning import is_local, local_name
 from ..errors import SuperpipelineError
-from ..host.unit_numbers import state_nbytes
-from .names import (
-    LightningModule,
-    ModelCheckpoint,
-    ModelParallelStrategy,
-    TorchCheckpointIO,
-)
-
-if TYPE_CHECKING:
-    pass
+from .names import ModelParallelStrategy, TorchCheckpointIO
 
 log = logging.getLogger(__name__)
 
@@ -108,56 +98,6 @@ class ShardFiles(WholeFiles):
 
     def load(self, path: Any, read: Callable[..., dict[str, Any]], weights_only: bool | None) -> dict[str, Any]:
         return ModelParallelStrategy.load_checkpoint(self._strategy, path, weights_only)
-
-
-def checkpoints_to_come(folder: str, trainer: Any, module: LightningModule, whole: bool) -> int:
-    """Count the bytes that the checkpoints of a run will take on a folder's disk, beside those that are there.
-
-    Unless they have the `whole` model for certain, weights that do not train are not counted.
-    """
-    tensors = [*module.parameters(), *module.buffers()]
-    weights = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad or whole)
-    state, total = sum(state_nbytes(optimizer) or 0 for optimizer in trainer.optimizers), 0
-    for callback in () if trainer.fast_dev_run else trainer.checkpoint_callbacks:  # such a run saves none
-        if not isinstance(callback, ModelCheckpoint) or not (callback.save_top_k or callback.save_last):
-            continue
-        path = local_path(callback.dirpath or trainer.default_root_dir)
-        if path is not None and _disk_of(path) == _disk_of(folder):
-            total += _files_to_come(callback, trainer) * (weights + state * (not callback.save_weights_only))
-    return total
-
-
-def _files_to_come(callback: ModelCheckpoint, trainer: Any) -> int:
-    """Count the files of a callback that there will be at a time, without those that are there and will be replaced.
-
-    A file is removed once the next one is there. If all are kept in a run of unknown length, one counts.
-    """
-    saves, keeps = _saves(callback, trainer), callback.save_top_k
-    replaced = {callback.best_model_path, *callback.best_k_models} - {trainer.ckpt_path}  # which stays
-    before = math.inf if keeps < 0 else max(0, keeps - sum(map(os.path.isfile, replaced)))  # saves before one replaces
-    kept = 1 if min(saves, before) == math.inf else int(min(saves, before))
-    last = bool(callback.save_last) and (callback.save_last != "link" or not saves)  # without a file to link to
-    last_there = last and os.path.isfile(callback.last_model_path)
-    replaces = (keeps > 0 and before < saves) or (last and (last_there or saves > 1))
-    return kept + last - last_there + replaces
-
-
-def _saves(callback: ModelCheckpoint, trainer: Any) -> float:
-    """Count how often a callback saves in what is left of a run; infinity if that is not known."""
-    epochs, every = trainer.max_epochs, callback.every_n_epochs or 0
-    known = every and epochs is not None and epochs >= 0
-    if not known or trainer.val_check_interval != 1.0 or isinstance(trainer.val_check_interval, int):
-        return math.inf  # by steps, by the clock, or with each of several validations in an epoch
-    return float(max(0, epochs // every - epochs_done(trainer) // every))
-
-
-def _disk_of(path: str) -> int:
-    """Return the number of the filesystem that a path is on, or will be."""
-    from ..store.direct import mount_of  # only runs with a disk need it
-
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return mount_of(path).device
 
 
 def local_path(path: Any) -> str | None:

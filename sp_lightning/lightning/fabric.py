@@ -1,73 +1,210 @@
-"""The Fabric strategy: modules that ``Fabric(strategy="superpipeline")`` sets up stream through one device.
+"""The Fabric strategy: modules that ``Fabric(strategy="superpipeline")`` sets up stream through one device, or several.
 
-A module is streamed from the moment when plain Fabric would move it to the device: in ``setup``, ``setup_module``, and
-``to_device``. Each has a handle of its own, which lives as long as the strategy, or until its module was dropped and
-another one begins to stream. A deep copy of what Fabric wrapped begins to stream when it is called: many copies are
-only kept, such as the best weights so far.
+1. A module is streamed from the moment when plain Fabric would move it to the device: in ``setup``, ``setup_module``,
+   and ``to_device``. Each has a handle of its own, which lives as long as the strategy, or until its module was dropped
+   and another one begins to stream. With several devices ``to_device`` concerns this rank alone; ``setup``, as where
+   plain Fabric makes a module DDP's, streams one host copy for all ranks.
+2. A deep copy of a module that Fabric wrapped has a strategy of its own, a copy of this one. It begins to stream when
+   it is called, with that strategy: many copies are only kept, such as the best weights so far.
+3. Fabric asks by type whether a strategy has one device: it then needs no launch, and accumulates by itself. So this
+   one, which finds out when Fabric has chosen, shows itself as `SingleDeviceStrategy` then.
+4. With ``tensor_parallel_size`` the user's code cuts a module's layers, along the mesh that is there once Fabric has
+   launched. Checkpoints are those of Lightning's ModelParallelStrategy, whose own functions write and read them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+import copy
+import weakref
+from datetime import timedelta
+from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed import is_initialized
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from ..compat.lightning import is_setting_up
-from ..errors import OptionError, TornStepError
-from ..handle import Handle, not_yet
+from ..compat.lightning import EmptyInit, is_setting_up
+from ..errors import OptionError, TornStepError, UnsupportedError
+from ..handle import Handle
 from ..handles import close_all, close_dropped
+from ..host.device import check_supported
+from ..options import Options
 from ..peers.peers import Peers
+from ..peers.watch import KEEPALIVE
 from ..steps import torn_step
 from ..stream.parameters import unit_of
 from ..stream.preparation import move_buffers, move_others
 from .checkpoint_io import MappedCheckpointIO
-from .fabric_before import FabricStrategyBefore
 from .master_weights import MasterWeights
-from .names import FabricBaseStrategy, FabricModelParallelStrategy, update_properties
+from .names import (
+    Accelerator,
+    CheckpointIO,
+    FabricBaseStrategy,
+    FabricModelParallelStrategy,
+    FabricPrecision,
+    FabricSingleDeviceStrategy,
+    update_properties,
+)
+from .several_devices import Axes, SeveralDevices
 from .strategy import WIRES
 
-F = TypeVar("F", bound=Callable[..., Any])
 
+class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
+    """Train with modules that do not fit on the device, in your own loop.
 
-def on_core(method: F) -> F:
-    """Leave a method to the class of before in a run on that core."""
+    Weights, gradients and optimizer state are in host memory; units of the model (usually one block each) visit the
+    device through a small window. Results equal those of the plain loop to the last bit.
 
-    @functools.wraps(method)
-    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_before:
-            return getattr(super(SuperpipelineFabricStrategy, self), method.__name__)(*args, **kwargs)
-        return method(self, *args, **kwargs)
+    Args:
+        device: The device that computes. By default the one that Fabric chose.
+        accelerator: The accelerator handler; Fabric sets it.
+        checkpoint_io: How checkpoints are written and read; Fabric sets it.
+        precision: The precision plugin; Fabric sets it.
+        timeout: With several devices, how long a rank waits for the others.
+        keepalive: With several machines, how long nothing comes of one that counts as lost.
+        tensor_parallel_size: How many devices have a shard of each layer that your code cuts, between ``launch`` and
+            ``setup``, by ``fabric.strategy.device_mesh["tensor_parallel"]``. "auto": all of a machine. None: no mesh.
+        data_parallel_size: With ``tensor_parallel_size``, how many such groups of devices there are.
+        save_distributed_checkpoint: With ``tensor_parallel_size``: whether a checkpoint is a folder of shards, or one
+            file with whole weights.
+        **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... ``optimizer_overlap``
+            steps units beside the next forward if no code in between waits for them.
+    """
 
-    return cast(F, chosen)
+    _backward_sync_control: Any
 
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: FabricPrecision | None = None,
+        timeout: timedelta = default_pg_timeout,
+        keepalive: timedelta = KEEPALIVE,
+        tensor_parallel_size: int | Literal["auto"] | None = None,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = True,
+        **options: Any,
+    ) -> None:
+        self.options = Options.parse(**options)
+        FabricBaseStrategy.__init__(self, accelerator, checkpoint_io, precision)
+        self._root_device = torch.device(device or "cpu")
+        self._timeout, self._keepalive = timeout, keepalive
+        self._axes = Axes(data_parallel_size, tensor_parallel_size)
+        self._save_distributed_checkpoint = save_distributed_checkpoint  # Lightning's functions read it by this name
+        self._device_given = device is not None
+        self._begin_without_modules()
+        check_supported(self.root_device)
 
-class SuperpipelineFabricStrategy(FabricStrategyBefore):
-    __doc__ = FabricStrategyBefore.__doc__
+    def _begin_without_modules(self) -> None:
+        self.handles: list[Any] = []  # of the modules that were set up
+        self._copies: list[nn.Module] = []  # of streamed modules; they begin to stream when they are called
+        weakref.finalize(self, close_all, self.handles).atexit = False
+
+    # ---- devices
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # Rule 3
+        return type(self) if self.is_distributed else FabricSingleDeviceStrategy
 
     @property
-    def is_before(self) -> bool:
-        """Whether this run is on the core of before."""
-        return not_yet(self.options, self.world_size) is not None
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self._root_device
+
+    @property
+    def device_mesh(self) -> Any:
+        """The devices' mesh, once Fabric has launched; its axes are "data_parallel" and "tensor_parallel" (Rule 4)."""
+        return self._axes.mesh
 
     def _check_devices(self) -> None:
         super()._check_devices()
-        if self.is_distributed and not self.is_before:
+        if self.is_distributed:
             self._backward_sync_control = _BackwardSync(self)
+
+    def _set_world_ranks(self) -> None:
+        self._check_alone()
+        self.set_world_ranks()
+
+    def setup_environment(self) -> None:
+        """Set up the device and connect the processes. Fabric calls this at each launch."""
+        super().setup_environment()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Begin the process group, unless it is begun."""
+        needs_mesh = self._axes.has_shards and self._axes.mesh is None
+        if self.is_distributed and (needs_mesh or not is_initialized()):
+            self._set_up_ranks()
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks."""
+        return self.reduce(tensor, group, reduce_op)
+
+    # ---- copies (Rule 2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave handles out of a copy, which stream the original's modules, and what the run consists of."""
+        left = "handles", "_copies", "_launcher", "_axes"
+        return {key: value for key, value in vars(self).items() if key not in left}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the type, which is not what the strategy shows (Rule 3)."""
+        return _empty, (type(self),), self.__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, without handles."""
+        vars(self).update(state)
+        self._launcher = None
+        self._begin_without_modules()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SuperpipelineFabricStrategy:
+        """Copy the strategy for the copies of its modules that were made on the way here."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        modules = [*(handle.module for handle in self.handles), *self._copies]
+        copied._copies += [memo[id(module)] for module in modules if id(module) in memo]
+        return copied
+
+    # ---- precision
+
+    @property
+    def precision(self) -> FabricPrecision:
+        """The precision plugin; with master weights, one that leaves parameters in FP32.
+
+        A module that Fabric set up reads this first when it is called: then a deep copy of one begins to stream."""
+        while self._copies:
+            if self.is_distributed:
+                raise UnsupportedError(
+                    "a deep copy of what Fabric set up on several devices is not streamed: copy the bare module, and "
+                    "set that up on every rank"
+                )
+            self.module_to_device(self._copies.pop())
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: FabricPrecision | None) -> None:
+        if precision is not None and self.options.master_weights:
+            precision = MasterWeights.of(precision)
+        self._precision = precision
 
     # ---- modules and optimizers
 
-    @on_core
+    def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Create weights on the host, whatever code creates them."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(EmptyInit(enabled=bool(empty_init)))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
     def module_to_device(self, module: nn.Module) -> None:
         """Begin to stream a module for this rank, but for one that `setup_module` streams for all of them."""
         if not (self.is_distributed and is_setting_up()):
             self._begin(module, None)
 
-    @on_core
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Return the module, which with several devices streams for all ranks from here on."""
         if self.is_distributed:
@@ -77,13 +214,6 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
             self._axes.check_module(module)
             self._begin(module, self._team())
         return module
-
-    @on_core
-    def _connect(self) -> None:
-        """Begin the process group, unless it is begun."""
-        needs_mesh = self._axes.has_shards and self._axes.mesh is None
-        if self.is_distributed and (needs_mesh or not is_initialized()):
-            self._set_up_ranks()
 
     def _begin(self, module: nn.Module, team: Peers | None) -> None:
         """Begin to stream a module, unless it streams already, and move what else it has."""
@@ -99,7 +229,6 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
         move_others(module, self.root_device)
         update_properties(module, device=self.root_device)
 
-    @on_core
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Have the optimizer's streamed weights stepped by their handles."""
         for handle in self._handles_of(optimizer):
@@ -111,7 +240,10 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
         units = {unit_of(param) for group in optimizer.param_groups for param in group["params"]}
         return [handle for handle in self.handles if not units.isdisjoint(handle.units)]
 
-    @on_core
+    def handle_of(self, module: nn.Module) -> Handle | None:
+        """Return the handle that streams a module, or one that it is a part of."""
+        return next((one for one in self.handles if any(part is module for part in one.module.modules())), None)
+
     def teardown(self) -> None:
         """Make all modules plain again, then tear down as the base class does."""
         close_all(self.handles)
@@ -121,7 +253,6 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
 
     # ---- steps
 
-    @on_core
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step as the base class does; errors that streaming causes say what to do."""
         with contextlib.ExitStack() as stack:
@@ -131,7 +262,17 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
 
     # ---- checkpoints
 
-    @on_core
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The checkpoint plugin that was passed to Fabric, or the default one, which maps local files."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MappedCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint as the base class does, but none of a half-applied step."""
         parts = (part for part in state.values() if isinstance(part, (nn.Module, Optimizer)))
@@ -142,7 +283,6 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
         kind: Any = FabricModelParallelStrategy if self._axes.has_shards else FabricBaseStrategy
         kind.save_checkpoint(self, path, state, *args, **kwargs)
 
-    @on_core
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint as the base class does, without a second copy of weights and state in memory."""
         parts = state if isinstance(state, dict) else {"": state}
@@ -161,11 +301,6 @@ class SuperpipelineFabricStrategy(FabricStrategyBefore):
             handle.steps.publish()
         return found
 
-    @on_core
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state for a checkpoint."""
-        return FabricBaseStrategy.get_optimizer_state(self, optimizer)
-
 
 class _BackwardSync:
     """Fabric's way to accumulate gradients without an exchange."""
@@ -178,3 +313,7 @@ class _BackwardSync:
         if (handle := self._strategy.handle_of(module)) is None:
             raise OptionError(argument="module", found=type(module).__name__, allowed="what fabric.setup returned")
         return handle.no_sync() if enabled else contextlib.nullcontext()
+
+
+def _empty(kind: type[SuperpipelineFabricStrategy]) -> SuperpipelineFabricStrategy:
+    return kind.__new__(kind)

@@ -4,9 +4,9 @@
    several processes, each would train on all the data: that is an error, as under DDP.
 2. With several, Lightning starts a process for each, as for DDP, and asks this class for ranks, samplers and
    collectives. What DDP does beside gradients is done here: seeds, rank 0's weights at the beginning, and rank 0's
-   buffers at each synchronising forward. The weights are shared (sp_lightning/ranks), not broadcast.
+   buffers at each synchronising forward. The weights are shared (sp_lightning/peers).
 3. With several machines there are as many devices on each. A launcher starts the processes there; what differs is
-   inside of sp_lightning/ranks.
+   inside of sp_lightning/peers.
 4. Collectives run on the process group's own tensors: where the backend knows only the host's, on host copies.
 5. With a second axis (`Axes`), as Lightning's ModelParallelStrategy has it, layers are cut along that one. Ranks that
    have the same shards, along the data axis, are those that exchange gradients and have data of their own. All else,
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -35,67 +34,40 @@ from ..compat.lightning import (
 )
 from ..compat.modules import set_device_mesh
 from ..compat.tensors import is_dtensor
-from ..errors import OptionError, PeerError, UnsupportedError
+from ..errors import OptionError, UnsupportedError
 from ..host.device import check_supported
-from ..nodes.launched import connect_launched
+from ..host.sharing import check_possible
 from ..options import Options, is_int
 from ..peers.peers import Peers
-from ..ranks.board import ONE_RANK, OneRank
-from ..ranks.connection import broadcast_buffers, connect, home
-from ..ranks.shared_memory import check_possible
-from ..runtime.preflight import check_copies
+from ..stream.preflight import check_copies
 from ..stream.sharded import registering_on_host
-from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, TunerExit, rank_zero_info
+from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, TunerExit
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # the axes of a mesh, by Lightning's names
 
 
-class OneAxis:
-    """Devices along one axis, that of the data: each rank has whole layers (Rule 5)."""
+class Axes:
+    """The axes along which a run's devices lie: that of the data, and a second one along which layers are cut (Rule 5).
 
-    has_shards = False
-    shards: int | None = None  # among how many devices layers are cut, once the size is checked
-    mesh: Any = None
-    group: Any = None  # of the ranks that have the same weights; None: of all
+    Without a size of the second one there is the first alone: each rank has whole layers.
+    """
+
+    def __init__(self, data: int | Literal["auto"], tensor: int | Literal["auto"] | None) -> None:
+        if tensor is None and data != "auto":
+            raise OptionError(argument="data_parallel_size", found=data, allowed="given with tensor_parallel_size")
+        for argument, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
+            if not (size in ("auto", None) or (isinstance(size, int) and is_int(size) and size >= 1)):
+                raise OptionError(argument=argument, found=size, allowed="'auto' or an int >= 1")
+        self._sizes: Any = data, tensor
+        self.has_shards = tensor is not None
+        self.shards: int | None = None  # among how many devices layers are cut, once the size is checked
+        self.mesh: Any = None
+        self.group: Any = None  # of the ranks that have the same weights; None: of all
 
     def check_size(self, world: int, local: int) -> None:
         """Raise OptionError if ``world`` devices, ``local`` of them on each machine, do not fill the axes."""
-
-    def backend(self, backend: str, device: torch.device) -> str:
-        """Return the backend of the process group."""
-        return backend
-
-    def make_mesh(self, module: Any, device: torch.device) -> None:
-        """Make the mesh of all ranks, and give it to the module."""
-
-    def begin(self, module: Any, ranks: OneRank, device: torch.device, timeout: timedelta, keep: timedelta) -> OneRank:
-        """Give the module the mesh, and return the ranks that have the same weights."""
-        return ranks
-
-    def share(self, world: int, rank: int) -> dict[str, int]:
-        """Return the arguments of a sampler that draws this rank's share of the data."""
-        return {"num_replicas": world, "rank": rank}
-
-    def making(self) -> contextlib.AbstractContextManager[None]:
-        """Make a module's layers in this context."""
-        return contextlib.nullcontext()
-
-    def check_module(self, module: torch.nn.Module) -> None:
-        """Raise an error unless the module is cut as the axes say."""
-
-
-class Axes(OneAxis):
-    """Devices in a mesh, along whose second axis layers are cut: tensor parallelism (Rule 5)."""
-
-    has_shards = True
-
-    def __init__(self, data: int | Literal["auto"], tensor: int | Literal["auto"]) -> None:
-        for argument, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
-            if size != "auto" and not (is_int(size) and size >= 1):
-                raise OptionError(argument=argument, found=size, allowed="'auto' or an int >= 1")
-        self._sizes = data, tensor
-
-    def check_size(self, world: int, local: int) -> None:
+        if not self.has_shards:
+            return
         data, tensor = self._sizes
         tensor = local if tensor == "auto" else tensor
         data = world // tensor if data == "auto" else data
@@ -110,30 +82,33 @@ class Axes(OneAxis):
         self.shards = tensor
 
     def backend(self, backend: str, device: torch.device) -> str:
-        return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+        """Return the backend of the process group."""
+        return f"cpu:gloo,{device.type}:{backend}" if self.has_shards and device.type != "cpu" else backend
 
     def make_mesh(self, module: Any, device: torch.device) -> None:
+        """Make the mesh of all ranks, and give it to the module."""
+        if not self.has_shards:
+            return
         if self.mesh is None:
             from torch.distributed.device_mesh import init_device_mesh  # other runs need nothing of it
 
-            self.mesh = init_device_mesh(device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))  # type: ignore[arg-type]
+            self.mesh = init_device_mesh(device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))
         if module is not None:
             set_device_mesh(module, self.mesh)
         self.group = self.mesh[DATA].get_group()
 
-    def begin(self, module: Any, ranks: OneRank, device: torch.device, timeout: timedelta, keep: timedelta) -> OneRank:
-        self.make_mesh(module, device)
-        return ranks if self._sizes[1] == 1 else connect(self.group, device, timeout, None, keep)
-
     def share(self, world: int, rank: int) -> dict[str, int]:
-        data, tensor = self._sizes
-        return {"num_replicas": data, "rank": rank // tensor}  # type: ignore[operator,dict-item]  # they are checked
+        """Return the arguments of a sampler that draws this rank's share of the data."""
+        data, tensor = self._sizes if self.has_shards else (world, 1)
+        return {"num_replicas": data, "rank": rank // tensor}
 
     def making(self) -> contextlib.AbstractContextManager[None]:
-        return registering_on_host()
+        """Make a module's layers in this context."""
+        return registering_on_host() if self.has_shards else contextlib.nullcontext()
 
     def check_module(self, module: torch.nn.Module) -> None:
-        if self._sizes[1] != 1 and not any(map(is_dtensor, module.parameters())):
+        """Raise an error unless the module is cut as the axes say."""
+        if self.has_shards and self._sizes[1] != 1 and not any(map(is_dtensor, module.parameters())):
             raise OptionError(
                 argument="tensor_parallel_size",
                 found=self._sizes[1],
@@ -141,15 +116,6 @@ class Axes(OneAxis):
                 "self.device_mesh['tensor_parallel'], plan) in configure_model, with Fabric before its setup and with "
                 "fabric.strategy.device_mesh, or leave it out",
             )
-
-
-def axes(data: int | Literal["auto"], tensor: int | Literal["auto"] | None) -> OneAxis:
-    """Return the axes of these sizes."""
-    if tensor is not None:
-        return Axes(data, tensor)
-    if data != "auto":
-        raise OptionError(argument="data_parallel_size", found=data, allowed="given with tensor_parallel_size")
-    return OneAxis()
 
 
 class SeveralDevices:
@@ -168,17 +134,8 @@ class SeveralDevices:
     _launcher: Any
     model: Any
 
-    @property
-    def is_before(self) -> bool:
-        """Whether the run is on the core of before handle.py."""
-        return True
+    _axes = Axes("auto", None)
 
-    ranks = ONE_RANK  # others in a run on several devices
-    data_ranks = ONE_RANK  # those that have the same weights as this one (Rule 5)
-    _axes: OneAxis = OneAxis()
-
-    _syncs_gradients = True  # but in ``block_backward_sync``
-    _syncs_buffers = True  # at the next forward
     _syncs_batch_norms = False  # during a fit
 
     # ---- devices
@@ -227,11 +184,6 @@ class SeveralDevices:
     def is_distributed(self) -> bool:
         """Whether each device has a process of its own."""
         return bool(self.world_size > 1)
-
-    @property
-    def _machines_expected(self) -> int | None:
-        """The number of machines on which the ranks have to be; None if it may be any."""
-        return self._machines
 
     def _take_devices(self, devices: list[torch.device]) -> list[torch.device]:
         """Return those of the devices that Lightning found on which the processes of this machine compute."""
@@ -347,52 +299,17 @@ class SeveralDevices:
 
     def _set_up_ranks(self) -> None:
         """Connect the processes, as DDP does."""
-        self.leave_ranks()
         self._axes.check_size(self.world_size, self._num_processes)
         if self.is_distributed:
             self.set_world_ranks()
-            self._init_process_group()
-            if not self.is_before:
-                self._axes.make_mesh(self._module_to_make, self._root_device)
-                return
-            self.ranks = connect(None, self._root_device, self._timeout, self._machines_expected, self._keepalive)
-            at = self._root_device, self._timeout, self._keepalive
-            self.data_ranks = self._axes.begin(self._module_to_make, self.ranks, *at)
+            backend = self._axes.backend(backend_for(self._root_device), self._root_device)
+            init_process_group(self.cluster_environment, backend, timeout=self._timeout)
+            self._axes.make_mesh(self._module_to_make, self._root_device)
 
     @property
     def _module_to_make(self) -> Any:
         """The module that may make its layers once the ranks are connected."""
         return None
-
-    def _init_process_group(self) -> None:
-        device = self._root_device
-        environment, backend = self.cluster_environment, self._axes.backend(backend_for(device), device)
-        if self._machines == 1 or not self.is_before or torch.distributed.is_initialized():
-            init_process_group(environment, backend, timeout=self._timeout)
-            return
-        address = environment.main_address, environment.main_port
-        rank_zero_info(
-            f"superpipeline: rank 0 waits at {address[0]}:{address[1]} for {self.world_size} ranks on {self._machines} "
-            f"machines, for at most {self._timeout}"
-        )
-        connect_launched(
-            *address,
-            self.global_rank,
-            self.world_size,
-            self._timeout,
-            lambda store: init_process_group(environment, backend, timeout=self._timeout, store=store),
-        )
-
-    def tell_peers(self, exception: BaseException) -> None:
-        """Tell the other ranks, which would wait for this one, of an exception. Safe twice."""
-        for ranks in (self.ranks, self.data_ranks):
-            ranks.fail(isinstance(exception, PeerError))
-
-    def leave_ranks(self) -> None:
-        """End this rank's part in a run. Safe twice."""
-        for ranks in (self.ranks, self.data_ranks):
-            ranks.close()
-        self.ranks = self.data_ranks = ONE_RANK
 
     def _sync_batch_norms(self) -> None:
         """Have batch norms compute with the data of all ranks, by the Trainer's ``sync_batchnorm``."""
@@ -406,10 +323,6 @@ class SeveralDevices:
             self._syncs_batch_norms = False
             self.model = self._layer_sync.revert(self.model)
 
-    def broadcast_buffers(self, module: torch.nn.Module) -> None:
-        """Give all ranks that have the same weights the first one's buffers."""
-        broadcast_buffers(module, self.data_ranks, self._axes.group, self._root_device)
-
     def _team(self) -> Peers | None:
         """Make what this rank and the others have together while a module streams; None with one device."""
         if not self.is_distributed or (self._axes.group is not None and self._axes.group.size() == 1):
@@ -420,15 +333,13 @@ class SeveralDevices:
     @property
     def _home(self) -> torch.device:
         """The device of the tensors that the process group's backend takes."""
-        return home(None, self._root_device)
+        return torch.device("cpu") if dist.get_backend() == "gloo" else self._root_device
 
     # ---- collectives
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
-        if self.ranks.world > 1:
-            self.ranks.meet("a barrier")
-        elif self.is_distributed and dist.is_initialized():  # after a run
+        if self.is_distributed and dist.is_initialized():
             dist.barrier(device_ids=[self._root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -436,28 +347,21 @@ class SeveralDevices:
         if not (self.is_distributed and dist.is_initialized()):
             return obj
         objects = [obj]
-        with self.ranks.together("a broadcast"):
-            dist.broadcast_object_list(objects, src)
+        dist.broadcast_object_list(objects, src)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean", *args: Any, **kwargs: Any) -> Any:
         """Reduce a tensor over all ranks."""
         if not (self.is_distributed and dist.is_initialized() and isinstance(tensor, torch.Tensor)):
             return tensor
-        with self._together("a reduction", group):
-            return sync_if_distributed(tensor.to(self._home), group, reduce_op=reduce_op).to(tensor.device)
+        return sync_if_distributed(tensor.to(self._home), group, reduce_op=reduce_op).to(tensor.device)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Gather a tensor from all ranks."""
         if not self.is_distributed:
             return tensor
-        with self._together("a gathering", group):
-            found: torch.Tensor = all_gather_if_distributed(tensor.to(self._home), group=group, sync_grads=sync_grads)
+        found: torch.Tensor = all_gather_if_distributed(tensor.to(self._home), group=group, sync_grads=sync_grads)
         return found.to(tensor.device)
-
-    def _together(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
-        """Run a collective of torch; one of all ranks once all have come to it."""
-        return self.ranks.together(what if group is None else None)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks decided so, or any did."""
@@ -465,15 +369,6 @@ class SeveralDevices:
             return decision
         count = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return count == self.world_size if all else count > 0
-
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Leave gradients to their ranks, while they are accumulated."""
-        before, self._syncs_gradients = self._syncs_gradients, False
-        try:
-            yield
-        finally:
-            self._syncs_gradients = before
 
 
 class _Launcher(ScriptLauncher):

@@ -1,28 +1,19 @@
-"""When an optimizer may step: beside backward, after it, or beside the next forward, by the user hooks that run between
-them.
-
-A hook between the optimizer's step and the next forward changes nothing: where it reads a weight, it waits for that
-weight's step, as all code does.
-"""
+"""When an optimizer may step beside backward: by the user hooks that run between the two."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
-from ..compat.lightning import BEFORE_STEP, data_fetcher, is_last_batch, should_validate, validation_interval
-from ..compat.modules import COUNTS_STEPS, HOOKS_OF_STATE, MAKES_STATE
+from ..compat.lightning import BEFORE_STEP
+from ..compat.modules import COUNTS_STEPS
 from .names import Callback, LightningModule, Strategy
 
 CALLBACKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 MODULE_BEFORE_STEP = (*CALLBACKS_BEFORE_STEP, "backward", "configure_gradient_clipping", "optimizer_step")
 STRATEGY_BEFORE_STEP = ("backward", "post_backward")
 PLUGIN_BEFORE_STEP = (*STRATEGY_BEFORE_STEP, "optimizer_step", "clip_gradients", *BEFORE_STEP)
-
-SAVING = ("on_save_checkpoint",)
 
 
 def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, optimizer: Optimizer) -> str | None:
@@ -49,20 +40,6 @@ def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, opt
     )
 
 
-def chooses_checkpoints(module: LightningModule) -> bool:
-    """Whether the user's code may leave weights out of checkpoints."""
-    return _hooked(module, SAVING, SAVING) is not None or any(map(_chooses_state, module.modules()))
-
-
-def next_is_a_training_step(trainer: Any) -> bool:
-    """Whether neither validation nor the end of an epoch or of training comes before the next training step."""
-    epoch = trainer.fit_loop.epoch_loop
-    stops = trainer.should_stop or trainer.received_sigterm
-    ends = is_last_batch(epoch) or (epoch.max_steps != -1 and epoch.global_step + 1 >= epoch.max_steps)
-    validates = validation_interval(trainer) is not None  # by the clock, so after any step
-    return not (stops or ends or validates or should_validate(epoch)(data_fetcher(trainer.fit_loop)))
-
-
 def _hooked(module: LightningModule, own: Iterable[str], of_callbacks: Collection[str]) -> str | None:
     """Name the first of these hooks that the module or a callback overrides."""
     for hook in own:
@@ -73,12 +50,6 @@ def _hooked(module: LightningModule, own: Iterable[str], of_callbacks: Collectio
             if _has_own(hook, callback, Callback):
                 return f"{type(callback).__name__} overrides {hook}"
     return None
-
-
-def _chooses_state(module: nn.Module) -> bool:
-    """Whether a module's state may lack frozen weights of it, by code that is not torch's."""
-    own = getattr(module, HOOKS_OF_STATE) or any(_has_own(method, module, nn.Module) for method in MAKES_STATE)
-    return bool(own) and not all(parameter.requires_grad for parameter in module.parameters())
 
 
 def _has_own(hook: str, part: object, base: type) -> bool:

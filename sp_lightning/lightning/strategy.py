@@ -1,61 +1,64 @@
-"""The Lightning strategy on the core of handle.py: options, a handle, and what it is told of Lightning's steps."""
+"""The Lightning strategy: options, a handle, and what it is told of Lightning's steps."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from ..compat.lightning import end_noting_sigterm, set_average_device, setup_model
-from ..errors import TornStepError
-from ..handle import Handle, not_yet
-from ..host.device import check_supported
-from ..nodes.transport import KEEPALIVE
-from ..options import Options
-from ..steps import torn_step
+from ..compat.lightning import (
+    EmptyInit,
+    average_device,
+    begin_noting_sigterm,
+    end_noting_sigterm,
+    move_optimizers,
+    reset_seed,
+    set_average_device,
+    setup_model,
+)
+from ..compat.modules import convert_tensors
+from ..handle import Handle
+from ..host.device import check_supported, numbered
+from ..options import Options, format_bytes
+from ..peers.watch import KEEPALIVE
 from ..stream.parameters import unit_of
-from ..stream.preparation import materialize, move_others
+from ..stream.preparation import move_others
 from . import master_weights as masters
 from . import step_timing
-from .before import StrategyBefore
+from .callback import SuperpipelineCallback
 from .checkpoint_io import ShardFiles
+from .checkpoints import TrainerCheckpoints
 from .names import (
     Accelerator,
+    Checkpoint,
     CheckpointIO,
+    ParallelStrategy,
     Precision,
     SingleDeviceStrategy,
+    StochasticWeightAveraging,
     Trainer,
     TrainerFn,
+    WeightAveraging,
     update_properties,
 )
-from .several_devices import axes
+from .several_devices import Axes, SeveralDevices
 
-F = TypeVar("F", bound=Callable[..., Any])
+HOST = torch.device("cpu")
 WIRES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
-
-def on_core(method: F) -> F:
-    """Leave a method to the class of before in a run on that core."""
-
-    @functools.wraps(method)
-    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_before:
-            return getattr(super(SuperpipelineStrategy, self), method.__name__)(*args, **kwargs)
-        return method(self, *args, **kwargs)
-
-    return cast(F, chosen)
+log = logging.getLogger(__name__)
 
 
-class SuperpipelineStrategy(StrategyBefore):
+class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStrategy, ParallelStrategy):
     """Train, validate and predict with a model that does not fit on the device.
 
     Weights, gradients and optimizer state are in host memory; units of the model (usually one block each) visit the
@@ -101,13 +104,9 @@ class SuperpipelineStrategy(StrategyBefore):
             stays in the files that it was loaded from, as far as it is frozen, and is read from there for each visit
             (docs/disk.md). "0B": all that can stay does. None: all weights are copied into host memory; with ``disk``,
             what is free less the system's share.
-        disk: A folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``, and then of
-            gradients and weights that train: it lies there in a nameless file while the run lasts, and is stepped in
-            portions, with the same bits (docs/disk.md). With several devices, state alone goes there.
-        divide_state: With several machines: each has a share of the optimizer's state, steps that share of the weights
-            and sends the others the new ones (docs/several-devices.md). The bits are the same. State cannot be read
-            but by a checkpoint, which the first machine writes whole. For torch's optimizers that update each element
-            by itself, with state in memory.
+        disk: With one device: a folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``,
+            and then of gradients and weights that train: it lies there in a nameless file while the run lasts, and is
+            stepped in portions, with the same bits (docs/disk.md).
         timeout: With several devices, how long a rank waits for the others.
         keepalive: With several machines, how long nothing comes of one that counts as lost.
         tensor_parallel_size: How many devices have a shard of each layer that the module cuts: its ``configure_model``
@@ -142,7 +141,6 @@ class SuperpipelineStrategy(StrategyBefore):
         compile_units: bool = False,
         host_budget: str | int | None = None,
         disk: str | os.PathLike[str] | None = None,
-        divide_state: bool = False,
         timeout: timedelta = default_pg_timeout,
         keepalive: timedelta = KEEPALIVE,
         tensor_parallel_size: int | Literal["auto"] | None = None,
@@ -156,7 +154,7 @@ class SuperpipelineStrategy(StrategyBefore):
         SingleDeviceStrategy.__init__(self, device or "cpu", accelerator, checkpoint_io, precision_plugin)
         self._timeout, self._keepalive = timeout, keepalive
         self._save_distributed_checkpoint = save_distributed_checkpoint  # Lightning's functions read it by this name
-        self._axes = axes(data_parallel_size, tensor_parallel_size)
+        self._axes = Axes(data_parallel_size, tensor_parallel_size)
         if self._axes.has_shards:
             self._files = ShardFiles(self, save_distributed_checkpoint)
         self.options = Options.parse(
@@ -174,24 +172,79 @@ class SuperpipelineStrategy(StrategyBefore):
             compile_units=compile_units,
             host_budget=host_budget,
             disk=disk,
-            divide_state=divide_state,
         )
-        self.handle = None  # of the latest run; closed when that run ended
-        self._last_checkpoint = None  # of this run
+        self.handle: Any = None  # of the latest run; closed when that run ended
         self._device_given = device is not None
-        self._averages = []  # callbacks whose averages we keep on the host
+        self._averages: list[Any] = []  # callbacks whose averages we keep on the host
         self._callback = None  # added to runs without a callback of the user's
         self._withheld = []  # callbacks, while Lightning handles an exception
         check_supported(self.root_device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the handle out of a copy: it streams the original's module."""
+        return {**super().__getstate__(), "handle": None}
+
     # ---- setup and teardown
 
-    @property
-    def is_before(self) -> bool:
-        """Whether this run is on the core of before."""
-        return not_yet(self.options, self.world_size) is not None
+    def setup_environment(self) -> None:
+        """Prepare the callbacks. Lightning calls this first in a run; the callbacks' own setup comes next."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._check_alone()
+        if self._device_given:
+            self._root_device = numbered(self.root_device)  # Lightning asks torch for the device of that number
+        super().setup_environment()
+        if self.is_distributed:
+            reset_seed()
+        self._set_up_ranks()
+        if self.is_distributed:
+            begin_noting_sigterm(trainer)
+        self._add_callback(trainer)
+        self._keep_averages_on_host(trainer)
 
-    @on_core
+    def _add_callback(self, trainer: Any) -> None:
+        """Add a callback for this run unless the user passed one: before checkpoint callbacks, as Lightning orders
+        them, and without reordering the others."""
+        callbacks = list(trainer.callbacks)
+        if any(isinstance(callback, SuperpipelineCallback) for callback in callbacks):
+            self._callback = None
+        else:
+            self._callback = self._callback or SuperpipelineCallback()
+            checkpoints = (place for place, callback in enumerate(callbacks) if isinstance(callback, Checkpoint))
+            callbacks.insert(next(checkpoints, len(callbacks)), self._callback)
+            trainer.callbacks = callbacks
+
+    def _remove_callback(self) -> None:
+        """Remove our callback from ``trainer.callbacks``, which Lightning's tuners and user code read between runs.
+
+        We tear it down too: Lightning does so after the strategy, and not at all after an exception."""
+        ours = self._callback
+        if ours is not None:
+            assert self.lightning_module is not None
+            trainer: Any = self.lightning_module.trainer
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not ours]
+            ours.teardown(trainer, self.lightning_module, trainer.state.fn)
+
+    def _keep_averages_on_host(self, trainer: Any) -> None:
+        """Set weight-averaging callbacks to the host, since they would otherwise copy the whole model to the device."""
+        for callback in trainer.callbacks:
+            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and average_device(callback) is None:
+                set_average_device(callback, HOST)
+                self._averages.append(callback)
+                self._warn_of_copy(type(callback).__name__)
+
+    def _warn_of_copy(self, of: str) -> None:
+        """Warn that a callback copies weights into memory that a budget does not count."""
+        assert self.lightning_module is not None
+        if self.options.uses_files:
+            log.warning(
+                "superpipeline: %s copies all weights (%s) into host memory, those in files too, beside host_budget "
+                "(a plan counts them: of a config, or by copies=1)",
+                of,
+                format_bytes(sum(parameter.nbytes for parameter in self.lightning_module.parameters())),
+            )
+
     def setup(self, trainer: Trainer) -> None:
         """Set up as the base class does, but leave parameters and optimizer state on the host."""
         assert self.accelerator is not None and self.model is not None
@@ -207,7 +260,12 @@ class SuperpipelineStrategy(StrategyBefore):
                 self.handle.announce(optimizer)
         self.setup_precision_plugin()
 
-    @on_core
+    def _convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert the module as the precision plugin does; with master weights, keep parameters in FP32."""
+        if not self.options.master_weights:
+            return self.precision_plugin.convert_module(module)
+        return masters.convert(module, masters.half_dtype(self.precision_plugin))
+
     def model_to_device(self) -> None:
         """Begin to stream the parameters; move buffers, and what parts take along, such as metrics, to the device."""
         module = self.lightning_module
@@ -226,14 +284,13 @@ class SuperpipelineStrategy(StrategyBefore):
 
     def _streamed(self, module: nn.Module, **settings: Any) -> Handle:
         """Stream a module for this run."""
-        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        trainer: Any = module.trainer
         wire = WIRES.get(str(self.precision_plugin.precision))
         if self.options.master_weights:
             wire = masters.half_dtype(self.precision_plugin)
         trains = trainer.state.fn == TrainerFn.FITTING
         return Handle(module, self.root_device, self.options, self._team(), wire=wire, trains=trains, **settings)
 
-    @on_core
     def teardown(self) -> None:
         """Make the module plain again. Lightning calls this after an exception too, wherever it was raised."""
         try:
@@ -249,90 +306,55 @@ class SuperpipelineStrategy(StrategyBefore):
                 end_noting_sigterm(self.lightning_module.trainer)
             self._base_teardown()
 
-    # ---- checkpoints
+    def _base_teardown(self) -> None:
+        """Tear down as the base class does, but leave meta weights alone: moving them would hide their error."""
+        move_optimizers(self.optimizers, HOST)
+        if self.lightning_module is not None:
+            convert_tensors(self.lightning_module, _unless_meta)
+            update_properties(self.lightning_module, device=HOST)
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
-    @on_core
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint without emptying the device's memory cache."""
-        self._note_checkpoint(checkpoint_path)
-        found = self._files.load(checkpoint_path, self.checkpoint_io.load_checkpoint, weights_only)
-        if self._files.in_shards and self._streaming is not None:  # they are loaded
-            for optimizer in self.optimizers:
-                self._streaming.loaded(optimizer)
-            self._streaming.steps.publish()
-        return found
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Create weights on the host, whatever code creates them."""
+        keep_fp32 = contextlib.nullcontext() if self.options.master_weights else None
+        with EmptyInit(enabled=bool(empty_init)), keep_fp32 or self.precision_plugin.tensor_init_context():
+            yield
 
-    @on_core
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state for a checkpoint."""
-        return self._files.state_of((), functools.partial(SingleDeviceStrategy.lightning_module_state_dict, self))
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Have a module's ``configure_model`` cut its layers into shards on the host."""
+        with self._axes.making():
+            yield
 
-    @on_core
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state for a checkpoint.
-
-        After an exception in a half-applied step it is empty: `save_checkpoint` says why it writes nothing.
-        """
-        if self._handles_exception and self._why_not_saved():
-            return {}
-        return self._files.state_of((optimizer,), functools.partial(SingleDeviceStrategy.optimizer_state, self))
-
-    @on_core
-    def _check_whole(self) -> None:
-        """Leave it to `_why_not_saved`, which says why."""
-
-    @on_core
-    def _why_not_saved(self, with_optimizers: bool = True) -> str | None:
-        try:
-            if self._streaming is not None:
-                self._streaming.saving()
-        except TornStepError as error:
-            return str(error)
-        module: Any = self.lightning_module
-        return torn_step.why_not_saved([module, *(self.optimizers if with_optimizers else ())])
-
-    @on_core
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights as the base class does, with a progress bar if it takes long."""
-        if self._files.in_shards:
-            return  # `load_checkpoint` has loaded them
-        module = self.lightning_module
-        assert module is not None
-        materialize(module)  # torch would load nothing into a weight on the meta device
-        before = {id(parameter): parameter._version for parameter in module.parameters()}
-        with self._waiting_for_parameters("superpipeline: loading weights", lambda p: p._version != before[id(p)]):
-            SingleDeviceStrategy.load_model_state_dict(self, checkpoint, strict=strict)
-        if self._streaming is not None:
-            self._streaming.steps.publish()
-
-    @on_core
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer state and copy it on the host: the optimizer writes to it, and a mapped file may vanish."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
-            self.handle.loaded(optimizer)
+    @property
+    def _module_to_make(self) -> Any:
+        return self.lightning_module
 
     # ---- steps
 
-    @on_core
-    def tell_peers(self, exception: BaseException) -> None:
-        """Tell the other ranks of an exception. Safe twice."""
-        if self._streaming is not None:
-            self._streaming.team.fail(exception)
+    @property
+    def _streaming(self) -> Any:
+        """The handle of the current run; None outside a run, where steps are the base class's."""
+        return None if self.handle is None or self.handle.closed else self.handle
 
-    @on_core
-    def block_backward_sync(self) -> Any:
-        """Leave gradients to their ranks, while they are accumulated."""
-        return self.handle.no_sync()
+    @property
+    def _automatic(self) -> bool:
+        module: Any = self.lightning_module
+        return bool(module.automatic_optimization)
 
-    @on_core
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as the base class does; where exact, step units while the closure's backward still runs."""
         handle = self._streaming
         if handle is None:
-            return SingleDeviceStrategy.optimizer_step(self, optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         with handle.stepping(optimizer, self._may_step_early(optimizer)):
-            return SingleDeviceStrategy.optimizer_step(self, optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _may_step_early(self, optimizer: Optimizer) -> bool:
         module = self.lightning_module
@@ -341,14 +363,53 @@ class SuperpipelineStrategy(StrategyBefore):
             return False
         return step_timing.why_gradients_must_be_final(self, module, optimizer) is None
 
-    @on_core
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward as the base class does, and explain errors that streaming causes."""
         if (handle := self._streaming) is None:
-            return SingleDeviceStrategy.backward(self, closure_loss, optimizer, *args, **kwargs)
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         with handle.explaining():
-            return SingleDeviceStrategy.backward(self, closure_loss, optimizer, *args, **kwargs)
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    @on_core
+    def tell_peers(self, exception: BaseException) -> None:
+        """Tell the other ranks of an exception. Safe twice."""
+        if self._streaming is not None:
+            self._streaming.team.fail(exception)
+
+    def block_backward_sync(self) -> Any:
+        """Leave gradients to their ranks, while they are accumulated."""
+        return self.handle.no_sync()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Complete what is being written, and put checkpoint callbacks back."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        trainer.callbacks += self._withheld
+        self._withheld = []
+        super().on_exception(exception)
+
     def _step(self, name: str) -> Any:
         return contextlib.nullcontext() if (handle := self._streaming) is None else handle.scope(name)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training_step as one pass over the units."""
+        with self._step("train"):
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation_step as one pass over the units."""
+        with self._step("validate"):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's test_step as one pass over the units."""
+        with self._step("test"):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's predict_step as one pass over the units."""
+        with self._step("predict"):
+            return super().predict_step(*args, **kwargs)
+
+
+def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.to(HOST)

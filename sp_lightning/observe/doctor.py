@@ -6,6 +6,7 @@ Rates are not measured, apart from writes to a disk: `sp_lightning.plan` measure
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ..errors import OptionError
-from ..host.device import find
+from ..host.device import Device, find
 from ..host.machine import (
     HostMemory,
     gpu_lanes,
@@ -27,13 +28,13 @@ from ..host.machine import (
     swapped_bytes,
     usable_cores,
 )
-from ..memory.device import Device
-from ..optim.native import DIFFERENT, LIBRARY
 from ..options import check_writable, format_bytes
+from ..steps.compiled import why_none
 from ..store.direct import mount_of, rotates
 from ..store.scratch import no_local_disk
 
 PIN_TRIED = 1 << 30  # bytes that are page-locked for a trial, and at most a quarter of the free memory
+PIN_BLOCK = 64 << 20  # bytes that are page-locked together
 DISK_TRIED = 256 << 20  # bytes written for a trial, and at most a quarter of the free space
 SLOW_DISK = 1e9  # bytes per second
 STATE_WRITTEN = 8  # bytes per parameter that a step with AdamW writes, if its state is on a disk
@@ -97,8 +98,8 @@ def examine(device: str | None = None, folders: Sequence[str] = (".",)) -> Facts
     build = "hip" if torch.version.hip else "cuda" if torch.version.cuda else None
     return Facts(
         device=str(chosen.torch_device),
-        device_name=chosen.name,
-        device_nbytes=chosen.memory()[1],
+        device_name=_name(chosen),
+        device_nbytes=_memory(chosen),
         gpus=gpus_by_vendor(),
         lanes=tuple(gpu_lanes()),
         torch_version=torch.__version__,
@@ -107,11 +108,11 @@ def examine(device: str | None = None, folders: Sequence[str] = (".",)) -> Facts
         swapped_nbytes=swapped_bytes(),
         wsl2=is_wsl2(),
         pin_tried_nbytes=tried,
-        pinned_nbytes=chosen.lockable(tried),
+        pinned_nbytes=_lockable(chosen, tried),
         lock_limit_nbytes=lock_limit(),
         cores=usable_cores(),
         threads=torch.get_num_threads(),
-        why_not_compiled=_why_not_compiled(),
+        why_not_compiled=why_none(),
         disks=disks,
     )
 
@@ -199,10 +200,10 @@ def _of_cores(facts: Facts) -> Iterator[Finding]:
             f"torch uses {facts.threads} threads on {facts.cores} cores, so that the host optimizer {effect}: set "
             f"OMP_NUM_THREADS={facts.cores}.",
         )
-    if facts.why_not_compiled and not facts.why_not_compiled.startswith(DIFFERENT):
+    if facts.why_not_compiled:
         yield Finding(
             "compiled steps",
-            f"AdamW steps by torch's operators, not in compiled code with the same bits, which is faster, as "
+            f"AdamW steps by torch's operators, not in compiled code, which is faster and rounds as a GPU does, as "
             f"{facts.why_not_compiled}: install a C++ compiler (g++ or clang++, or name it in $CXX), and let "
             "XDG_CACHE_HOME name a directory that can be written.",
         )
@@ -225,6 +226,28 @@ def _of_disk(disk: Disk) -> Iterator[Finding]:
 
 
 # ---- facts
+
+
+def _name(device: Device) -> str:
+    """Return the vendor's name of a device if that is known, otherwise its type."""
+    known = getattr(torch.get_device_module(device.torch_device), "get_device_name", None)
+    return device.torch_device.type if known is None else str(known(device.torch_device))
+
+
+def _memory(device: Device) -> int:
+    total = host_memory().total if device.is_host else torch.accelerator.get_memory_info(device.torch_device)[1]
+    return int(total)
+
+
+def _lockable(device: Device, most: int) -> int | None:
+    """Try how many of ``most`` bytes can be page-locked, block by block; None where nothing is page-locked."""
+    if device.is_host:
+        return None
+    blocks: list[torch.Tensor] = []
+    with contextlib.suppress(RuntimeError):
+        while len(blocks) * PIN_BLOCK < most:
+            blocks.append(torch.empty(PIN_BLOCK, dtype=torch.uint8, device="cpu", pin_memory=True))
+    return min(len(blocks) * PIN_BLOCK, most)
 
 
 def _examine_disk(folder: str) -> Disk:
@@ -252,11 +275,3 @@ def _examine_disk(folder: str) -> Disk:
         write_bytes_per_s=rate,
         free_nbytes=free,
     )
-
-
-def _why_not_compiled() -> str:
-    """Say why AdamW does not step in compiled code, or nothing if it does. Waits for the compiler."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1, device="cpu"))])
-    LIBRARY.steps(optimizer, optimizer.param_groups[0])
-    LIBRARY.wait()
-    return LIBRARY.why_not(optimizer, optimizer.param_groups[0])

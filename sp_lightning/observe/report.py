@@ -13,12 +13,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from ..handle import Handle
 from ..host.machine import peak_memory
 from ..host.recorder import KEPT, RecordedStep, Recorder
 from ..host.telemetry import LANES, Lane
 from ..host.unit_numbers import state_nbytes
 from ..options import format_bytes, format_seconds
-from ..runtime.handle import Handle
 from .timeline import NAMES
 
 GB = 1e9

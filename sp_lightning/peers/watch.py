@@ -68,6 +68,7 @@ class Watch:
         """Note where this rank waits. The backend's error becomes one that names a rank."""
         self.check()
         self.note("collective", place)
+        begun = time.monotonic()
         try:
             yield
         except PeerError:
@@ -77,7 +78,7 @@ class Watch:
             while self.error is None and time.monotonic() < end:
                 time.sleep(PULSE / 5)
             with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have ended, too
-                self.error = self.error or self._look(place, time.monotonic())
+                self.error = self.error or self._look(place, begun)
             raise (self.error or PeerError(f"rank {self._rank} at {place}: {error}")) from error
         finally:
             self.note("collective", None)

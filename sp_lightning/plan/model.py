@@ -22,7 +22,7 @@ from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..host.unit_numbers import UnitNumbers, aligned
 from ..options import Options
 from ..stream.leaf import casts_of
-from ..stream.partition import Unit, partition, slots
+from ..stream.partition import FoundUnit, partition, slots
 from ..stream.residents import choose
 from .fakes import FakeTensors
 from .host import optimizers_in
@@ -64,7 +64,7 @@ class PlannedModel:
             self.module = self._made(source)
         self.trains = any(p.requires_grad for p in self.module.parameters())
         self.module.train(self.trains)
-        self._units: dict[Any, list[Unit]] = {}
+        self._units: dict[Any, list[FoundUnit]] = {}
         self._traces: dict[Any, Trace] = {}
 
     # ---- making
@@ -122,7 +122,7 @@ class PlannedModel:
         like = self.tensors.adopt(tensor.detach(), self._dtype if tensor.is_floating_point() else None)
         return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
-    def units(self, options: Options) -> list[Unit]:
+    def units(self, options: Options) -> list[FoundUnit]:
         """Cut the module as the options say; units that are never evicted are part of the resident rest."""
         key = options.units, options.resident
         if key not in self._units:
@@ -237,7 +237,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _fewer_blocks(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[list[int], list[int]]]:
+def _fewer_blocks(module: nn.Module, units: Sequence[FoundUnit]) -> Iterator[tuple[list[int], list[int]]]:
     """Leave three of the longest run of units that are alike; yield the indices of those that run, and of all."""
     places = {id(inner): unit.index for unit in units if len(unit.modules) == 1 for _, inner in unit.modules}
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > ALIKE]
@@ -246,12 +246,12 @@ def _fewer_blocks(module: nn.Module, units: Sequence[Unit]) -> Iterator[tuple[li
         yield [], []
         return
     stack = max(stacks, key=len)
-    blocks, every = stack._modules, [places[id(block)] for block in stack]
-    stack._modules = dict(list(blocks.items())[:ALIKE])
+    every, rest = [places[id(block)] for block in stack], list(stack[ALIKE:])
+    del stack[ALIKE:]
     try:
         yield every[:ALIKE], every
     finally:
-        stack._modules = blocks
+        stack.extend(rest)
 
 
 def _are_alike(blocks: nn.ModuleList) -> bool:

@@ -109,7 +109,7 @@ class Planner:
             of_units.append(
                 UnitBytes(
                     frozen=sum(host.values()) - weights,
-                    state=int(state.share * stepped) // (job.nodes if options.divide_state else 1),
+                    state=int(state.share * stepped),
                     weights=weights,
                     gradients=size.down_nbytes * bool(weights) if job.accumulate == 1 else (1 + own) * weights,
                     fixed=sum(
@@ -155,7 +155,7 @@ class Planner:
             if size.resident:
                 step = step.plus(Work(moved=4 * (3 + 2 * self._state(job).share) * count))
                 continue
-            sent = (job.nodes - 1) / job.nodes * (size.down_nbytes + 2 * size.cast) * (2 + job.options.divide_state)
+            sent = (job.nodes - 1) / job.nodes * (size.down_nbytes + 2 * size.cast) * 2
             work = Work(sent=sent, trained=count, cast=min(size.cast, count))
             if index in swept.loads[False][:1]:
                 works[False] = works[False].plus(Work(up=-size.up_nbytes))

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from ..compat.tensors import graph_task, operator_of, schema_of, storage_id
 from ..host.device import dense_strides
 from ..host.unit_numbers import aligned
-from ..stream.partition import Unit
+from ..stream.partition import FoundUnit
 from .fakes import HALVES, FakeTensors, tensors_of
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ class Trace(NamedTuple):
 class Setting(NamedTuple):
     """The settings that decide where a step's bytes are."""
 
-    units: Sequence[Unit]
+    units: Sequence[FoundUnit]
     narrow: frozenset[int]  # ids of FP32 weights that travel in half precision
     masters: bool  # whether weights are FP32 on the host alone
     activations: str
@@ -209,7 +209,7 @@ class _Recorder:
         if visit.grown > visit.peak:
             visit.peak, visit.gradients = visit.grown, self._gradients
 
-    def _take(self, unit: Unit, parameter: Tensor) -> None:
+    def _take(self, unit: FoundUnit, parameter: Tensor) -> None:
         """Take note of a gradient that is complete (Rule 3)."""
         self._came[unit.index].append(parameter)
         self._gradients += 0 if parameter.grad is None else aligned(parameter.grad.nbytes)

@@ -2,7 +2,7 @@
 
 1. Ray starts the workers, gives each a device, and makes the process group: ranks, their number and the device are its
    context's, whatever Lightning found.
-2. `connect` finds which workers are on one machine and share its host copy; Ray counts each of its agents as a node.
+2. `Team` finds which workers are on one machine and share its host copy; Ray counts each of its agents as a node.
 3. ``prepare_trainer`` asks for a strategy of Ray's or a subclass of one. Ours counts as one, and inherits none of DDP.
 """
 
@@ -27,7 +27,6 @@ class RaySuperpipelineStrategy(SuperpipelineStrategy):
     number of workers is that of Ray's ``ScalingConfig``, and the device Ray's.
     """
 
-    _machines_expected = None  # Rule 2
     world_size = property(lambda self: train.get_context().get_world_size(), lambda self, _: None)
 
     @property

@@ -19,7 +19,7 @@ from torch import Tensor, nn, optim
 from torch.autograd.graph import increment_version
 
 from ..kernels.build import Unavailable
-from ..kernels.loader import compiled, load, unforked
+from ..kernels.loader import compiled, load, unforked, variant
 from ..kernels.request import Request, Tensors
 from ..stream.gradients import GradientBytes
 from ..stream.leaf import Weight
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 Options: TypeAlias = dict[str, Any]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of gradients and wire copies, as the code has them
-LISTS_ADAM, FUSED_ADAM, SGD = 4, 5, 6  # the loops
-MAXIMIZE, DECOUPLED, NESTEROV, MOMENTUM, DECAY, AMSGRAD, FIRST = 1, 2, 4, 16, 32, 64, 128  # their branches
+LISTS_ADAM, FUSED_ADAM, SGD = 0, 1, 2  # the loops
+MAXIMIZE, DECOUPLED, NESTEROV, MOMENTUM, DECAY, AMSGRAD, FIRST = 1, 2, 4, 8, 16, 32, 64  # their branches
 COMPARED = 1 << 14  # elements of each kind
 
 
@@ -112,6 +112,20 @@ def _code() -> Any:
     path = compiled()
     with unforked:
         return load(path)
+
+
+def why_none() -> str:
+    """Say why there is no compiled code on this machine, or nothing where there is. May take as long as a compiler."""
+    try:
+        _code()
+    except Unavailable as error:
+        return str(error)
+    return ""
+
+
+def variant_in_use() -> str | None:
+    """Name the processor's variant of the compiled code; None if no step needed it."""
+    return variant() if _code.cache_info().currsize else None
 
 
 @functools.cache
@@ -314,7 +328,7 @@ def _run(loop: Loop, flags: int, parts: list[Stepped]) -> None:
             each.scalar[place] = number
         if part.weight is not None and part.weight.is_narrow:
             each.wire, each.wire_type = part.weight.wire.data_ptr(), TYPES[part.weight.wire.dtype]
-    request = Request(tensors, len(parts), loop.kind, flags, 0, 1, torch.get_num_threads(), None, 0)
+    request = Request(tensors, len(parts), loop.kind, flags, torch.get_num_threads(), 0)
     _code().sp_lightning_step(ctypes.byref(request))
     assert request.done, "this thread does not round to the nearest number"
     increment_version([part.value for part in parts])

@@ -18,6 +18,7 @@ from ..options import format_bytes
 from ..stream.activations import Activations
 from ..stream.unit import Unit
 from ..stream.window import Window
+from .compiled import variant_in_use
 
 BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
     r"(on|at|in) (the )?same device|expected device|two devices"
@@ -38,7 +39,7 @@ def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str
     figures = {
         **device.counters.snapshot(),
         "pending_step": pending,
-        "compiled_step": None,
+        "compiled_step": variant_in_use(),
         "window": window.room.window,
         "transfer": window.room.transfer,
         "units": len(streamed),

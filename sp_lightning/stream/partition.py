@@ -3,31 +3,31 @@
 A unit is a part of the model that travels as one: usually a block. `units="auto"` follows these rules; sizes are bytes
 on the device.
 
-1. Every parameter belongs to the module that registers it first, so a tied weight or a shared block counts once.
-   Modules that own no parameter are ignored: no unit is empty.
-2. A block is a module with modules of its own that is an element of a ModuleList, or repeats its class in a Sequential
-   or ModuleDict, or is one of at least three attributes of one class (two are often two towers), or is of a class that
-   the model declares in `_no_split_modules` (transformers). Of nested blocks the outermost is the unit.
-3. A stage is a block made of repeated blocks, and then these are the units. A container of blocks always is a stage.
-   Any other module is one if it is larger than an eighth of the model and the blocks in its containers are three
-   quarters of it: otherwise too few units would be left to stream. Small expert models are cut into experts this way.
-4. The typical unit is the block that contains the median byte, but at least 1/64 of the model. A module larger than
-   both four typical units and an eighth of the model, or larger than `max_bytes`, is cut into its children.
-5. Three kinds of modules are never cut: torch.nn's own except its containers, because MultiheadAttention and
-   TransformerEncoderLayer read their children's weights; a module that itself owns over an eighth of its bytes, because
-   these could not travel without it; and one that would give a single piece.
-6. A block is small below 1/128 of the typical unit, any other part below a quarter of it. The small parts of a block
-   that was cut travel as one: an attention and its norms beside experts that became units.
-7. Small parts stay on the device, smallest first, up to the bytes of one typical unit: but for rule 8, the resident
-   rest never costs more than one more place in the window would. Small neighbours beyond that are packed together.
-8. A unit is entered through the forward of a module. So a module without one (ModuleList, ParameterList) is replaced by
-   its children, and parameters without a module to enter (of the root, of a module that was cut) are resident.
-9. A root that may not be cut (rule 5) is resident as a whole.
-10. A frozen parameter that consists of several tensors (a quantised one, of any library) is a *whole*: its innermost
-    tensors, its *parts*, are weights of the unit like others, which nothing else knows to belong together. None is
-    trained, as no gradient comes back through a whole, or cast, and none shares its bytes with another weight. A
-    DTensor is a whole as well, trained or frozen: its only part is this process's shard (sharded.py). It counts as the
-    largest one on any rank: the ranks enter units together, so they cut their modules alike.
+- Owners: every parameter belongs to the module that registers it first, so a tied weight or a shared block counts once.
+  Modules that own no parameter are ignored: no unit is empty.
+- Blocks: a block is a module with modules of its own that is an element of a ModuleList, or repeats its class in a
+  Sequential or ModuleDict, or is one of at least three attributes of one class (two are often two towers), or is of a
+  class that the model declares in `_no_split_modules` (transformers). Of nested blocks the outermost is the unit.
+- Stages: a stage is a block made of repeated blocks, and then these are the units. A container of blocks always is a
+  stage. Any other module is one if it is larger than an eighth of the model and the blocks in its containers are three
+  quarters of it: otherwise too few units would be left to stream. Small expert models are cut into experts this way.
+- Large modules: the typical unit is the block that contains the median byte, but at least 1/64 of the model. A module
+  larger than both four typical units and an eighth of the model, or larger than `max_bytes`, is cut into its children.
+- Uncut modules: torch.nn's own except its containers, because MultiheadAttention and TransformerEncoderLayer read their
+  children's weights; a module that itself owns over an eighth of its bytes, because these could not travel without it;
+  and one that would give a single piece. A root that may not be cut is resident as a whole.
+- Small parts: a block is small below 1/128 of the typical unit, any other part below a quarter of it. The small parts
+  of a block that was cut travel as one: an attention and its norms beside experts that became units.
+- The rest: small parts stay on the device, smallest first, up to the bytes of one typical unit: but for what no module
+  enters, the resident rest never costs more than one more place in the window would. Small neighbours beyond that are
+  packed together.
+- Entries: a unit is entered through the forward of a module. So a module without one (ModuleList, ParameterList) is
+  replaced by its children, and parameters without a module to enter (of the root, of one that was cut) are resident.
+- Wholes: a frozen parameter that consists of several tensors (a quantised one, of any library) is a *whole*: its
+  innermost tensors, its *parts*, are weights of the unit like others, which nothing else knows to belong together. None
+  is trained, as no gradient comes back through a whole, or cast, and none shares its bytes with another weight. A
+  DTensor is a whole as well, trained or frozen: its only part is this process's shard (sharded.py). It counts as the
+  largest one on any rank: the ranks enter units together, so they cut their modules alike.
 
 With class names or a callable the chosen modules are the units, whole, and everything else is resident.
 """
@@ -46,23 +46,22 @@ from torch import Tensor, nn, strided
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from sp_lightning.compat.references import overlapping
-from sp_lightning.compat.tensors import consists_of_tensors, flattened, is_dtensor, without_dispatch
-from sp_lightning.errors import PartitionError
-from sp_lightning.host.unit_numbers import aligned
-from sp_lightning.stream.sharded import Sharded
-from sp_lightning.stream.whole import Whole, part_of
+from ..compat.tensors import consists_of_tensors, flattened, is_dtensor, without_dispatch
+from ..errors import PartitionError
+from ..host.unit_numbers import aligned
+from .sharded import Sharded
+from .whole import Whole, part_of
 
 UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 
 RESIDENT_NAME = "(root)"
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Rule 5: the modules of torch.nn that only call their children.
+# Uncut modules: the modules of torch.nn that only call their children.
 OPEN_CLASSES = (*CONTAINERS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 @dataclass(eq=False, frozen=True)
-class Unit:
+class FoundUnit:
     """A part of the model that travels as one, or the rest that stays on the device."""
 
     index: int
@@ -79,7 +78,7 @@ class Unit:
 
     @functools.cached_property
     def parts(self) -> frozenset[int]:
-        """The ids of the parameters that are parts of wholes, which travel in their own types (rule 10)."""
+        """The ids of the parameters that are parts of wholes, which travel in their own types (wholes)."""
         return frozenset(id(part) for whole in self.wholes for _, part in whole.parts)
 
     @property
@@ -97,7 +96,7 @@ class Unit:
         return f"Unit({self.index}: {self.name}, {kind}, {size}, {self.trainable:.0%} trainable)"
 
 
-def partition(root: nn.Module, units: UnitSpec = "auto", *, max_bytes: int | None = None) -> list[Unit]:
+def partition(root: nn.Module, units: UnitSpec = "auto", *, max_bytes: int | None = None) -> list[FoundUnit]:
     """Cut `root` into units: every parameter is in exactly one, in registration order, the resident rest last.
 
     Reads names and sizes only, so it works on the meta device too. A module without parameters gives no units.
@@ -122,7 +121,7 @@ def partition(root: nn.Module, units: UnitSpec = "auto", *, max_bytes: int | Non
 
 
 class _Tree:
-    """The module tree with each module and each parameter in its first place only (rule 1)."""
+    """The module tree with each module and each parameter in its first place only (owners)."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -132,7 +131,7 @@ class _Tree:
         self.wholes: dict[nn.Module, list[Whole]] = {}
         self.children: dict[nn.Module, list[nn.Module]] = {module: [] for module in self.names}
         self.nbytes: dict[nn.Module, int] = {}
-        self._largest: dict[int, int] = {}  # elements of the largest shard, by id of this rank's (rule 10)
+        self._largest: dict[int, int] = {}  # elements of the largest shard, by id of this rank's (wholes)
         self._assign_owners()
         self._weigh()
 
@@ -166,7 +165,7 @@ class _Tree:
             self._check_parts()
 
     def _check_parts(self) -> None:
-        """Refuse parts of wholes that share their bytes with another weight (rule 10)."""
+        """Refuse parts of wholes that share their bytes with another weight (wholes)."""
         named = {id(weight): (name, weight) for owned in self.owned.values() for name, weight in owned}
         parts = {id(part) for wholes in self.wholes.values() for whole in wholes for _, part in whole.parts}
         weights = [weight for owned in self.owned.values() for _, weight in owned]
@@ -201,14 +200,14 @@ class _Tree:
             yield from self.below(child)
 
     def entries(self, module: nn.Module) -> list[nn.Module]:
-        """List the modules through whose forward `module` is entered: itself, or those of its children (rule 8)."""
+        """List the modules through whose forward `module` is entered: itself, or those of its children (entries)."""
         if _has_forward(module):
             return [module]
         return [entry for child in self.children[module] for entry in self.entries(child)]
 
 
 def _whole(name: str, param: nn.Parameter) -> Whole:
-    """Flatten a parameter that consists of several tensors (rule 10)."""
+    """Flatten a parameter that consists of several tensors (wholes)."""
     kind = type(param).__name__
     if is_dtensor(param):
         return Sharded.of(name, param)
@@ -238,7 +237,7 @@ def _whole(name: str, param: nn.Parameter) -> Whole:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A future unit, unless it is small enough to stay on the device (rule 7)."""
+    """A future unit, unless it is small enough to stay on the device (the rest)."""
 
     name: str
     roots: tuple[nn.Module, ...]
@@ -257,8 +256,8 @@ class _Piece:
         return cls(parts[0].name, roots, sum(part.nbytes for part in parts), is_block)
 
 
-def _units(tree: _Tree, pieces: Iterable[_Piece]) -> list[Unit]:
-    units: list[Unit] = []
+def _units(tree: _Tree, pieces: Iterable[_Piece]) -> list[FoundUnit]:
+    units: list[FoundUnit] = []
     covered: set[nn.Module] = set()
     for piece in sorted(pieces, key=lambda piece: tree.order[piece.roots[0]]):
         inside = sorted((module for root in piece.roots for module in tree.below(root)), key=tree.order.__getitem__)
@@ -270,18 +269,18 @@ def _units(tree: _Tree, pieces: Iterable[_Piece]) -> list[Unit]:
     return units
 
 
-def _unit(tree: _Tree, index: int, name: str, roots: Iterable[nn.Module], inside: Iterable[nn.Module]) -> Unit:
+def _unit(tree: _Tree, index: int, name: str, roots: Iterable[nn.Module], inside: Iterable[nn.Module]) -> FoundUnit:
     modules = tuple((tree.names[root], root) for root in roots)
     params = tuple(named for module in inside for named in tree.owned[module])
     wholes = tuple(whole for module in inside for whole in tree.wholes.get(module, ()))
-    return Unit(index, name, modules, params, resident=not modules, wholes=wholes)
+    return FoundUnit(index, name, modules, params, resident=not modules, wholes=wholes)
 
 
 # --- units="auto" ---------------------------------------------------------------------------------------------------
 
 
 class _Auto:
-    """Rules 2 to 9 for one tree: its blocks, its stages, the size of a typical unit, and the cut itself."""
+    """The cut of one tree: its blocks, its stages, the size of a typical unit, and the cut itself."""
 
     def __init__(self, tree: _Tree, max_bytes: int | None) -> None:
         self.tree = tree
@@ -310,7 +309,7 @@ class _Auto:
         return [] if _is_of_torch(module) else self.tree.children[module]
 
     def _blocks(self) -> set[nn.Module]:
-        """Find the blocks of rule 2 that no model declares: elements of containers, attributes of one class."""
+        """Find the blocks of blocks that no model declares: elements of containers, attributes of one class."""
         blocks = set(self.repeated)
         for module in self.tree.names:
             children = [child for child in self._inside(module) if self.tree.children[child]]
@@ -344,7 +343,7 @@ class _Auto:
         return set(self._stages_in(self.tree.root, heavy))
 
     def _stages_in(self, module: nn.Module, heavy: set[nn.Module]) -> Iterator[nn.Module]:
-        """Find the stages of rule 3. Only the outermost blocks can be heavy: others would be cut list by list."""
+        """Find the stages of stages. Only the outermost blocks can be heavy: others would be cut list by list."""
         for part in self._inside(module):
             is_block = part in self.blocks or part in self.declared
             if is_block and (part in heavy or self._repeated_elements(part)):
@@ -386,7 +385,7 @@ class _Auto:
         return [whole] if stands and _has_forward(module) and not self._comes_apart(module, pieces) else pieces
 
     def _comes_apart(self, module: nn.Module, pieces: Sequence[_Piece]) -> bool:
-        """Whether a module may be cut into these pieces (rule 5)."""
+        """Whether a module may be cut into these pieces (uncut modules)."""
         return len(pieces) > 1 and 8 * self._owned_nbytes(module) <= self.tree.nbytes[module]
 
     def _owned_nbytes(self, module: nn.Module) -> int:
@@ -398,7 +397,7 @@ class _Auto:
         return (128 if piece.is_block else 4) * piece.nbytes < self.typical
 
     def _resident(self, pieces: Iterable[_Piece]) -> set[_Piece]:
-        """Find the small pieces that stay on the device (rule 7)."""
+        """Find the small pieces that stay on the device (the rest)."""
         resident, nbytes = set(), 0
         for piece in sorted(filter(self._is_small, pieces), key=lambda piece: piece.nbytes):
             nbytes += piece.nbytes
@@ -417,7 +416,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Whether the forward of one of torch.nn's own classes may read the children's weights (rule 5)."""
+    """Whether the forward of one of torch.nn's own classes may read the children's weights (uncut modules)."""
     bases = (base for base in type(module).__mro__ if base is not nn.Module)
     return not isinstance(module, OPEN_CLASSES) and any(base.__module__.startswith("torch.nn.") for base in bases)
 
@@ -494,7 +493,7 @@ def _short(found: object) -> str:
 
 
 def _chosen_pieces(tree: _Tree, chosen: Sequence[nn.Module]) -> list[_Piece]:
-    """List the outermost of the chosen modules. One whose weights are all owned elsewhere is no unit (rule 1)."""
+    """List the outermost of the chosen modules. One whose weights are all owned elsewhere is no unit (owners)."""
     wanted = set(chosen)
     pieces = [_Piece.of(tree, module, is_block=True) for module in _first_of(tree, tree.root, wanted)]
     if not pieces:
@@ -603,3 +602,22 @@ def _attribute_slots(module: nn.Module, scanned: set[int]) -> Iterator[tuple[Slo
 
 def _is_parameter(item: object) -> TypeGuard[nn.Parameter]:
     return isinstance(item, Tensor) and isinstance(item, nn.Parameter)  # the second takes ten times as long
+
+
+def overlapping(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Find tensors, of these, that have bytes in common with one that begins before them; each pair is one of these."""
+    found: list[tuple[Tensor, Tensor]] = []
+    furthest: tuple[int, Tensor] | None = None  # the end of what lies before, and whose it is
+    for tensor in sorted(filter(Tensor.data_ptr, tensors), key=Tensor.data_ptr):  # those that have bytes
+        end = tensor.data_ptr() + _extent(tensor)
+        if furthest is not None and tensor.numel() and tensor.data_ptr() < furthest[0]:
+            found.append((furthest[1], tensor))
+        if furthest is None or end > furthest[0]:
+            furthest = end, tensor
+    return found
+
+
+def _extent(tensor: Tensor) -> int:
+    """Count the bytes from a tensor's first element to the end of its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0

@@ -24,7 +24,7 @@ from ..host.machine import host_memory
 from ..host.unit_numbers import STATES, HostBytes, UnitHostBytes, UnitNumbers, aligned, host_bytes
 from ..host.window_choice import first_window
 from ..options import Options, format_both, format_bytes
-from .partition import CONTAINERS, Unit, partition
+from .partition import CONTAINERS, FoundUnit, partition
 
 WORTH_CHECKING = 2**28  # bytes; for less, free memory is not looked up
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 def check_memory(
     module: nn.Module,
-    units: Sequence[Unit],
+    units: Sequence[FoundUnit],
     options: Options,
     device: Device,
     travels_as: Callable[[nn.Parameter], torch.dtype],
@@ -69,7 +69,7 @@ def check_memory(
         check_host(units, travels_as)
 
 
-def check_host(units: Sequence[Unit], travels_as: Callable[[nn.Parameter], torch.dtype]) -> None:
+def check_host(units: Sequence[FoundUnit], travels_as: Callable[[nn.Parameter], torch.dtype]) -> None:
     """Warn if the host memory that training will allocate exceeds what is free, with what would fit (Rule 2)."""
     params = [param for unit in units for _, param in unit.params]
     own = UnitHostBytes.of(params)
@@ -174,7 +174,7 @@ def _tried(
         yield remedies.window(1).what, units, 1
 
 
-def finer_classes(units: Sequence[Unit]) -> list[str]:
+def finer_classes(units: Sequence[FoundUnit]) -> list[str]:
     """List class names that cut the largest unit into its parts and leave the others whole; none if it has no parts."""
     streamed = [unit for unit in units if not unit.resident]
     largest = max(streamed, key=lambda unit: unit.nbytes, default=None)
@@ -195,14 +195,14 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def sizes(
-    units: Sequence[Unit], travels_as: Callable[[nn.Parameter], torch.dtype], training: bool
+    units: Sequence[FoundUnit], travels_as: Callable[[nn.Parameter], torch.dtype], training: bool
 ) -> list[UnitNumbers]:
     """List what units will take on the device: weights and, with training, gradients."""
 
     def nbytes(parameters: Iterable[nn.Parameter]) -> int:
         return sum(aligned(p.numel() * travels_as(p).itemsize) for p in parameters)
 
-    def of(unit: Unit) -> UnitNumbers:
+    def of(unit: FoundUnit) -> UnitNumbers:
         weights = [p for _, p in unit.params]
         trained = [p for p in weights if p.requires_grad and training]
         cast = [p for p in trained if travels_as(p) is not p.dtype]
@@ -248,3 +248,22 @@ def _host_left(remedy: remedies.HostRemedy, whole: HostBytes, half: bool, traine
     keeps_wire = not remedy.half and "wire_dtype" not in remedy.options
     gradients = (whole.gradients + whole.under_way) / halved
     return int(weights + keeps_wire * whole.wire + share * (gradients + optimizer))
+
+
+def check_copies(module: nn.Module, ranks: int) -> None:
+    """Warn if processes that are about to start make more copies of this module than the host has room for."""
+    units = UnitHostBytes.of(p for p in module.parameters() if not p.is_meta)
+    copies = (ranks - 1) * units.weights
+    if copies < WORTH_CHECKING:
+        return
+    free = host_memory().free
+    if copies > free:
+        log.warning(
+            "superpipeline: each of %d processes makes the model in __init__, with %s of weights, until it has moved "
+            "into the memory that they share: %s more, but %s are free, and the system may end a process. Make the "
+            "model in configure_model, under torch.device('meta')",
+            ranks,
+            format_bytes(units.weights),
+            format_bytes(copies),
+            format_bytes(free),
+        )

@@ -110,3 +110,14 @@ def _tensors_in(value: Any) -> list[Tensor]:
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         value = list(vars(value).values())
     return [found for item in value for found in _tensors_in(item)] if isinstance(value, (list, tuple)) else []
+
+
+def check_values(module: nn.Module) -> None:
+    """Raise an error for a parameter or buffer on the meta device, which a plain run cannot move either."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise UnsupportedError(
+                f"{name} is on the meta device, so it has no values, and none are made up for it: load it with "
+                "load_state_dict(..., assign=True), since without assign=True nothing is loaded into it, or make the "
+                "model outside of init_empty_weights(), without low_cpu_mem_usage=True"
+            )

@@ -12,12 +12,12 @@ from typing import Any
 
 from ..host.device import Device, DeviceMemoryError
 from ..options import Bytes, format_bytes
-from .partition import Unit as Part
+from .partition import FoundUnit
 
 COPIES = 4  # of a weight that trains: itself, its gradient, and state as AdamW has it
 
 
-def choose(cut: Sequence[Part], slots: Mapping[Any, Collection[Any]], count: int | Bytes) -> list[Part]:
+def choose(cut: Sequence[FoundUnit], slots: Mapping[Any, Collection[Any]], count: int | Bytes) -> list[FoundUnit]:
     """Choose the resident units of a model that is cut into these parts, a number of them or as many as fit into bytes.
 
     ``slots`` has the places of parameters in the modules.
@@ -36,7 +36,7 @@ def free_bytes(device: Device) -> int:
     return device.memory_capacity() - device.memory_allocated()
 
 
-def too_many(device: Device, chosen: Sequence[Part], free: int) -> DeviceMemoryError:
+def too_many(device: Device, chosen: Sequence[FoundUnit], free: int) -> DeviceMemoryError:
     """Make the error of a device without room for these units; it names a number that fits into what was free."""
     totals = list(itertools.accumulate(part.nbytes for part in chosen))
     fewer = min(sum(total <= free for total in totals), len(chosen) - 1)

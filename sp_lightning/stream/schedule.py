@@ -70,10 +70,6 @@ class Schedule:
         self.transfer = transfer
         self._forget_ahead()
 
-    def weigh(self, unit: int, nbytes: int) -> None:
-        """Change the size of a unit that is not resident."""
-        self._nbytes = (*self._nbytes[:unit], nbytes, *self._nbytes[unit + 1 :])
-
     def invalidate(self, units: Iterable[int] | None = None) -> tuple[int, ...]:
         """Mark these units (default: all) as not resident, because they are stale; return those that were."""
         stale = self.resident if units is None else units

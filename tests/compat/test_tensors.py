@@ -1,21 +1,13 @@
 """Private names around tensors."""
 
-import sys
 import weakref
 
-import pytest
 import torch
 import wrapped
 from torch import nn
 
 import sp_lightning.compat.tensors  # noqa: F401
 from sp_lightning.compat.modules import convert_tensors
-
-
-@pytest.mark.parametrize("parts", [("_ctx_", "stream"), ("_ctx_", "device_index"), ("is_inplace", "_on_view")])
-def test_what_torch_interns_again_and_again_stays_interned(parts):
-    found = "".join(parts)  # not a literal, which this module would keep
-    assert sys.intern(found) is not found
 
 
 def test_a_weight_that_consists_of_tensors_stays_as_and_where_it_is_in_a_conversion():

@@ -425,24 +425,6 @@ print(json.dumps([plain, streamed, [layer.keys.device.type for layer in layers]]
     assert streamed == plain and devices.count("cpu") >= len(devices) - 2 > 0
 
 
-def test_an_order_of_kernels_for_attention_that_was_chosen_before_torchs_own_is_put_back_where_torch_has_none(run):
-    """Whoever chooses torch's order on a device without one is not taken for torch."""
-    chosen, back = run(
-        """
-from sp_lightning.compat.kernels import choose_kernels, kernel_choices
-torch.ones(1, device="cuda")
-before, torchs = kernel_choices(), [3, 1, 2, 0, 4]
-first = torch._C._get_sdp_priority_order()
-torch._C._set_sdp_priority_order(torchs)
-chosen = kernel_choices()
-choose_kernels(before)
-print(json.dumps([torchs != first and chosen != before, torch._C._get_sdp_priority_order() == first]))
-""",
-        numbers=True,
-    )
-    assert chosen and back
-
-
 @pytest.mark.parametrize("late", [pytest.param(False, marks=SLOW), True])
 def test_results_are_plain_lightnings(late, run):
     """What nothing orders raises; what waits too little has other numbers at once or late."""

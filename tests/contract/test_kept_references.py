@@ -10,7 +10,6 @@ import contextlib
 import functools
 import traceback
 
-import cores
 import forks
 import pytest
 import torch
@@ -141,11 +140,11 @@ CODE = "import faulthandler, sys; faulthandler.enable(); import test_kept_refere
 
 
 @functools.cache
-def outcomes(core: str, device: str) -> dict[str, str]:
-    """What became of each case on a core: "passed", a traceback, or how the process ended."""
+def outcomes(device: str) -> dict[str, str]:
+    """What became of each case: "passed", a traceback, or how the process ended."""
     found: dict[str, str] = {}
     while missing := [name for name in CASES if name not in found]:
-        done = forks.run(CODE, core, device, *missing)
+        done = forks.run(CODE, device, *missing)
         blocks = done.stdout.split("\0")[1:]
         found |= {name: outcome.strip() for name, outcome in (block.split("\n", 1) for block in blocks)}
         if len(blocks) < len(missing) or done.returncode:
@@ -156,14 +155,13 @@ def outcomes(core: str, device: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.seldom
-def test_a_weight_that_is_kept(name, core, device):
-    outcome = outcomes(core, device.type)[name]
+def test_a_weight_that_is_kept(name, device):
+    outcome = outcomes(device.type)[name]
     assert outcome == "passed", outcome
 
 
-def main(core: str, device: str, *names: str) -> None:
+def main(device: str, *names: str) -> None:
     torch.set_num_threads(1)
-    cores.chosen.append(core)
     if device == "simgpu":
         import simgpu
     place = torch.device("cpu") if device == "cpu" else torch.device(device, 0)

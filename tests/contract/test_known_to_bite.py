@@ -17,8 +17,6 @@ import parity
 import sp_lightning
 from sp_lightning.errors import ExactnessError, UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("core")
-
 # --- Saved-tensor hooks and recomputation
 
 

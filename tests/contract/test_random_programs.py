@@ -93,30 +93,6 @@ def test_random_programs_on_ranks_have_the_bits_of_ddp(first, size, nodes, devic
     assert outcomes(drawn, program_ranks.runs_on(device, size, nodes))["equal"] >= SHEET - TELL_NOTHING
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "size"), [(2 * RANKED, 2), (2 * RANKED + SHEET, 4)])
-def test_random_programs_with_divided_state_have_the_bits_of_ddp(first, size):
-    """Or say why not: a weight that was given other data is refused, once there is state."""
-    runs = program_ranks.runs_on(torch.device("cpu"), size, nodes=2)
-    found = [programs.outcome(program_ranks.divided(one), runs) for one in sheet(first, ranked=True)]
-    wrong = [one for one in found if one.kind == "differs"]
-    wrong += [one for one in found if one.kind == "refused" and "was given other data" not in one.what]
-    assert not wrong
-    assert sum(one.kind == "equal" for one in found) >= SHEET * 3 // 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, RANKED, SHEET))
-def test_what_one_rank_does_alone_is_refused_or_as_under_ddp(first, device):
-    """Never silently another one; and no rank waits for good (processes.TIMEOUT)."""
-    runs = program_ranks.runs_on(device)
-    found = {one: programs.outcome(one, runs) for one in sheet(first, programs.draw_lone)}
-    wrong = [f"{program}\n-> {one}" for program, one in found.items() if one.kind == "differs"]
-    assert not wrong, "\n\n".join(wrong)
-    kinds = collections.Counter(one.kind for one in found.values())
-    assert kinds["discarded"] <= TELL_NOTHING and min(kinds["equal"], kinds["refused"] + kinds["allowed"]) > 0
-
-
 @pytest.mark.parametrize("door", ["by hand", "trainer"])
 def test_a_fault_in_a_programs_prediction_is_caught_in_both_runs(door, device):
     act = programs.Act(0, "epoch end", "module", "end: fault in forward", 0)

@@ -1,4 +1,4 @@
-"""What users do to a module while it streams: all has the bits of the plain run, on both cores."""
+"""What users do to a module while it streams: all has the bits of the plain run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import parity
-from sp_lightning.errors import ExactnessError
-
-pytestmark = pytest.mark.usefixtures("core")
 
 
 class Product(torch.autograd.Function):
@@ -409,11 +406,13 @@ class Decaying(models.Stack):
         p.grad += 0.1 * p
 
 
-@pytest.mark.fails_on_new(
-    "a checkpoint in a forward saves a resident weight itself, and in backward a reference to its unit",
-    kind=[Rereading],
+SAVES = "a checkpoint in a forward saves a resident weight itself, and in backward a reference to its unit"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(Rereading, marks=pytest.mark.xfail(reason=SAVES)), RereadingReentrant, Differentiating, Decaying],
 )
-@pytest.mark.parametrize("kind", [Rereading, RereadingReentrant, Differentiating, Decaying])
 @pytest.mark.few(3)
 def test_weights_that_backward_reads_outside_their_unit(device, kind):
     check(lambda: kind(models.Block() for _ in range(3)), training(), device)
@@ -468,7 +467,6 @@ def test_weights_that_are_handed_to_a_function_outside_their_unit(device, handed
     check(lambda: Net(models.Block() for _ in range(3)), training(), device, activations=activations, units=units)
 
 
-@pytest.mark.parametrize("core", ["new"], indirect=True)  # the one of before takes the weight itself
 @pytest.mark.parametrize("handed", ["a fused loss", "a reentrant checkpoint"])
 def test_weights_that_are_handed_to_a_function_by_the_step(device, handed):
     check(blocks, training(lambda net, x: HANDED[handed](net, net.run(net.stem(x))).square().sum()), device)
@@ -1024,7 +1022,7 @@ def freeze_all(net):
 
 @pytest.mark.parametrize("freeze", [freeze_one, freeze_all])
 @pytest.mark.parametrize("thaws", [True, False])
-def test_weights_that_are_frozen_between_two_forwards_of_one_backward(freeze, thaws, device, core):
+def test_weights_that_are_frozen_between_two_forwards_of_one_backward(freeze, thaws, device):
     def run(net, device):
         first, second = inputs(device, 2)
         net(first).square().sum().backward()
@@ -1036,5 +1034,4 @@ def test_weights_that_are_frozen_between_two_forwards_of_one_backward(freeze, th
         loss.backward()
         yield loss
 
-    with contextlib.suppress(ExactnessError) if core == "before" else contextlib.nullcontext():
-        check(blocks, run, device, window=2)
+    check(blocks, run, device, window=2)

@@ -10,8 +10,6 @@ from side_by_side import blocks, fit, sgd, squares
 
 import parity
 
-pytestmark = pytest.mark.usefixtures("core")
-
 
 def by_item(p):
     p[..., -1] *= 0.5

@@ -18,7 +18,6 @@ import models
 import parity
 from sp_lightning import stream
 from sp_lightning.errors import TornStepError
-from sp_lightning.memory import watched_parameters
 from sp_lightning.stream.gradients import Gradients
 from sp_lightning.stream.unit import Unit
 
@@ -138,7 +137,6 @@ def fit(side, accelerator, module, batches=4, optimizer_overlap=True, ckpt_path=
 
 def world(module):
     """All that streaming touches and has to put back."""
-    assert not watched_parameters._watchers
     assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
     assert {tensor.device.type for tensor in module.state_dict().values()} == {"cpu"}
     return {
@@ -151,7 +149,6 @@ def world(module):
         ),
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "scaling": GradScaler._unscale_grads_ is SCALING,
-        "dispatch": watched_parameters.HostParameter.__torch_function__ is torch._C._disabled_torch_function_impl,
         "attributes": [sorted(vars(child)) for child in module.net.modules()],
     }
 

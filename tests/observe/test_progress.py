@@ -13,7 +13,7 @@ from test_callback import fit
 
 import models
 import sp_lightning
-from sp_lightning.lightning import before
+from sp_lightning.lightning import checkpoints
 from sp_lightning.observe import progress
 
 CASE = models.case("mlp")
@@ -100,7 +100,7 @@ def test_saving_while_rich_draws_goes_into_its_display(tmp_path, monkeypatch):
         seen.append((what.split()[-1], shown, display))
         yield
 
-    monkeypatch.setattr(before, "waiting", waiting)
+    monkeypatch.setattr(checkpoints, "waiting", waiting)
     bar = RichProgressBar()
     fit([bar, ModelCheckpoint(tmp_path, "mid")], enable_progress_bar=True, enable_checkpointing=True)
     assert ("memory", True, None) in seen and ("mid.ckpt", True, bar.progress) in seen
@@ -118,7 +118,7 @@ def test_setting_up_saving_and_loading_are_waited_for(tmp_path, monkeypatch, own
         yield
         seen[what] = (before, done(), total, shown)
 
-    monkeypatch.setattr(before, "waiting", waiting)
+    monkeypatch.setattr(checkpoints, "waiting", waiting)
     callbacks = [] if own is None else [sp_lightning.SuperpipelineCallback(progress=own)]
     trainer = fit(callbacks, enable_progress_bar=True)
     trainer.save_checkpoint(tmp_path / "end.ckpt")

@@ -164,7 +164,6 @@ class Observer:
         self.module = module
         self.moments: list[Moment] = []
         self.telemetry: dict[str, Any] = {}
-        self.states: list[dict[str, Any]] = []  # of optimizers, if they do not outlive the run
         self.batch: Moment | None = None  # the batch in progress
         self.with_gradients: Moment | None = None  # whose gradients nobody has read yet
         self.with_parameters: list[Moment] = []  # batches whose parameters nobody has read yet
@@ -236,7 +235,6 @@ class Observer:
         result = original()
         self.finish_batch()
         self.read()
-        self.states = divided_states(strategy)
         if hasattr(strategy, "handle"):
             self.telemetry = copy.deepcopy(strategy.handle.stats())
         return result
@@ -271,9 +269,7 @@ class Observer:
         after.add("buffer ", dict(self.module.named_buffers()))
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         for index, optimizer in enumerate(trainer.optimizers):
-            after.add(
-                f"optimizer {index}: ", named_state(optimizer, names, self.states[index] if self.states else None)
-            )
+            after.add(f"optimizer {index}: ", named_state(optimizer, names))
         after.add("precision ", trainer.precision_plugin.state_dict())
         after.add("RNG state of ", host_rng_states() | device_rng_state(trainer.strategy.root_device))
 
@@ -329,24 +325,13 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(item, f"{path}.{key}" if path else str(key))
 
 
-def divided_states(strategy: Any) -> list[dict[str, Any]]:
-    """The whole states of optimizers on every rank, while they are divided among machines; else none."""
-    if not getattr(getattr(strategy, "options", None), "divide_state", False):
-        return []
-    states = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
-    found: list[dict[str, Any]] = strategy.broadcast(states if strategy.is_global_zero else None)
-    return found
-
-
-def named_state(
-    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], contents: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """An optimizer's state_dict, the given one or its own, by parameter name, in the order of its groups.
+def named_state(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> dict[str, Any]:
+    """An optimizer's state_dict by parameter name, in the order of its groups.
 
     The order in which state came into being is left out: it is the order in which parameters were stepped.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    contents = contents or optimizer.state_dict()
+    contents = optimizer.state_dict()
     named: dict[str, Any] = {}
     for index, parameter in enumerate(parameters):
         for key, value in contents["state"].get(index, {}).items():

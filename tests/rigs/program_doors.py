@@ -277,7 +277,7 @@ class Run:
         scene.see("parameter", dict(scene.net.named_parameters()))
         scene.see("gradient", scene.gradients())
         scene.see("buffer", dict(scene.net.named_buffers()))
-        for number, optimizer in enumerate(() if self.program.option.get("divide_state") else scene.optimizers):
+        for number, optimizer in enumerate(scene.optimizers):
             contents = optimizer.state_dict()  # the order in which state came into being does not count
             state = {key: dict(sorted(value.items())) for key, value in sorted(contents["state"].items())}
             scene.see(f"optimizer {number}", {"state": state, "groups": contents["param_groups"]})
@@ -533,7 +533,7 @@ def by_trainer(run: Run) -> None:
                 )
             except Exception as error:  # a fault in forward that came after the last batch
                 run.catch(error)
-        trainer.save_checkpoint(run.saved, weights_only=bool(run.program.option.get("divide_state")))
+        trainer.save_checkpoint(run.saved)
         run.see_file()
         run.scene.optimizers = trainer.optimizers
     run.see_end()

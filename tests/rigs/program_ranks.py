@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import deferring
 import pretended_nodes
 import processes
 import torch
@@ -16,9 +15,6 @@ from ranked_runs import simulated
 
 import parity
 from sp_lightning.errors import SuperpipelineError
-
-LOOKS_AT_STATE = ("optimizer's state: ",)
-SLOW_S = 0.02  # that one rank's thread, or none's, takes more for each unit's step
 
 
 def runs_on(device: torch.device, size: int = 2, nodes: int = 1) -> Runs:
@@ -43,18 +39,6 @@ def runs_on(device: torch.device, size: int = 2, nodes: int = 1) -> Runs:
     return runs
 
 
-def divided(program: Program) -> Program:
-    """Return what of a program can have its optimizers' state divided among nodes."""
-    options = {name: value for name, value in program.options if name != "disk"} | {"divide_state": True}
-    whole = program.optimizer in ("adafactor", "own", "lbfgs")
-    return program.replace(
-        optimizer="adamw" if whole else program.optimizer,
-        closure=False,
-        options=tuple(options.items()),
-        acts=tuple(act for act in program.acts if not act.feature.startswith(LOOKS_AT_STATE)),
-    )
-
-
 def on(device: torch.device, program: Program) -> Program:
     """Return what of a program has the same bits on the CPU: no random numbers, GRU, transforms or autocast's types."""
     if device.type == "cpu":
@@ -68,7 +52,6 @@ def ranked(program: Program, streams: bool, accelerator: str) -> parity.Record:
     rank, size = pretended_nodes.rank(), int(os.environ["WORLD_SIZE"])
     if program.door == "by hand":
         dist.init_process_group("gloo", rank=rank, world_size=size)
-    slow = deferring.slow((None, 0, 1)[program.number % 3] if streams else None, SLOW_S)
-    with simulated(accelerator), slow:
+    with simulated(accelerator):
         attach = ATTACH[program.door] if streams else None
         return record(program, parity.device_of(accelerator), attach, rank=rank, size=size)

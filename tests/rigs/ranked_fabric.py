@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pretended_nodes
 import torch
@@ -21,7 +19,6 @@ from torch import Tensor, nn
 
 import parity
 import sp_lightning
-from sp_lightning.ranks.sharded_step import Owners
 
 STEPS = 4
 DATA = 4 * STEPS * 4  # rows: a batch of 4 on each of up to 4 ranks
@@ -62,11 +59,7 @@ def ends(*modules: nn.Module) -> list[Any]:
 
 
 def state_of(fabric: Fabric, optimizer: Any) -> Any:
-    """An optimizer's state on every rank; where it is divided among nodes, that which a checkpoint has."""
-    if not getattr(getattr(fabric.strategy, "options", None), "divide_state", False):
-        return optimizer.state_dict()["state"]
-    state = fabric.strategy.get_optimizer_state(optimizer.optimizer)["state"]
-    return fabric.broadcast(state if fabric.is_global_zero else None)
+    return optimizer.state_dict()["state"]
 
 
 def plainly(fabric: Fabric) -> Iterator[Any]:
@@ -300,24 +293,6 @@ def slow_gan(options: dict[str, Any] | None, accelerator: str = "cpu") -> parity
         simgpu.config.d2h_gbps = before
 
 
-def saving_in_a_step(fabric: Fabric, module: nn.Module, x: Tensor) -> None:
-    """Save in a signal handler, which runs when this rank begins to step its part."""
-    optimizer = fabric.setup_optimizers(adamw(module))
-    fabric.backward(module(x).sum())
-    owned, before = Owners._owned, signal.getsignal(signal.SIGUSR1)
-
-    def interrupted(*args: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return owned(*args)
-
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(Owners, "_owned", interrupted):
-        signal.signal(signal.SIGUSR1, lambda *_: fabric.save(os.path.join(folder, "part.ckpt"), {"model": module}))
-        try:
-            optimizer.step()
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-
-
 def refused(what: str) -> str:
     """Do on each rank what is refused; return the error as "type: message"."""
     strategy = sp_lightning.SuperpipelineFabricStrategy(window=1)
@@ -335,10 +310,6 @@ def refused(what: str) -> str:
             optimizer.step()
         elif what == "part":
             fabric.setup_module(moved.blocks)
-        elif what == "state":
-            loading_others(fabric)
-        elif what == "save":
-            saving_in_a_step(fabric, first, x)
         return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -12,20 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import families
-import in_files
 import lightning as L
 import pretended_nodes
-import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 import models
 import parity
 import sp_lightning
-from sp_lightning.errors import UnsupportedError
-from sp_lightning.runtime.handle import stream as stream_before
 
 
 class HookedDDP(DDPStrategy):
@@ -53,17 +48,6 @@ def fit(name: str, options: dict[str, Any] | None, optimizer: str = "adamw", **s
     """Record a run of a case on this rank: under DDP, or with these options under the strategy."""
     case = families.FAMILIES[name].case if name in families.FAMILIES else models.case(name)
     return record(functools.partial(RankedModule, case, optimizer), case, options, **settings)
-
-
-def fit_in_files(
-    name: str, options: dict[str, Any] | None, folder: str, precision: str = "32-true", **settings: Any
-) -> parity.Record:
-    """Record a run whose frozen weights are in a file of a node's ranks, in their own type, or under DDP in memory."""
-    dtype, case = {"bf16-true": torch.bfloat16}.get(precision), models.case(name)
-    of_node = os.path.join(folder, os.environ["NODE_RANK"])  # as on a disk of its own
-    os.makedirs(of_node, exist_ok=True)
-    case = in_files.frozen(case, dtype) if options is None else in_files.filed_together(case, of_node, dtype)
-    return record(functools.partial(RankedModule, case), case, options, precision=precision, **settings)
 
 
 def record(
@@ -207,165 +191,7 @@ class Dies(L.Callback):
 
 @contextlib.contextmanager
 def simulated(accelerator: str) -> Iterator[None]:
-    """On the simulated device, slabs are page-locked as on CUDA."""
-    if accelerator != "simgpu":
-        yield
-        return
-    import fake_cudart
-
-    import simgpu.lightning  # noqa: F401
-
-    with pytest.MonkeyPatch.context() as patch:
-        fake_cudart.install(patch)
-        yield
-
-
-def edit_in_files(where: str, options: dict[str, Any] | None, folder: str) -> parity.Record:
-    """Record a run in which user code writes to a frozen weight: on all ranks, or only on the last one.
-
-    "for a while": that one puts the earlier values back.
-    """
-    case = models.case("mlp")
-    case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
-    writes = where == "everywhere" or pretended_nodes.rank() == int(os.environ["WORLD_SIZE"]) - 1
-
-    class Edits(RankedModule):
-        def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
-            if writes and batch_index in (1, 3):
-                frozen = next(p for p in self.net.parameters() if not p.requires_grad)
-                kept = frozen.data[0].clone()
-                frozen.data[0].add_(batch_index)  # where no version shows it
-                if where == "for a while":
-                    frozen.data[0].copy_(kept)
-
-    return record(functools.partial(Edits, case), case, options, batches=6)
-
-
-def begin_unlike(options: dict[str, Any] | None, folder: str) -> parity.Record:
-    """Record a run that the last rank begins with another file, of other weights: those of the first rank count."""
-    rank = pretended_nodes.rank()
-    case = models.case("mlp")
-
-    def make() -> torch.nn.Module:
-        net = in_files.freeze(case.make())
-        if rank:
-            for parameter in net.parameters():
-                parameter.data.add_(rank)
-        if options is not None:
-            in_files.put(net, tempfile.mkdtemp(dir=folder))
-        return net
-
-    return record(functools.partial(RankedModule, in_files.made_by(case, make)), case, options)
-
-
-def thaw_in_files(when: str, options: dict[str, Any] | None, folder: str) -> parity.Record:
-    """Record a run in which frozen weights come to train: with these options from files, else streamed from memory.
-
-    That is before a step, or once the forward of the step before it is over.
-
-    DDP averages no gradients of weights that were frozen when it began.
-    """
-    case = models.case("mlp")
-    case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
-    options = {"window": 1} if options is None else options
-
-    class Thaws(RankedModule):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-        def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
-            if batch_index == 2 and when == "before":
-                self.net.requires_grad_(True)
-
-        def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_index)
-            if batch_index == 1 and when == "after a forward":
-                self.net.requires_grad_(True)
-            return loss
-
-    return record(functools.partial(Thaws, case), case, options, batches=5)
-
-
-class Thawing(torch.nn.Module):
-    """A net that may be unfrozen as its forward begins."""
-
-    def __init__(self, net: torch.nn.Module) -> None:
-        super().__init__()
-        self.net, self.thaws = net, False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.thaws:
-            self.net.requires_grad_(True)
-        return self.net(x)
-
-
-def thaw_in_forward(options: dict[str, Any] | None, folder: str) -> tuple[str, list[torch.Tensor]]:
-    """Unfreeze weights inside a forward, and train on after its error; return that, and the weights.
-
-    Without options they are streamed from memory, and the batch of the error is left out.
-    """
-    dist.init_process_group("gloo", rank=pretended_nodes.rank(), world_size=int(os.environ["WORLD_SIZE"]))
-    case, said = models.case("mlp"), ""
-    case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
-    L.seed_everything(0, verbose=False)
-    net = Thawing(case.make())
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    with stream_before(net, "cpu", group=dist.group.WORLD, **(options or {"window": 1})):
-        for index in range(5):
-            net.thaws = index == 2
-            try:
-                loss = case.loss(net, case.batch(2 * index + dist.get_rank()))
-            except UnsupportedError as error:
-                said = str(error)
-                continue
-            if index != 2:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return said, [parameter.detach().clone() for parameter in net.parameters()]
-
-
-def read_what_thaws(options: dict[str, Any] | None, folder: str) -> list[torch.Tensor]:
-    """Unfreeze weights between two steps and compute with one on the device; return the results, and all weights."""
-    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    case = models.case("mlp")
-    case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
-    L.seed_everything(0, verbose=False)
-    net, seen = case.make(), []
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with simulated("simgpu"):
-        with stream_before(net, "simgpu", group=dist.group.WORLD, **(options or {"window": 1})):
-            for index in range(4):
-                if index == 2:
-                    net.requires_grad_(True)
-                    for parameter in net.parameters():
-                        seen.append((parameter * torch.ones_like(parameter, device="simgpu")).norm().detach().cpu())
-                x, *rest = case.batch(2 * index + dist.get_rank())
-                case.loss(net, (x.to("simgpu"), *(one.to("simgpu") for one in rest))).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return seen + [parameter.detach().clone() for parameter in net.parameters()]
-
-
-def thaw_for_parts(options: dict[str, Any] | None, folder: str) -> tuple[str, list[torch.Tensor]]:
-    """Unfreeze weights between two steps and call parts of the net by themselves; return the error, and the weights."""
-    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    case, said = models.case("mlp"), ""
-    case = in_files.frozen(case) if options is None else in_files.filed_together(case, folder)
-    L.seed_everything(0, verbose=False)
-    net = case.make()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with simulated("simgpu"):
-        with stream_before(net, "simgpu", group=dist.group.WORLD, **(options or {"window": 1})):
-            for index in range(4):
-                x, *rest = (one.to("simgpu") for one in case.batch(2 * index + dist.get_rank()))
-                if index == 2:
-                    net.requires_grad_(True)
-                    try:
-                        net.head(net.run(net.stem(x)))
-                    except UnsupportedError as error:
-                        said = str(error)
-                case.loss(net, (x, *rest)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return said, [parameter.detach().clone() for parameter in net.parameters()]
+    """Have Lightning know the simulated device."""
+    if accelerator == "simgpu":
+        import simgpu.lightning  # noqa: F401
+    yield

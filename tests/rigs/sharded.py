@@ -38,7 +38,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parity
 import sp_lightning
-from sp_lightning.compat import patches
 from sp_lightning.host.unit_numbers import aligned
 
 HOST = torch.device("cpu")
@@ -507,7 +506,6 @@ def compare(
         )
     after = dict(seen("state_dict", model.state_dict()))
     closed = difference(after, {name: expected[name] for name in after})
-    closed += [f"{patch.name} is left patched" for patch in patches.ALL if patch.users]
     kinds = [type(parameter) for parameter in model.parameters()]
     return {
         "differ": difference(expected, found),

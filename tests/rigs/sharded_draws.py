@@ -15,7 +15,7 @@ import torch
 import torch.distributed.tensor._random as dtensor_random
 from torch import Tensor, nn
 
-from sp_lightning.runtime.handle import stream as stream_before
+import sp_lightning
 from sp_lightning.stream.sharded import registering_on_host
 
 
@@ -74,13 +74,6 @@ def draw(model: Any) -> Iterator[str]:
     whole.weight.data.uniform_()
     yield "data"
 
-    def hook(block: Any, _: Any) -> None:
-        with torch.no_grad():
-            block.up.weight.normal_()
-
-    with model[2].register_forward_pre_hook(hook):
-        yield "in a step"
-
 
 def run(streams: bool) -> dict[str, Any]:
     """Draw numbers, train between them, and return what is seen."""
@@ -92,7 +85,7 @@ def run(streams: bool) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(dtensor_random, "_rng_tracker", Draws(mesh)))
         if streams:
-            stack.enter_context(stream_before(model, device, window=1))
+            stack.enter_context(sp_lightning.stream(model, device, window=1))
         optimizer = Noisy(model.parameters(), 1e-2)
         for name in draw(model):
             model(torch.arange(24, device=device).view(3, 8)).square().mean().backward()

@@ -40,7 +40,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import sp_lightning
-from sp_lightning.runtime.handle import stream as stream_before
 
 HOST = torch.device("cpu")
 FULL, LAX = StateDictOptions(full_state_dict=True), StateDictOptions(strict=False)
@@ -499,7 +498,7 @@ class Program:
             streamed: Any = contextlib.nullcontext()
             if self.options is not None and not (self.resumes and part == self.options.get("plain part")):
                 options = {name: value for name, value in self.options.items() if name != "plain part"}
-                streamed = stream_before(self.model, self.device, **options)
+                streamed = sp_lightning.stream(self.model, self.device, **options)
             with streamed:
                 stepped_by = optimizers(Dice(self.chosen), self.trained)
                 if kept is not None:

@@ -162,16 +162,16 @@ def test_a_module_that_streams_on_is_an_error_and_so_is_a_check_that_can_not_fin
 
         import models
         import sp_lightning
-        from sp_lightning.memory import watched_parameters
+        from sp_lightning import handle as streams
 
         net = models.case("mlp").make()
 
         def test_hides_what_is_checked():
-            sys.modules[watched_parameters.__name__] = None
+            sys.modules[streams.__name__] = None
 
         def test_streams_on():
             global handle
-            sys.modules[watched_parameters.__name__] = watched_parameters
+            sys.modules[streams.__name__] = streams
             handle = sp_lightning.stream(net, torch.device("cpu"))
 
         def test_closes_it():
@@ -180,4 +180,4 @@ def test_a_module_that_streams_on_is_an_error_and_so_is_a_check_that_can_not_fin
     status, output = run_pytest(tmp_path, source)
     assert "3 passed, 2 errors" in output and status == 1
     assert "ERROR test_inner.py::test_hides_what_is_checked - ModuleNotFoundError" in output
-    assert "ERROR test_inner.py::test_streams_on" in output and "parameters are still streamed" in output
+    assert "ERROR test_inner.py::test_streams_on" in output and "a module still streams" in output

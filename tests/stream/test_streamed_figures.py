@@ -7,10 +7,8 @@ import torch
 from stream_programs import Net, device_named, stream, streamed
 from torch import nn
 
-from sp_lightning.handle import not_yet
 from sp_lightning.handle import stream as door
 from sp_lightning.host.device import DeviceMemoryError
-from sp_lightning.options import Options
 
 
 def steps(model, device, count=2, optimizer=None, batch=4):
@@ -173,14 +171,6 @@ def test_a_forward_beside_a_step_does_not_change_the_types_of_state():
         finally:
             torch.set_default_dtype(torch.float32)
         assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    "options, missing", [({}, None), ({"divide_state": True}, "divide_state"), ({"window": 3}, None)]
-)
-def test_what_the_core_does_not_have_yet_is_named(options, missing):
-    found = not_yet(Options.parse(**options), devices=1)
-    assert found is None if missing is None else missing in found
 
 
 def test_a_wrong_option_is_refused_at_the_door():

@@ -1,1 +1,0 @@
-"""The optimizer step on the host: in pieces, in backward, and deferred beside the next forward."""

@@ -1,1 +1,0 @@
-"""One step: the window, the engine, entries into the module, the handle."""

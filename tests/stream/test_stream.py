@@ -1,0 +1,329 @@
+"""`sp_lightning.stream`: a loop of the user's own, and what is there before, between and after its steps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import logging
+import time
+import types
+
+import pytest
+import torch
+from cores import streaming
+from side_by_side import assert_plain, blocks, check, inputs, sgd, squares
+from torch import nn
+
+import models
+import sp_lightning
+from sp_lightning import errors
+
+
+def train(net, device, steps=2):
+    optimizer = sgd(net)
+    for x in inputs(device, steps):
+        optimizer.zero_grad()
+        loss = squares(net, x)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def used_bytes(device):
+    return torch.accelerator.memory_allocated() if device.type == "simgpu" else 0
+
+
+STATS = {
+    "fetches": int,
+    "bytes_up": int,
+    "bytes_down": int,
+    "bytes_offloaded": int,
+    "bytes_brought_back": int,
+    "writebacks": int,
+    "bytes_written_back": int,
+    "evictions": int,
+    "extra_held": int,
+    "surprises": int,
+    "stall_ms": dict,
+    "window": int,
+    "transfer": int,
+    "units": int,
+    "resident_root_bytes": int,
+    "device_peak": int,
+    "host_bytes": int,
+}
+
+
+def test_stats_have_these_figures(device):
+    net = blocks()
+    with sp_lightning.stream(net, device, window=2) as handle:
+        train(net, device)
+        stats = handle.stats()
+    assert STATS.items() <= {name: type(value) for name, value in stats.items()}.items()
+    assert (stats["window"], stats["transfer"], stats["units"]) == (2, 1, 4)
+    assert stats["host_bytes"] == stats["host_weight_bytes"] + stats["host_gradient_bytes"]
+    assert device.type == "cpu" or stats["device_peak"] >= 2 * handle.units[0].nbytes + stats["resident_root_bytes"]
+
+
+def test_parameters_are_the_same_objects_on_the_host_between_steps(device):
+    net = blocks()
+    before = dict(net.named_parameters())
+    with streaming(net, device, window=2):
+        train(net, device)
+        after = dict(net.named_parameters())
+        assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+        assert all(isinstance(p, nn.Parameter) and p.is_leaf and p.device.type == "cpu" for p in after.values())
+        assert all(p.grad.device.type == "cpu" for p in after.values())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_results_without_gradients_are_those_of_the_plain_module(device, context):
+    torch.manual_seed(0)
+    net = blocks()
+    x = models.vectors(0)[0].to(device)
+    with context():
+        expected = copy.deepcopy(net).to(device)(x).cpu()
+        with streaming(net, device, window=1):
+            assert torch.equal(net(x).cpu(), expected)
+            assert torch.equal(net(x).cpu(), expected)
+    assert torch.equal(net(x.cpu()), expected)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.few(3)
+def test_units_that_are_made_in_inference_mode_train_afterwards(begins, activations, device):
+    torch.manual_seed(0)
+    net = models.stack_of(models.NormedBatchBlock)()
+    expected = train(copy.deepcopy(net).to(device), device)
+    with torch.inference_mode(begins):
+        handle = streaming(net, device, window=1, activations=activations)
+    if not begins:  # they are made anew
+        net.head.bias = nn.Parameter(net.head.bias.detach().clone())
+    with torch.inference_mode():
+        net.eval()(models.vectors(0)[0].to(device))
+    assert train(net.train(), device) == expected
+    handle.close()
+
+
+def test_modules_that_share_an_encoder_are_called_one_by_one(device):
+    class Head(nn.Module):
+        def __init__(self, encoder):
+            super().__init__()
+            self.encoder = encoder
+            self.last = nn.Linear(models.CLASSES, models.CLASSES)
+
+        def forward(self, x):
+            return self.last(self.encoder(x))
+
+    torch.manual_seed(0)
+    encoder = blocks()
+    nets = nn.ModuleList([Head(encoder), Head(encoder)])
+    plain = copy.deepcopy(nets).to(device)
+
+    def both(nets):
+        optimizer = sgd(nets)
+        for x in inputs(device):
+            optimizer.zero_grad()
+            sum(squares(net, x) for net in nets).backward()
+            optimizer.step()
+        return [p.detach().cpu() for p in nets.parameters()]
+
+    expected = both(plain)
+    with streaming(nets, device, window=1):
+        assert all(map(torch.equal, both(nets), expected))
+
+
+def test_a_closed_module_is_plain_trained_and_off_the_device(device):
+    torch.manual_seed(0)
+    net = models.stack_of(models.NormedBatchBlock)()
+    plain = copy.deepcopy(net).to(device)
+    train(plain, device)
+    plain.to("cpu")
+    before = used_bytes(device)
+    handle = streaming(net, device, window=2)
+    train(net, device)
+    net.zero_grad()
+    handle.close()
+    del handle
+    assert_plain(net)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(net.buffers(), plain.buffers(), strict=True))
+    assert used_bytes(device) == before
+
+
+class OnItsLayerBlock(models.Block):
+    """Leaves its last graph at one of its layers."""
+
+    def forward(self, x):
+        self.up.last = self.up(self.norm(x))
+        return x + self.down(self.up.last)
+
+
+@pytest.mark.simgpu
+# All but the first block keep their last graph; one that torch's checkpoint made leads to the module in any case.
+@pytest.mark.parametrize(
+    "activations, block",
+    [
+        *itertools.product(["keep", "offload"], [models.Block, models.AuxiliaryBlock, OnItsLayerBlock]),
+        ("recompute", models.Block),
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.few(4)
+def test_no_host_memory_outlives_the_module(activations, block, autocast):
+    import simgpu
+
+    before = simgpu.pinned_bytes()[0]  # of whoever else is still alive
+    net, device = models.stack_of(block)(), torch.device("simgpu", 0)
+    handle = streaming(net, device, window=2, activations=activations)
+    with torch.autocast("simgpu", torch.bfloat16, enabled=autocast):
+        train(net, device)
+    assert simgpu.pinned_bytes()[0] > before
+    handle.close()
+    del handle, net
+    patience = time.monotonic() + 10  # autograd's own thread lets go of the last graph when it comes to it
+    while gc.collect() or (simgpu.pinned_bytes()[0] > before and time.monotonic() < patience):
+        time.sleep(0.01)
+    assert simgpu.pinned_bytes()[0] <= before
+
+
+def test_the_module_runs_plainly_afterwards_and_streams_again(device):
+    torch.manual_seed(0)
+    net = blocks()
+    plain = copy.deepcopy(net).to(device)
+    expected = [train(plain, device) for _ in range(3)]
+    for index in (0, 2):
+        with streaming(net, device, window=1):
+            assert train(net, device) == expected[index]
+        if index == 0:
+            assert train(net.to(device), device) == expected[1]
+            net.to("cpu")
+
+
+def test_close_is_safe_twice_and_a_figure_can_be_read_after_it(device):
+    net = blocks()
+    handle = sp_lightning.stream(net, device, window=2)
+    train(net, device)
+    handle.close()
+    handle.close()
+    assert handle.closed and handle.stats()["fetches"] > 0
+    assert_plain(net)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("then", ["forward", "backward", "close"])
+@pytest.mark.few(1)
+def test_after_a_backward_that_failed_the_next_one_keeps_its_gradients(activations, then, device):
+    """The graph of the next one was there already: no forward between the two ended the failed one."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ZeroDivisionError
+
+    def run(net, device):
+        x = models.vectors(0)[0].to(device)
+        first, second = squares(net, Fails.apply(x.clone().requires_grad_())), squares(net, 2 * x)
+        with pytest.raises(ZeroDivisionError):
+            first.backward()
+        net.zero_grad()
+        second.backward()
+        if then == "forward":
+            with torch.no_grad():
+                yield net(x)
+        elif then == "backward":
+            squares(net, 3 * x).backward()
+
+    check(blocks, run, device, activations=activations)
+
+
+def test_a_device_that_is_not_here_is_refused_with_those_that_are():
+    net, absent = blocks(), "cuda" if torch.xpu.is_available() else "xpu"  # no machine has both
+    with pytest.raises(errors.OptionError, match=rf"device must be one of .*'cpu', got '{absent}'"):
+        sp_lightning.stream(net, absent)
+    assert_plain(net)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"window": 0}, r"window must be an int >= 1 or 'auto', got 0"),
+        ({"window": -1}, r"window must be an int >= 1 or 'auto', got -1"),
+        ({"window": 1.5}, r"window must be an int >= 1 or 'auto', got 1.5"),
+        ({"window": True}, r"window must be an int >= 1 or 'auto', got True"),
+        ({"window": 2, "transfer": 3}, r"transfer must be at most window \(2\), got 3"),
+        ({"activations": "drop"}, r"activations must be one of 'keep', .*, got 'drop'"),
+        ({"memory_budget": "much"}, r"memory_budget must be .*, got 'much'"),
+        ({"windows": 2}, r"an option must be one of .*window.*, got 'windows'"),
+        ({"units": []}, r"units must be 'auto', a sequence of class names or a callable.*, got \[\]"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(device, options, message):
+    net = blocks()
+    with pytest.raises(errors.OptionError, match=message):
+        sp_lightning.stream(net, device, **options)
+    assert_plain(net)
+
+
+def test_an_unknown_class_name_is_refused_with_those_that_exist(device):
+    net = blocks()
+    with pytest.raises(errors.PartitionError, match=r"'Blok', which is not in Stack; its modules are: Block \(4\)"):
+        sp_lightning.stream(net, device, units=["Blok"])
+    assert_plain(net)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [("mps", "device 'mps' shares its memory with the host.*strategy='auto'"), ("meta", "device 'meta' holds no data")],
+)
+def test_a_device_that_cannot_be_served_is_refused(name, message):
+    net = blocks()
+    with pytest.raises(errors.UnsupportedError, match=message):
+        sp_lightning.stream(net, name)
+    assert_plain(net)
+
+
+def test_a_budget_that_the_largest_unit_does_not_fit_into_is_refused_with_both_figures(device):
+    net = blocks()
+    with pytest.raises(errors.MemoryBudgetError, match=r"needs at least .* for blocks\.\d, got 4\.00 KiB"):
+        sp_lightning.stream(net, device, memory_budget="4KiB")
+    assert_plain(net)
+
+
+def test_nothing_is_logged_above_info(device, caplog):
+    with (
+        caplog.at_level(logging.DEBUG, logger="sp_lightning"),
+        sp_lightning.stream(blocks(), device, window=2) as handle,
+    ):
+        train(handle.module, device)
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+def reading_the_head(self, x):
+    """Without a call of the head, as a fused loss reads it."""
+    return nn.functional.linear(self.run(self.stem(x)), self.head.weight, self.head.bias)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_forward_that_is_set_while_it_streams_is_a_step(device, wraps):
+    def run(net, device):
+        before = net.forward
+        net.forward = (lambda x: before(2 * x)) if wraps else types.MethodType(reading_the_head, net)
+        optimizer = sgd(net)
+        for x in inputs(device):
+            loss = squares(net, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+        with torch.no_grad():
+            yield net(x)
+        net.forward = before
+
+    check(blocks, run, device)
