@@ -41,7 +41,9 @@ weights: dict[int, Weight] = {}  # by the id of the parameter
 wholes: dict[int, Unit] = {}  # by the id of a parameter that consists of several tensors, which are weights there
 
 PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
-DRAWING = {torch.rand_like, torch.randn_like, torch.randint_like}  # which record nothing
+# Functions that make a tensor like a weight, and record nothing.
+MAKING: set[Any] = {torch.rand_like, torch.randn_like, torch.randint_like, torch.empty_like, torch.full_like}
+MAKING |= {torch.zeros_like, torch.ones_like, Tensor.new_empty, Tensor.new_full, Tensor.new_zeros, Tensor.new_ones}
 FREEZING = {Tensor.requires_grad_, set_requires_grad}
 STRIDING = {Tensor.as_strided, torch.as_strided}
 
@@ -427,7 +429,7 @@ def _is_in_own_call(tensor: Any) -> bool:
 def _is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function gets weights as a step does (the docstring above)."""
     if (
-        func not in DRAWING
+        func not in MAKING
         and torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in found_in((args, kwargs), Watched))
     ):
