@@ -324,6 +324,9 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
     written: list[tuple[Weight, Tensor, int]] = []  # or not: with the version before
 
     def give(leaf: Leaf) -> Tensor:
+        for weight, made, _ in written:  # it is among the arguments twice
+            if weight is leaf.weight:
+                return made
         made = leaf.given_to(func)
         if func not in CASTING:
             written.append((leaf.weight, made, version_of(made)))

@@ -868,7 +868,7 @@ def backward_of_block(scene: Scene, at: int) -> None:
         loss.backward()
 
 
-@feature("backward: twice", GRAPH, ranks=False, grad=True, unless=not_fabrics)
+@feature("backward: twice", GRAPH, ranks=False, grad=True, unless=not_fabrics, error=steps_early)
 def backward_twice(scene: Scene, at: int) -> None:
     if scene.loss is not None and scene.loss.requires_grad:
         scene.loss.backward(retain_graph=True)
@@ -1011,8 +1011,11 @@ def fault_in_forward(scene: Scene, at: int) -> None:
 
 
 def leaves_its_graph(program: Program) -> bool:
-    """The graph of a backward that is differentiated is never freed, as torch's hooks of modules are in it."""
-    return cannot_fail(program) or program.loss == "of an input's gradient"
+    """The graph of a backward that is differentiated is never freed, as torch's hooks of modules are in it.
+
+    A hook of a weight sees what a failed backward left at the next touch of a weight.
+    """
+    return cannot_fail(program) or program.loss == "of an input's gradient" or program.does("hook: sees")
 
 
 @feature("end: fault in backward", OUTSIDE, ranks=False, unless=leaves_its_graph, error=steps_early)
