@@ -41,9 +41,8 @@ weights: dict[int, Weight] = {}  # by the id of the parameter
 wholes: dict[int, Unit] = {}  # by the id of a parameter that consists of several tensors, which are weights there
 
 PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
-# Functions that make a tensor like a weight, and record nothing.
-MAKING: set[Any] = {torch.rand_like, torch.randn_like, torch.randint_like, torch.empty_like, torch.full_like}
-MAKING |= {torch.zeros_like, torch.ones_like, Tensor.new_empty, Tensor.new_full, Tensor.new_zeros, Tensor.new_ones}
+# Functions that make a tensor like a weight, and record nothing; the last one makes state as Adagrad is constructed.
+MAKING = {torch.rand_like, torch.randn_like, torch.randint_like, torch.full_like}
 FREEZING = {Tensor.requires_grad_, set_requires_grad}
 STRIDING = {Tensor.as_strided, torch.as_strided}
 
