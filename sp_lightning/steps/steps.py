@@ -176,6 +176,8 @@ class Steps:
     def _before(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Step what is streamed, and give the optimizer's own code a shadow with the rest."""
         recover()
+        if not self._units:  # of a module without parameters
+            return None
         window = next(iter(self._units)).window
         self._was_in_step, window.is_in_step = window.is_in_step, False  # an optimizer of the user's steps on the host
         if not self._groups(optimizer):
@@ -259,7 +261,8 @@ class Steps:
             raise
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        next(iter(self._units)).window.is_in_step = self._was_in_step
+        if self._units:
+            next(iter(self._units)).window.is_in_step = self._was_in_step
         if optimizer in self._adopted and not self._overlap:
             _wait_steps(optimizer)
         if optimizer in self._adopted and not is_known(optimizer):
@@ -286,7 +289,7 @@ class Steps:
     def _reserve_state(optimizer: optim.Optimizer) -> None:
         """Give the entries of state that the steps will make the order of a plain run, not that of backward."""
         state: Any = optimizer.state
-        state.reserve([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
+        state.guess([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
 
     @property
     def half_applied(self) -> int:

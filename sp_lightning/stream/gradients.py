@@ -495,6 +495,8 @@ class Gradients:
 
     def end(self, backward: Backward) -> None:
         """Send down what came of units that did not get all their gradients, and put all into `.grad`."""
+        if backwards:
+            self._deposit_before(backward)
         with contextlib.ExitStack() as ends:  # which go on, last one first, where a hook of the user's raises
             if (listener := self._device.counters.listener) is not None:
                 ends.callback(listener.idle)
@@ -502,6 +504,16 @@ class Gradients:
             ends.callback(self._deposit_all, backward.sent)
             while backward.came:
                 self._flush(backward, *backward.came.popitem(), is_complete=False)
+
+    def _deposit_before(self, inner: Backward) -> None:
+        """Deposit what a backward has so far of weights that the one inside of it has, too: sums depend on order."""
+        mine = {weight for weight, _ in inner.sent}.union(*inner.came.values())
+        for backward in list(backwards.values()):
+            if backward.collector is self:
+                for unit in [unit for unit, came in backward.came.items() if not mine.isdisjoint(came)]:
+                    self._flush(backward, unit, backward.came.pop(unit), is_complete=False)
+                sent, backward.sent[:] = backward.sent[:], []
+                self._deposit_all(sent)
 
     def _flush(self, backward: Backward, unit: Unit, came: dict[Weight, Tensor], is_complete: bool) -> None:
         self._prepare(backward, came)

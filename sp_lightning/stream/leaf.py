@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..compat.streaming import tree_map_only, without_dispatch
+from ..compat.streaming import storage_id, tree_map_only, without_dispatch
 from ..compat.tensors import IS_PARAMETER
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
@@ -86,6 +86,7 @@ class Weight:
         self.shown = -1  # version of the host's bytes that the leaf shows
         self.hook: Any = None  # on the leaf, by which its gradient is taken
         self.end_of_graph: Any = None  # autograd's node for the host's parameter itself, which is to get no gradient
+        self.lent = -1  # the storage that a function got last for it, in its own type
         self.uses = 0  # gradients that came through what was lent
         self.is_half_applied = False  # stepped beside a backward, and the user has not called the step yet
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
@@ -111,12 +112,13 @@ class Weight:
 
     def keep_written(self, made: Tensor) -> None:
         """Keep what a function wrote to the tensor that it was given for the weight; raise if that is not possible."""
-        if self.is_lent and (self.unit.depth or made.dtype != self.value.dtype):
+        if self.is_lent and self.unit.depth:
             raise self.lost_write()
         if self.is_lent:
             self.unit.before_host_access(self)
             with torch.no_grad(), without_dispatch():
-                self.value.as_strided(made.size(), made.stride(), made.storage_offset()).copy_(made)
+                form = made.size(), made.stride(), made.storage_offset()
+                self.value.view(made.dtype).as_strided(*form).copy_(made)
         elif not self.unit.depth:  # or the end of the call keeps it
             self.unit.keep_write(self)
 
@@ -233,7 +235,7 @@ class Narrow(Absent):
         lends = func in CASTING and torch.is_autocast_enabled(kind)
         lends = lends and torch.get_autocast_dtype(kind) == self.weight.dtype
         lent: Tensor = Lend.apply(self, self.weight, lends)
-        lent.lent_of = self.weight  # type: ignore[attr-defined]  # by which views of it are known
+        self.weight.lent = -1 if lends else storage_id(lent.untyped_storage())
         return lent
 
 
@@ -313,6 +315,9 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
     written: list[tuple[Weight, Tensor, int]] = []  # or not: with the version before
 
     def give(leaf: Leaf) -> Tensor:
+        for weight, made, _ in written:  # it is among the arguments twice
+            if weight is leaf.weight:
+                return made
         made = leaf.given_to(func)
         if func not in CASTING:
             written.append((leaf.weight, made, version_of(made)))
@@ -327,6 +332,8 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
         for weight, made, version in written:
             if version_of(made) != version:
                 weight.keep_written(made)
+            if result is made:
+                result = weight.leaf
     return result
 
 

@@ -72,7 +72,7 @@ class Residency:
             typed = {dtype: self.flat.view(dtype) for dtype in self._dtypes}
             for weight in self.weights:
                 set_data(weight.there, typed[weight.dtype].as_strided(*weight.form))
-                if weight.there is weight.leaf and not weight.is_part:
+                if weight.unit.depth and weight.there is weight.leaf and not weight.is_part:
                     weight.there.__class__ = Leaf
             show_versions(self.weights, versions)
 

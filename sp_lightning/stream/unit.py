@@ -23,7 +23,7 @@ from ..host.device import NOT_RECORDED, Arrival, Device, aligned, dense_strides
 from ..host.unit_numbers import UnitNumbers
 from ..store.store import FiledWeights
 from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
-from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, stepped_already, version_of
+from .leaf import Absent, Leaf, Narrow, Visitor, Weight, WholeWeight, stepped_already, version_of
 from .residency import NOTHING, Presence, Residency, show_versions
 
 Stamp: TypeAlias = tuple[int, list[int]]  # epoch and versions of a unit's weights
@@ -125,6 +125,7 @@ class Unit:
         self._hosts: list[Any] = [weight.host for weight in weights]
         self._leaves: list[Any] = [weight.leaf for weight in weights]
         self._there = [weight.leaf if weight.is_shard else weight.there for weight in weights]
+        self._dispatching: list[Any] = [leaf for leaf in self._leaves if type(leaf) is Absent]  # outside of calls
         self._sharded = [(index, weight.host) for index, weight in enumerate(weights) if weight.is_shard]
         self._values = [weight.value for weight in weights]
         self.note_slots()
@@ -328,6 +329,8 @@ class Unit:
         self.exposed.clear()
         self.copies.clear()
         with without_dispatch():
+            for leaf in self._dispatching:
+                leaf.__class__ = Leaf
             self.lend()
             return list(map(stored_version, self._there))
 
@@ -351,6 +354,9 @@ class Unit:
     def unbind(self) -> None:
         """Put the user's parameters back, unless a call around this one has the leaves."""
         self.bound = max(0, self.bound - 1)  # none where binding failed
+        if not self.depth:
+            for leaf in self._dispatching:
+                leaf.__class__ = Absent
         if not self.bound:
             self._exchange(self._leaves, self._hosts)
             for whole in self.wholes:

@@ -509,7 +509,6 @@ def test_checkpoints_cross_over(saves, loads, device, tmp_path):
         assert one[0] == two[0] and same, one[0]
 
 
-@pytest.mark.xfail(reason="of two modules with one optimizer, loaded state may stay in memory until it is stepped")
 @pytest.mark.parametrize("raw", [False, True])
 def test_loaded_state_goes_to_the_disk_before_any_step(raw, tmp_path):
     """Of two modules, each of which finds its own part; what a third one has, not streamed, stays in memory."""
