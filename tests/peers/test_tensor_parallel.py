@@ -23,16 +23,20 @@ def check(name, simulated, options, size=2, **settings):
         assert found["fetches"] > 0
 
 
+def case(*values, slow=True, **settings):
+    return pytest.param(*values, settings, marks=[pytest.mark.slow] * slow)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "settings"),
     [
-        ("in blocks", {"window": 8}, {"edits": True}),
-        ("in blocks", RECOMPUTE, {"accumulate": 2}),
-        ("in blocks", OFFLOAD, {"kind": "several"}),
-        ("in blocks", BOTH, {}),
-        ("cut words", OFFLOAD, {"accumulate": 2}),
-        ("in sequence", KEEP, {"accumulate": 5}),
-        ("in sequence", RECOMPUTE, {"accumulate": 3, "clip": 0.1}),
+        case("in blocks", {"window": 8}, slow=False, edits=True),
+        case("in blocks", RECOMPUTE, accumulate=2),
+        case("in blocks", OFFLOAD, kind="several"),
+        case("in sequence", RECOMPUTE, slow=False, accumulate=3, clip=0.1),
+        case("in sequence", OFFLOAD, kind="foreach", clip=0.1),
+        case("in sequence", {"window": 2, "transfer": 2}, kind="several", clip=0.1, accumulate=2),
+        case("in sequence", BOTH, accumulate=2, edits=True),
         pytest.param(
             "read outside",
             KEEP,
@@ -41,21 +45,11 @@ def check(name, simulated, options, size=2, **settings):
                 reason="the process ends where a shard is frozen and read outside of its unit", run=False
             ),
         ),
-        ("in sequence", OFFLOAD, {"kind": "foreach", "clip": 0.1}),
-        ("in sequence", {"window": 2, "transfer": 2}, {"kind": "several", "clip": 0.1, "accumulate": 2}),
-        ("in sequence", BOTH, {"accumulate": 2, "edits": True}),
-        ("tied", KEEP, {"accumulate": 2, "clip": 0.1}),
-        ("tied", RECOMPUTE, {"kind": "foreach"}),
-        ("sharded loss", KEEP, {"accumulate": 2, "clip": 0.1}),
-        ("sharded loss", OFFLOAD, {}),
-        ("llama", KEEP, {"accumulate": 2}),
-        ("llama", RECOMPUTE, {}),
-        ("llama", OFFLOAD, {"kind": "several"}),
-        ("planned llama", {"window": 2}, {"accumulate": 2}),
-        ("planned llama", BOTH, {"kind": "several"}),
-        ("images vit", RECOMPUTE, {"accumulate": 2}),
-        ("vit", KEEP, {"accumulate": 2}),
-        ("vit", BOTH, {}),
+        case("tied", KEEP, accumulate=2, clip=0.1),
+        case("sharded loss", OFFLOAD, accumulate=2, clip=0.1),
+        case("llama", KEEP, accumulate=2),
+        case("llama", BOTH, kind="several"),
+        case("images vit", RECOMPUTE, accumulate=2),
     ],
 )
 def test_shards_train_as_under_plain_tensor_parallelism(name, options, settings):
@@ -65,10 +59,10 @@ def test_shards_train_as_under_plain_tensor_parallelism(name, options, settings)
 DEVICE = pytest.mark.simgpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "simulated", "options"),
     [
-        ("llama from a checkpoint", False, RECOMPUTE),
         ("mixtral from a checkpoint", False, BOTH),
         pytest.param("llama from a checkpoint", True, OFFLOAD, marks=DEVICE),
         pytest.param("qwen3 from a checkpoint", True, KEEP, marks=DEVICE),  # whose norms have a collective in a hook
@@ -82,16 +76,12 @@ def test_a_checkpoint_that_transformers_cuts_trains_as_without_streaming(name, s
 @pytest.mark.parametrize(
     ("name", "options", "settings"),
     [
-        ("in blocks", {"window": 8}, {"edits": True}),
-        ("in sequence", KEEP, {"accumulate": 3, "clip": 0.1}),
-        ("in sequence", BOTH, {"kind": "several", "accumulate": 2}),
-        ("tied", OFFLOAD, {"accumulate": 2, "clip": 0.1}),
-        ("cut words", OFFLOAD, {}),
-        ("sharded loss", RECOMPUTE, {"clip": 0.1}),
-        ("llama", {"window": 2}, {"accumulate": 2}),
-        ("vit", OFFLOAD, {}),
-        ("images vit", RECOMPUTE, {"accumulate": 2}),
-        ("planned llama", KEEP, {}),
+        case("in blocks", {"window": 8}, edits=True),
+        case("in sequence", BOTH, slow=False, kind="several", accumulate=2),
+        case("tied", OFFLOAD, accumulate=2, clip=0.1),
+        case("sharded loss", RECOMPUTE, clip=0.1),
+        case("llama", {"window": 2}, accumulate=2),
+        case("images vit", RECOMPUTE, accumulate=2),
     ],
 )
 def test_a_device_trains_shards_as_the_cpu_does_without_streaming(name, options, settings):
@@ -121,13 +111,12 @@ def test_a_ranks_host_holds_its_shards_once():
         assert found["in slabs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("streams", "kind", "simulated"),
     [
         ((False, True), "foreach", False),
         ((True, False), "several", False),
-        pytest.param((True, False), "foreach", False, marks=pytest.mark.slow),
-        pytest.param((False, True), "several", False, marks=pytest.mark.slow),
         pytest.param((True, True), "several", True, marks=DEVICE),
     ],
 )
@@ -143,30 +132,16 @@ def on_a_grid(name, options, simulated=False, often=False, **settings):
 @pytest.mark.parametrize(
     ("name", "simulated", "options", "settings"),
     [
-        on_a_grid("in blocks", KEEP, often=True),
         on_a_grid("in blocks", RECOMPUTE, often=True, accumulate=2),
-        on_a_grid("in sequence", OFFLOAD, often=True, accumulate=3),
-        on_a_grid("llama", KEEP, often=True),
-        on_a_grid("skipping", {"window": 2}, often=True, accumulate=2),
-        on_a_grid("in sequence", KEEP, often=True, clip=0.1),
         on_a_grid("in sequence", KEEP, often=True, simulated=True),
         on_a_grid("in sequence", BOTH, accumulate=2, kind="several", clip=0.1),
-        on_a_grid("in sequence", RECOMPUTE, resumes=True, accumulate=2),
+        on_a_grid("in sequence", OFFLOAD, simulated=True, accumulate=3, clip=0.1, resumes=True),
         on_a_grid("tied", KEEP, accumulate=2, clip=0.1),
-        on_a_grid("tied", OFFLOAD, kind="foreach", resumes=True),
-        on_a_grid("sharded loss", KEEP, accumulate=2, clip=0.1),
-        on_a_grid("sharded loss", BOTH, kind="several", resumes=True),
-        on_a_grid("llama", RECOMPUTE, accumulate=2, kind="several", resumes=True),
-        on_a_grid("vit", OFFLOAD, accumulate=2),
-        on_a_grid("images vit", RECOMPUTE, kind="several"),
-        on_a_grid("in sequence", OFFLOAD, simulated=True, accumulate=3, clip=0.1),
-        on_a_grid("in sequence", RECOMPUTE, simulated=True, kind="several", resumes=True),
-        on_a_grid("tied", BOTH, simulated=True, accumulate=2, clip=0.1),
+        on_a_grid("tied", BOTH, simulated=True, accumulate=2, kind="foreach"),
         on_a_grid("sharded loss", OFFLOAD, simulated=True, accumulate=2, clip=0.1, resumes=True),
         on_a_grid("llama", BOTH, simulated=True, accumulate=2, kind="several"),
         on_a_grid("skipping", OFFLOAD, simulated=True, accumulate=2),
-        on_a_grid("vit", RECOMPUTE, simulated=True, kind="several", resumes=True),
-        on_a_grid("images vit", {"window": 2, "transfer": 2}, simulated=True, accumulate=2),
+        on_a_grid("images vit", RECOMPUTE, kind="several"),
     ],
 )
 def test_two_by_two_ranks_are_ddp_over_the_same_shards(name, simulated, options, settings):

@@ -26,7 +26,6 @@ import dataclasses
 import functools
 import importlib
 import itertools
-import math
 import os
 import random
 import tempfile
@@ -357,17 +356,15 @@ def device_rng_state(device: torch.device) -> dict[str, Tensor]:
 # --- Comparing
 
 
-def compare(expected: Record, actual: Record, *, bitwise: bool = True) -> None:
+def compare(expected: Record, actual: Record) -> None:
     """Raises Difference with the first difference in time order.
 
-    Bitwise, tensors are compared as integers: NaN equals the same NaN, and -0.0 is not 0.0. Otherwise every element may
-    be off by sqrt(eps) of the tensor's largest magnitude, eps being that of its dtype: sums in another order lose bits
-    relative to their summands, not to their result, and half of the digits must survive. What is not a floating-point
-    number is exact in both. Names, their order, shape, dtype, and None instead of a tensor always count.
+    Tensors are compared as integers: NaN equals the same NaN, and -0.0 is not 0.0. Names, their order, shape, dtype,
+    and None instead of a tensor count, too.
     """
     for ours, theirs in itertools.zip_longest(actual.entries, expected.entries):
         if ours is not None and theirs is not None and ours[:2] == theirs[:2]:
-            if found := difference(theirs.value, ours.value, bitwise):
+            if found := difference(theirs.value, ours.value):
                 raise Difference(f"{theirs.where}: {theirs.what}: {found}")
         else:
             raise Difference(misplaced(expected, actual, theirs, ours))
@@ -383,10 +380,10 @@ def misplaced(expected: Record, actual: Record, theirs: Entry | None, ours: Entr
     return f"{wanted.where}: {wanted.what}: another order, found {found.where}: {found.what}"
 
 
-def difference(expected: Any, actual: Any, bitwise: bool = True) -> str | None:
+def difference(expected: Any, actual: Any) -> str | None:
     """How two values differ, or None."""
     if not (isinstance(expected, Tensor) and isinstance(actual, Tensor)):
-        return None if same_plain(expected, actual, bitwise) else f"{described(expected)} != {described(actual)}"
+        return None if same_plain(expected, actual) else f"{described(expected)} != {described(actual)}"
     for aspect in ("dtype", "shape", "layout"):
         one, other = getattr(expected, aspect), getattr(actual, aspect)
         if one != other:
@@ -394,24 +391,18 @@ def difference(expected: Any, actual: Any, bitwise: bool = True) -> str | None:
             return f"{aspect} {one} != {other}"
     if expected.layout == torch.sparse_coo:
         parts = [(t._indices(), t._values()) for t in (expected, actual)]
-        return difference(parts[0][0], parts[1][0]) or difference(parts[0][1], parts[1][1], bitwise)
+        return difference(parts[0][0], parts[1][0]) or difference(parts[0][1], parts[1][1])
     if expected.is_complex():
-        return difference(*(torch.view_as_real(tensor.resolve_conj()) for tensor in (expected, actual)), bitwise)
+        return difference(*(torch.view_as_real(tensor.resolve_conj()) for tensor in (expected, actual)))
     wrong = bits(expected) != bits(actual)
-    tolerance = None
-    if not bitwise and expected.is_floating_point():
-        tolerance = rounding(expected)
-        wrong &= ~close(expected, actual, tolerance)
-    return described_difference(expected, actual, wrong, tolerance) if wrong.any() else None
+    return described_difference(expected, actual, wrong) if wrong.any() else None
 
 
-def same_plain(expected: Any, actual: Any, bitwise: bool) -> bool:
+def same_plain(expected: Any, actual: Any) -> bool:
     if type(expected) is not type(actual):
         return False
     if not isinstance(expected, float):
         return expected == actual
-    if not bitwise and math.isclose(expected, actual, rel_tol=2**-12):
-        return True
     return repr(expected) == repr(actual)  # which tells -0.0 from 0.0, and lets NaN equal NaN
 
 
@@ -425,23 +416,12 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(integer)
 
 
-def rounding(expected: Tensor) -> float:
-    magnitudes = expected.double().abs().nan_to_num(nan=0.0, posinf=0.0)
-    largest = float(magnitudes.max()) if magnitudes.numel() else 0.0
-    return math.sqrt(torch.finfo(expected.dtype).eps) * largest
-
-
-def close(expected: Tensor, actual: Tensor, tolerance: float) -> Tensor:
-    one, other = expected.double(), actual.double()
-    return ((one - other).abs() <= tolerance) | (one == other) | (one.isnan() & other.isnan())
-
-
-def described_difference(expected: Tensor, actual: Tensor, wrong: Tensor, tolerance: float | None) -> str:
+def described_difference(expected: Tensor, actual: Tensor, wrong: Tensor) -> str:
     index = tuple(wrong.nonzero()[0].tolist())
     shown = f"{number(expected[index])} != {number(actual[index])} ({distance(expected[index], actual[index])})"
     if expected.numel() > 1:
         shown = f"{int(wrong.sum())} of {wrong.numel()} elements differ, first at {index}: {shown}"
-    return shown if tolerance is None else f"{shown}, more than {tolerance:.3g}"
+    return shown
 
 
 def number(element: Tensor) -> str:
