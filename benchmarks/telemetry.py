@@ -136,7 +136,7 @@ class Turns:
             begin = time.perf_counter()
             report.figures()
             logged = (time.perf_counter() - begin) / LOG_EVERY
-            self.units += [unit.forward_s + unit.backward_s for unit in recorder.times().values()]
+            self.units += [step.busy("compute") / self.handle.stats()["units"] for step in recorder.steps]
         return (self.own.calls - calls) / STEPS, (self.own.seconds - seconds) / STEPS + logged
 
     def skipped(self):

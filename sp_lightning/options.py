@@ -83,7 +83,7 @@ class Options:
         """Raise OptionError if an option is not built for ``count`` devices on each of ``machines`` machines."""
         if count * machines > 1:
             refused = ["optimizer_device='device'"] * (self.optimizer_device == "device")
-            refused += ["disk= or host_budget="] * self.uses_files
+            refused += ["disk="] * self.spills
             for what in refused:
                 several = ("devices", count) if machines == 1 else ("num_nodes * devices", f"{machines} * {count}")
                 raise OptionError(argument=several[0], found=several[1], allowed=f"1 with {what}")

@@ -190,6 +190,8 @@ def test_any_other_switch_is_refused(name, value):
 def test_a_step_on_the_device_with_several_of_them_is_refused_with_what_was_given(machines, found):
     with pytest.raises(OptionError, match=found):
         Options(optimizer_device="device").check_devices(2, machines)
+    with pytest.raises(OptionError, match="1 with disk="):
+        Options(disk="/tmp").check_devices(2, machines)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._dynamo.exc import Unsupported as Unsupported  # an error of fullgraph=True
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,12 +31,6 @@ def never_compiled_hook(function: F) -> F:
     For functions that no compiled frame calls: hooks that autograd calls for each tensor.
     """
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, _SKIP))
-    return function
-
-
-def not_compiled_itself_hook(function: F) -> F:
-    """Keep a function from being compiled, as ``not_compiled_itself`` does, but without a wrapper around each call."""
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, _DEFAULT))
     return function
 
 
@@ -64,12 +57,3 @@ def compiling_as_here(function: F) -> F:
             eval_frame.set_eval_frame(before)
 
     return cast(F, compiling)
-
-
-# What is called before something is compiled. A reset of the compiler clears the list.
-at_compilation: list[Callable[[Any], None]] = callback_handler.start_callbacks
-
-
-def compiles_frame(compilation: Any) -> bool:
-    """Whether a frame is about to be traced; other compilations are of graphs, which were made of frames."""
-    return compilation.callback_trigger is CallbackTrigger.DYNAMO

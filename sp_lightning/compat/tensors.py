@@ -213,8 +213,8 @@ def laid_out(spec: Any, like: Any) -> Any:
     return type(spec)(spec.mesh, spec.placements, tensor_meta=like.tensor_meta._replace(dtype=spec.tensor_meta.dtype))
 
 
-# Without this numbers for a shard on the host would be the host's, the same for each shard and in each call: torch moves
-# on the generator of the mesh's device.
+# Without this numbers for a shard on the host would be the host's, the same for each shard and in each call: torch
+# moves on the generator of the mesh's device.
 _drawing: list[Any] = []  # torch's own function, once for each who replaces it
 
 

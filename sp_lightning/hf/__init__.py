@@ -17,7 +17,7 @@ from .context import Streaming
 __all__ = ["enable", "streaming"]
 
 
-def streaming(only_if_needed: bool = False, **options: Any) -> Any:
+def streaming(only_if_needed: bool = False, **options: Any) -> Streaming:
     """Return a context in which all models stream that code moves to the device, or prepares with accelerate.
 
     Args:
@@ -31,15 +31,12 @@ def streaming(only_if_needed: bool = False, **options: Any) -> Any:
     waits = {name: options.pop(name) for name in ("timeout", "keepalive") if name in options}
     parsed = Options.parse(**options)
     processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if processes == 1:
-        return Streaming(parsed, only_if_needed)
-    if only_if_needed:
-        raise OptionError(argument="only_if_needed", found=True, allowed="False with several processes, or with a disk")
-    from .before import streaming as before
-
-    return before(**waits, **options)
+    parsed.check_devices(processes)
+    if only_if_needed and processes > 1:
+        raise OptionError(argument="only_if_needed", found=True, allowed="False with several processes")
+    return Streaming(parsed, only_if_needed, **waits)
 
 
-def enable(**options: Any) -> Any:
+def enable(**options: Any) -> Streaming:
     """Stream all models from here on, as ``streaming`` does in its context, until ``close()`` of what is returned."""
     return streaming(**options).__enter__()

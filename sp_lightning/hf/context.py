@@ -5,7 +5,9 @@
    of which one submodule has all parameters is moved as ever, a layer, a metric, until it is prepared.
 2. A model that streams ignores ``.to(device)``; a conversion of type happens. ``model.device`` is where it runs.
 3. A module around a model that streams takes it over. One that has but a part of it in common is moved beside it.
-4. The methods that the context replaces are as they were once it is closed, and so are the models.
+4. With several processes a model that stock code would wrap in DDP is shared: all of them stream one copy, and
+   exchange gradients. What a process moves around it leaves it shared. Each process streams other models by itself.
+5. The methods that the context replaces are as they were once it is closed, and so are the models.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import importlib
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..compat.dynamo import never_compiled
 from ..compat.modules import DISPATCHED, accelerate_precision
@@ -30,6 +35,7 @@ from ..handle import Handle
 from ..handles import close_all, close_dropped
 from ..host.device import Device
 from ..options import Options, format_bytes
+from ..peers.peers import Peers
 from ..stream.leaf import Leaf
 from ..stream.parameters import unit_of
 from ..stream.preparation import check_values
@@ -38,6 +44,7 @@ WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names
 PARAMETERS = {  # of accelerate's methods, that the context relies on
     "prepare_model": ["model", "device_placement", "evaluation_mode"],
     "prepare_optimizer": ["optimizer", "device_placement"],
+    "no_sync": ["model"],
 }
 STATE_NBYTES = 8  # for a weight that trains: AdamW's, in FP32
 SHARE = 0.5  # of the device's memory, for weights, gradients and state; the rest is for activations
@@ -49,8 +56,8 @@ open_contexts: list[Any] = []  # at most one
 class Streaming:
     """Contexts: what streams in a script, and the methods that are replaced meanwhile."""
 
-    def __init__(self, options: Options, only_if_needed: bool = False) -> None:
-        self.options, self._only_if_needed = options, only_if_needed
+    def __init__(self, options: Options, only_if_needed: bool = False, **waits: timedelta) -> None:
+        self.options, self._only_if_needed, self._waits = options, only_if_needed, waits
         self.handles: list[Handle] = []  # of the models that stream, in the order in which they began
         self._left: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # to stock code; bytes
         self._shown: set[type] = set()  # classes that say where their models run
@@ -66,11 +73,16 @@ class Streaming:
         open_contexts.append(self)
         self._replace(accelerator, "prepare_model", self._prepare_model)
         self._replace(accelerator, "prepare_optimizer", self._prepare_optimizer)
+        self._replace(accelerator, "no_sync", contextlib.contextmanager(self._no_sync))
+        self._replace(DistributedDataParallel, "__init__", self._wrap)
         self._replace(nn.Module, "to", self._to)
         self._replace(nn.Module, "cuda", self._cuda)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            for handle in self.handles:
+                handle.team.fail(error)
         self.close()
 
     def close(self) -> None:
@@ -119,8 +131,25 @@ class Streaming:
         module = inside(model, keep_torch_compile=False)
         if self._is_left(module, accelerator.device):
             return prepare(accelerator, model, device_placement, evaluation_mode)
-        self.take(module, accelerator.device)
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        self.take(module, accelerator.device, accelerator.use_distributed and trains and not evaluation_mode)
+        for handle in filter(_is_shared, self._handles_of(module.parameters())):
+            _follow(accelerator.ddp_handler, handle)
         return prepare(accelerator, model, device_placement=False, evaluation_mode=True)  # and without DDP
+
+    def _no_sync(self, no_sync: Any, accelerator: Any, model: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for handle in self._handles_of(model.parameters()):
+                stack.enter_context(handle.no_sync())
+            yield stack.enter_context(no_sync(accelerator, model))
+
+    def _wrap(self, wrap: Any, wrapper: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if self._handles_of(module.parameters()):
+            raise UnsupportedError(
+                f"{type(module).__name__} streams, and DDP around it would not exchange gradients: pass the model to "
+                "accelerator.prepare, and leave DistributedDataParallel out"
+            )
+        wrap(wrapper, module, *args, **kwargs)
 
     def _prepare_optimizer(self, prepare: Any, accelerator: Any, optimizer: Any, device_placement: Any = None) -> Any:
         """Leave the state of an optimizer to the handles that step its weights."""
@@ -155,7 +184,7 @@ class Streaming:
         ended = self._end(self._handles_of(module.parameters()))
         to(module, dtype)
         for handle in ended:
-            self.take(handle.module, handle.device.torch_device)
+            self.take(handle.module, handle.device.torch_device, _is_shared(handle))
 
     def _cuda(self, cuda: Any, module: nn.Module, device: Any = None) -> nn.Module:
         where = "cuda" if device is None else device
@@ -163,23 +192,32 @@ class Streaming:
 
     # ---- models
 
-    def take(self, module: nn.Module, device: torch.device) -> None:
-        """Begin to stream a module, unless it streams, and move what else it has, as moving it would."""
-        if any(unit_of(parameter) is None for parameter in module.parameters()):
-            parts = set(module.modules())
-            around = self._handles_of(module.parameters())
-            if all(handle.module in parts for handle in around):
-                self._end(around)
-                self._begin(module, device)
+    def take(self, module: nn.Module, device: torch.device, shares: bool = False) -> None:
+        """Begin to stream a module, unless it streams, and move what else it has, as moving it would.
+
+        With ``shares`` all processes come here, and stream one copy.
+        """
+        around, parts = self._handles_of(module.parameters()), set(module.modules())
+        outside = [handle for handle in around if handle.module not in parts]
+        shared = [handle for handle in around if _is_shared(handle)]
+        streams = all(unit_of(parameter) is not None for parameter in module.parameters())
+        stays = streams and shared == around if shares else streams or shared or outside
+        if not stays:
+            self._end(around)
+            self._begin(module, device, shares)
+            for handle in outside:
+                self.take(handle.module, device)  # its other parts
         found = self._handles_of(module.parameters())
         self._move_rest(module, found[0].device.torch_device if found else device)
 
-    def _begin(self, module: nn.Module, device: torch.device) -> None:
+    def _begin(self, module: nn.Module, device: torch.device, shares: bool) -> None:
         close_dropped(self.handles)
         _check(module)
         _to_host(module)
         wire = torch.bfloat16 if self.options.master_weights else WIRES.get(accelerate_precision())
-        handle = Handle(module, device, self.options, wire=wire)
+        world: Any = dist.group.WORLD
+        team = Peers(world, **self._waits) if shares else None
+        handle = Handle(module, device, self.options, team, wire=wire)
         handle.before_new = self._end_parts
         self.handles.append(handle)
         if not handle.device.is_host:
@@ -302,6 +340,18 @@ def _needed(parameter: nn.Parameter) -> int:
     """Return the bytes of a weight, and of its gradient and state if it trains."""
     size: int = parameter.nbytes
     return 2 * size + STATE_NBYTES * parameter.numel() if parameter.requires_grad else size
+
+
+def _is_shared(handle: Handle) -> bool:
+    """Whether several processes stream one copy."""
+    return isinstance(handle.team, Peers)
+
+
+def _follow(asked: Any, handle: Handle) -> None:
+    """Do what a script asked of DDP; None: nothing."""
+    handle.team.follows_buffers = asked is None or asked.broadcast_buffers
+    if asked is not None and asked.comm_hook.name != "NO":
+        raise UnsupportedError(f"a model that streams has no DDP for comm_hook={asked.comm_hook}: leave it out")
 
 
 def _device_of(original: Any, module: nn.Module) -> Any:

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import statistics
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,20 +46,6 @@ class Clock(Protocol):
     def both_clocks(self) -> tuple[Any, float]: ...
 
     def synchronize(self) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitTimes:
-    """Seconds that one unit takes in a step: medians over the recorded steps; 0 for what did not happen."""
-
-    unit: str
-    up_s: float = 0.0  # of each load
-    forward_s: float = 0.0  # of all its visits
-    backward_s: float = 0.0  # with the forward that "recompute" repeats
-    down_s: float = 0.0  # of its gradients
-    step_s: float = 0.0  # of the optimizer; its share by gradient bytes where the optimizer stepped all units at once
-    up_nbytes: int = 0
-    down_nbytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +84,6 @@ class RecordedStep:
     @functools.cached_property  # read again and again while the step is one of the last
     def _causes(self) -> dict[str, float]:
         return causes(self.spans, self.start, self.end)
-
-    @functools.cached_property
-    def of_units(self) -> dict[str, dict[str, float]]:
-        """Seconds and bytes that the pass spent on each unit."""
-        return _sums(self)
 
 
 class _Entry:
@@ -214,7 +194,6 @@ class Recorder(StepListener):
         self._count = 0  # passes begun, recorded or not
         self._batches = {True: 0, False: 0}  # the same, by whether they train
         self._computing: _Entry | None = None
-        self._host_free = 0.0  # when the calling thread became free for the optimizer's own step
         self.steps: deque[RecordedStep] = deque(maxlen=keep)
 
     # ---- listening
@@ -264,14 +243,6 @@ class Recorder(StepListener):
         entry.start, entry.end = begin, end
         self._add(entry)
 
-    def step_may_begin(self) -> None:
-        self._host_free = time.perf_counter()
-
-    def stepped(self) -> None:
-        entry = _Entry("optimizer", "")
-        entry.start, entry.end = self._host_free, time.perf_counter()
-        self._add(entry)
-
     # ---- reading
 
     def flush(self) -> None:
@@ -284,10 +255,6 @@ class Recorder(StepListener):
     def trained(self, since: int = 0) -> list[RecordedStep]:
         """Return the recorded passes that train, from the number ``since`` on."""
         return [step for step in self.steps if step.trains and step.number >= since]
-
-    def times(self) -> dict[str, UnitTimes]:
-        """Return each unit's times in the order of forward: over passes that train, if there are any."""
-        return unit_times(self.trained() or list(self.steps))
 
     # ---- details
 
@@ -320,50 +287,3 @@ class Recorder(StepListener):
     def _read(self, later: int) -> None:
         while self._passes and self._count - self._passes[0].number > later and self._passes[0].happened():
             self.steps.append(self._passes.popleft().read())
-
-
-# ---- figures
-
-
-def unit_times(steps: Sequence[RecordedStep]) -> dict[str, UnitTimes]:
-    """Compute each unit's median times over these passes, in the order in which the units compute."""
-    names = dict.fromkeys(s.unit for step in steps for s in step.spans if s.unit and s.phase != "activations")
-    samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in names}
-    for step in steps:
-        for name, sums in step.of_units.items():
-            for what, value in sums.items():
-                samples[name][what].append(value)
-        for span in step.of("up"):
-            if span.phase == "weights":
-                samples[span.unit]["up_s"].append(span.seconds)
-                samples[span.unit]["up_nbytes"].append(span.nbytes)
-    order = dict.fromkeys([s.unit for step in steps for s in step.of("compute")] + list(names))
-    return {name: _median_times(name, samples[name]) for name in order}
-
-
-def _median_times(name: str, samples: dict[str, list[float]]) -> UnitTimes:
-    medians = {what: statistics.median(values) for what, values in samples.items()}
-    nbytes = {what: int(medians.pop(what, 0)) for what in ("up_nbytes", "down_nbytes")}
-    return UnitTimes(unit=name, up_nbytes=nbytes["up_nbytes"], down_nbytes=nbytes["down_nbytes"], **medians)
-
-
-def _sums(step: RecordedStep) -> dict[str, dict[str, float]]:
-    """Sum the seconds and bytes that one pass spent on each unit."""
-    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    at_once = 0.0
-    for span in step.spans:
-        if span.stall or span.phase == "activations":
-            continue
-        if span.lane == "compute":
-            sums[span.unit][f"{span.phase}_s"] += span.seconds
-        elif span.lane == "down":
-            sums[span.unit]["down_s"] += span.seconds
-            sums[span.unit]["down_nbytes"] += span.nbytes
-        elif span.lane == "optimizer" and span.unit:
-            sums[span.unit]["step_s"] += span.seconds
-        elif span.lane == "optimizer":
-            at_once += span.seconds
-    left = {name: own["down_nbytes"] for name, own in sums.items() if "down_nbytes" in own and "step_s" not in own}
-    for name, nbytes in left.items():
-        sums[name]["step_s"] = at_once * nbytes / max(1, sum(left.values()))
-    return sums

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 _NOTHING = contextlib.nullcontext()
-Lane = Literal["disk in", "up", "compute", "down", "network", "optimizer", "disk out", "host"]
-CAUSES = ("compute", "disk", "weights", "gradients", "network", "activations", "optimizer", "other")
+Lane = Literal["disk in", "up", "compute", "down", "optimizer", "disk out", "host"]
+CAUSES = ("compute", "disk", "weights", "gradients", "activations", "optimizer", "other")
 LANES: tuple[Lane, ...] = get_args(Lane)  # "optimizer" is the thread that steps, "host" the one that launches
 
 
@@ -99,12 +99,6 @@ class StepListener:
 
     def host_waited(self, cause: str, begin: float, end: float) -> None:
         """Note that the host waited between two readings of ``time.perf_counter``."""
-
-    def step_may_begin(self) -> None:
-        """Note that the calling thread has nothing left to do before the optimizer's own step."""
-
-    def stepped(self) -> None:
-        """Note that the optimizer's own step ended."""
 
 
 class Stats(TypedDict):

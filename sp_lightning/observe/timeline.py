@@ -22,20 +22,18 @@ LANE_NAMES: dict[Lane, str] = {
     "up": "host to device",
     "compute": "compute",
     "down": "device to host",
-    "network": "to other machines",
     "optimizer": "optimizer on the host",
     "disk out": "host to disk",
     "host": "host thread waits",
 }
 NAMES = {cause: f"waits for {cause}" for cause in CAUSES}
-NAMES |= {"compute": "compute", "disk": "waits for the disk", "network": "waits for the network"}
+NAMES |= {"compute": "compute", "disk": "waits for the disk"}
 NAMES |= {"other": "outside of units"}
 COLORS: dict[Lane, dict[str, str]] = {  # of a lane's phases, the usual one first
     "disk in": {"weights": "#8a78b8", "state": "#b57fa5"},
     "up": {"weights": "#3aa6a0", "activations": "#c9b26b"},
     "compute": {"forward": "#6f9bda", "backward": "#3d5fa3"},
     "down": {"gradients": "#e08e45", "activations": "#c9b26b"},
-    "network": {"gradients": "#a0703c"},
     "optimizer": {"step": "#6a9f58"},
     "disk out": {"state": "#b57fa5"},
     "host": {"": "#9aa5b1"},

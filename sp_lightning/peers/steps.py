@@ -253,6 +253,8 @@ class SharedSteps(Steps):
     def _publish(self, unit: Unit) -> None:
         """Copy this rank's parts of what the user wrote to the truth (Rule 2)."""
         for weight in unit.weights:
+            if weight.place is not None:
+                continue  # it stays in each rank's file, or in its own pages
             cut, rank = self._team.cut(weight.value.numel()), self._team.local_rank
             for face in (weight.value, weight.wire) if weight.is_narrow else (weight.value,):
                 cut.part_of(self._slabs.truth(face), rank).copy_(cut.part_of(weight.value, rank))
@@ -287,6 +289,8 @@ class SharedSteps(Steps):
             if weight is not None and weight.unit in self._planes and any(map(self._is_private, state.values())):
                 owned.setdefault(weight.unit, []).append(weight)
         for unit, whose in sorted(owned.items(), key=lambda one: one[0].index):
+            if unit.is_edited():
+                self._edited.add(unit)
             adopt = functools.partial(self._adopt_state, unit, whose, optimizer, optimizer.state)
             unit.begin_step(functools.partial(self._start, unit, whose, adopt))
 
@@ -295,6 +299,8 @@ class SharedSteps(Steps):
         return isinstance(entry, Tensor) and bool(entry.ndim) and not self._slabs.has(entry)
 
     def _adopt_state(self, unit: Unit, whose: list[Weight], optimizer: optim.Optimizer, state: Any) -> None:
+        if unit in self._edited:
+            self._publish(unit)  # a step's end gives up what the user wrote
         mine = self._state_of(unit, whose, optimizer, state)
         for weight in whose:
             mine.peek(weight.host)

@@ -8,7 +8,6 @@ import pathlib
 import subprocess
 import sys
 
-import pretended_nodes
 import processes
 import pytest
 import ranked_hf
@@ -26,7 +25,6 @@ RUNS = {
     "accumulating": ("accumulating", {}),
     "accumulating in bf16": ("accumulating", {"mixed_precision": "bf16"}),
     "two models": ("gan", {}),
-    "torch's DDP around it": ("by torch", {}),
     "a module around it is moved": ("around", {}),
     "one rank moves a module around it": ("around", {"ranks": 1}),
     "a module around it was moved before": ("around", {"early": True}),
@@ -36,6 +34,7 @@ RUNS = {
     "Trainer and the best": ("trainer", {**BEST, "load_best_model_at_end": True, "num_train_epochs": 2}),
     "Trainer in bf16": ("trainer", {"bf16": True}),
     "Trainer checkpointing": ("trainer", {"gradient_checkpointing": True}),
+    "Trainer of adapters": ("adapters", {}),
     "Trainer resuming": ("resuming", {}),
     "Trainer of embeddings": ("sentences", {"loss": "negatives"}),
     "Trainer of embeddings in parts": ("sentences", {"loss": "cached"}),
@@ -85,54 +84,50 @@ def check_ranks(run, on, folder, start):
         parity.compare(theirs, ours)
 
 
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ((1, {"window": 1}), (2, {"window": 2})),
+        ((2, {"window": 1}), (1, {"window": 1})),
+        ((2, None), (2, {"window": 1})),
+        ((2, {"window": 1}), (2, None)),
+    ],
+    ids=["one to two", "two to one", "from DDP", "to DDP"],
+)
 @pytest.mark.seldom
-@pytest.mark.parametrize("run, on", list(combinations()))
-def test_two_machines_are_ddp(run, on, tmp_path):
-    check_ranks(run, on, tmp_path, functools.partial(processes.run, 2, pretended_nodes.run, 2))
+def test_a_run_resumes_from_a_checkpoint_of_other_processes(first, second, tmp_path):
+    def train(name, size, options, **settings):
+        ranks = processes.run(2, ranked_hf.trained, str(tmp_path / name), size, options, **settings)
+        return ranks[:size]
 
-
-@pytest.mark.seldom
-@pytest.mark.parametrize("run", ["plainly", "accumulating"])
-def test_two_machines_of_two_ranks_are_ddp_with_the_tree(run, tmp_path):
-    expected = processes.run(4, ranked_hf.record, run, None, folder=str(tmp_path))
-    started = functools.partial(processes.run, 4, pretended_nodes.run, 2, ranked_hf.record)
-    for theirs, ours in zip(expected, started(run, {"window": 1}, folder=str(tmp_path)), strict=True):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "ours").mkdir()
+    train("saved", *first, resume=None, max_steps=2)
+    kind = "stock" if first[1] is None else "cpu"
+    checkpoint = str(tmp_path / "saved" / kind / "checkpoint-2")
+    size, options = second
+    expected = train("other", size, None if options else {"window": 1}, resume=checkpoint, max_steps=4)
+    for theirs, ours in zip(expected, train("ours", size, options, resume=checkpoint, max_steps=4), strict=True):
         parity.compare(theirs, ours)
 
 
-@pytest.mark.seldom
 def test_a_model_that_ddp_would_wrap_is_shared_and_others_are_not():
-    ranks = processes.run(2, ranked_hf.facts)
-    assert ranks[0]["gradient"] == ranks[1]["gradient"] != [[0.0] * 16] * 8  # of a wrapper from an earlier context
-    for found in ranks:
-        assert found["later"] == [True, [2]]
-        assert (found["shared"], found["streamed"]) == (["net"], 2)
-        assert found["kind"] == found["once more"] == "RankedModel"
-        assert "longer do: train and evaluate inside the context" in found["after"]
-        for said, expected in zip(
-            found["errors"],
-            (
-                "UnsupportedError: a streamed model has no DDP to give a communication hook",
-                "UnsupportedError: ranks of a streamed model need the same number of batches",
-                "UnsupportedError: the wrapper of a streamed model cannot be copied",
-                "UnsupportedError: OwnWrapper is a DDP of its own",
-                "UnsupportedError: a streamed model averages all gradients over all processes: leave process_group out",
-                "UnsupportedError: on several devices an optimizer cannot step modules that were set up one by one",
-            ),
-            strict=True,
-        ):
-            assert said.startswith(expected), said
+    for found in processes.run(2, ranked_hf.facts):
+        assert (found["shared"], found["streamed"]) == (["moved first", "prepared"], 4)
+        assert found["torch's DDP"].startswith("UnsupportedError: Net streams, and DDP around it would not exchange")
+        assert found["only_if_needed"].startswith("OptionError: only_if_needed must be False with several processes")
 
 
-@pytest.mark.simgpu
-def test_a_model_that_was_moved_is_shared_once_it_is_wrapped():
-    for found in processes.run(2, ranked_hf.facts, "simgpu", True):
-        assert (found["shared"], found["streamed"]) == (["net"], 3)
+def test_a_communication_hook_is_refused():
+    for said in processes.run(2, ranked_hf.comm_hook):
+        assert said.startswith("UnsupportedError: a model that streams has no DDP for comm_hook=")
 
 
 def test_a_rank_that_fails_is_named():
     first, second = processes.run(2, ranked_hf.fails)
-    assert first.startswith("PeerError: rank 1 failed") and second.startswith("ZeroDivisionError")
+    assert first.startswith("PeerError: rank 0 waits at") and "rank 1 is gone" in first
+    assert "ZeroDivisionError" in first and second.startswith("ZeroDivisionError")
 
 
 # ---- scripts
@@ -161,7 +156,7 @@ def test_launch_under_a_launcher_of_processes_runs_the_script_as_it_is(launcher,
     from safetensors.torch import load_file
 
     assert "DistributedDataParallel" in start(launcher, str(SCRIPT), tmp_path / "stock", False)
-    assert "RankedModel" in start(launcher, str(SCRIPT), tmp_path / "streamed", True)
+    assert "Sequential" in start(launcher, str(SCRIPT), tmp_path / "streamed", True)
     stock, streamed = load_file(tmp_path / "stock"), load_file(tmp_path / "streamed")
     assert stock.keys() == streamed.keys()
     assert not [name for name in stock if parity.difference(stock[name], streamed[name])]

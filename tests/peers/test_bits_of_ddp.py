@@ -17,10 +17,13 @@ CASES = [
     Case("skipping", "own", accumulated=2, edits=True),
     Case("plain", "sgd", clipped=0.3, options={"optimizer_overlap": False}),
     Case("tied", "adamw", accumulated=2, machines=2),
+    Case("filed", "adamw", edits=True, options={"host_budget": 0}),
+    Case("filed", "fused", accumulated=2, clipped=0.3, device="simgpu", options={"host_budget": 0}),
 ]
 PRODUCT = [
     Case(net, optimizer, accumulated, clipped)
     for net in peer_runs.NETS
+    if net != "filed"
     for optimizer in ("sgd", "adamw", "fused", "foreach")
     for accumulated in (1, 3)
     for clipped in (None, 0.3)

@@ -12,7 +12,7 @@ run = accelerate.Accelerator(cpu=True)
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 model, optimizer = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False))
-assert isinstance(model, nn.parallel.DistributedDataParallel) and run.num_processes == 2
+assert run.num_processes == 2
 for step in range(3):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + run.process_index))
     run.backward(model(x).square().mean())
@@ -21,4 +21,4 @@ for step in range(3):
 print(type(model).__name__)
 if run.is_main_process:
     time.sleep(6)  # the other one has ended
-    save_file({name: value.clone() for name, value in model.module.state_dict().items()}, sys.argv[1])
+    save_file({name: value.clone() for name, value in run.unwrap_model(model).state_dict().items()}, sys.argv[1])

@@ -8,12 +8,14 @@ import os
 import pathlib
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import in_files
 import lightning as L
 import simccl
 import torch
@@ -94,12 +96,21 @@ class Pictures(nn.Module):
         return torch.randn(4, 3, 9, 9, generator=generator)
 
 
+def filed() -> Language:
+    """Make a model whose frozen weights lie in a file, of the same bytes on each rank."""
+    torch.manual_seed(0)
+    model = Language(frozen=True)
+    in_files.put(model, tempfile.mkdtemp(dir=os.getcwd()), files=1)
+    return model
+
+
 NETS: dict[str, Callable[[], Any]] = {
     "plain": Language,
     "tied": lambda: Language(tied=True),
     "frozen": lambda: Language(frozen=True),
     "skipping": Language,
     "pictures": Pictures,
+    "filed": filed,
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),

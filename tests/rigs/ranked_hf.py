@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import parity
-import sp_lightning
 
 SIMULATED = "simgpu:0"
 
@@ -38,9 +37,9 @@ def place(device: str) -> Iterator[None]:
             patch.setenv("ACCELERATE_TORCH_DEVICE", SIMULATED)
         patch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
         patch.setattr("accelerate.accelerator.is_bf16_available", lambda *_, **__: True)
-        accelerator = torch.accelerator.current_accelerator()  # whose tensors a barrier of torch has
-        is_simulated = accelerator is not None and accelerator.type == "simgpu"
-        dist.init_process_group(importlib.import_module("simccl").register() if is_simulated else "gloo")
+        dist.init_process_group(
+            "cpu:gloo,simgpu:gloo" if device == "cpu" else importlib.import_module("simccl").register()
+        )
         state = importlib.import_module("accelerate.state")
         state.AcceleratorState._reset_state(True)
         state.GradientState._reset_state()
@@ -62,6 +61,10 @@ def record(
 
 def trainer() -> Callable[..., Iterator[Any]]:
     return functools.partial(importlib.import_module("hf_runs").train, use_cpu=True)
+
+
+def adapters() -> Callable[..., Iterator[Any]]:
+    return functools.partial(trainer(), make=importlib.import_module("hf_runs").with_adapters)
 
 
 def trl() -> Callable[..., Iterator[Any]]:
@@ -122,13 +125,6 @@ def accelerator(find_unused: bool = True, **settings: Any) -> Any:
     return Accelerator(cpu=True, kwargs_handlers=[ddp], **settings)
 
 
-def summed_as_tree(model: nn.Module) -> nn.Module:
-    """Have DDP add the gradients of more than two ranks in the order in which ours are added."""
-    if type(model) is nn.parallel.DistributedDataParallel and dist.get_world_size() > 2:
-        model.register_comm_hook(None, sp_lightning.tree_hook)
-    return model
-
-
 def ends(*modules: nn.Module) -> list[Any]:
     return [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
 
@@ -140,10 +136,8 @@ def plainly(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
     net = Net()
     net.blocks[0][1].running_mean.add_(run.process_index)
     model, optimizer, loader = run.prepare(net, adamw(net), batches())
-    summed_as_tree(model)
-    assert isinstance(model, nn.parallel.DistributedDataParallel) and run.unwrap_model(model) is net is model.module
-    yield "modules", [name for name, _ in model.named_modules()]
-    yield "beginning", ends(model)
+    assert run.unwrap_model(model) is net
+    yield "beginning", ends(net)
     for step, x in enumerate(loader):
         if step == 2:
             run.save_state(str(folder / "state"))
@@ -157,28 +151,27 @@ def plainly(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
         optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            yield f"evaluated {step}", [run.gather(loss), norm, model(x), model(x), net(x)]
+            yield f"evaluated {step}", [run.gather(loss), norm, net(x), net(x)]
             next(net.parameters()).mul_(0.99)
             if run.is_main_process:  # alone
                 net(x)
         model.train()
     run.wait_for_everyone()
     run.load_state(str(folder / "state"))
-    yield "loaded", [ends(model), optimizer.state_dict()["state"]]
+    yield "loaded", [ends(net), optimizer.state_dict()["state"]]
     for x in loader:
         run.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    yield "ends", [ends(model), optimizer.state_dict()["state"]]
+    yield "ends", [ends(net), optimizer.state_dict()["state"]]
 
 
 def accumulating(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
-    """Accumulates as accelerate does, and as its documentation has it for several forwards before a backward."""
+    """Accumulates as accelerate does."""
     run = accelerator(find_unused=False, gradient_accumulation_steps=3, **settings)
     torch.manual_seed(1)
     net = Net()
     model, optimizer, loader = run.prepare(net, adamw(net), batches())
-    summed_as_tree(model)
     for step, x in enumerate(loader):
         with run.accumulate(model):
             loss = model(x).square().mean()
@@ -186,16 +179,7 @@ def accumulating(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
             yield f"gradients {step}", [loss, [p.grad for p in net.parameters()]]
             optimizer.step()
             optimizer.zero_grad()
-    x = next(iter(loader))
-    with run.no_sync(model):
-        first, second = model(x).square().mean(), model(x + 1).square().mean()
-    run.backward(first)
-    yield "without an exchange", [p.grad for p in net.parameters()]
-    with run.trigger_sync_in_backward(model):
-        run.backward(second)
-    yield "with one", [p.grad for p in net.parameters()]
-    optimizer.step()
-    yield "ends", [ends(model), optimizer.state_dict()["state"]]
+    yield "ends", [ends(net), optimizer.state_dict()["state"]]
 
 
 def gan(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
@@ -219,7 +203,7 @@ def gan(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
         run.backward(fooled)
         yield f"generator {step}", [fooled, [[p.grad for p in net.parameters()] for net in nets]]
         of_generator.step()
-    yield "ends", [ends(generator, critic), of_generator.state_dict()["state"], of_critic.state_dict()["state"]]
+    yield "ends", [ends(*nets), of_generator.state_dict()["state"], of_critic.state_dict()["state"]]
 
 
 class WithLoss(nn.Module):
@@ -231,23 +215,6 @@ class WithLoss(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.net(x)).square().mean()
-
-
-def by_torch(folder: pathlib.Path) -> Iterator[Any]:
-    """Wraps a module in torch's DDP of which a part has been moved."""
-    run = accelerator()
-    torch.manual_seed(1)
-    net, device = run.prepare_model(Net(), evaluation_mode=True), run.device  # moved, and not wrapped
-    model = nn.parallel.DistributedDataParallel(WithLoss(net, device), find_unused_parameters=True)
-    optimizer = adamw(model)
-    for step in range(3):
-        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-        loss = model(x.to(device))
-        loss.backward()
-        yield f"gradients {step}", [loss, [p.grad for p in model.parameters()]]
-        optimizer.step()
-        optimizer.zero_grad()
-    yield "ends", [ends(model), optimizer.state_dict()["state"]]
 
 
 class Around(nn.Module):
@@ -291,7 +258,7 @@ def around(folder: pathlib.Path, ranks: int = 2, early: bool = False) -> Iterato
         optimizer.zero_grad()
         of_outer.step()
         of_outer.zero_grad()
-    yield "ends", [ends(model), optimizer.state_dict()["state"], [p.detach().cpu() for p in outer.parameters()]]
+    yield "ends", [ends(net), optimizer.state_dict()["state"], [p.detach().cpu() for p in outer.parameters()]]
     del kept
 
 
@@ -301,21 +268,23 @@ def beside(folder: pathlib.Path) -> Iterator[Any]:
     torch.manual_seed(1)
     net = Net()
     moved = Around(net, run.device).to(run.device)
-    model = WithLoss(net, run.device)
-    model, optimizer, loader = run.prepare(model, adamw(model), batches())
+    inner = WithLoss(net, run.device)
+    model, optimizer, loader = run.prepare(inner, adamw(inner), batches())
     for step, x in enumerate(loader):
         loss = model(x)
         run.backward(loss)
-        yield f"gradients {step}", [loss, [p.grad for p in model.parameters()]]
+        yield f"gradients {step}", [loss, [p.grad for p in inner.parameters()]]
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             yield f"moved {step}", moved(x)
-    yield "ends", [ends(model), optimizer.state_dict()["state"], [p.detach().cpu() for p in moved.parameters()]]
+    yield "ends", [ends(inner), optimizer.state_dict()["state"]]
+    yield "moved", [p.detach().cpu() for p in moved.parameters()]
 
 
 RUNS: dict[str, Callable[[], Callable[..., Iterator[Any]]]] = {
     "trainer": trainer,
+    "adapters": adapters,
     "resuming": resuming,
     "trl": trl,
     "sentences": sentences,
@@ -324,65 +293,43 @@ RUNS: dict[str, Callable[[], Callable[..., Iterator[Any]]]] = {
     "gan": lambda: gan,
     "around": lambda: around,
     "beside": lambda: beside,
-    "by torch": lambda: by_torch,
 }
 
 
 # ---- what a rank finds
 
 
-def facts(device: str = "cpu", moves: bool = False) -> dict[str, Any]:
-    """What streams where on this rank, and which wrappers it met."""
+def facts() -> dict[str, Any]:
+    """What is shared with the other ranks, and what is refused, on this one."""
+    from sp_lightning.hf import streaming
+    from sp_lightning.peers.peers import Peers
+
+    with place("simgpu"), streaming(window=1) as stream:
+        run = accelerator()
+        nets = {"moved first": Net(), "prepared": Net(), "frozen": Net().requires_grad_(False), "judge": Net()}
+        nets["moved first"].to(run.device)
+        run.prepare(nets["moved first"], nets["prepared"])
+        run.prepare_model(nets["judge"], evaluation_mode=True)
+        nets["frozen"].to(run.device)
+        teams = {one.module: one.team for one in stream.handles}
+        return {
+            "shared": [name for name, net in nets.items() if isinstance(teams[net], Peers)],
+            "streamed": len(teams),
+            "torch's DDP": said(lambda: nn.parallel.DistributedDataParallel(nets["prepared"])),
+            "only_if_needed": said(lambda: streaming(only_if_needed=True)),
+        }
+
+
+def comm_hook() -> str:
+    """What a model that streams says to a communication hook of DDP."""
+    from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs
+
     from sp_lightning.hf import streaming
 
-    with place(device), streaming(window=1) as stream:
-        run = accelerator()
-        net, frozen, judge = Net(), Net().requires_grad_(False), Net()
-        if moves:
-            net.to(run.device)
-        model = run.prepare(net)
-        run.prepare_model(judge, evaluation_mode=True)
-        if moves:
-            frozen.to(run.device)
-        teams = [(one.module, one.team.size > 1) for one in stream.handles]
-        again = nn.parallel.DistributedDataParallel(net)
-        found = {
-            "shared": [
-                name for name, it in (("net", net), ("frozen", frozen), ("judge", judge)) if (it, True) in teams
-            ],
-            "streamed": len(teams),
-            "kind": type(model).__name__,
-            "once more": type(again).__name__,
-            "errors": [said(lambda what=what: ERRORS[what](run, model, net)) for what in ERRORS],
-        }
-    found["after"] = said(lambda: model(torch.zeros(4, 16)))
-    with streaming(window=1) as later:
-        found["later"] = [run.prepare(model) is model, [one.team.size for one in later.handles if one.module is net]]
-        net.zero_grad()
-        run.backward(model(torch.full((4, 16), run.process_index).to(run.device, torch.float32)).sum())
-        found["gradient"] = net.head.weight.grad.tolist()
-    return found
-
-
-class OwnWrapper(nn.parallel.DistributedDataParallel):
-    pass
-
-
-def step_two(run: Any, model: nn.Module, net: nn.Module) -> None:
-    other = run.prepare(Net())
-    optimizer = run.prepare(torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1))
-    run.backward(model(torch.zeros(4, 16)).sum() + other(torch.zeros(4, 16)).sum())
-    optimizer.step()
-
-
-ERRORS: dict[str, Callable[[Any, nn.Module, nn.Module], Any]] = {
-    "hook": lambda run, model, net: model.register_comm_hook(None, None),
-    "join": lambda run, model, net: model.join(),
-    "copy": lambda run, model, net: copy.deepcopy(model),
-    "own wrapper": lambda run, model, net: OwnWrapper(net),
-    "own group": lambda run, model, net: nn.parallel.DistributedDataParallel(net, process_group=dist.new_group([0, 1])),
-    "one optimizer": step_two,
-}
+    with place("cpu"), streaming(window=1):
+        ddp = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+        run = Accelerator(cpu=True, kwargs_handlers=[ddp])
+        return said(lambda: run.prepare(Net()))
 
 
 def said(function: Callable[[], Any]) -> str:
@@ -394,18 +341,28 @@ def said(function: Callable[[], Any]) -> str:
 
 
 def fails() -> str:
-    """Raise on the second rank; return what the first one says."""
-    from sp_lightning.hf import streaming
+    """Raise on the second rank; return what this one says."""
+
+    def train() -> None:
+        from sp_lightning.hf import streaming
+
+        with streaming(window=1):
+            run = accelerator()
+            model, optimizer = run.prepare(net := Net(), adamw(net))
+            if run.process_index:
+                raise ZeroDivisionError
+            run.backward(model(torch.zeros(4, 16)).sum())
+            optimizer.step()
 
     with place("cpu"):
-        try:
-            with streaming(window=1):
-                run = accelerator()
-                model, optimizer = run.prepare(net := Net(), adamw(net))
-                if run.process_index:
-                    raise ZeroDivisionError
-                run.backward(model(torch.zeros(4, 16)).sum())
-                optimizer.step()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing"
+        return said(train)
+
+
+def trained(folder: str, size: int, options: dict[str, Any] | None, resume: str | None, **settings: Any) -> Any:
+    """Train with a Trainer on the first ``size`` ranks, from a checkpoint perhaps; return what it leaves."""
+    if size == 1:
+        if int(os.environ["LOCAL_RANK"]):
+            return None
+        os.environ["WORLD_SIZE"] = "1"
+    run = {"save_strategy": "steps", "save_steps": 2, "evaluates": False, "lr_scheduler_type": "constant"}
+    return record("trainer", options, folder=folder, resume=resume, **run, **settings)
