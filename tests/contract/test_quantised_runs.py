@@ -9,11 +9,10 @@ import pytest
 import torch
 import wrapped
 from lightning.pytorch.callbacks import ModelCheckpoint
-from side_by_side import check, fit, inputs, make_trainer
+from side_by_side import check, fit, make_trainer
 
 import models
 import parity
-import sp_lightning
 
 # Window and activations
 SETTINGS = [(1, "keep"), (2, "recompute"), (1, "offload"), (2, "recompute+offload")]
@@ -103,22 +102,6 @@ def test_checkpoints_of_adapters_resume_both_ways(device, form, place, tmp_path)
     assert len(first.losses) == 2
     for other in others:
         wrapped.compare(first, other)
-
-
-@parity.product(("coded", "cpu"), form=["coded", *wrapped.TRAINED[1:]], device=parity.DEVICES)
-def test_whole_checkpoints_are_read_both_ways(device, form):
-    plain, streamed, other = (wrapped.adapted(form)() for _ in range(3))
-    (x,) = inputs(device, 1)
-    torch.save(plain.state_dict(), "plain.pt")
-    with torch.no_grad():
-        expected = plain.to(device)(x)
-        with sp_lightning.stream(streamed, device, window=1):
-            assert not torch.equal(streamed(x), expected)
-            streamed.load_state_dict(torch.load("plain.pt", weights_only=False))
-            assert torch.equal(streamed(x), expected)
-            torch.save(streamed.state_dict(), "streamed.pt")
-        other.load_state_dict(torch.load("streamed.pt", weights_only=form != "coded"))  # torchao's classes are known
-        assert torch.equal(other.to(device)(x), expected)
 
 
 @parity.product(

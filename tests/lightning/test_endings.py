@@ -16,7 +16,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import models
 import parity
-from sp_lightning import stream
 from sp_lightning.errors import TornStepError
 from sp_lightning.stream.gradients import Gradients
 from sp_lightning.stream.unit import Unit
@@ -208,49 +207,6 @@ def test_after_a_failure_weights_are_those_of_the_plain_run_and_so_is_the_next_r
         assert left_on_device(allocated) == allocated
 
 
-class Unlogged(Module):
-    """Can be stepped without a loop, to which values would be logged."""
-
-    def training_step(self, batch, index):
-        self.fail_at("training_step", index)
-        return self.case.loss(self.net, batch)
-
-    def validation_step(self, batch, index):
-        return self.case.loss(self.net, batch)
-
-    test_step = validation_step
-    optimizer_step = L.LightningModule.optimizer_step
-
-
-@BOTH
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("place", [None, "training_step", "on_train_batch_end"])
-@pytest.mark.few(1)
-def test_steps_that_are_taken_by_hand_after_a_run_are_plain(place, threads, accelerator, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # with one, units step beside others on the CPU, too
-
-    def run(side):
-        L.seed_everything(0, verbose=False)
-        module = Unlogged(place)
-        with pytest.raises(Boom) if place else contextlib.nullcontext():
-            fit(side, accelerator, module)
-        before, strategy, batch = world(module), module.trainer.strategy, CASE.batch(0)
-
-        def closure():
-            module.zero_grad()
-            loss = strategy.training_step(batch, 0)
-            strategy.backward(loss, None)
-            return loss
-
-        losses = [strategy.optimizer_step(strategy.optimizers[0], closure) for _ in range(2)]
-        losses += [module.optimizers().step(closure) for _ in range(2)]
-        losses += [step(batch, 0) for step in (strategy.validation_step, strategy.test_step, strategy.predict_step)]
-        assert world(module) == before
-        return {"loss": torch.stack(losses[:6]), "prediction": losses[6], **weights(module)}
-
-    assert_same(run("plain"), run("streaming"))
-
-
 class Overlapping(models.ZooModule):
     """Overrides nothing that keeps its optimizer from stepping while backward runs."""
 
@@ -362,32 +318,6 @@ def test_a_module_of_such_a_step_goes_on_from_a_checkpoint_and_from_nothing_else
         fit("streaming", accelerator, module).save_checkpoint(tmp_path / "good.ckpt")
 
 
-class FailingAfterwards(models.ZooModule):
-    """An exception of a hook that runs when the optimizer has stepped all."""
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-2, foreach=False)
-        optimizer.register_step_post_hook(self.fail)
-        return optimizer
-
-    def fail(self, optimizer, *_):
-        if optimizer.state[next(self.parameters())]["step"] == 3:
-            raise Boom
-
-
-@BOTH
-@pytest.mark.few(1)
-def test_an_error_after_a_step_leaves_one_that_is_saved(accelerator, tmp_path):
-    def run(side):
-        L.seed_everything(0, verbose=False)
-        callbacks = [ModelCheckpoint(tmp_path / side, save_on_exception=True, filename="here")]
-        with pytest.raises(Boom):
-            fit(side, accelerator, FailingAfterwards(CASE), callbacks=callbacks, enable_checkpointing=True)
-        return torch.load(tmp_path / side / "here.ckpt", "cpu", weights_only=False)["state_dict"]
-
-    assert_same(run("plain"), run("streaming"))
-
-
 @pytest.fixture
 def interrupts():
     before = signal.getsignal(signal.SIGINT)
@@ -421,36 +351,6 @@ def mock_error(function):
         yield
     finally:
         function.backward = backward
-
-
-@BOTH
-@pytest.mark.few(1)
-def test_should_stop(accelerator):
-    class Stopping(L.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            trainer.should_stop = trainer.global_step == 2
-
-    def run(side):
-        module = seeded()
-        fit(side, accelerator, module, callbacks=[Stopping()], max_epochs=3)
-        return weights(module)
-
-    assert_same(run("plain"), run("streaming"))
-
-
-def test_close_is_safe_twice_and_in_the_middle_of_a_step():
-    module = seeded()
-    before = world(module)
-    handle = stream(module.net, "simgpu", window=1)
-    batch = [tensor.to("simgpu") for tensor in CASE.batch(0)]
-    loss = CASE.loss(module.net, batch)
-    handle.close()
-    handle.close()
-    assert world(module) == before
-    with pytest.raises(RuntimeError):
-        loss.backward()
-    del loss, batch
-    assert CASE.loss(module.net, CASE.batch(0)).isfinite()
 
 
 # ---- what a plain run cannot fail in: the copies
@@ -504,22 +404,6 @@ def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(copy, error, ac
     fit("plain", accelerator, plain)
     fit("streaming", accelerator, module)
     assert_same(weights(plain), weights(module))
-
-
-def test_a_device_too_small_for_a_unit():
-    import simgpu
-
-    module = seeded()
-    before = weights(module)
-    allocated = left_on_device()
-    simgpu.config.capacity = allocated + 8192
-    with pytest.raises(torch.OutOfMemoryError):
-        fit("streaming", "simgpu", module)
-    assert_same(before, weights(module))
-    module.trainer = None  # whose loop has the batch
-    assert left_on_device(allocated) == allocated
-    simgpu.config.capacity = 2**30
-    fit("streaming", "simgpu", module)
 
 
 @pytest.mark.parametrize("place", ["handle.Room", "handle.Visit"])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 
 import forks
 import lightning as L
@@ -147,46 +144,6 @@ def test_a_module_of_the_other_package_is_refused_by_lightning(tmp_path):
         package.Trainer(strategy="auto", accelerator="cpu", logger=False)  # the plain one says the same
         with pytest.raises(TypeError, match="must be a `LightningModule`"):
             trainer(tmp_path, package, strategy="superpipeline").fit(module, models.loader(module.case, 2))
-
-
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
-
-
-IMPORTS = [  # with whether the strategy is registered there, and whether the other package is imported at all
-    ("import sp_lightning", False, False),
-    ("import pytorch_lightning, sp_lightning", True, True),
-    ("import sp_lightning, pytorch_lightning", True, True),
-    ("import sp_lightning.pytorch_lightning", True, True),
-    ("import sp_lightning, pytorch_lightning, sp_lightning.pytorch_lightning", True, True),
-]
-
-
-@pytest.mark.slow
-def test_it_is_registered_where_it_was_imported_and_not_imported_where_it_was_not():
-    code = f"""
-import os, sys
-import lightning  # once for all cases, each of which is a fork that imports the rest
-
-def look(imports, registered, imported):
-    exec(imports)
-    assert ("pytorch_lightning" in sys.modules) is imported, imports
-    if imported:
-        from pytorch_lightning.strategies import StrategyRegistry
-        assert ("superpipeline" in StrategyRegistry) is registered, imports
-    from lightning.pytorch.strategies import StrategyRegistry
-    assert "superpipeline" in StrategyRegistry, imports
-
-assert not {{"sp_lightning", "pytorch_lightning"}} & sys.modules.keys()
-for case in {IMPORTS}:
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0, case
-    else:
-        look(*case)
-        break
-"""
-    done = run(code)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("version", ["2.5.5", "9.9.0"])

@@ -70,10 +70,6 @@ def text(index: int) -> dict[str, Any]:
     return {"input_ids": ids(index)}
 
 
-def text_and_labels(index: int) -> dict[str, Any]:
-    return {"input_ids": ids(index), "labels": ids(index)}
-
-
 def two_texts(index: int) -> dict[str, Any]:
     return {"input_ids": ids(index), "decoder_input_ids": ids(index + 100)}
 

@@ -141,11 +141,3 @@ def make_trainer(strategy, device, **options):
         enable_model_summary=False,
         **({"max_steps": 4, "enable_checkpointing": False} | options),
     )
-
-
-class StepsAtOnce(L.Callback):
-    """Has a hook of the optimizer's after its step: nothing of a step is left to run on then."""
-
-    def on_train_start(self, trainer, *_):
-        for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(lambda *_: None)

@@ -1,7 +1,5 @@
 """The options that decide what is held where: budget, automatic window, FP32 masters, fused kernels, compiled units."""
 
-import logging
-
 import lightning as L
 import pytest
 import torch
@@ -9,18 +7,10 @@ import torch._dynamo as dynamo
 from torch import nn
 
 import models
-import parity
-import simgpu
-import simgpu.lightning
 import sp_lightning
 from sp_lightning.errors import OptionError
-from sp_lightning.stream.partition import partition
 
 SIMGPU = torch.device("simgpu", 0)
-KIB = 1024
-
-
-# ---- memory_budget and window="auto", in integers
 
 
 # ---- the same in runs
@@ -43,31 +33,6 @@ def fit(strategy, case="mlp", **trainer):
 
 def streaming(**options):
     return sp_lightning.SuperpipelineStrategy(device=SIMGPU, **options)
-
-
-def test_an_automatic_window_grows_when_there_is_room_and_changes_nothing(caplog):
-    with caplog.at_level(logging.INFO, "sp_lightning"):
-        told = parity.check(models.case("mlp"), {}, accelerator="simgpu")
-    assert told["window"] == told["units"] == 4
-    assert any("window 1 -> 4" in record.getMessage() for record in caplog.records)
-
-
-def test_a_window_that_the_user_chose_is_not_shrunk():
-    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-    with sp_lightning.stream(net, SIMGPU, units=["Linear"], window=5) as handle:
-        simgpu.config.capacity = torch.accelerator.memory_allocated() + 3 * 257 * KIB
-        with torch.no_grad():
-            for _ in range(3):
-                net(torch.ones(2, 256))  # with as many units as there is room for
-        assert handle.stats()["window"] == 5
-
-
-def test_a_budget_holds_what_streams_and_the_bits():
-    *streamed, root = partition(models.case("llama").make())
-    largest = max(unit.nbytes for unit in streamed)
-    budget = root.nbytes + 2 * largest + 2 * largest + 1000
-    told = parity.check(models.case("llama"), {"memory_budget": budget}, accelerator="simgpu")
-    assert told["window"] == 2 < told["units"]
 
 
 # ---- master_weights
@@ -113,23 +78,6 @@ def test_master_weights_are_fp32_and_what_half_precision_training_with_masters_g
     assert seen == {torch.float32}
     for ours, theirs in zip(module.net.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_master_weights_halve_what_goes_up():
-    def bytes_up(**options):
-        seen = []
-
-        class Looks(L.Callback):
-            def on_train_end(self, trainer, _):
-                seen.append(trainer.strategy.handle.stats()["bytes_up"])
-
-        fit(streaming(window=2, **options), "torchvision_resnet", callbacks=[Looks()], precision=precision)
-        return seen[0]
-
-    precision = "bf16-true"
-    half = bytes_up(master_weights=True)
-    precision = "32-true"
-    assert half <= 0.51 * bytes_up()
 
 
 def test_master_weights_without_half_precision_are_refused():
