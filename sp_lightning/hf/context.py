@@ -35,6 +35,7 @@ from ..handle import Handle
 from ..handles import close_all, close_dropped
 from ..host.device import Device
 from ..options import Options, format_bytes
+from ..peers.alone import Alone
 from ..peers.peers import Peers
 from ..stream.leaf import Leaf
 from ..stream.parameters import unit_of
@@ -212,12 +213,17 @@ class Streaming:
 
     def _begin(self, module: nn.Module, device: torch.device, shares: bool) -> None:
         close_dropped(self.handles)
-        _check(module)
-        _to_host(module)
-        wire = torch.bfloat16 if self.options.master_weights else WIRES.get(accelerate_precision())
         world: Any = dist.group.WORLD
-        team = Peers(world, **self._waits) if shares else None
-        handle = Handle(module, device, self.options, team, wire=wire)
+        team = Peers(world, **self._waits) if shares else Alone()
+        try:
+            _check(module)
+            _to_host(module)
+            wire = torch.bfloat16 if self.options.master_weights else WIRES.get(accelerate_precision())
+            handle = Handle(module, device, self.options, team, wire=wire)
+        except BaseException as error:
+            team.fail(error)
+            team.close()
+            raise
         handle.before_new = self._end_parts
         self.handles.append(handle)
         if not handle.device.is_host:

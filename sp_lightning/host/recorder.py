@@ -22,30 +22,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from .device import Device
 from .telemetry import _NOTHING, Lane, Span, StepListener, causes
 
 LAG = 2  # passes that begin after a pass before it is read (Rule 2)
 DISK_LANES: tuple[Lane, ...] = ("disk in", "disk out")
 OF_THE_HOST: tuple[Lane, ...] = ("optimizer", *DISK_LANES)  # by its clock
 KEPT = 16  # recorded passes from which figures are made
-
-
-class Clock(Protocol):
-    """The streams, events and clocks that the recorder needs of a device."""
-
-    up: Any
-    down: Any
-
-    @property
-    def compute(self) -> Any: ...
-
-    def moment(self, stream: Any) -> Any: ...
-
-    def both_clocks(self) -> tuple[Any, float]: ...
-
-    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +171,7 @@ class _Wait:
 class Recorder(StepListener):
     """Listener that records passes and keeps the last ``keep``; ``wanted`` selects them by `RecordedStep.batch`."""
 
-    def __init__(self, clock: Clock, keep: int = KEPT, wanted: Callable[[int], bool] = lambda batch: True) -> None:
+    def __init__(self, clock: Device, keep: int = KEPT, wanted: Callable[[int], bool] = lambda batch: True) -> None:
         self._clock = clock
         self._wanted = wanted
         self._passes: deque[_Pass] = deque()  # not read yet

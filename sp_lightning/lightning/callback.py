@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -26,16 +26,6 @@ from .names import Callback, LightningModule, Logger, Trainer, rank_zero_info
 log = logging.getLogger(__name__)
 
 TIMELINE_STEPS = (10, 11, 12)
-
-
-@runtime_checkable
-class Streaming(Protocol):
-    """A strategy that streams the weights of its module."""
-
-    handle: Handle | None
-
-    def withhold_checkpoint_callbacks(self) -> None:
-        """Keep checkpoint callbacks from an exception if a step was torn."""
 
 
 class SuperpipelineCallback(Callback):
@@ -126,7 +116,7 @@ class SuperpipelineCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse another strategy, and a timeline directory to which nothing could be written after training."""
         self._handle = None  # the previous one occupies as much host memory as the next one will
-        if not isinstance(trainer.strategy, Streaming):
+        if not _streams(trainer):
             raise UnsupportedError(
                 f"SuperpipelineCallback reports on strategy 'superpipeline', but the Trainer uses "
                 f"{type(trainer.strategy).__name__}; pass strategy='superpipeline' or remove the callback"
@@ -196,8 +186,9 @@ class SuperpipelineCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Print the report of an unfinished run, and write its timeline."""
-        if isinstance(trainer.strategy, Streaming):
-            trainer.strategy.withhold_checkpoint_callbacks()
+        if _streams(trainer):
+            strategy: Any = trainer.strategy
+            strategy.withhold_checkpoint_callbacks()
         with contextlib.suppress(Exception):  # must not hide the exception that is being raised
             self._finish(trainer, pl_module)
         self._leave(trainer)  # Lightning does not call teardown after an exception
@@ -331,6 +322,10 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 def _moved(trainer: Trainer) -> dict[str, int]:
     stats = _handle(trainer).stats()
     return {"fetches": stats["fetches"], "bytes_up": stats["bytes_up"], "bytes_down": stats["bytes_down"]}
+
+
+def _streams(trainer: Trainer) -> bool:
+    return hasattr(trainer.strategy, "withhold_checkpoint_callbacks")
 
 
 def _handle(trainer: Trainer) -> Handle:

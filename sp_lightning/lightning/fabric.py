@@ -48,7 +48,7 @@ from .names import (
     FabricSingleDeviceStrategy,
     update_properties,
 )
-from .several_devices import SeveralDevices, axes
+from .several_devices import Axes, SeveralDevices
 from .strategy import WIRES
 
 
@@ -93,7 +93,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         FabricBaseStrategy.__init__(self, accelerator, checkpoint_io, precision)
         self._root_device = torch.device(device or "cpu")
         self._timeout, self._keepalive = timeout, keepalive
-        self._axes = axes(data_parallel_size, tensor_parallel_size)
+        self._axes = Axes(data_parallel_size, tensor_parallel_size)
         self._save_distributed_checkpoint = save_distributed_checkpoint  # Lightning's functions read it by this name
         self._device_given = device is not None
         self._begin_without_modules()

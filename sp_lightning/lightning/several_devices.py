@@ -46,48 +46,28 @@ from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, Tuner
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # the axes of a mesh, by Lightning's names
 
 
-class OneAxis:
-    """Devices along one axis, that of the data: each rank has whole layers (Rule 5)."""
+class Axes:
+    """The axes along which a run's devices lie: that of the data, and a second one along which layers are cut (Rule 5).
 
-    has_shards = False
-    shards: int | None = None  # among how many devices layers are cut, once the size is checked
-    mesh: Any = None
-    group: Any = None  # of the ranks that have the same weights; None: of all
+    Without a size of the second one there is the first alone: each rank has whole layers.
+    """
+
+    def __init__(self, data: int | Literal["auto"], tensor: int | Literal["auto"] | None) -> None:
+        if tensor is None and data != "auto":
+            raise OptionError(argument="data_parallel_size", found=data, allowed="given with tensor_parallel_size")
+        for argument, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
+            if not (size in ("auto", None) or (isinstance(size, int) and is_int(size) and size >= 1)):
+                raise OptionError(argument=argument, found=size, allowed="'auto' or an int >= 1")
+        self._sizes: Any = data, tensor
+        self.has_shards = tensor is not None
+        self.shards: int | None = None  # among how many devices layers are cut, once the size is checked
+        self.mesh: Any = None
+        self.group: Any = None  # of the ranks that have the same weights; None: of all
 
     def check_size(self, world: int, local: int) -> None:
         """Raise OptionError if ``world`` devices, ``local`` of them on each machine, do not fill the axes."""
-
-    def backend(self, backend: str, device: torch.device) -> str:
-        """Return the backend of the process group."""
-        return backend
-
-    def make_mesh(self, module: Any, device: torch.device) -> None:
-        """Make the mesh of all ranks, and give it to the module."""
-
-    def share(self, world: int, rank: int) -> dict[str, int]:
-        """Return the arguments of a sampler that draws this rank's share of the data."""
-        return {"num_replicas": world, "rank": rank}
-
-    def making(self) -> contextlib.AbstractContextManager[None]:
-        """Make a module's layers in this context."""
-        return contextlib.nullcontext()
-
-    def check_module(self, module: torch.nn.Module) -> None:
-        """Raise an error unless the module is cut as the axes say."""
-
-
-class Axes(OneAxis):
-    """Devices in a mesh, along whose second axis layers are cut: tensor parallelism (Rule 5)."""
-
-    has_shards = True
-
-    def __init__(self, data: int | Literal["auto"], tensor: int | Literal["auto"]) -> None:
-        for argument, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
-            if size != "auto" and not (is_int(size) and size >= 1):
-                raise OptionError(argument=argument, found=size, allowed="'auto' or an int >= 1")
-        self._sizes = data, tensor
-
-    def check_size(self, world: int, local: int) -> None:
+        if not self.has_shards:
+            return
         data, tensor = self._sizes
         tensor = local if tensor == "auto" else tensor
         data = world // tensor if data == "auto" else data
@@ -102,26 +82,33 @@ class Axes(OneAxis):
         self.shards = tensor
 
     def backend(self, backend: str, device: torch.device) -> str:
-        return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+        """Return the backend of the process group."""
+        return f"cpu:gloo,{device.type}:{backend}" if self.has_shards and device.type != "cpu" else backend
 
     def make_mesh(self, module: Any, device: torch.device) -> None:
+        """Make the mesh of all ranks, and give it to the module."""
+        if not self.has_shards:
+            return
         if self.mesh is None:
             from torch.distributed.device_mesh import init_device_mesh  # other runs need nothing of it
 
-            self.mesh = init_device_mesh(device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))  # type: ignore[arg-type]
+            self.mesh = init_device_mesh(device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))
         if module is not None:
             set_device_mesh(module, self.mesh)
         self.group = self.mesh[DATA].get_group()
 
     def share(self, world: int, rank: int) -> dict[str, int]:
-        data, tensor = self._sizes
-        return {"num_replicas": data, "rank": rank // tensor}  # type: ignore[operator,dict-item]  # they are checked
+        """Return the arguments of a sampler that draws this rank's share of the data."""
+        data, tensor = self._sizes if self.has_shards else (world, 1)
+        return {"num_replicas": data, "rank": rank // tensor}
 
     def making(self) -> contextlib.AbstractContextManager[None]:
-        return registering_on_host()
+        """Make a module's layers in this context."""
+        return registering_on_host() if self.has_shards else contextlib.nullcontext()
 
     def check_module(self, module: torch.nn.Module) -> None:
-        if self._sizes[1] != 1 and not any(map(is_dtensor, module.parameters())):
+        """Raise an error unless the module is cut as the axes say."""
+        if self.has_shards and self._sizes[1] != 1 and not any(map(is_dtensor, module.parameters())):
             raise OptionError(
                 argument="tensor_parallel_size",
                 found=self._sizes[1],
@@ -129,15 +116,6 @@ class Axes(OneAxis):
                 "self.device_mesh['tensor_parallel'], plan) in configure_model, with Fabric before its setup and with "
                 "fabric.strategy.device_mesh, or leave it out",
             )
-
-
-def axes(data: int | Literal["auto"], tensor: int | Literal["auto"] | None) -> OneAxis:
-    """Return the axes of these sizes."""
-    if tensor is not None:
-        return Axes(data, tensor)
-    if data != "auto":
-        raise OptionError(argument="data_parallel_size", found=data, allowed="given with tensor_parallel_size")
-    return OneAxis()
 
 
 class SeveralDevices:
@@ -156,7 +134,7 @@ class SeveralDevices:
     _launcher: Any
     model: Any
 
-    _axes: OneAxis = OneAxis()
+    _axes = Axes("auto", None)
 
     _syncs_batch_norms = False  # during a fit
 

@@ -50,7 +50,7 @@ from .names import (
     WeightAveraging,
     update_properties,
 )
-from .several_devices import SeveralDevices, axes
+from .several_devices import Axes, SeveralDevices
 
 HOST = torch.device("cpu")
 WIRES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -154,7 +154,7 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
         SingleDeviceStrategy.__init__(self, device or "cpu", accelerator, checkpoint_io, precision_plugin)
         self._timeout, self._keepalive = timeout, keepalive
         self._save_distributed_checkpoint = save_distributed_checkpoint  # Lightning's functions read it by this name
-        self._axes = axes(data_parallel_size, tensor_parallel_size)
+        self._axes = Axes(data_parallel_size, tensor_parallel_size)
         if self._axes.has_shards:
             self._files = ShardFiles(self, save_distributed_checkpoint)
         self.options = Options.parse(

@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from .watch import Watch
 
 SHORTEST, LONGEST = 5e-5, 1e-3  # seconds between two looks
 
@@ -26,17 +28,6 @@ class Stage(enum.IntEnum):
     READY = 1  # nothing of this rank reads what a step will write
     WHOLE = 2  # this rank has stepped whole weights, in its user's copy
     STEPPED = 3  # this rank's parts are stepped
-
-
-class Alarm(Protocol):
-    """A watch that notices when another rank does not come."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of a rank that is gone."""
-
-    def note(self, who: str, place: str | None) -> None:
-        """Note where a thread waits; None: it does not."""
 
 
 class Item(NamedTuple):
@@ -51,7 +42,7 @@ class Item(NamedTuple):
 class Board:
     """The numbers of all ranks of a machine."""
 
-    def __init__(self, numbers: Tensor, rank: int, alarm: Alarm) -> None:
+    def __init__(self, numbers: Tensor, rank: int, alarm: Watch) -> None:
         """Share numbers, a row for each rank."""
         self._numbers, self._rank, self._alarm = numbers, rank, alarm
         self._items: list[Item] = []

@@ -46,7 +46,6 @@ from torch import Tensor, nn, strided
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from ..compat.references import overlapping
 from ..compat.tensors import consists_of_tensors, flattened, is_dtensor, without_dispatch
 from ..errors import PartitionError
 from ..host.unit_numbers import aligned
@@ -603,3 +602,22 @@ def _attribute_slots(module: nn.Module, scanned: set[int]) -> Iterator[tuple[Slo
 
 def _is_parameter(item: object) -> TypeGuard[nn.Parameter]:
     return isinstance(item, Tensor) and isinstance(item, nn.Parameter)  # the second takes ten times as long
+
+
+def overlapping(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Find tensors, of these, that have bytes in common with one that begins before them; each pair is one of these."""
+    found: list[tuple[Tensor, Tensor]] = []
+    furthest: tuple[int, Tensor] | None = None  # the end of what lies before, and whose it is
+    for tensor in sorted(filter(Tensor.data_ptr, tensors), key=Tensor.data_ptr):  # those that have bytes
+        end = tensor.data_ptr() + _extent(tensor)
+        if furthest is not None and tensor.numel() and tensor.data_ptr() < furthest[0]:
+            found.append((furthest[1], tensor))
+        if furthest is None or end > furthest[0]:
+            furthest = end, tensor
+    return found
+
+
+def _extent(tensor: Tensor) -> int:
+    """Count the bytes from a tensor's first element to the end of its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 from ..compat.streaming import without_dispatch
 from ..host.device import Arrival, Device, aligned, dense_strides
 from ..host.unit_numbers import UnitNumbers
+from ..store.store import FiledWeights
 from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
 from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions, stepped_already, version_of
 from .residency import NOTHING, Presence, Residency
@@ -77,17 +78,6 @@ class Pending:
                     self.last = None
 
 
-class Filed(Protocol):
-    """The weights of a unit that are in files (store.py)."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the last fill ended in an error."""
-
-    def send_up(self, flat: Tensor, before: Arrival, stamp: Any) -> Arrival:
-        """Start to fill the unit's memory on the device, beside the copy ``before`` of the slab."""
-
-
 class Unit:
     """Weights that travel as one."""
 
@@ -95,7 +85,13 @@ class Unit:
     is_resident = False  # whether its truth is on the device
 
     def __init__(
-        self, index: int, name: str, weights: list[Weight], device: Device, window: Visitor, filed: Filed | None = None
+        self,
+        index: int,
+        name: str,
+        weights: list[Weight],
+        device: Device,
+        window: Visitor,
+        filed: FiledWeights | None = None,
     ) -> None:
         weights = sorted(weights, key=lambda weight: weight.place is not None)  # the slab has the first ones
         self.index, self.name, self.weights, self.device, self.window = index, name, weights, device, window

@@ -37,9 +37,8 @@ def place(device: str) -> Iterator[None]:
             patch.setenv("ACCELERATE_TORCH_DEVICE", SIMULATED)
         patch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
         patch.setattr("accelerate.accelerator.is_bf16_available", lambda *_, **__: True)
-        dist.init_process_group(
-            "cpu:gloo,simgpu:gloo" if device == "cpu" else importlib.import_module("simccl").register()
-        )
+        both = "cpu:gloo,simgpu:gloo"  # barriers of accelerate's name a device
+        dist.init_process_group(both if device == "cpu" else importlib.import_module("simccl").register())
         state = importlib.import_module("accelerate.state")
         state.AcceleratorState._reset_state(True)
         state.GradientState._reset_state()
@@ -206,6 +205,21 @@ def gan(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
     yield "ends", [ends(*nets), of_generator.state_dict()["state"], of_critic.state_dict()["state"]]
 
 
+def pair(folder: pathlib.Path, **settings: Any) -> Iterator[Any]:
+    """Trains two modules with one optimizer."""
+    run = accelerator(**settings)
+    torch.manual_seed(1)
+    nets = nn.ModuleList([Net(out=16), Net()])
+    first, second, optimizer, loader = run.prepare(*nets, adamw(nets), batches())
+    for step, x in enumerate(loader):
+        run.backward(second(first(x)).square().mean())
+        norm = run.clip_grad_norm_(nets.parameters(), 0.1)
+        yield f"gradients {step}", [norm, [p.grad for p in nets.parameters()]]
+        optimizer.step()
+        optimizer.zero_grad()
+    yield "ends", [ends(*nets), optimizer.state_dict()["state"]]
+
+
 class WithLoss(nn.Module):
     """A model with its loss, and with a head of its own that is on the device."""
 
@@ -291,6 +305,7 @@ RUNS: dict[str, Callable[[], Callable[..., Iterator[Any]]]] = {
     "plainly": lambda: plainly,
     "accumulating": lambda: accumulating,
     "gan": lambda: gan,
+    "pair": lambda: pair,
     "around": lambda: around,
     "beside": lambda: beside,
 }
@@ -340,15 +355,18 @@ def said(function: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def fails() -> str:
-    """Raise on the second rank; return what this one says."""
+def fails(early: bool) -> str:
+    """Raise on the second rank, perhaps before its model streams; return what this one says."""
 
     def train() -> None:
         from sp_lightning.hf import streaming
 
         with streaming(window=1):
             run = accelerator()
-            model, optimizer = run.prepare(net := Net(), adamw(net))
+            net = Net()
+            if run.process_index and early:
+                net.head.to("meta")
+            model, optimizer = run.prepare(net, adamw(net))
             if run.process_index:
                 raise ZeroDivisionError
             run.backward(model(torch.zeros(4, 16)).sum())
