@@ -11,6 +11,7 @@ import textwrap
 
 import forks
 import pytest
+from often import often
 
 from sp_lightning.cli import OWN, main
 
@@ -123,8 +124,7 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("imports", ORDERS)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("imports", often(ORDERS))
 def test_the_strategy_is_registered_in_any_order_of_imports(imports):
     makes = "; print(type(Trainer(strategy='superpipeline', accelerator='cpu', logger=False).strategy).__name__)"
     done = forks.run(imports + makes)
@@ -208,15 +208,13 @@ def test_as_a_program_it_trains_and_its_bar_has_one_line(toy):
     assert re.search(r"Epoch 0/.* device: [\d.]+ [KM]?i?B", done.stdout), done.stdout
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("command", often(["fit", "validate", "test", "predict"]))
 def test_each_command_uses_the_strategy_by_default(command, toy, capsys):
     main([command, *toy("")])
     assert f"{command} with SuperpipelineStrategy" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("strategy", [BY_NAME, BY_CLASS], ids=["name", "class"])
-@pytest.mark.few(1)
 def test_yaml_names_the_strategy_or_its_class(strategy, toy, capsys):
     main(["fit", *toy(strategy)])
     assert "fit with SuperpipelineStrategy" in capsys.readouterr().out
@@ -240,7 +238,6 @@ def test_another_strategy_can_be_named(toy, capsys):
 
 
 @pytest.mark.parametrize("name", ["memory_budget", "host_budget"])
-@pytest.mark.few(1)
 def test_a_size_without_a_unit_is_refused(name, toy, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["fit", *toy(""), f"--trainer.strategy.{name}=64"])

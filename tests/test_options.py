@@ -8,8 +8,6 @@ from torch import nn
 from sp_lightning.errors import OptionError
 from sp_lightning.options import Options, format_both, format_bytes, format_seconds, parse_bytes
 
-pytestmark = pytest.mark.quick
-
 
 def find_blocks(module):
     return [child for child in module.children() if isinstance(child, nn.Linear)]

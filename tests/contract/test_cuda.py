@@ -165,7 +165,7 @@ print(json.dumps([planned, torch.cuda.max_memory_allocated()]))
 
 
 @pytest.mark.parametrize("nbytes", [1000, pytest.param(2**34, marks=SLOW)])
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_a_plan_is_made_by_a_process_that_has_not_touched_the_device(nbytes, run):
     """The README's, beside a device that can be asked, and beside one that others fill."""
     arguments = "--model llama-3b --batch 4 --seq 512 --activations recompute --machine rtx3060".split()
@@ -183,7 +183,7 @@ print(json.dumps(out.getvalue().splitlines()[:2]))
     assert len(lines) == 2 and "\n".join(lines) in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_memory_that_can_not_be_locked_goes_through_a_ring_and_its_error_stays_where_it_was_made(run):
     found = run(
         """
@@ -208,7 +208,7 @@ print(json.dumps(said))
     assert "could not be page-locked" in found["pinned"]
 
 
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_a_device_that_is_full_is_told_as_what_it_is(run):
     found = run(
         """

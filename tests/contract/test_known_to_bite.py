@@ -25,7 +25,6 @@ from sp_lightning.errors import ExactnessError, UnsupportedError
 # --- More than one backward
 
 
-@pytest.mark.few(1)
 def test_gradients_of_many_losses_at_once(device):
     def run(net, device):
         weights = [net.blocks[1].up.weight, net.head.bias]
@@ -63,7 +62,6 @@ class Located(L.LightningModule):
         return sgd(self)
 
 
-@pytest.mark.few(1)
 def test_buffers_and_tensors_made_where_the_module_says_it_is_are_on_the_device(device):
     plain = fit(Located, None, device)
     streamed = fit(Located, strategy(device), device)

@@ -52,7 +52,6 @@ def trained_and_generated(module, device):
 
 
 @parity.product(form=wrapped.TRAINED, activations=["keep", "recompute"], window=[1, 2], device=parity.DEVICES)
-@pytest.mark.few(1)
 def test_adapters_of_peft_train_and_generate(device, form, activations, window):
     check(wrapped.llama(form), trained_and_generated, device, activations=activations, window=window)
 
@@ -70,7 +69,6 @@ def parts(module):
     return [wrapped.parts(weight) for weight in wrapped.weights(module).values()]
 
 
-@pytest.mark.few(1)
 def test_adapters_are_merged_into_a_quantised_base_and_taken_out(device, tmp_path):
     if device.type != "cpu":
         pytest.xfail("merging finds weights in two places")

@@ -29,7 +29,6 @@ SETTINGS = [(1, "keep"), (2, "recompute"), (1, "offload"), (2, "recompute+offloa
     setting=SETTINGS,
     device=parity.DEVICES,
 )
-@pytest.mark.few(1)
 def test_adapters_train_over_a_quantised_base_beside_the_disk(device, form, place, setting):
     """The optimizer's state goes to the disk, and weights of a file stay there."""
     window, activations = setting
@@ -70,7 +69,7 @@ def test_a_trainer_trains_adapters_over_a_base_in_its_file(device, form, precisi
     setting=SETTINGS[:2],
     device=parity.DEVICES,
 )
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_two_ranks_train_adapters_over_one_host_copy_of_a_quantised_base(device, form, net, setting):
     for library in ("peft", "transformers") if net == "llama" else ():
         pytest.importorskip(library)

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import wrapped
+from often import often
 from side_by_side import check, inputs, observe, training
 from torch import nn
 
@@ -20,7 +21,6 @@ ACTIVATIONS = ["keep", "recompute", "offload", "recompute+offload"]
 
 
 @parity.product(form=list(wrapped.FORMS), device=parity.DEVICES)
-@pytest.mark.few(4)
 def test_a_quantised_base_is_evaluated(device, form):
     wrapped.skip_unless_computed(form, device)
 
@@ -47,8 +47,7 @@ def test_a_quantised_base_takes_its_bytes(form, monkeypatch):
     assert streamed * 5 / 6 <= after["bytes_up"] - before["bytes_up"] < 1.05 * streamed  # a unit may be there already
 
 
-@pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
-@pytest.mark.few(2)
+@pytest.mark.parametrize("form", often(["nf4", "coded", "int8"]))
 def test_a_quantised_base_stays_in_its_file(form):
     net, other, (x,) = wrapped.adapted(form)(), wrapped.adapted(form)(), inputs("cpu", 1)
     torch.save(net.state_dict(), "base.pt")
@@ -189,7 +188,6 @@ class ReadingStep(nn.Module):
 
 
 @parity.product(form=["coded", "int8", "nf4"], read=READS, where=["step", "block"], device=parity.DEVICES)
-@pytest.mark.few(1)
 def test_a_quantised_weight_is_read_outside_of_its_unit(device, form, read, where):
     check(lambda: ReadingStep(form, read, where), wrapped.trained_and_evaluated, device)
 
@@ -210,8 +208,7 @@ def test_a_state_dict_is_loaded_while_the_module_streams(device):
     check(wrapped.adapted("coded"), run, device)
 
 
-@pytest.mark.parametrize("form", ["coded", "int8", "nf4"])
-@pytest.mark.few(2)
+@pytest.mark.parametrize("form", often(["nf4", "coded", "int8"]))
 def test_copies_and_files_of_a_streamed_module_are_plain(form):
     net, (x,) = wrapped.adapted(form)(), inputs("cpu", 1)
     plain = copy.deepcopy(net)

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from cores import streaming
+from often import often
 from side_by_side import blocks, check, inputs, kept, squares, training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -67,8 +68,7 @@ class Complex(nn.Module):
         return x + z.real * z.conj().imag * self.one.weight.conj().imag[0]
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
-@pytest.mark.few(2)
+@pytest.mark.parametrize("activations", often(["recompute+offload", "keep", "recompute", "offload"]))
 def test_conjugated_and_negated_views_of_complex_weights(device, activations):
     check(models.stack_of(Complex), training(), device, activations=activations)
 
@@ -134,7 +134,6 @@ SAVES = "a checkpoint in a forward saves a resident weight itself, and in backwa
     "kind",
     [pytest.param(Rereading, marks=pytest.mark.xfail(reason=SAVES)), RereadingReentrant, Differentiating, Decaying],
 )
-@pytest.mark.few(3)
 def test_weights_that_backward_reads_outside_their_unit(device, kind):
     check(lambda: kind(models.Block() for _ in range(3)), training(), device)
 
@@ -162,8 +161,7 @@ BACKWARDS = {
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("when", ["before", "after forward"])
-@pytest.mark.few(3)
+@pytest.mark.parametrize("when", often(["before", "after forward"]))
 def test_hooks_of_weights_are_called_only_where_a_gradient_arrives(when, backward, device):
     def run(net, device):
         seen, weights = [], list(net.parameters())
@@ -230,7 +228,6 @@ class Neighbours(models.Block):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
-@pytest.mark.few(3)
 def test_sparse_tensors_in_a_forward(activations):
     check(models.stack_of(Neighbours), training(), torch.device("cpu"), activations=activations)
 

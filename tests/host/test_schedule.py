@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from sp_lightning.stream import schedule as schedule_module
 from sp_lightning.stream.schedule import Decision, Schedule
 
-pytestmark = pytest.mark.quick
-
 
 def started(n, window, transfer=1, order=(), wrap=False):
     schedule = Schedule([1] * n, window, transfer)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
+from often import often
 
 import models
 import parity
@@ -153,8 +154,7 @@ stall_optimizer_ms outside_ms up_gb_per_s down_gb_per_s device_peak_bytes host_p
 samples_per_s"""
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("accelerator", often(["simgpu", "cpu"]))
 def test_it_logs_what_steps_took_and_waited_for(accelerator):
     logger = Kept()
     fit([LOGGING()], logger=logger, batches=6, log_every_n_steps=1, accelerator=accelerator)
@@ -232,8 +232,7 @@ def test_nobody_looks_and_nothing_is_recorded(monkeypatch):
 BARS = [TQDMProgressBar, RichProgressBar]
 
 
-@pytest.mark.parametrize("bar", BARS)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("bar", often(BARS))
 def test_the_progress_bar_shows_memory_and_waiting(bar):
     shown = []
 
@@ -308,7 +307,6 @@ def test_with_a_plan_planned_stands_beside_measured(caplog):
 @pytest.mark.parametrize(
     ("batches", "steps", "names"), [(9, (3, 4), ["step 3", "step 4"]), (3, (10, 11), ["step 1", "step 2"])]
 )
-@pytest.mark.few(1)
 def test_a_timeline_has_the_steps_that_were_asked_for(batches, steps, names, tmp_path):
     pytest.importorskip("matplotlib")
     fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path / "run", timeline_steps=steps)], batches=batches)
@@ -319,8 +317,7 @@ def test_a_timeline_has_the_steps_that_were_asked_for(batches, steps, names, tmp
     assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("accelerator", often(["simgpu", "cpu"]))
 def test_it_has_no_effect_on_results(accelerator):
     make_module = functools.partial(models.ZooModule, CASE)
 

@@ -9,6 +9,7 @@ import zipfile
 import lightning as L
 import pytest
 import torch
+from often import often
 from side_by_side import sgd, squares
 
 import models
@@ -67,8 +68,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.few(6)
+@pytest.mark.parametrize("choice", often(CHOICES, "state_dict", "adapters alone", "optimizer state"))
 def test_what_is_saved_is_as_large_as_from_a_plain_module(device, choice):
     plain, streamed = of_both(adapted, device, CHOICES[choice])
     assert plain == streamed and plain[0] > 0

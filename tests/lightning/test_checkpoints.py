@@ -11,12 +11,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from often import often, slow
 
 import models
 import parity
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
-BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
+BOTH = pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), "simgpu"])
 SIDES = {
     "plain": parity.plain_strategy,
     "streaming": functools.partial(parity.streaming_strategy, window=2),
@@ -98,8 +99,7 @@ def tensors(checkpoint):
 
 
 @BOTH
-@pytest.mark.parametrize("writer, reader", CROSSINGS)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("writer, reader", often(CROSSINGS, ("plain", "streaming"), ("streaming", "plain")))
 def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(writer, reader, accelerator, tmp_path):
     """Six of eight steps by one strategy, the rest by another: equal to the plain one in both parts."""
 
@@ -111,9 +111,8 @@ def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(write
 
 
 @BOTH
-@pytest.mark.parametrize("side", ["streaming", "on disk"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "two"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("side", often(["streaming", "on disk"]))
+@pytest.mark.parametrize("optimizer", often(["two", "sgd", "adafactor"]))
 def test_states_of_other_optimizers_cross_over(optimizer, side, accelerator, tmp_path):
     make_module = functools.partial(Module, optimizer)
     expected = state_of(*fit("plain", accelerator, make_module))
@@ -123,8 +122,7 @@ def test_states_of_other_optimizers_cross_over(optimizer, side, accelerator, tmp
     assert_same(expected, state_of(*fit(side, accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
 
 
-@pytest.mark.parametrize("make_module", [Module, Filtered, Adapted])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("make_module", often([Module, Filtered, Adapted]))
 def test_files_hold_the_same_bytes(make_module, tmp_path):
     """Written while weights stream, by a callback, and after the run, by hand."""
     folders = {"plain": tmp_path / "1", "streaming": tmp_path / "2"}  # files hold these names
@@ -185,7 +183,6 @@ def test_what_was_loaded_outlives_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("inner", [None, TorchCheckpointIO()])
-@pytest.mark.few(1)
 def test_the_users_checkpoint_io_is_used(inner, tmp_path):
     class Own(TorchCheckpointIO):
         calls = []
@@ -227,7 +224,6 @@ def test_a_missing_file_is_the_error_that_it_is_plainly(tmp_path):
 
 
 @BOTH
-@pytest.mark.few(1)
 def test_a_checkpoint_loads_into_a_module_by_itself(accelerator, tmp_path):
     """No Trainer, no strategy: what was written while weights streamed is a plain file."""
     _, module = fit("streaming", accelerator, save=tmp_path / "end.ckpt")
@@ -299,8 +295,7 @@ NO_SUCH_THING = [
 ]
 
 
-@pytest.mark.parametrize("errors", NO_SUCH_THING)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("errors", [{}, *map(slow, NO_SUCH_THING[1:])])
 def test_a_file_is_on_the_disk_before_it_replaces_the_old_one_and_its_name_afterwards(errors, tmp_path, monkeypatch):
     """Where file system and platform know of such a thing; where they do not, it is written all the same."""
     trainer, _ = fit("streaming", save=tmp_path / "run" / "last.ckpt")
@@ -317,7 +312,6 @@ def test_a_file_is_on_the_disk_before_it_replaces_the_old_one_and_its_name_after
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
-@pytest.mark.few(1)
 def test_a_file_that_does_not_arrive_on_the_disk_leaves_the_previous_one_whole(error, tmp_path, monkeypatch):
     trainer, module = fit("streaming", save=tmp_path / "last.ckpt")
     before = (tmp_path / "last.ckpt").read_bytes()

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from often import often
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -21,7 +22,7 @@ from sp_lightning.stream.gradients import Gradients
 from sp_lightning.stream.unit import Unit
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
-BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
+BOTH = pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), "simgpu"])
 CASE = models.case("batch_norm")
 QUIET = {
     "logger": False,
@@ -195,8 +196,7 @@ PLACES = [None, *IN_A_STEP, "validation", "sanity"]
 
 
 @BOTH
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("place", often(PLACES, "backward", "validation"))
 def test_after_a_failure_weights_are_those_of_the_plain_run_and_so_is_the_next_run(place, accelerator):
     expected = run_on("plain", accelerator, place)
     allocated = accelerator == "simgpu" and left_on_device()
@@ -238,7 +238,6 @@ class Overlapping(models.ZooModule):
 
 @BOTH
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.few(1)
 def test_a_failure_while_the_optimizer_already_steps_says_which_weights_it_left(overlap, accelerator, caplog):
     """Each parameter is that of before or of after the step; without overlap all are those of before."""
     L.seed_everything(0, verbose=False)
@@ -282,7 +281,6 @@ def torn(accelerator, folder):
 
 
 @BOTH
-@pytest.mark.few(1)
 def test_nothing_saves_a_step_that_failed_half_done_and_the_last_checkpoint_stays(accelerator, tmp_path, caplog):
     module, saving = torn(accelerator, tmp_path)
     here = tmp_path / "kept"
@@ -297,8 +295,7 @@ def test_nothing_saves_a_step_that_failed_half_done_and_the_last_checkpoint_stay
 
 
 @BOTH
-@pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("with_state", often([True, False]))
 def test_a_module_of_such_a_step_goes_on_from_a_checkpoint_and_from_nothing_else(accelerator, with_state, tmp_path):
     """Also with a new optimizer, since the weights are those of no step."""
     module, _ = torn(accelerator, tmp_path)
@@ -326,8 +323,7 @@ def interrupts():
 
 
 @BOTH
-@pytest.mark.parametrize("place", ["forward", "backward", "on_train_batch_end"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("place", often(["backward", "forward", "on_train_batch_end"]))
 def test_ctrl_c(place, accelerator, interrupts):
     def interrupted(side):
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -389,7 +385,6 @@ COPIES |= {f"down {count}": (DOWN, count) for count in (1, 9, 12)}
 
 
 @parity.product(copy=list(COPIES), error=[Boom, torch.OutOfMemoryError], accelerator=["cpu", "simgpu"])
-@pytest.mark.few(1)
 def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(copy, error, accelerator, monkeypatch):
     way, count = COPIES[copy]
     module, plain = seeded(), seeded()
@@ -407,7 +402,6 @@ def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(copy, error, ac
 
 
 @pytest.mark.parametrize("place", ["handle.Room", "handle.Visit"])
-@pytest.mark.few(1)
 def test_a_failure_while_streaming_begins(place, monkeypatch):
     def fail(*args):
         raise Boom

@@ -18,6 +18,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import SingleDeviceStrategy
+from often import often
 from side_by_side import assert_plain, blocks
 from torch import nn
 
@@ -263,8 +264,8 @@ LOOPS = [
 ]
 
 
-@parity.product(overlap=[True, False], loop=LOOPS, device=parity.DEVICES)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("overlap", often([True, False]))
+@pytest.mark.parametrize("loop", often(LOOPS, with_everything_in_between, adversaries, marking_methods))
 def test_a_loop_is_bitwise_the_plain_one(loop, overlap, device):
     compare(loop, device, optimizer_overlap=overlap)
 
@@ -274,14 +275,12 @@ def test_a_loop_is_bitwise_the_plain_one(loop, overlap, device):
     loop=[plainly, with_everything_in_between, adversaries],
     device=parity.DEVICES,
 )
-@pytest.mark.few(1)
 def test_under_other_precisions_too(loop, precision, device):
     compare(loop, device, precision, activations="recompute")
 
 
 @pytest.mark.simgpu
-@pytest.mark.parametrize("loop", [plainly, with_everything_in_between, adversaries], ids=lambda loop: loop.__name__)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("loop", often([adversaries, plainly, with_everything_in_between]))
 def test_a_gradient_scaler_too(loop):
     compare(loop, torch.device("simgpu", 0), "16-mixed")
 
@@ -291,7 +290,6 @@ def test_a_gradient_scaler_too(loop):
 
 @pytest.mark.parametrize("saves", ["plain", "streaming"])
 @pytest.mark.parametrize("loads", ["plain", "streaming"])
-@pytest.mark.few(1)
 def test_checkpoints_cross_over(saves, loads, device, tmp_path):
     def strategy(side):
         return SingleDeviceStrategy(device=device) if side == "plain" else streaming(device)
@@ -326,8 +324,7 @@ def test_checkpoints_cross_over(saves, loads, device, tmp_path):
         assert one[0] == two[0] and same, one[0]
 
 
-@pytest.mark.parametrize("part", ["net", "optimizer", None])
-@pytest.mark.few(2)
+@pytest.mark.parametrize("part", often([None, "net", "optimizer"]))
 def test_a_raw_state_is_loaded_and_outlives_its_file(part, device, tmp_path):
     fabric = fabric_on(device, streaming(device))
     net = blocks()

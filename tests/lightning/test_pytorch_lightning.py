@@ -8,6 +8,7 @@ import forks
 import lightning as L
 import pytest
 import torch
+from often import often, slow
 
 import models
 import parity
@@ -88,17 +89,15 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("case", ["mlp", "adapters"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("options", [{}, *map(slow, OPTIONS[1:])], ids=str)
+@pytest.mark.parametrize("case", often(["adapters", "mlp"]))
 def test_a_fit_has_the_plain_runs_bits(tmp_path, case, options):
     ours = strategies().SuperpipelineStrategy(window=1)
     assert_same(outcome(tmp_path, "auto", case, **options), outcome(tmp_path, ours, case, **options))
     assert ours.handle.closed and ours.handle.stats()["bytes_up"] > 0
 
 
-@pytest.mark.parametrize("saves, loads", [("auto", "ours"), ("ours", "auto"), ("ours", "ours")])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("saves, loads", often([("ours", "auto"), ("auto", "ours"), ("ours", "ours")]))
 def test_a_run_is_resumed(tmp_path, saves, loads):
     def strategy(side):
         return strategies().SuperpipelineStrategy(window=1) if side == "ours" else side
@@ -147,7 +146,6 @@ def test_a_module_of_the_other_package_is_refused_by_lightning(tmp_path):
 
 
 @pytest.mark.parametrize("version", ["2.5.5", "9.9.0"])
-@pytest.mark.few(1)
 def test_another_version_of_it_is_named_when_the_strategy_is_made(version):
     code = f"""
 import pytorch_lightning.callbacks
@@ -173,7 +171,6 @@ def test_both_packages_have_the_same_names():
 
 
 @pytest.mark.parametrize("package, strategies", [(pl, "sp_lightning.pytorch_lightning"), (L, "sp_lightning")])
-@pytest.mark.few(1)
 def test_the_command_line_of_both_takes_the_strategy_by_its_class(package, strategies, tmp_path):
     cli = importlib.import_module(f"{package.__name__}.{'pytorch.' if package is L else ''}cli")
     module = Module if package is pl else Drawn

@@ -16,6 +16,7 @@ from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from often import often
 from torch.optim.swa_utils import get_swa_avg_fn
 
 import models
@@ -24,7 +25,7 @@ import sp_lightning
 from sp_lightning.errors import OptionError, PartitionError, UnsupportedError
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
-BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
+BOTH = pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), "simgpu"])
 
 
 def zoo(name, **options):
@@ -111,8 +112,7 @@ FEATURES = {
 
 
 @BOTH
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.few(5)
+@pytest.mark.parametrize("feature", often(FEATURES, "ema", "swa", "clip_norm", "validation_within_an_epoch"))
 def test_feature(feature, accelerator):
     name = "batch_norm" if feature in ("swa", "ema") else "mlp"
     run_both(zoo(name), accelerator, FEATURES[feature])
@@ -180,7 +180,6 @@ def test_module(make_module, accelerator):
 
 
 @BOTH
-@pytest.mark.few(1)
 def test_finetuning_adds_groups_during_the_run(accelerator):
     run_both(zoo("mlp", optimizer="sgd"), accelerator, lambda: {"callbacks": [Unfreezing()]}, epochs=3)
 
@@ -218,8 +217,7 @@ def seeded(make_module):
 
 
 @BOTH
-@pytest.mark.parametrize("trainers", [1, 2])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("trainers", often([2, 1]))
 def test_all_four_commands_one_after_another_on_one_and_on_two_trainers(trainers, accelerator):
     def run(make_strategy):
         module = seeded(zoo("batch_norm"))
@@ -267,8 +265,7 @@ class WithoutParameters(L.LightningModule):
 
 @pytest.mark.xfail(reason="a metric of validation is in one of the two runs alone")
 @BOTH
-@pytest.mark.parametrize("bar", [False, True])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("bar", often([False, True]))
 def test_a_module_without_parameters_runs_all_four_commands(bar, accelerator, tmp_path):
     def run(make_strategy):
         module, loader = seeded(WithoutParameters), torch.utils.data.DataLoader(torch.randn(6, 8), batch_size=2)
@@ -304,7 +301,6 @@ def test_the_device_is_the_computing_one_during_the_run_and_the_host_afterwards(
 
 
 @BOTH
-@pytest.mark.few(1)
 def test_averages_stay_on_the_host(accelerator):
     """Unless the user names a device; and the callback is what it was when the run is over."""
 
@@ -346,7 +342,6 @@ class Sized(models.ZooModule):
 
 
 @BOTH
-@pytest.mark.few(1)
 def test_the_tuner_finds_what_it_finds_plainly_and_leaves_the_weights(accelerator):
     def run(make_strategy):
         module = seeded(Sized)
@@ -409,9 +404,8 @@ def build_tied_on_meta(trainer):
 WAYS = [build_configured, build_in_init_module, build_empty, build_on_meta, build_tied_on_meta]
 
 
-@pytest.mark.parametrize("build", WAYS)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.few(3)
+@pytest.mark.parametrize("build", often(WAYS, build_empty, build_tied_on_meta))
+@pytest.mark.parametrize("precision", often(["32-true", "bf16-true"]))
 def test_weights_are_made_on_the_host(build, precision):
     import simgpu
 
@@ -459,8 +453,7 @@ class OnMeta(models.ZooModule):
                 self.net = self.case.make()
 
 
-@pytest.mark.parametrize("device", parity.DEVICES)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("device", often(["simgpu", "cpu"]))
 def test_a_checkpoint_goes_into_weights_that_were_made_on_the_meta_device(device, tmp_path):
     """It is loaded before the module is set up, and torch loads nothing into weights on the meta device."""
     case, path = models.case("mlp"), tmp_path / "of.ckpt"

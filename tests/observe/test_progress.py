@@ -107,7 +107,6 @@ def test_saving_while_rich_draws_goes_into_its_display(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("own", [None, False])
-@pytest.mark.few(1)
 def test_setting_up_saving_and_loading_are_waited_for(tmp_path, monkeypatch, own):
     """What is done is nothing at the begin and everything at the end; without ``progress`` nothing is shown."""
     seen = {}

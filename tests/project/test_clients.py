@@ -65,8 +65,8 @@ def fabric(strategy):
     return net.module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["lightning", "pytorch-lightning", "fabric"])
-@pytest.mark.few(1)
 def test_a_client_of_each_package_is_run_on_all_sides(package, harness):
     if package == "pytorch-lightning":
         pytest.importorskip("pytorch_lightning")

@@ -55,8 +55,8 @@ def python(page: pathlib.Path) -> str:
     return "\n".join(side(text, "+") if name == "diff" else text for name, text in found if name in ("python", "diff"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if python(page)], ids=lambda page: page.name)
-@pytest.mark.few(1)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page, docs_world):
     exec(compile(python(page), str(page), "exec"), docs_world)
 

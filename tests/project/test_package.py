@@ -156,7 +156,7 @@ def steps():
 def test_workflows_run_nothing_but_ci():
     commands = {step["run"] for step in steps() if "run" in step}
     shard = ".ci/run --slow ${{ matrix.shard }}"
-    assert commands == {".ci/run", ".ci/run --quick", ".ci/run --default", ".ci/run --dist", ".ci/run --site", shard}
+    assert commands == {".ci/run", ".ci/run --default", ".ci/run --dist", ".ci/run --site", shard}
     used = {step["uses"].partition("@")[0] for step in steps() if "uses" in step}
     assert {name for name in used if not name.startswith("actions/")} == {"pypa/gh-action-pypi-publish"}
 
@@ -177,7 +177,7 @@ def test_the_nightly_run_has_all_shards_of_the_slow_tests():
     assert job["strategy"]["matrix"]["shard"] == [f"{number}/{count}" for number in range(1, int(count) + 1)]
 
 
-@pytest.mark.parametrize("job", ["quick", "default", "versions"])
+@pytest.mark.parametrize("job", ["default", "versions"])
 def test_the_matrix_begins_with_the_oldest_python_and_torch_that_the_package_supports(job):
     matrix = workflows()["tests.yml"]["jobs"][job]["strategy"]["matrix"]
     project = (ROOT / "pyproject.toml").read_text()

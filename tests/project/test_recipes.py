@@ -16,6 +16,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
+from often import often
 
 import parity
 from sp_lightning import cli
@@ -87,8 +88,7 @@ def test_the_page_has_the_command_of_every_recipe():
     assert {*COMMANDS} == {*fits, predicts, *launches, "python -m examples.by_hand"}
 
 
-@pytest.mark.parametrize("command", FOR_REAL)
-@pytest.mark.few(2)
+@pytest.mark.parametrize("command", often(FOR_REAL))
 def test_a_command_for_a_real_model_has_known_arguments(command, capsys):
     """It is read, not run: its model is large."""
     words = shlex.split(command)
@@ -115,15 +115,14 @@ def process(*arguments):
 # --- Bits
 
 
-@pytest.mark.parametrize("recipe", FITTED)
-@pytest.mark.few(2)
+@pytest.mark.parametrize("recipe", often(FITTED, "lora_llm"))
 def test_a_recipe_has_the_plain_runs_bits(recipe):
     streamed = fit(recipe, folder="streamed")
     parity.compare(left(fit(recipe, PLAIN, folder="plain")), left(streamed))
 
 
+@SLOW
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.few(1)
 def test_adapters_beside_packed_weights_have_the_plain_runs_bits(bits):
     pytest.importorskip("torchao")
     streamed = fit("lora_llm", f"--model.base_bits={bits}", folder="streamed")
@@ -148,8 +147,8 @@ class AfterOneEpoch(L.Callback):
             trainer.save_checkpoint("half.ckpt")
 
 
+@SLOW
 @pytest.mark.parametrize("recipe", FITTED)
-@pytest.mark.few(1)
 def test_a_recipe_resumes_from_a_plain_checkpoint(recipe):
     epochs = "--trainer.max_epochs=2", "--trainer.limit_train_batches=2"
     saving = "--trainer.callbacks+=test_recipes.AfterOneEpoch"

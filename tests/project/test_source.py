@@ -10,10 +10,6 @@ import pathlib
 import re
 from collections.abc import Iterable
 
-import pytest
-
-pytestmark = pytest.mark.quick
-
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("sp_lightning", "benchmarks", "examples")
 PACKAGE = "sp_lightning"

@@ -576,25 +576,20 @@ def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def each_value(**axes: Sequence[Any]) -> list[dict[str, Any]]:
-    """As many rows of the product of these axes as the longest has values: every value of each occurs."""
-    count = max(map(len, axes.values())) if all(axes.values()) else 0
-    return [{name: values[row % len(values)] for name, values in axes.items()} for row in range(count)]
-
-
 DEVICES = ["cpu", "simgpu"]  # as the fixture `device` takes them
 
 
 def product(*daily: tuple[Any, ...], **axes: Sequence[Any]) -> Any:
-    """Parametrize a test with a product of values: the default run takes these rows, or `each_value`; the rest is slow.
+    """Parametrize a test with a product of values: the default run takes these rows, or the last one; the rest is slow.
 
     The axis `device`, of `DEVICES`, is the fixture's.
     """
     import pytest
 
-    cover = daily or [tuple(row.values()) for row in each_value(**axes)]
     rows: list[Any] = []
-    for row in itertools.product(*axes.values()):
+    every = list(itertools.product(*axes.values()))
+    cover = daily or every[-1:]
+    for row in every:
         on_simgpu = dict(zip(axes, row, strict=True)).get("device") == "simgpu"
         marks = [pytest.mark.simgpu] * on_simgpu + [pytest.mark.slow] * (row not in cover)
         rows.append(pytest.param(*row, marks=marks) if marks else row)

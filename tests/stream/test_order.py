@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from often import often
 from side_by_side import sgd, squares
 from torch import nn
 
@@ -60,9 +61,8 @@ def without_repeats(events):
 # --- Gradients
 
 
-@pytest.mark.parametrize("window", [1, 2, BLOCKS])
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("window", often([1, 2, BLOCKS]))
+@pytest.mark.parametrize("activations", often(["recompute", "keep", "offload"]))
 def test_the_device_packs_gradients_of_a_block_before_the_backward_of_the_next(window, activations):
     with streaming(window=window, activations=activations) as (net, _, x):
         loss = squares(net, x)
@@ -75,8 +75,7 @@ def test_the_device_packs_gradients_of_a_block_before_the_backward_of_the_next(w
     assert without_repeats(events[op[1:3]] for op in traced if op[1:3] in events) == BACKWARD
 
 
-@pytest.mark.parametrize("window", [1, 2, 4])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("window", often([1, 2, 4]))
 def test_gradients_never_pile_up_on_the_device(window):
     with streaming(window=window, activations="recompute") as (net, handle, x):
         squares(net, x).backward()

@@ -13,8 +13,6 @@ from torch import nn
 from sp_lightning.errors import PartitionError
 from sp_lightning.stream.partition import partition, slots
 
-pytestmark = pytest.mark.quick
-
 
 def names(units):
     return [unit.name for unit in units]

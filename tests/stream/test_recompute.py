@@ -49,7 +49,6 @@ FROZEN = {
     autocast=[False, True],
     device=parity.DEVICES,
 )
-@pytest.mark.few(1)
 def test_weights_that_are_frozen_or_thaw_before_backward(weights, activations, autocast, device):
     """As by Lightning's ``toggle_optimizer`` after a forward."""
 

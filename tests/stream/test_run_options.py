@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 import torch._dynamo as dynamo
+from often import often
 from torch import nn
 
 import models
@@ -62,8 +63,7 @@ def half_precision_with_fp32_masters(case, batches, dtype):
 
 
 @pytest.mark.parametrize("precision, dtype", [("bf16-true", torch.bfloat16), ("16-true", torch.float16)])
-@pytest.mark.parametrize("case", ["llama", "tied_embedding", "batch_norm"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("case", often(["tied_embedding", "llama", "batch_norm"]))
 def test_master_weights_are_fp32_and_what_half_precision_training_with_masters_gives(case, precision, dtype):
     seen = set()
 
@@ -123,7 +123,7 @@ def fresh_dynamo():
     dynamo.reset()
 
 
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_units_are_compiled_once_for_their_class_without_a_break(fresh_dynamo):
     plain = stack()
     for block in plain:

@@ -12,6 +12,7 @@ import types
 import pytest
 import torch
 from cores import streaming
+from often import often
 from side_by_side import assert_plain, blocks, check, inputs, sgd, squares
 from torch import nn
 
@@ -107,13 +108,16 @@ class OnItsLayerBlock(models.Block):
 # All but the first block keep their last graph; one that torch's checkpoint made leads to the module in any case.
 @pytest.mark.parametrize(
     "activations, block",
-    [
-        *itertools.product(["keep", "offload"], [models.Block, models.AuxiliaryBlock, OnItsLayerBlock]),
+    often(
+        [
+            ("recompute", models.Block),
+            *itertools.product(["offload", "keep"], [models.Block, models.AuxiliaryBlock, OnItsLayerBlock]),
+        ],
         ("recompute", models.Block),
-    ],
+        ("offload", OnItsLayerBlock),
+    ),
 )
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.few(4)
+@pytest.mark.parametrize("autocast", often([True, False]))
 def test_no_host_memory_outlives_the_module(activations, block, autocast):
     import simgpu
 

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from often import often
 from stream_programs import POLICIES, Net, Program, check, device_named, stream, streamed
 
 from sp_lightning.errors import HostMemoryError, OptionError, UnsupportedError
@@ -62,8 +63,8 @@ def test_a_closed_stream_keeps_nothing_on_the_device(policy):
     assert torch.accelerator.memory_allocated() - before == x.nbytes
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("window", often([2, 1, 3]))
+@pytest.mark.parametrize("policy", often(POLICIES))
 def test_at_most_the_window_and_what_is_in_use_is_there(policy, window, monkeypatch):
     counts, visit = [], Window._visit
 
@@ -113,14 +114,14 @@ def refuse(nbytes):
     raise RuntimeError("on purpose")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", often(POLICIES))
 @pytest.mark.simgpu
 def test_refused_locks_change_no_bit(monkeypatch, policy):
     monkeypatch.setattr(memory, "locked_by_torch", refuse)
     check(Program(lambda run, model: run.loop(model)), "simgpu", policy, window=2)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", often(POLICIES))
 @pytest.mark.simgpu
 def test_pageable_memory_changes_no_bit(policy):
     program = Program(lambda run, model: run.loop(model), options={"host_memory": "pageable"})

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from stream_programs import Block, Net, cases, check, collected, device_named, stream, streamed
+from stream_programs import PLACES, Block, Net, cases, check, collected, device_named, stream, streamed
 from torch import nn
 
 from sp_lightning.errors import UnsupportedError
@@ -168,10 +168,8 @@ def two_streams_have_one_optimizer(run, model):
         return [*seen, *(param.detach().clone() for param in other.parameters())]
 
 
-@pytest.mark.parametrize("device", ["cpu", "simgpu"])
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("device, window", PLACES)
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
-@pytest.mark.simgpu
 def test_modules_compute_what_they_do_in_the_plain_run(program, policy, window, device):
     check(program, device, policy, window)
 

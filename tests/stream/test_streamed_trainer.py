@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from often import often
 from stream_programs import Net, compare, device_named
 from streamed import StreamStrategy
 from torch.utils._pytree import tree_leaves
@@ -45,8 +46,7 @@ def is_possible(name, setting):
 RUNS = [(name, setting) for name in models.ZOO for setting in SETTINGS if is_possible(name, setting)]
 
 
-@pytest.mark.few(24)
-@pytest.mark.parametrize("name, setting", RUNS)
+@pytest.mark.parametrize("name, setting", often(RUNS, *RUNS[::20]))
 @pytest.mark.simgpu
 def test_the_zoo_trains_with_the_bits_of_plain_runs(name, setting):
     import simgpu.lightning  # noqa: F401

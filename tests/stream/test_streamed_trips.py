@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from often import often
 from stream_programs import Net, Program, Run, cases, check, collected, stream
 from test_streamed_optimizers import OPTIMIZERS, Odd
 from test_streamed_optimizers import program as steps_of
@@ -48,7 +49,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
+@pytest.mark.parametrize("name", often([*OPTIMIZERS, *MORE], "adamw_fused", "muon"))
 def test_an_optimizer_steps_as_in_the_plain_run(arithmetic, name):
     cls, options = {**OPTIMIZERS, **MORE}[name]
     make = (

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from often import often
 from side_by_side import sgd, squares
 
 import models
@@ -55,8 +56,7 @@ def gradient_nbytes(handle):
 # --- Up
 
 
-@pytest.mark.parametrize("window", range(1, BLOCKS + 1))
-@pytest.mark.few(3)
+@pytest.mark.parametrize("window", often([3, 1, BLOCKS]))
 def test_a_training_step_fetches_each_unit_twice_less_the_window(device, window):
     with streaming(uniform, device, window=window) as (net, handle):
         train(net, device, steps=2)
@@ -65,8 +65,7 @@ def test_a_training_step_fetches_each_unit_twice_less_the_window(device, window)
     assert step["bytes_up"] == (2 * BLOCKS - window) * handle.units[0].nbytes
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, BLOCKS])
-@pytest.mark.few(3)
+@pytest.mark.parametrize("window", often([2, 1, BLOCKS]))
 def test_what_is_resident_stays_between_micro_batches(device, window):
     with streaming(uniform, device, window=window) as (net, handle):
         train(net, device, stepping=False)
