@@ -137,13 +137,6 @@ def test_fabric_takes_the_strategy_by_its_name():
     assert done.returncode == 0, done.stderr
 
 
-def test_looking_for_lightning_does_not_import_it():
-    code = "import sp_lightning, importlib.util, sys; importlib.util.find_spec('lightning'); import lightning as L"
-    code += "; assert 'superpipeline' in L.pytorch.strategies.StrategyRegistry"
-    done = forks.run(code)
-    assert done.returncode == 0, done.stderr
-
-
 def test_public_names_and_modules_come_when_they_are_used():
     import sp_lightning
 
@@ -157,16 +150,6 @@ def test_version_is_the_installed_one(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.strip() == importlib.metadata.version("sp-lightning")
-
-
-def test_a_checkout_that_is_not_installed_has_a_version_too(capsys, monkeypatch):
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out.strip() == "not installed"
 
 
 @pytest.mark.parametrize(
@@ -224,12 +207,6 @@ def test_the_strategys_arguments_are_checked(toy, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["fit", *toy(BY_CLASS.replace("transfer: 1", "transfer: 3"))])
     assert "fit: transfer must be at most window (2), got 3\n" in capsys.readouterr().err
-
-
-def test_the_strategys_arguments_are_given_without_its_name(toy, capsys):
-    with pytest.raises(SystemExit):
-        main(["fit", *toy(""), "--trainer.strategy.window=2", "--trainer.strategy.units=[Linear]", "--print_config"])
-    assert re.search(r"SuperpipelineStrategy\s+init_args:\s+window: 2\n", capsys.readouterr().out)
 
 
 def test_another_strategy_can_be_named(toy, capsys):

@@ -41,23 +41,6 @@ def test_adapters_train_over_a_quantised_base_beside_the_disk(device, form, plac
         assert stats["disk_read"] > 7 * frozen * (4 - window) / 4
 
 
-@parity.product(
-    ("int8", "bf16-mixed", "simgpu"),
-    form=wrapped.TRAINED,
-    precision=["32-true", "bf16-mixed", "16-mixed", "bf16-true"],
-    device=parity.DEVICES,
-)
-def test_a_trainer_trains_adapters_over_a_base_in_its_file(device, form, precision):
-    if form == "coded" and precision == "bf16-true":
-        pytest.skip("a module cannot convert such weights, streamed or not")
-    if device.type == "cpu" and precision == "16-mixed":
-        pytest.skip("Lightning has no fp16-mixed on the CPU")
-    plain = fit(lambda: wrapped.Module(form), None, device, precision=precision)
-    streaming = parity.streaming_strategy(device.type, window=1, host_budget="0B", disk=os.getcwd())
-    found = fit(lambda: wrapped.Module(form, wrapped.filed), streaming, device, precision=precision)
-    wrapped.compare(plain, found)
-
-
 # --- Two ranks
 
 

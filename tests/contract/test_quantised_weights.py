@@ -245,25 +245,3 @@ def test_units_with_quantised_weights_are_compiled_by_inductor(form):
     options = {"window": 1, "compile_units": True}
     found, _ = observe(wrapped.adapted(form), wrapped.trained_and_evaluated, torch.device("cpu"), options)
     parity.compare(expected, found)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_weights_that_are_packed_where_they_are_moved_are_packed_as_streaming_begins(bits):
-    """As ``module.to("cpu")`` packs them, with which a plain run begins."""
-    library = pytest.importorskip("bitsandbytes", reason="it packs the weights")
-
-    def make():
-        if bits == 4:
-            return nn.Sequential(*(library.nn.Linear4bit(64, 64, compute_dtype=torch.float32) for _ in range(3)))
-        return nn.Sequential(*(library.nn.Linear8bitLt(64, 64, has_fp16_weights=False) for _ in range(3)))
-
-    def run(module, device):
-        x = torch.rand(4, 64, generator=torch.Generator().manual_seed(1))
-        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
-        for _ in range(2):
-            loss = module(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            yield loss
-
-    check(make, run, torch.device("cpu"))

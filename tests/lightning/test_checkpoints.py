@@ -4,7 +4,6 @@ import errno
 import functools
 import os
 import resource
-import tracemalloc
 
 import lightning as L
 import pytest
@@ -200,15 +199,6 @@ def test_the_users_checkpoint_io_is_used(inner, tmp_path):
     assert type(wrapped.checkpoint_io).__name__ == ("MappedCheckpointIO" if inner is None else "TorchCheckpointIO")
 
 
-def test_a_file_of_the_old_format_is_read(tmp_path):
-    """As Lightning reads it."""
-    fit("plain", max_epochs=1, save=tmp_path / "new.ckpt")
-    checkpoint = torch.load(tmp_path / "new.ckpt", weights_only=False)
-    torch.save(checkpoint, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
-    expected = state_of(*fit("plain", ckpt_path=tmp_path / "new.ckpt"))
-    assert_same(expected, state_of(*fit("streaming", ckpt_path=tmp_path / "old.ckpt")))
-
-
 def test_a_file_that_is_not_local_is_written_and_read_by_lightning():
     expected = state_of(*fit("plain"))
     fit("streaming", max_epochs=1, save="memory://checkpoints/end.ckpt")
@@ -324,13 +314,3 @@ def test_a_file_that_does_not_arrive_on_the_disk_leaves_the_previous_one_whole(e
     assert info.value.errno == error and [name for name, *_ in calls] == ["fsync"]
     assert (tmp_path / "last.ckpt").read_bytes() == before
     assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
-
-
-def test_a_file_is_written_without_a_second_copy_in_memory(tmp_path):
-    """Measured on the way out of torch.save, where Lightning's own holds the whole file in a buffer."""
-    weights, io = torch.zeros(2**25), parity.streaming_strategy("cpu").checkpoint_io
-    tracemalloc.start()
-    io.save_checkpoint({"weights": weights}, tmp_path / "large.ckpt")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < weights.nbytes / 8

@@ -51,20 +51,6 @@ def test_equal_seeds_give_equal_nets_losses_and_gradients(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
-def test_a_batch_depends_on_its_number_alone(name):
-    batch = models.case(name).batch
-    before = torch.get_rng_state()
-    expected = batch(0)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(99)
-    batch(1)
-    assert_equal(expected, batch(0))
-    leaves = zip(tree_leaves(expected), tree_leaves(batch(1)), strict=True)
-    assert any(not torch.equal(a, b) for a, b in leaves if isinstance(a, torch.Tensor))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ZOO)
 def test_the_random_tag_tells_whether_forward_draws(name):
     case, net = build(name)
     before = torch.get_rng_state()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 
 import pytest
 import torch
@@ -12,12 +11,10 @@ from side_by_side import sgd, squares
 from torch import nn
 
 import models
-import simgpu
 import sp_lightning
 
 DEVICE = torch.device("simgpu", 0)
 BLOCKS = 8
-BACKWARD = [f"{what} {index}" for index in reversed(range(BLOCKS)) for what in ("block", "gradients")]
 
 
 class Distinct(nn.Module):
@@ -54,25 +51,7 @@ def train(net, x):
     optimizer.zero_grad()
 
 
-def without_repeats(events):
-    return [event for event, _ in itertools.groupby(events)]
-
-
 # --- Gradients
-
-
-@pytest.mark.parametrize("window", often([1, 2, BLOCKS]))
-@pytest.mark.parametrize("activations", often(["recompute", "keep", "offload"]))
-def test_the_device_packs_gradients_of_a_block_before_the_backward_of_the_next(window, activations):
-    with streaming(window=window, activations=activations) as (net, _, x):
-        loss = squares(net, x)
-        with simgpu.trace() as traced:
-            loss.backward()
-        events = {}
-        for index, block in enumerate(net.blocks):
-            events["aten::threshold_backward", 3 * 4 * models.BATCH * block.hidden] = f"block {index}"
-            events["copy D2D", 4 * block.up.weight.numel()] = f"gradients {index}"
-    assert without_repeats(events[op[1:3]] for op in traced if op[1:3] in events) == BACKWARD
 
 
 @pytest.mark.parametrize("window", often([1, 2, 4]))
