@@ -5,22 +5,13 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-from cores import strategy, streaming
 from side_by_side import blocks, check, fit, inputs, make_trainer, sgd, squares
+from streamed import strategy, streaming
 from torch import nn
 
 import models
 import sp_lightning
 from sp_lightning.errors import ExactnessError, UnsupportedError
-
-# --- Saved-tensor hooks and recomputation
-
-
-# --- Ways into a unit's backward
-
-
-# --- Orders that change
-
 
 # --- More than one backward
 
@@ -34,9 +25,6 @@ def test_gradients_of_many_losses_at_once(device):
             yield torch.autograd.grad(out, weights, grad_outputs=ones, is_grads_batched=True)
 
     check(blocks, run, device)
-
-
-# --- Weights in several places, or read outside their module
 
 
 # --- Where things are
@@ -156,9 +144,6 @@ def assert_equal_parameters(one, other):
         assert torch.equal(p.cpu(), q.cpu()), name
 
 
-# --- Weights that the model writes
-
-
 # --- What the strategy must not leave to its base class
 
 
@@ -166,9 +151,6 @@ def test_modules_made_under_the_trainer_are_made_on_the_host(device):
     trainer = make_trainer(sp_lightning.SuperpipelineStrategy(device=device), device)
     with trainer.init_module():
         assert torch.empty(1).device.type == "cpu"
-
-
-# --- Host memory and streams
 
 
 # --- Neighbours and precision
@@ -192,12 +174,6 @@ def test_a_step_that_overflows_is_skipped_as_in_the_plain_run():
     streamed = fit(Overflowing, strategy(device), device, **options)
     assert streamed.losses == plain.losses and len(set(plain.losses[1::2])) > 1
     assert_equal_parameters(streamed, plain)
-
-
-# --- Parameters that appear, vanish or move
-
-
-# --- Shapes of models
 
 
 # --- Modules that keep or read weights in other ways

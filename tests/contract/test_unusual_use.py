@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-from cores import streaming
 from often import often
 from side_by_side import blocks, check, inputs, kept, squares, training
+from streamed import streaming
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,21 +37,6 @@ def test_inside_a_unit_a_weight_tells_what_the_plain_runs_does(device):
         assert told(net) == expected
 
 
-# --- After something went wrong
-
-
-# --- One module, several users
-
-
-# --- Parameters that change between steps
-
-
-# --- Graphs that live on
-
-
-# --- Copies
-
-
 # --- Complex numbers
 
 
@@ -71,9 +56,6 @@ class Complex(nn.Module):
 @pytest.mark.parametrize("activations", often(["recompute+offload", "keep", "recompute", "offload"]))
 def test_conjugated_and_negated_views_of_complex_weights(device, activations):
     check(models.stack_of(Complex), training(), device, activations=activations)
-
-
-# --- Checkpoints in checkpoints
 
 
 # --- Weights that are read while backward runs
@@ -261,9 +243,6 @@ def test_forward_in_one_thread_and_backward_in_another(device):
             yield [p.grad for p in net.parameters()]
 
     check(blocks, run, device)
-
-
-# --- Weights and buffers that reach units in other ways
 
 
 # --- Parts of the module that are called by themselves

@@ -7,9 +7,6 @@ import pytest
 import sharded
 import sharded_draws
 import torch
-from refusals import refusal
-
-from sp_lightning.errors import PartitionError, UnsupportedError
 
 KEEP, RECOMPUTE, OFFLOAD = {}, {"activations": "recompute"}, {"activations": "offload", "window": 2}
 BOTH = {"activations": "recompute+offload"}
@@ -47,9 +44,6 @@ def case(*values, slow=True, **settings):
         ),
         case("tied", KEEP, accumulate=2, clip=0.1),
         case("sharded loss", OFFLOAD, accumulate=2, clip=0.1),
-        case("llama", KEEP, accumulate=2),
-        case("llama", BOTH, kind="several"),
-        case("images vit", RECOMPUTE, accumulate=2),
     ],
 )
 def test_shards_train_as_under_plain_tensor_parallelism(name, options, settings):
@@ -80,8 +74,6 @@ def test_a_checkpoint_that_transformers_cuts_trains_as_without_streaming(name, s
         case("in sequence", BOTH, slow=False, kind="several", accumulate=2),
         case("tied", OFFLOAD, accumulate=2, clip=0.1),
         case("sharded loss", RECOMPUTE, clip=0.1),
-        case("llama", {"window": 2}, accumulate=2),
-        case("images vit", RECOMPUTE, accumulate=2),
     ],
 )
 def test_a_device_trains_shards_as_the_cpu_does_without_streaming(name, options, settings):
@@ -139,9 +131,7 @@ def on_a_grid(name, options, simulated=False, often=False, **settings):
         on_a_grid("tied", KEEP, accumulate=2, clip=0.1),
         on_a_grid("tied", BOTH, simulated=True, accumulate=2, kind="foreach"),
         on_a_grid("sharded loss", OFFLOAD, simulated=True, accumulate=2, clip=0.1, resumes=True),
-        on_a_grid("llama", BOTH, simulated=True, accumulate=2, kind="several"),
         on_a_grid("skipping", OFFLOAD, simulated=True, accumulate=2),
-        on_a_grid("images vit", RECOMPUTE, kind="several"),
     ],
 )
 def test_two_by_two_ranks_are_ddp_over_the_same_shards(name, simulated, options, settings):
@@ -158,7 +148,6 @@ def test_two_by_two_ranks_are_ddp_over_the_same_shards(name, simulated, options,
         (3, "in sequence", OFFLOAD, {"accumulate": 2, "clip": 0.1, "wide": 24}),
         (3, "in blocks", RECOMPUTE, {"wide": 24}),
         (3, "unevenly", RECOMPUTE, {"accumulate": 2}),
-        (4, "on several meshes", OFFLOAD, {"accumulate": 2}),
     ],
 )
 def test_one_rank_three_and_four_train_as_under_plain_tensor_parallelism(ranks, name, options, settings):
@@ -195,14 +184,6 @@ def test_ranks_with_different_shards_are_not_taken_for_equal_ones():
         )
 
 
-@refusal(
-    "a DTensor with "
-    '`disk=`, `host_budget=`, `optimizer_device="device"`, '
-    "`master_weights` or `compile_units`, or over a mesh of another kind of device than the streaming one, or whose "
-    "group has a backend for that device alone",
-    PartitionError,
-    "`sp_lightning.stream` without these, and a mesh of the device, after `init_process_group()` without a backend",
-)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -249,12 +230,6 @@ def test_what_is_set_on_dtensors_and_refers_to_them_stays_as_they_move_to_the_ho
         assert error.startswith("UnsupportedError: ") and "recorded before its module was streamed" in error
 
 
-@refusal(
-    "`create_graph=True` or `torch.autograd.grad` through a streamed DTensor, a hook on it, "
-    "`p.data = ...` of one, or a gradient of another layout than the one that it is added to",
-    UnsupportedError,
-    "plain parameters; for the last one `zero_grad()` between them",
-)
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -11,11 +11,7 @@ import re
 from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).parents[2]
-FOLDERS = ("sp_lightning", "benchmarks", "examples")
 PACKAGE = "sp_lightning"
-CODE = (".py", ".cpp", ".h")
-PATH = r"[\w./-]*\w\.(?:py|cpp|h)\b"
-OTHERS = ("zero_to_fp32.py",)  # DeepSpeed writes it beside a checkpoint
 
 
 # ---- the order of packages: docs/architecture.md has a table of them

@@ -91,14 +91,6 @@ def unevenly(mesh: DeviceMesh, hidden: int = 4) -> nn.Module:
     return model
 
 
-def on_several_meshes(mesh: DeviceMesh) -> nn.Module:
-    """Blocks that four ranks cut along all of them, and along one of two axes."""
-    model, axes = stack(), init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("one", "other"))
-    for block, cut in zip(list(model)[1:5], (mesh, axes["one"], axes["other"], mesh), strict=True):
-        parallelize_module(block, cut, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return model
-
-
 def tied(mesh: DeviceMesh) -> nn.Module:
     model: Any = in_sequence(mesh)
     model[5].weight = model[0].weight
@@ -125,35 +117,6 @@ class Penalised(nn.Module):
 
 def read_outside(mesh: DeviceMesh) -> nn.Module:
     return Penalised(in_sequence(mesh))
-
-
-def small_llama(words: int) -> Any:
-    transformers = importlib.import_module("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=words,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def llama(mesh: DeviceMesh) -> nn.Module:
-    """transformers' Llama with the plan of torch's tutorial, and a frozen weight."""
-    model = small_llama(WORDS)
-    columns, rows = ColwiseParallel(), RowwiseParallel()
-    plan = {f"self_attn.{name}_proj": columns for name in "qkv"} | {"self_attn.o_proj": rows}
-    for layer in model.model.layers:
-        parallelize_module(
-            layer, mesh, plan | {"mlp.gate_proj": columns, "mlp.up_proj": columns, "mlp.down_proj": rows}
-        )
-    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    return Logits(model)
 
 
 def from_checkpoint(kind: str, mesh: DeviceMesh) -> nn.Module:
@@ -187,42 +150,9 @@ def from_checkpoint(kind: str, mesh: DeviceMesh) -> nn.Module:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(str(folders[0]))
+    model.model.layers[1].self_attn.q_proj.weight.requires_grad_(False)
     assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return Logits(model)
-
-
-def images_vit(mesh: DeviceMesh) -> nn.Module:
-    """transformers' ViT with its attention and its layers cut by torch's styles."""
-    transformers = importlib.import_module("transformers")
-    config = transformers.ViTConfig(
-        image_size=4,
-        patch_size=2,
-        num_channels=1,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_labels=8 * WORDS,
-        hidden_dropout_prob=0.0,
-    )
-    model = transformers.ViTForImageClassification(config)
-    columns = {"q_proj", "k_proj", "v_proj", "query", "key", "value", "fc1", "intermediate.dense"}
-    for layer in model.vit.layers if hasattr(model.vit, "layers") else model.vit.encoder.layer:
-        linear = [name for name, part in layer.named_modules() if isinstance(part, nn.Linear)]
-        cut = {name: ColwiseParallel() if name.endswith(tuple(columns)) else RowwiseParallel() for name in linear}
-        assert len(cut) == 6
-        parallelize_module(layer, mesh, cut)
-    return Images(model)
-
-
-class Images(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, words: Tensor) -> Tensor:
-        image = words.float().repeat(1, 2).view(-1, 1, 4, 4)
-        return self.model(image).logits.unflatten(-1, (8, -1))  # type: ignore[no-any-return]
 
 
 class Logits(nn.Module):
@@ -256,12 +186,9 @@ MAKERS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "in sequence": in_sequence,
     "skipping": skipping,
     "unevenly": unevenly,
-    "on several meshes": on_several_meshes,
     "tied": tied,
     "read outside": read_outside,
     "sharded loss": with_sharded_loss,
-    "llama": llama,
-    "images vit": images_vit,
     **{
         f"{kind} from a checkpoint".lower(): functools.partial(from_checkpoint, kind)
         for kind in ("Llama", "Qwen3", "Mixtral")

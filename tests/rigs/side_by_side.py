@@ -10,8 +10,8 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cores
 import lightning as L
+import streamed
 import torch
 from torch import Tensor, nn
 
@@ -40,7 +40,7 @@ def observe(
     module = make()
     if options is None:
         return observed(module.to(device), run, device, None)
-    with cores.streaming(module, device, **options) as handle:
+    with streamed.streaming(module, device, **options) as handle:
         return observed(module, run, device, handle)
 
 

@@ -11,9 +11,9 @@ import types
 
 import pytest
 import torch
-from cores import streaming
 from often import often
 from side_by_side import assert_plain, blocks, check, inputs, sgd, squares
+from streamed import streaming
 from torch import nn
 
 import models

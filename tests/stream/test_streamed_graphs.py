@@ -92,16 +92,6 @@ def a_checkpoint_is_around_three_blocks(run, model):
     return run.loop(model)
 
 
-class ReentrantInside(Block):
-    def forward(self, x):
-        def inner(y):
-            return self.up(y).relu()
-
-        one = checkpoint(inner, self.norm(x), use_reentrant=True)
-        other = checkpoint(inner, self.norm(x) * 2, use_reentrant=True)
-        return x + self.down(one + other)
-
-
 class ReentrantAround(Net):
     def forward(self, x):
         def part(x, blocks):
@@ -257,16 +247,6 @@ class Doubles(Net):
 @program(lambda: Doubles(ChangesArgument), *POLICIES)
 def blocks_change_their_argument_in_place(run, model):
     return run.loop(model)
-
-
-class Views(Block):
-    def forward(self, x):
-        q, k = self.up(self.norm(x)).relu().view(4, 2, 32).unbind(1)
-        y = (q.t() @ k).softmax(-1)
-        z = q.expand(4, 4, 32).mean(0)
-        pairs = torch.view_as_complex(k.reshape(4, 16, 2))
-        w = (pairs * pairs.conj()).real
-        return x + self.down(torch.cat([q @ y, z + w.repeat(1, 2)], 1))
 
 
 class InPlace(Block):
