@@ -25,7 +25,7 @@ from .handles import open_handles
 from .host.device import Device
 from .host.recorder import Recorder
 from .host.room import Room
-from .host.telemetry import Stats, StepListener
+from .host.telemetry import Stats
 from .options import Options
 from .peers.alone import Alone
 from .peers.peers import Peers
@@ -169,7 +169,8 @@ class Handle:
 
     def _begin_step(self, kind: str) -> None:
         trains = torch.is_grad_enabled()
-        self.device.counters.listener.begin_pass(kind, trains)
+        if (listener := self.device.counters.listener) is not None:
+            listener.begin_pass(kind, trains)
         self.room.begin_step(trains)
         if trains or kind == "validate":  # which a Trainer does on all ranks at once
             self.team.begin_forward(self.module)
@@ -239,9 +240,9 @@ class Handle:
         """Stop recording and read what is left; wait for the device and for steps that still run."""
         self.finish_step()
         counters = self.device.counters
-        listener, counters.listener = counters.listener, StepListener()
-        if isinstance(listener, Recorder):
-            listener.flush()
+        recorder, counters.listener = counters.listener, None
+        if recorder is not None:
+            recorder.flush()
 
     @property
     def rank(self) -> int:

@@ -143,7 +143,7 @@ def test_a_held_unit_stays_beside_the_window():
     schedule.visit(0)
     assert schedule.visit(1, in_use=(0, 1)) == Decision((), (1,), False)
     assert schedule.visit(2, in_use=(0,)) == Decision((1,), (2,), False)
-    assert schedule.resident == (0, 2)
+    assert list(schedule.resident) == [0, 2]
 
 
 # Changes from outside
@@ -152,8 +152,8 @@ def test_a_held_unit_stays_beside_the_window():
 def test_invalidated_units_are_loaded_again():
     schedule = started(3, 2, 1, [0, 1, 2])
     schedule.visit(0)
-    assert schedule.invalidate([0, 2, 0]) == (0,)
-    assert schedule.resident == (1,)
+    assert schedule.invalidate([0, 2, 0]) == [0]
+    assert list(schedule.resident) == [1]
     assert schedule.visit(0) == Decision((), (0,), False)
 
 
@@ -161,7 +161,7 @@ def test_a_smaller_window_holds_from_the_next_visit():
     schedule = started(6, 4, 2, sweep(6))
     schedule.visit(0)
     schedule.resize(2, 1)
-    assert (schedule.window, schedule.transfer, schedule.resident) == (2, 1, (0, 1, 2, 3))
+    assert (schedule.window, schedule.transfer, [*schedule.resident]) == (2, 1, [0, 1, 2, 3])
     assert schedule.visit(1) == Decision((0, 3), (), False)
 
 
@@ -181,7 +181,7 @@ def sizes(draw):
 
 visits = st.tuples(st.just("visit"), units, st.sets(units, max_size=3))
 changes = st.one_of(
-    st.tuples(st.just("invalidate"), st.one_of(st.none(), st.sets(units))),
+    st.tuples(st.just("invalidate"), st.sets(units)),
     st.tuples(st.just("resize"), sizes()),
     st.tuples(st.just("begin"), orders, st.booleans()),
 )

@@ -255,7 +255,7 @@ def test_a_plan_is_what_plan_returned():
     with pytest.raises(
         sp_lightning.errors.OptionError, match=r"plan must be None or a plan from sp_lightning.plan\(\)"
     ):
-        sp_lightning.SuperpipelineCallback(plan="llama3-8b")
+        sp_lightning.SuperpipelineCallback(plan="llama-8b")
 
 
 def test_without_matplotlib_there_is_a_trace_and_a_warning(tmp_path, monkeypatch, caplog):

@@ -324,6 +324,36 @@ def test_checkpoints_cross_over(saves, loads, device, tmp_path):
         assert one[0] == two[0] and same, one[0]
 
 
+@pytest.mark.parametrize("raw", often([False, True]))
+def test_loaded_state_goes_to_the_disk_before_any_step(raw, tmp_path):
+    """Of two modules, each of which finds its own part; what a third one has, not streamed, stays in memory."""
+    fabric = fabric_on(torch.device("cpu"), streaming(torch.device("cpu"), disk=tmp_path, host_budget="0B"))
+    nets = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))) for _ in range(2)]
+    other = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW([p for net in (*nets, other) for p in net.parameters()])
+    for p in (p for net in (*nets, other) for p in net.parameters()):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    file = tmp_path / "state.ckpt"
+    torch.save(saved if raw else {"optimizer": saved}, file)
+    optimizer.state.clear()
+    nets = [fabric.setup_module(net) for net in nets]
+    optimizer = fabric.setup_optimizers(optimizer)
+    if raw:
+        fabric.load_raw(file, optimizer)
+    else:
+        fabric.load(file, {"optimizer": optimizer})
+    file.write_bytes(b"")
+    stores = [handle.store for handle in fabric.strategy.handles]
+    for net, is_filed in ((nets[0], True), (nets[1], True), (other, False)):
+        for p in net.parameters():
+            moments = [optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")]
+            assert [any(store.is_filed(value) for store in stores) for value in moments] == [is_filed] * 2
+    found = optimizer.state_dict()["state"]
+    assert all(torch.equal(found[i][name], value) for i, one in saved["state"].items() for name, value in one.items())
+
+
 @pytest.mark.parametrize("part", often([None, "net", "optimizer"]))
 def test_a_raw_state_is_loaded_and_outlives_its_file(part, device, tmp_path):
     fabric = fabric_on(device, streaming(device))

@@ -263,7 +263,6 @@ class WithoutParameters(L.LightningModule):
         return None
 
 
-@pytest.mark.xfail(reason="a metric of validation is in one of the two runs alone")
 @BOTH
 @pytest.mark.parametrize("bar", often([False, True]))
 def test_a_module_without_parameters_runs_all_four_commands(bar, accelerator, tmp_path):
