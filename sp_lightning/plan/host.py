@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ..compat.modules import tree_leaves
 from ..errors import OptionError
-from ..host.unit_numbers import STATES
+from ..host.unit_numbers import STATES, state_nbytes
 from ..store.placement import UnitBytes, choose
 from .fakes import outside
 
 NAMES = *STATES, "Adafactor"
 TRAINED = "state", "weights", "gradients"  # terms that a step reads from a file, and writes
-SIDE = 1024  # of the weight by which the state of an optimizer is measured
+SIDE = 64  # of the weight by which the state of an optimizer that is not torch's is measured
 
 
 class State(NamedTuple):
@@ -61,7 +61,10 @@ def optimizers_in(found: Any) -> list[torch.optim.Optimizer]:
 
 
 def _state_nbytes(optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes of state, by a step of a weight that is small beside those of models."""
+    """Return the bytes of state; of an optimizer that is not torch's, by a step of a small weight."""
+    known = state_nbytes(optimizer)
+    if known is not None:
+        return known
     takes = inspect.signature(type(optimizer)).parameters
     arguments = {name: value for name, value in optimizer.defaults.items() if name in takes}
     with outside(), torch.random.fork_rng(devices=[]), torch.enable_grad():

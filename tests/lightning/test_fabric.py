@@ -349,7 +349,8 @@ def test_loaded_state_goes_to_the_disk_before_any_step(raw, tmp_path):
     for net, is_filed in ((nets[0], True), (nets[1], True), (other, False)):
         for p in net.parameters():
             moments = [optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")]
-            assert [any(store.is_filed(value) for store in stores) for value in moments] == [is_filed] * 2
+            goes = is_filed and p.ndim > 1  # small ones stay in memory
+            assert [any(store.is_filed(value) for store in stores) for value in moments] == [goes] * 2
     found = optimizer.state_dict()["state"]
     assert all(torch.equal(found[i][name], value) for i, one in saved["state"].items() for name, value in one.items())
 
