@@ -1,4 +1,4 @@
-"""What is known to bite whoever streams weights: all has the bits of the plain run, on both cores, or a typed error."""
+"""What is known to bite whoever streams weights: all has the bits of the plain run, or a typed error."""
 
 from __future__ import annotations
 

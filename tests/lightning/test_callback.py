@@ -170,7 +170,7 @@ def test_it_logs_what_steps_took_and_waited_for(accelerator):
 OF_A_DISK = ["stall_disk_ms", "disk_in_gb_per_s", "disk_out_gb_per_s"]
 
 
-@pytest.mark.xfail(reason="the recorder of the core hears nothing of a disk from a run on the CPU")
+@pytest.mark.xfail(reason="the recorder hears nothing of a disk from a run on the CPU")
 def test_it_logs_what_a_disk_did_if_the_run_has_one(tmp_path):
     logger = Kept()
     trainer = trainer_of([LOGGING()], logger, log_every_n_steps=1)

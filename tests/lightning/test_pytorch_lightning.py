@@ -145,8 +145,9 @@ def test_a_module_of_the_other_package_is_refused_by_lightning(tmp_path):
             trainer(tmp_path, package, strategy="superpipeline").fit(module, models.loader(module.case, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["2.5.5", "9.9.0"])
-def test_another_version_of_it_is_named_when_the_strategy_is_made(version):
+def test_another_version_is_named_when_the_strategy_is_made(version):
     code = f"""
 import pytorch_lightning.callbacks
 import sp_lightning

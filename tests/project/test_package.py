@@ -218,6 +218,7 @@ def pytest_collection_modifyitems(config, items):
 """
 
 
+@pytest.mark.slow
 def test_each_slow_test_is_in_one_shard(tmp_path):
     names = [f"test_{number}" for number in range(40)]
     tests = "\n".join(f"@pytest.mark.slow\ndef {name}(): pass\n" for name in names)

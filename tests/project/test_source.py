@@ -1,7 +1,4 @@
-"""What the source says of itself is so: which package may import which, and that the files that it names are there.
-
-Each check takes a tree of files, and is tried on one in which it has something to find.
-"""
+"""What docs/architecture.md says of imports is so, and private names of others are in compat/ alone."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def check(make: Callable[[], nn.Module], run: Run, device: torch.device, **optio
     expected, _ = observe(make, run, device, None)
     actual, stats = observe(make, run, device, {"window": 1} | options)
     parity.compare(expected, actual)
-    assert stats.get("bytes_up", 1) > 0  # the core of handle.py has no figures yet
+    assert stats.get("bytes_up", 1) > 0
     return stats
 
 

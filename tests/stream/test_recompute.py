@@ -1,4 +1,4 @@
-"""What activations="recompute" puts back before forward runs again, and what it leaves alone, on both cores."""
+"""What activations="recompute" puts back before forward runs again, and what it leaves alone."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a door of the core promises about steps beside backward, gradients that are saved, and half-applied steps."""
+"""What a door promises about steps beside backward, gradients that are saved, and half-applied steps."""
 
 import io
 import pickle
