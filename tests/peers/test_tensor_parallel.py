@@ -124,7 +124,7 @@ def on_a_grid(name, options, simulated=False, often=False, **settings):
 @pytest.mark.parametrize(
     ("name", "simulated", "options", "settings"),
     [
-        on_a_grid("in blocks", RECOMPUTE, often=True, accumulate=2),
+        on_a_grid("in blocks", RECOMPUTE, accumulate=2),
         on_a_grid("in sequence", KEEP, often=True, simulated=True),
         on_a_grid("in sequence", BOTH, accumulate=2, kind="several", clip=0.1),
         on_a_grid("in sequence", OFFLOAD, simulated=True, accumulate=3, clip=0.1, resumes=True),

@@ -450,73 +450,14 @@ def device_of(accelerator: str) -> torch.device:
     return torch.device("cpu") if accelerator == "cpu" else torch.device(accelerator, 0)
 
 
-def plain_strategy(accelerator: str, optimizer_device: str = "host") -> Strategy:
-    """Plain Lightning whose optimizer steps at the same place: a real GPU steps to other bits than a host."""
-    kind = HostOptimizerStrategy if (accelerator, optimizer_device) == ("cuda", "host") else SingleDeviceStrategy
-    return kind(device=device_of(accelerator))
+def plain_strategy(accelerator: str) -> Strategy:
+    return SingleDeviceStrategy(device=device_of(accelerator))
 
 
 def streaming_strategy(accelerator: str, **options: Any) -> Strategy:
     import sp_lightning
 
     return sp_lightning.SuperpipelineStrategy(device=device_of(accelerator), **options)
-
-
-class HostOptimizerStrategy(SingleDeviceStrategy):
-    """Computes on the device, clips and steps on the host: parameters and gradients go down for it and come back."""
-
-    def setup(self, trainer: L.Trainer) -> None:
-        super().setup(trainer)
-        self.move_optimizer_state()
-        for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(take_down)
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self.move_optimizer_state()
-
-    def move_optimizer_state(self) -> None:
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                state |= {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        def compute() -> Any:
-            move_parameters(optimizer, self.root_device)  # a closure may be called several times
-            return closure()
-
-        # Not right after the closure: a GradScaler's unscaling comes between the two, and does not wait for its factor
-        # where gradients are on another device than it is. For an optimizer that unscales by itself that is later.
-        plugin = self.precision_plugin
-        scaled = getattr(plugin, "scaler", None) and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-        def clip(after_closure: Callable[..., Any], *args: Any) -> Any:
-            if not scaled:
-                move_parameters(optimizer, torch.device("cpu"))
-            return after_closure(*args)
-
-        try:
-            with mock.patch.object(plugin, "_after_closure", in_front_of(plugin._after_closure, clip)):
-                return super().optimizer_step(optimizer, compute, model, **kwargs)
-        finally:
-            move_parameters(optimizer, self.root_device)
-
-
-def take_down(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """All that a step needs is there: torch does not wait for a GradScaler's factor that comes down."""
-    move_parameters(optimizer, torch.device("cpu"))
-    for name in ("grad_scale", "found_inf"):
-        if isinstance(value := vars(optimizer).get(name), Tensor):
-            setattr(optimizer, name, value.cpu())
-
-
-def move_parameters(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        gradient, parameter.grad = parameter.grad, None  # a parameter's gradient has to be on its device
-        parameter.data = parameter.data.to(device)
-        parameter.grad = None if gradient is None else gradient.to(device)
 
 
 def check(
@@ -542,7 +483,7 @@ def check(
         make_module = functools.partial(kind, case, optimizer=optimizer)
         return record(make_module, strategy, accelerator=accelerator, callbacks=make_callbacks(), **options)
 
-    expected = run(plain_strategy(accelerator, strategy_options.get("optimizer_device", "host")))
+    expected = run(plain_strategy(accelerator))
     actual = run(streaming_strategy(accelerator, **strategy_options))
     compare(expected, actual)
     return actual.telemetry
