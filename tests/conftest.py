@@ -1,7 +1,6 @@
 """What holds for every test: one thread, its own directory, and a simulated accelerator that starts clean and ends
 without a race. In the default run nothing is taken from, or left in, the repository."""
 
-import collections
 import functools
 import gc
 import importlib.abc
@@ -20,7 +19,6 @@ import hypothesis.configuration
 import nullcuda
 import pytest
 import torch
-from daily import axes, more_than_few, not_needed
 
 gc.disable()  # until all is imported and collected: nothing of it is garbage
 torch.set_num_threads(1)  # decides a sum's last bit, and holds only from before the first use
@@ -75,7 +73,7 @@ def collect():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--shard", metavar="2/8", help="only the second of eight shares of the tests, by their names")
+    parser.addoption("--shard", metavar="2/3", help="only the second of three shares of the tests, by their names")
 
 
 def keep_shard(config, items):
@@ -89,25 +87,6 @@ def keep_shard(config, items):
 
 
 def pytest_collection_modifyitems(config, items):
-    together = collections.defaultdict(list)
-    for item in items:
-        often = not any(item.get_closest_marker(mark) for mark in ("slow", "quick"))
-        if often and len(axes(item)) > 1:
-            together[item.nodeid.partition("[")[0]].append(item)
-    for alike in together.values():
-        for item in not_needed(alike):
-            item.add_marker(pytest.mark.slow)
-    marked = collections.defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
-            marked[item.nodeid.partition("[")[0]].append(item)
-    for alike in marked.values():
-        (count,) = alike[0].get_closest_marker("few").args
-        for item in more_than_few(alike, count):
-            item.add_marker(pytest.mark.seldom)
-    for item in items:
-        if item.get_closest_marker("seldom"):
-            item.add_marker(pytest.mark.slow)
     if config.getoption("shard"):
         keep_shard(config, items)
 
@@ -182,9 +161,9 @@ def nothing_streams_on():
         assert not wholes, f"{len(wholes)} quantised weights are still streamed"
 
 
-@pytest.fixture(params=["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)])
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("simgpu", marks=pytest.mark.simgpu)])
 def device(request):
-    """A test that asks for it runs on the CPU and on the simulated accelerator."""
+    """A test that asks for it runs on the simulated accelerator, and in the slow run on the CPU."""
     if unavailable and request.param == "simgpu":
         unavailable.stop()
     return torch.device("cpu") if request.param == "cpu" else torch.device("simgpu", 0)

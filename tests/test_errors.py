@@ -6,8 +6,6 @@ import torch
 from sp_lightning import errors
 from sp_lightning.host.device import DeviceMemoryError
 
-pytestmark = pytest.mark.quick
-
 
 def test_an_option_error_names_argument_found_and_allowed():
     error = errors.OptionError(argument="window", found=0, allowed="an int >= 1 or 'auto'")

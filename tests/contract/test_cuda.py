@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 import forks
@@ -90,37 +89,6 @@ print(json.dumps(said))
 
 
 @SLOW
-def test_what_goes_to_the_disk_is_page_locked_also_once_units_were_made_anew(run):
-    found = run("""
-def block():
-    return torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh(), torch.nn.Linear(128, 128))
-
-net = torch.nn.Sequential(*(block() for _ in range(4)))
-said = []
-disk = {"disk": ".", "host_budget": "0B", "activations": "offload"}
-with sp_lightning.stream(net, "cuda", window=1, units=["Sequential"], **disk) as handle:
-    optimizer = torch.optim.AdamW(net.parameters())
-    for number in range(6):
-        before = nullcuda.counts()
-        if number == 3:
-            net.append(block().to("cuda"))
-            optimizer.add_param_group({"params": [*net[-1].parameters()]})
-        net(torch.ones(64, 128, device="cuda")).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        handle.finish_step()
-        said.append(nullcuda.counts().not_locked - before.not_locked)
-    ring, blocks = handle.storage._gradients, handle.storage._activations
-    buffers = [*ring._buffers, *ring._pieces, *(memory.buffer for memory in blocks._all)]
-    locked = [buffer.flat.is_pinned() for buffer in buffers]
-print(json.dumps([said, locked]))
-""")
-    not_locked, locked = found
-    assert len(locked) > 4 and all(locked)
-    assert not any(not_locked[:3]) and not any(not_locked[4:])
-
-
-@SLOW
 @pytest.mark.parametrize(
     "activations",
     ["keep", *(pytest.param(name, marks=SLOW) for name in ("recompute", "offload", "recompute+offload"))],
@@ -165,7 +133,7 @@ print(json.dumps([planned, torch.cuda.max_memory_allocated()]))
 
 
 @pytest.mark.parametrize("nbytes", [1000, pytest.param(2**34, marks=SLOW)])
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_a_plan_is_made_by_a_process_that_has_not_touched_the_device(nbytes, run):
     """The README's, beside a device that can be asked, and beside one that others fill."""
     arguments = "--model llama-3b --batch 4 --seq 512 --activations recompute --machine rtx3060".split()
@@ -183,7 +151,7 @@ print(json.dumps(out.getvalue().splitlines()[:2]))
     assert len(lines) == 2 and "\n".join(lines) in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_memory_that_can_not_be_locked_goes_through_a_ring_and_its_error_stays_where_it_was_made(run):
     found = run(
         """
@@ -208,7 +176,7 @@ print(json.dumps(said))
     assert "could not be page-locked" in found["pinned"]
 
 
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_a_device_that_is_full_is_told_as_what_it_is(run):
     found = run(
         """
@@ -227,32 +195,6 @@ print(json.dumps(said))
         nbytes=256 << 20,
     )
     assert found[0] == "DeviceMemoryError", found
-
-
-def test_a_strategy_takes_a_device_without_a_number(run):
-    found = run(
-        """
-import lightning as L
-from torch import nn
-
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-
-    def training_step(self, batch, _):
-        return self.model(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-strategy = sp_lightning.SuperpipelineStrategy(window=2, device="cuda")
-trainer = L.Trainer(strategy=strategy, max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-trainer.fit(Module(), torch.utils.data.DataLoader(torch.zeros(4, 64), 2))
-print(json.dumps([str(strategy.root_device), strategy.handle.stats()["fetches"] > 0]))
-"""
-    )
-    assert found == ["cuda:0", True]
 
 
 @SLOW
@@ -328,40 +270,6 @@ print(json.dumps(moved))
     assert len(found) == 11 and all(found.values())
 
 
-@SLOW
-def test_weights_of_four_bits_that_only_cuda_has_are_locked_and_take_their_bytes(run):
-    """Their kernels compute nothing here."""
-    pytest.importorskip("torchao")
-    (up, _, not_locked, *_), counted, nbytes = run("""
-sys.modules.pop("torchao")
-import wrapped
-
-def quantise(layer):
-    made = layer.bfloat16().cuda()
-    wrapped.by_config("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d")(made)
-    layer.weight = torch.nn.Parameter(made.weight.cpu(), requires_grad=False)
-
-wrapped.FORMS["int4-tiles"] = quantise
-wrapped.WIDTH = 256
-net = wrapped.adapted("int4-tiles")()
-for block in net.blocks:
-    for part in (block.up, block.down):
-        part.base.bias = None
-        part.base.extra_repr = lambda: ""
-parts = [part for weight in net.blocks.parameters() for part in wrapped.parts(weight)]
-with sp_lightning.stream(net, "cuda", window=1) as handle, torch.no_grad():
-    x = torch.ones(4, net.stem.in_features, device="cuda")
-    net(x)
-    before, stats = nullcuda.counts(), handle.stats()["bytes_up"]
-    net(x)
-    torch.cuda.synchronize()
-    after, later = nullcuda.counts(), handle.stats()["bytes_up"]
-print(json.dumps([[b - a for a, b in zip(before, after)], later - stats, sum(part.nbytes for part in parts)]))
-""")
-    assert not not_locked and up == counted
-    assert nbytes * 3 / 4 <= up < 1.05 * nbytes, (up, nbytes)  # one of four units may be there already
-
-
 # ---- numbers
 
 
@@ -403,26 +311,6 @@ print(json.dumps([first, orders, order()]))
         capability=90,
     )
     assert len(orders) == 6 and set(map(tuple, orders)) == {tuple(last)} and last != first
-
-
-@SLOW
-def test_transformers_offloaded_cache_has_the_plain_tokens(run):
-    plain, streamed, devices = run(
-        """
-ids = torch.arange(40, device="cuda").reshape(2, 20)
-asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": "offloaded"}
-torch.manual_seed(0)
-model = llama().eval()
-with sp_lightning.stream(model, "cuda", window=2):
-    made = model.generate(ids, **asked, return_dict_in_generate=True)
-    streamed = made.sequences.tolist()
-plain = model.to("cuda").generate(ids, **asked).tolist()
-layers = made.past_key_values.layers
-print(json.dumps([plain, streamed, [layer.keys.device.type for layer in layers]]))
-""",
-        numbers=True,
-    )
-    assert streamed == plain and devices.count("cpu") >= len(devices) - 2 > 0
 
 
 @pytest.mark.parametrize("late", [pytest.param(False, marks=SLOW), True])
@@ -504,55 +392,3 @@ with sp_lightning.stream(net, "cuda", window=3), torch.no_grad():
 print(json.dumps(said))
 """)
     assert said[0].startswith("0 was entered while a CUDA graph is captured") and runs_on == "nothing"
-
-
-@SLOW
-def test_random_numbers_are_of_cudas_generator(run):
-    same, other, host = run(
-        """
-def draw():
-    return [torch.rand(3, device="cuda").tolist(), torch.nn.functional.dropout(torch.ones(9, device="cuda")).tolist()]
-
-torch.manual_seed(1)
-state = torch.cuda.get_rng_state()
-first = draw()
-torch.cuda.set_rng_state(state)
-again, then = draw(), draw()
-host = torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(1)))
-print(json.dumps([first == again, first == then, host]))
-""",
-        numbers=True,
-    )
-    assert (same, other, host) == (True, False, True)
-
-
-@SLOW
-def test_what_the_cpu_has_no_kernel_for_is_an_error(run):
-    said = run(
-        """
-try:
-    torch._cudnn_init_dropout_state(0.5, True, 1, dtype=torch.uint8, device="cuda")
-    said = "nothing"
-except RuntimeError as error:
-    said = str(error)
-print(json.dumps(said))
-""",
-        numbers=True,
-    )
-    assert "no numbers for aten::_cudnn_init_dropout_state" in said
-
-
-@SLOW
-@pytest.mark.parametrize("numbers", [True, False])
-def test_from_the_command_line_it_runs_a_script_with_its_arguments(numbers, null_cuda, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, torch; print(torch.cuda.get_device_name(), *(torch.ones(2).cuda() + 1).tolist(), *sys.argv[1:])"
-    )
-    path = os.pathsep.join([str(ROOT / "tests" / "rigs"), *filter(None, sys.path)])
-    flags = ["--numbers", "--late"] if numbers else []
-    command = [sys.executable, "-m", "nullcuda", *flags, str(script), "--its", "own"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    *name, one, other, its, own = done.stdout.split()
-    assert (" ".join(name), its, own) == ("Null CUDA", "--its", "own") and ((one, other) == ("2.0", "2.0")) is numbers

@@ -10,7 +10,7 @@ from families import FAMILIES
 import parity
 
 ROOT = pathlib.Path(__file__).parents[2]
-OFTEN = {"qwen3", "deepseek_v3", "mamba", "paligemma", "whisper", "tv_regnet", "unet"}
+OFTEN = {"qwen3", "paligemma"}
 SETTINGS = [
     ("cpu", {"window": 2}),
     ("simgpu", {"window": 1}),
@@ -20,22 +20,13 @@ SETTINGS = [
 ]
 
 
-def marks(name: str, accelerator: str, often: bool) -> list[pytest.MarkDecorator]:
-    device = [pytest.mark.simgpu] if accelerator == "simgpu" else []
-    return device if often else [*device, pytest.mark.slow]
-
-
-CELLS = [
-    pytest.param(name, accelerator, options, id=f"{name}-{number}", marks=marks(name, accelerator, often))
-    for index, name in enumerate(FAMILIES)
-    for number, (accelerator, options) in enumerate(SETTINGS)
-    for often in [name in OFTEN and number == index % len(SETTINGS)]
-]
-
-
-@pytest.mark.parametrize("name, accelerator, options", CELLS)
-@pytest.mark.few(2)
-def test_it_trains_as_in_a_plain_run_and_streams(name, accelerator, options):
+@pytest.mark.simgpu
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [pytest.param(*one, id=one[1], marks=[pytest.mark.slow] * (one[1] not in OFTEN)) for one in enumerate(FAMILIES)],
+)
+def test_it_trains_as_in_a_plain_run_and_streams(number, name):
+    accelerator, options = SETTINGS[number % len(SETTINGS)]
     case = FAMILIES[name].case
     for library in case.tags:
         pytest.importorskip(library)

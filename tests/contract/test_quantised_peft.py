@@ -52,7 +52,6 @@ def trained_and_generated(module, device):
 
 
 @parity.product(form=wrapped.TRAINED, activations=["keep", "recompute"], window=[1, 2], device=parity.DEVICES)
-@pytest.mark.few(1)
 def test_adapters_of_peft_train_and_generate(device, form, activations, window):
     check(wrapped.llama(form), trained_and_generated, device, activations=activations, window=window)
 
@@ -70,36 +69,10 @@ def parts(module):
     return [wrapped.parts(weight) for weight in wrapped.weights(module).values()]
 
 
-@pytest.mark.few(1)
 def test_adapters_are_merged_into_a_quantised_base_and_taken_out(device, tmp_path):
     if device.type != "cpu":
         pytest.xfail("merging finds weights in two places")
     check(loaded_by_transformers(tmp_path), merged, device)
-
-
-@pytest.mark.few(1)
-def test_adapters_are_unloaded_while_the_base_streams(device, tmp_path):
-    if device.type != "cpu":
-        pytest.xfail("merging finds weights in two places")
-
-    def run(module, device):
-        yield from trained(module, device)
-        yield parts(module.merge_and_unload()), generated(module.base_model.model, device)
-
-    check(loaded_by_transformers(tmp_path), run, device)
-
-
-@pytest.mark.parametrize("form", ["int8", "nf4"])
-@pytest.mark.few(1)
-def test_a_merge_that_the_library_refuses_leaves_the_weights_as_they_are(device, form):
-    def run(module, device):
-        yield from trained(module, device)
-        with pytest.raises((ValueError, NotImplementedError)):
-            module.merge_adapter()
-        yield from trained(module, device)
-        yield parts(module)
-
-    check(wrapped.llama(form), run, device)
 
 
 def test_saved_adapters_are_those_of_the_plain_run(tmp_path):

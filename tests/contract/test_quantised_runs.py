@@ -9,11 +9,10 @@ import pytest
 import torch
 import wrapped
 from lightning.pytorch.callbacks import ModelCheckpoint
-from side_by_side import check, fit, inputs, make_trainer
+from side_by_side import check, fit, make_trainer
 
 import models
 import parity
-import sp_lightning
 
 # Window and activations
 SETTINGS = [(1, "keep"), (2, "recompute"), (1, "offload"), (2, "recompute+offload")]
@@ -30,7 +29,6 @@ SETTINGS = [(1, "keep"), (2, "recompute"), (1, "offload"), (2, "recompute+offloa
     setting=SETTINGS,
     device=parity.DEVICES,
 )
-@pytest.mark.few(1)
 def test_adapters_train_over_a_quantised_base_beside_the_disk(device, form, place, setting):
     """The optimizer's state goes to the disk, and weights of a file stay there."""
     window, activations = setting
@@ -41,23 +39,6 @@ def test_adapters_train_over_a_quantised_base_beside_the_disk(device, form, plac
     frozen = sum(part.nbytes for weight in wrapped.weights(make()).values() for part in wrapped.parts(weight))
     if place == "file":  # in seven passes at least, over units of which a window may have stayed from the last one
         assert stats["disk_read"] > 7 * frozen * (4 - window) / 4
-
-
-@parity.product(
-    ("int8", "bf16-mixed", "simgpu"),
-    form=wrapped.TRAINED,
-    precision=["32-true", "bf16-mixed", "16-mixed", "bf16-true"],
-    device=parity.DEVICES,
-)
-def test_a_trainer_trains_adapters_over_a_base_in_its_file(device, form, precision):
-    if form == "coded" and precision == "bf16-true":
-        pytest.skip("a module cannot convert such weights, streamed or not")
-    if device.type == "cpu" and precision == "16-mixed":
-        pytest.skip("Lightning has no fp16-mixed on the CPU")
-    plain = fit(lambda: wrapped.Module(form), None, device, precision=precision)
-    streaming = parity.streaming_strategy(device.type, window=1, host_budget="0B", disk=os.getcwd())
-    found = fit(lambda: wrapped.Module(form, wrapped.filed), streaming, device, precision=precision)
-    wrapped.compare(plain, found)
 
 
 # --- Two ranks
@@ -71,7 +52,7 @@ def test_a_trainer_trains_adapters_over_a_base_in_its_file(device, form, precisi
     setting=SETTINGS[:2],
     device=parity.DEVICES,
 )
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_two_ranks_train_adapters_over_one_host_copy_of_a_quantised_base(device, form, net, setting):
     for library in ("peft", "transformers") if net == "llama" else ():
         pytest.importorskip(library)
@@ -103,22 +84,6 @@ def test_checkpoints_of_adapters_resume_both_ways(device, form, place, tmp_path)
     assert len(first.losses) == 2
     for other in others:
         wrapped.compare(first, other)
-
-
-@parity.product(("coded", "cpu"), form=["coded", *wrapped.TRAINED[1:]], device=parity.DEVICES)
-def test_whole_checkpoints_are_read_both_ways(device, form):
-    plain, streamed, other = (wrapped.adapted(form)() for _ in range(3))
-    (x,) = inputs(device, 1)
-    torch.save(plain.state_dict(), "plain.pt")
-    with torch.no_grad():
-        expected = plain.to(device)(x)
-        with sp_lightning.stream(streamed, device, window=1):
-            assert not torch.equal(streamed(x), expected)
-            streamed.load_state_dict(torch.load("plain.pt", weights_only=False))
-            assert torch.equal(streamed(x), expected)
-            torch.save(streamed.state_dict(), "streamed.pt")
-        other.load_state_dict(torch.load("streamed.pt", weights_only=form != "coded"))  # torchao's classes are known
-        assert torch.equal(other.to(device)(x), expected)
 
 
 @parity.product(

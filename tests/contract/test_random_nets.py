@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from often import often
 from side_by_side import check, sgd
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.errors import ExactnessError
 
 WIDTH = 8
-OFTEN, ALL = 12, 400  # nets in the default run, and in the slow one
+OFTEN, ALL = 4, 400  # nets in the default run, and in the slow one
 
 
 class Scale(nn.Module):
@@ -247,11 +248,7 @@ def options_of(dice: random.Random) -> dict[str, Any]:
     return {"units": units, "activations": activations, "window": window, "optimizer_overlap": dice.random() < 0.7}
 
 
-NUMBERS = [pytest.param(number, marks=[pytest.mark.slow] if number >= OFTEN else []) for number in range(ALL)]
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("number", often(range(ALL), *range(OFTEN)))
 def test_a_random_net_trains_as_in_a_plain_run(number, device):
     def run(module: nn.Module, device: torch.device) -> Iterator[Any]:
         yield from training(random.Random(f"run {number}"), module, device)

@@ -59,7 +59,7 @@ def combinations():
 
 
 @pytest.mark.parametrize("run, on", list(combinations()))
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_two_ranks_are_ddp(run, on, tmp_path):
     check_ranks(run, on, tmp_path, functools.partial(processes.run, 2))
 
@@ -94,7 +94,7 @@ def check_ranks(run, on, folder, start):
     ],
     ids=["one to two", "two to one", "from DDP", "to DDP"],
 )
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_a_run_resumes_from_a_checkpoint_of_other_processes(first, second, tmp_path):
     def train(name, size, options, **settings):
         ranks = processes.run(2, ranked_hf.trained, str(tmp_path / name), size, options, **settings)

@@ -66,14 +66,12 @@ def combinations():
 
 
 @pytest.mark.parametrize("setting, window, device", list(combinations()), indirect=["device"])
-@pytest.mark.few(1)
 def test_a_trainer_leaves_the_bits_of_the_stock_run(setting, window, device, tmp_path, monkeypatch):
     if setting == "fp16":
         allow_fp16(monkeypatch)
     compare(functools.partial(train, **SETTINGS[setting]), tmp_path, **WINDOWS[window])
 
 
-@pytest.mark.few(1)
 def test_steps_run_beside_the_next_forward_and_fetch_no_more(device, tmp_path):
     _, found = record(functools.partial(train, num_train_epochs=3), tmp_path / "streamed", {"window": 1})
     assert found["held_steps"] == [12]

@@ -78,7 +78,6 @@ SLOW = [("bf16 and accumulating", "cpu"), ("zeroing first", "simgpu"), ("plain",
     ],
     indirect=["device"],
 )
-@pytest.mark.few(1)
 def test_a_loop_leaves_the_bits_of_the_stock_run(kind, device, tmp_path):
     found = compare(functools.partial(loop, **LOOPS[kind]), tmp_path)
     assert found["held_steps"] == [{"bf16 and accumulating": 4}.get(kind, 8)]
@@ -220,7 +219,6 @@ def copied_and_unwrapped(folder, make=Scaled, patched=False, **options):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"make": lambda: nn.Sequential(Scaled(), Scaled())}, {"patched": True}])
-@pytest.mark.few(2)
 def test_copies_of_what_accelerate_wraps_are_those_of_the_stock_run(options, device, tmp_path):
     compare(functools.partial(copied_and_unwrapped, **options), tmp_path)
 

@@ -13,7 +13,6 @@ from hf_sentences import LOSSES, train
     "device", ["cpu", pytest.param("simgpu", marks=[pytest.mark.simgpu, pytest.mark.slow])], indirect=True
 )
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.few(1)
 def test_its_trainer_leaves_the_bits_of_the_stock_run(device, loss, tmp_path):
     found = compare(functools.partial(train, loss=loss), tmp_path)
     assert found["handles"] and found["fetches"][-1] > found["fetches"][0]

@@ -68,7 +68,6 @@ def loop(device, fails=False):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.few(1)
 def test_nothing_is_left_after_the_context(fails, device):
     sp_lightning.hf.enable().close()  # imports what it needs
     loop(device)
@@ -591,7 +590,7 @@ def python(source):
     return done.stdout.strip()
 
 
-@pytest.mark.seldom
+@pytest.mark.slow
 def test_the_package_imports_nothing_of_theirs_before_it_is_used(pytestconfig, monkeypatch):
     """More than Lightning does."""
     monkeypatch.setenv("PYTHONPATH", str(pytestconfig.rootpath))

@@ -61,7 +61,6 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize("run, device", COMBINATIONS, indirect=["device"])
-@pytest.mark.few(1)
 def test_trl_leaves_the_bits_of_the_stock_run(run, device, tmp_path):
     found = compare(functools.partial(train, **RUNS[run]), tmp_path)
     assert found["handles"]

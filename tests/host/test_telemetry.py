@@ -4,8 +4,6 @@ import pytest
 
 from sp_lightning.host.telemetry import Counters
 
-pytestmark = pytest.mark.quick
-
 
 def test_counters_start_at_zero():
     snapshot = Counters().snapshot()

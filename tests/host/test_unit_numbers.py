@@ -1,7 +1,5 @@
 """Host memory in plain numbers, before a run."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -31,15 +29,6 @@ def test_what_travels_in_half_precision_takes_2_bytes_more():
     assert host_bytes([unit], states=2).total == 18 * 256 * 1024
 
 
-def test_what_travels_in_its_own_type_has_no_copy_beside_what_does_not():
-    both = [*linear().parameters(), *linear(dtype=torch.float64).parameters()]
-    assert UnitHostBytes.of(both, half).wire == MIB / 2
-
-
-def test_what_travels_as_it_is_has_no_second_copy():
-    assert UnitHostBytes.of(linear(dtype=torch.bfloat16).parameters(), half).wire == 0
-
-
 def test_frozen_weights_take_themselves_only():
     unit = UnitHostBytes.of(linear().requires_grad_(False).parameters())
     assert host_bytes([unit], states=2) == HostBytes(weights=MIB)
@@ -54,17 +43,7 @@ def test_each_parameter_begins_at_an_aligned_offset():
     assert UnitHostBytes.of([torch.empty(1), torch.empty(129)]).weights == 512 + 1024
 
 
-def test_activations_and_the_ring_count():
-    found = host_bytes([], activations=5, ring=7)
-    assert (found.activations, found.ring, found.total) == (5, 7, 12)
-
-
 HALVES = [UnitHostBytes.of(linear().parameters(), half) for _ in range(3)]
-
-
-def test_one_rank_needs_what_it_needed():
-    found = host_bytes(HALVES, states=2, activations=5, ring=7)
-    assert found.of_ranks(1, MIB, own_gradients=True, shared_state=False) is found
 
 
 def test_ranks_share_weights_gradients_and_state_and_have_the_rest_each():
@@ -136,10 +115,3 @@ def test_state_of_another_optimizer_is_not_known():
         pass
 
     assert state_nbytes(AdamW([nn.Parameter(torch.ones(1))])) is None
-
-
-def test_one_rank_of_several_machines_has_messages_beside_what_a_rank_has():
-    found = host_bytes(HALVES, states=2, activations=5).of_ranks(1, MIB, messages=7)
-    alone = host_bytes(HALVES, states=2, activations=5)
-    assert found == replace(alone, under_way=MIB + 7)
-    assert alone.of_ranks(4, MIB, messages=7) == replace(alone.of_ranks(4, MIB), under_way=4 * MIB + 7)

@@ -1,9 +1,7 @@
 """``window="auto"`` and ``transfer="auto"``: decisions from made-up numbers, and runs on the simulated accelerator."""
 
-import copy
 import importlib.util
 import logging
-import re
 
 import lightning as L
 import pytest
@@ -16,7 +14,6 @@ from sp_lightning.host.device import DeviceMemoryError
 from sp_lightning.host.window_choice import (
     DeviceBudget,
     UnitNumbers,
-    sizes_of,
 )
 
 simgpu = pytest.importorskip("simgpu")
@@ -37,10 +34,6 @@ def test_the_largest_window_leaves_the_reserve_and_what_others_took():
     assert memory.most(units(*[100] * 8)) == 5  # of 550 bytes
     assert memory.most(units(*[10] * 8)) == 8
     assert DeviceBudget(capacity=100, others=100).most(units(10, 10)) == 1  # without one unit nothing runs
-
-
-def test_sizes_are_listed_the_largest_first():
-    assert sizes_of(units(1, 2, 1, 3)) == "1 x 3, 1 x 2, 2 x 1"
 
 
 # ---- runs by hand
@@ -133,18 +126,6 @@ def test_what_no_pass_showed_beforehand_is_an_error_that_says_what_makes_room():
             train(net, handle, [64])
 
 
-def test_who_catches_that_error_goes_on_with_half_the_window():
-    net, seen = nn.Sequential(stack(), Sudden(0)), []
-    with sp_lightning.stream(net, SIMGPU, units=["Wide"]) as handle:
-        train(net, handle, [64] * 3, seen)
-        simgpu.config.capacity, net[1].nbytes = torch.accelerator.memory_allocated() + 8 * UNIT, 100 * UNIT
-        with pytest.raises(torch.OutOfMemoryError):
-            train(net, handle, [64])
-        net[1].nbytes = 0
-        train(net, handle, [64] * 2, seen)
-    assert seen[2] == 8 and max(seen[3:]) <= 4
-
-
 # ---- checkpoints
 
 
@@ -191,36 +172,12 @@ def test_a_resumed_run_starts_from_what_was_chosen(caplog):
     assert resumed.strategy.handle.stats()["window"] == 8
 
 
-def test_a_copy_of_the_trainer_starts_from_what_was_chosen(caplog):
-    copied = copy.deepcopy(fit(3))
-    copied.fit_loop.epoch_loop.max_steps = 4
-    with caplog.at_level(logging.INFO, "sp_lightning"):
-        copied.fit(Stack(None), DataLoader([torch.ones(16, WIDTH)] * 20, batch_size=None))
-    assert "window 1 -> 8: as in the run that is resumed" in caplog.text
-
-
-def test_it_starts_from_less_where_there_is_less_memory(caplog):
-    fit(3).save_checkpoint("auto.ckpt")
-    simgpu.config.capacity = torch.accelerator.memory_allocated() + 10 * UNIT + 400 * KIB
-    with caplog.at_level(logging.INFO, "sp_lightning"):
-        fit(5, ckpt_path="auto.ckpt")
-    resumed = re.search(r"window 1 -> (\d): as in the run that is resumed", caplog.text)
-    assert 2 <= int(resumed[1]) < 8
-
-
 def test_a_fixed_window_is_not_resumed_and_leaves_nothing_in_the_checkpoint():
     fit(3).save_checkpoint("auto.ckpt")
     fixed = fit(4, ckpt_path="auto.ckpt", window=2, transfer=1)
     assert fixed.strategy.handle.stats()["window"] == 2
     fixed.save_checkpoint("fixed.ckpt")
     assert "SuperpipelineCallback" not in str(torch.load("fixed.ckpt")["callbacks"])
-
-
-def test_on_the_cpu_nothing_is_chosen_nor_stored():
-    trainer = fit(3, "cpu")
-    trainer.save_checkpoint("cpu.ckpt")
-    assert trainer.strategy.handle.stats()["window"] == 2
-    assert torch.load("cpu.ckpt")["callbacks"] == {}
 
 
 # ---- against a sweep

@@ -4,21 +4,19 @@ import errno
 import functools
 import os
 import resource
-import tracemalloc
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from often import often, slow
 
 import models
 import parity
-from sp_lightning.lightning import checkpoint_io
-from sp_lightning.lightning.checkpoint_io import MappedCheckpointIO
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
-BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
+BOTH = pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), "simgpu"])
 SIDES = {
     "plain": parity.plain_strategy,
     "streaming": functools.partial(parity.streaming_strategy, window=2),
@@ -100,8 +98,7 @@ def tensors(checkpoint):
 
 
 @BOTH
-@pytest.mark.parametrize("writer, reader", CROSSINGS)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("writer, reader", often(CROSSINGS, ("plain", "streaming"), ("streaming", "plain")))
 def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(writer, reader, accelerator, tmp_path):
     """Six of eight steps by one strategy, the rest by another: equal to the plain one in both parts."""
 
@@ -113,9 +110,8 @@ def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(write
 
 
 @BOTH
-@pytest.mark.parametrize("side", ["streaming", "on disk"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "two"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("side", often(["streaming", "on disk"]))
+@pytest.mark.parametrize("optimizer", often(["two", "sgd", "adafactor"]))
 def test_states_of_other_optimizers_cross_over(optimizer, side, accelerator, tmp_path):
     make_module = functools.partial(Module, optimizer)
     expected = state_of(*fit("plain", accelerator, make_module))
@@ -125,8 +121,7 @@ def test_states_of_other_optimizers_cross_over(optimizer, side, accelerator, tmp
     assert_same(expected, state_of(*fit(side, accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
 
 
-@pytest.mark.parametrize("make_module", [Module, Filtered, Adapted])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("make_module", often([Module, Filtered, Adapted]))
 def test_files_hold_the_same_bytes(make_module, tmp_path):
     """Written while weights stream, by a callback, and after the run, by hand."""
     folders = {"plain": tmp_path / "1", "streaming": tmp_path / "2"}  # files hold these names
@@ -146,15 +141,6 @@ def test_files_hold_the_same_bytes(make_module, tmp_path):
 # ---- where what was loaded lies
 
 
-class Looking(Callback):
-    """What the optimizer holds, and where, as training begins."""
-
-    def on_train_start(self, trainer, module):
-        states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
-        self.devices = {value.device.type for value in states}
-        self.files = mapped_files(states)
-
-
 def mapped_files(tensors):
     """The files in whose mapped memory any of these tensors lies."""
     with open("/proc/self/maps") as file:
@@ -162,17 +148,6 @@ def mapped_files(tensors):
     ranges = [(*(int(part, 16) for part in line[0].split("-")), line[5]) for line in lines if len(line) > 5]
     found = {path for start, end, path in ranges for tensor in tensors if start <= tensor.data_ptr() < end}
     return {path for path in found if path.startswith("/") and not path.startswith("/dev/")}
-
-
-@BOTH
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.few(1)
-def test_restored_optimizer_state_is_where_weights_are_stepped_in_memory_of_its_own(optimizer, accelerator, tmp_path):
-    make_module = functools.partial(Module, optimizer)
-    fit("plain", accelerator, make_module, max_epochs=1, save=tmp_path / "first.ckpt")
-    looking = Looking()
-    fit("streaming", accelerator, make_module, ckpt_path=tmp_path / "first.ckpt", callbacks=[looking])
-    assert looking.devices == {"cpu", accelerator} and not looking.files
 
 
 def test_a_file_is_mapped_not_read_and_only_what_is_copied_out_of_it(tmp_path):
@@ -207,7 +182,6 @@ def test_what_was_loaded_outlives_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("inner", [None, TorchCheckpointIO()])
-@pytest.mark.few(1)
 def test_the_users_checkpoint_io_is_used(inner, tmp_path):
     class Own(TorchCheckpointIO):
         calls = []
@@ -225,54 +199,6 @@ def test_the_users_checkpoint_io_is_used(inner, tmp_path):
     assert type(wrapped.checkpoint_io).__name__ == ("MappedCheckpointIO" if inner is None else "TorchCheckpointIO")
 
 
-def test_options_for_the_storage_arrive_by_name(tmp_path):
-    class Remote(TorchCheckpointIO):
-        def save_checkpoint(self, checkpoint, path, *, storage_options=None):
-            self.options = storage_options
-
-        def load_checkpoint(self, path, *, map_location=None, weights_only=None):
-            return {"weights_only": weights_only}
-
-    class Own(MappedCheckpointIO, Remote):
-        pass
-
-    own = Own()
-    trainer, _ = fit("streaming", plugins=[own])
-    trainer.save_checkpoint(tmp_path / "end.ckpt", storage_options={"anon": True})
-    assert own.options == {"anon": True}
-    assert own.load_checkpoint("memory://none.ckpt", weights_only=True) == {"weights_only": True}
-
-
-def test_a_file_of_the_old_format_is_read(tmp_path):
-    """As Lightning reads it."""
-    fit("plain", max_epochs=1, save=tmp_path / "new.ckpt")
-    checkpoint = torch.load(tmp_path / "new.ckpt", weights_only=False)
-    torch.save(checkpoint, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
-    expected = state_of(*fit("plain", ckpt_path=tmp_path / "new.ckpt"))
-    assert_same(expected, state_of(*fit("streaming", ckpt_path=tmp_path / "old.ckpt")))
-
-
-@pytest.mark.parametrize(
-    "name", ["{folder}/own/end.ckpt", "file://{folder}/url/end.ckpt", "~/home/end.ckpt", "here/end.ckpt", "end.ckpt"]
-)
-@pytest.mark.few(1)
-def test_a_file_is_where_the_plain_run_writes_and_reads_it(name, tmp_path, monkeypatch):
-    def run(writer, reader):
-        folder = tmp_path / f"{writer} {reader}"
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        monkeypatch.setenv("HOME", str(folder))
-        fit(writer, max_epochs=1, save=name.format(folder=folder))
-        files = sorted(path.relative_to(folder) for path in folder.rglob("*"))
-        return files, state_of(*fit(reader, ckpt_path=name.format(folder=folder)))
-
-    expected = run("plain", "plain")
-    for sides in [("plain", "streaming"), ("streaming", "plain"), ("streaming", "streaming")]:
-        actual = run(*sides)
-        assert actual[0] == expected[0]
-        assert_same(expected[1], actual[1])
-
-
 def test_a_file_that_is_not_local_is_written_and_read_by_lightning():
     expected = state_of(*fit("plain"))
     fit("streaming", max_epochs=1, save="memory://checkpoints/end.ckpt")
@@ -288,32 +214,6 @@ def test_a_missing_file_is_the_error_that_it_is_plainly(tmp_path):
 
 
 @BOTH
-@pytest.mark.parametrize("way", ["asynchronous", "on_exception"])
-@pytest.mark.few(1)
-def test_files_written_while_training_goes_on_are_those_of_the_plain_run(way, accelerator, tmp_path):
-    class Stopping(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, index):
-            if way == "on_exception" and index == 2:
-                raise ValueError("stop")
-
-    def run(side):
-        folder = tmp_path / side
-        if way == "asynchronous":
-            saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-            fit(side, accelerator, callbacks=[saver], plugins=[AsyncCheckpointIO()], enable_checkpointing=True)
-        else:
-            with pytest.raises(ValueError, match="stop"):
-                fit(side, accelerator, callbacks=[Stopping(), OnExceptionCheckpoint(folder)], enable_checkpointing=True)
-        return {path.name: tensors(torch.load(path, weights_only=False)) for path in sorted(folder.iterdir())}
-
-    expected, actual = run("plain"), run("streaming")
-    assert expected.keys() == actual.keys() and len(expected) == (8 if way == "asynchronous" else 1)
-    for name in expected:
-        assert_same(expected[name], actual[name])
-
-
-@BOTH
-@pytest.mark.few(1)
 def test_a_checkpoint_loads_into_a_module_by_itself(accelerator, tmp_path):
     """No Trainer, no strategy: what was written while weights streamed is a plain file."""
     _, module = fit("streaming", accelerator, save=tmp_path / "end.ckpt")
@@ -385,8 +285,7 @@ NO_SUCH_THING = [
 ]
 
 
-@pytest.mark.parametrize("errors", NO_SUCH_THING)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("errors", [{}, *map(slow, NO_SUCH_THING[1:])])
 def test_a_file_is_on_the_disk_before_it_replaces_the_old_one_and_its_name_afterwards(errors, tmp_path, monkeypatch):
     """Where file system and platform know of such a thing; where they do not, it is written all the same."""
     trainer, _ = fit("streaming", save=tmp_path / "run" / "last.ckpt")
@@ -402,64 +301,7 @@ def test_a_file_is_on_the_disk_before_it_replaces_the_old_one_and_its_name_after
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.ckpt"]
 
 
-def test_a_new_file_gets_its_name_once_it_is_on_the_disk(tmp_path, monkeypatch):
-    """There is no moment in which a killed process would leave a part of it, nor one with another name."""
-    trainer, _ = fit("streaming")
-    calls = recorded(monkeypatch, {})
-    trainer.save_checkpoint(tmp_path / "run" / "first.ckpt")
-    size = (tmp_path / "run" / "first.ckpt").stat().st_size
-    assert calls == [("fsync", "nameless", size), ("link", "first.ckpt"), ("fsync", "run", None)]
-
-
-def test_what_a_writer_leaves_in_a_buffer_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
-    calls = recorded(monkeypatch, {})
-    with checkpoint_io._new_file(str(tmp_path / "first.ckpt")) as file:
-        file.write(b"some bytes")
-    assert calls == [("fsync", "nameless", 10), ("link", "first.ckpt"), ("fsync", tmp_path.name, None)]
-    assert (tmp_path / "first.ckpt").read_bytes() == b"some bytes"
-
-
-@pytest.mark.parametrize("errors", [{}, {"folder": errno.EIO}])
-def test_no_folder_is_open_after_a_file_got_its_name(errors, tmp_path, monkeypatch):
-    calls = recorded(monkeypatch, errors)
-    with checkpoint_io._new_file(str(tmp_path / "first.ckpt")):
-        pass
-    assert calls[-1] == ("fsync", tmp_path.name, None)
-    links = {os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}
-    assert str(tmp_path) not in {os.readlink(link) for link in links if os.path.lexists(link)}
-
-
-def test_a_nameless_file_that_could_not_get_its_name_is_closed(tmp_path, monkeypatch):
-    """Where a process cannot reach its files by their numbers."""
-    opened, made = os.fdopen, []
-    monkeypatch.setattr(os, "fdopen", lambda *args: made.append(opened(*args)) or made[-1])
-    monkeypatch.setattr(checkpoint_io, "_by_number", lambda file: str(tmp_path / "nothing"))
-    with checkpoint_io._new_file(str(tmp_path / "first.ckpt")) as file:
-        file.write(b"some bytes")
-    assert [file.closed for file in made] == [True]
-    assert (tmp_path / "first.ckpt").read_bytes() == b"some bytes"
-
-
-@pytest.mark.parametrize("errors", [{}, {"nameless": errno.EOPNOTSUPP}])
-@pytest.mark.few(1)
-def test_what_a_killed_process_left_is_overwritten(errors, tmp_path, monkeypatch):
-    trainer, _ = fit("streaming", save=tmp_path / "last.ckpt")
-    before = (tmp_path / "last.ckpt").read_bytes()
-    (tmp_path / "last.ckpt.part").write_bytes(b"half of it")
-    recorded(monkeypatch, errors)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert (tmp_path / "last.ckpt").read_bytes() == before
-    assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
-
-
-def test_a_file_has_the_permissions_of_any_other(tmp_path):
-    fit("streaming", save=tmp_path / "last.ckpt")
-    (tmp_path / "other").write_bytes(b"")
-    assert (tmp_path / "last.ckpt").stat().st_mode == (tmp_path / "other").stat().st_mode
-
-
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
-@pytest.mark.few(1)
 def test_a_file_that_does_not_arrive_on_the_disk_leaves_the_previous_one_whole(error, tmp_path, monkeypatch):
     trainer, module = fit("streaming", save=tmp_path / "last.ckpt")
     before = (tmp_path / "last.ckpt").read_bytes()
@@ -472,13 +314,3 @@ def test_a_file_that_does_not_arrive_on_the_disk_leaves_the_previous_one_whole(e
     assert info.value.errno == error and [name for name, *_ in calls] == ["fsync"]
     assert (tmp_path / "last.ckpt").read_bytes() == before
     assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
-
-
-def test_a_file_is_written_without_a_second_copy_in_memory(tmp_path):
-    """Measured on the way out of torch.save, where Lightning's own holds the whole file in a buffer."""
-    weights, io = torch.zeros(2**25), parity.streaming_strategy("cpu").checkpoint_io
-    tracemalloc.start()
-    io.save_checkpoint({"weights": weights}, tmp_path / "large.ckpt")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < weights.nbytes / 8

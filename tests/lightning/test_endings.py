@@ -10,19 +10,19 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from often import often
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import models
 import parity
-from sp_lightning import stream
 from sp_lightning.errors import TornStepError
 from sp_lightning.stream.gradients import Gradients
 from sp_lightning.stream.unit import Unit
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
-BOTH = pytest.mark.parametrize("accelerator", ["cpu", "simgpu"])
+BOTH = pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), "simgpu"])
 CASE = models.case("batch_norm")
 QUIET = {
     "logger": False,
@@ -196,8 +196,7 @@ PLACES = [None, *IN_A_STEP, "validation", "sanity"]
 
 
 @BOTH
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("place", often(PLACES, "backward", "validation"))
 def test_after_a_failure_weights_are_those_of_the_plain_run_and_so_is_the_next_run(place, accelerator):
     expected = run_on("plain", accelerator, place)
     allocated = accelerator == "simgpu" and left_on_device()
@@ -206,49 +205,6 @@ def test_after_a_failure_weights_are_those_of_the_plain_run_and_so_is_the_next_r
     assert_same(expected[1], actual[1])
     if accelerator == "simgpu":
         assert left_on_device(allocated) == allocated
-
-
-class Unlogged(Module):
-    """Can be stepped without a loop, to which values would be logged."""
-
-    def training_step(self, batch, index):
-        self.fail_at("training_step", index)
-        return self.case.loss(self.net, batch)
-
-    def validation_step(self, batch, index):
-        return self.case.loss(self.net, batch)
-
-    test_step = validation_step
-    optimizer_step = L.LightningModule.optimizer_step
-
-
-@BOTH
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("place", [None, "training_step", "on_train_batch_end"])
-@pytest.mark.few(1)
-def test_steps_that_are_taken_by_hand_after_a_run_are_plain(place, threads, accelerator, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # with one, units step beside others on the CPU, too
-
-    def run(side):
-        L.seed_everything(0, verbose=False)
-        module = Unlogged(place)
-        with pytest.raises(Boom) if place else contextlib.nullcontext():
-            fit(side, accelerator, module)
-        before, strategy, batch = world(module), module.trainer.strategy, CASE.batch(0)
-
-        def closure():
-            module.zero_grad()
-            loss = strategy.training_step(batch, 0)
-            strategy.backward(loss, None)
-            return loss
-
-        losses = [strategy.optimizer_step(strategy.optimizers[0], closure) for _ in range(2)]
-        losses += [module.optimizers().step(closure) for _ in range(2)]
-        losses += [step(batch, 0) for step in (strategy.validation_step, strategy.test_step, strategy.predict_step)]
-        assert world(module) == before
-        return {"loss": torch.stack(losses[:6]), "prediction": losses[6], **weights(module)}
-
-    assert_same(run("plain"), run("streaming"))
 
 
 class Overlapping(models.ZooModule):
@@ -282,7 +238,6 @@ class Overlapping(models.ZooModule):
 
 @BOTH
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.few(1)
 def test_a_failure_while_the_optimizer_already_steps_says_which_weights_it_left(overlap, accelerator, caplog):
     """Each parameter is that of before or of after the step; without overlap all are those of before."""
     L.seed_everything(0, verbose=False)
@@ -326,7 +281,6 @@ def torn(accelerator, folder):
 
 
 @BOTH
-@pytest.mark.few(1)
 def test_nothing_saves_a_step_that_failed_half_done_and_the_last_checkpoint_stays(accelerator, tmp_path, caplog):
     module, saving = torn(accelerator, tmp_path)
     here = tmp_path / "kept"
@@ -341,8 +295,7 @@ def test_nothing_saves_a_step_that_failed_half_done_and_the_last_checkpoint_stay
 
 
 @BOTH
-@pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("with_state", often([True, False]))
 def test_a_module_of_such_a_step_goes_on_from_a_checkpoint_and_from_nothing_else(accelerator, with_state, tmp_path):
     """Also with a new optimizer, since the weights are those of no step."""
     module, _ = torn(accelerator, tmp_path)
@@ -362,32 +315,6 @@ def test_a_module_of_such_a_step_goes_on_from_a_checkpoint_and_from_nothing_else
         fit("streaming", accelerator, module).save_checkpoint(tmp_path / "good.ckpt")
 
 
-class FailingAfterwards(models.ZooModule):
-    """An exception of a hook that runs when the optimizer has stepped all."""
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), 1e-2, foreach=False)
-        optimizer.register_step_post_hook(self.fail)
-        return optimizer
-
-    def fail(self, optimizer, *_):
-        if optimizer.state[next(self.parameters())]["step"] == 3:
-            raise Boom
-
-
-@BOTH
-@pytest.mark.few(1)
-def test_an_error_after_a_step_leaves_one_that_is_saved(accelerator, tmp_path):
-    def run(side):
-        L.seed_everything(0, verbose=False)
-        callbacks = [ModelCheckpoint(tmp_path / side, save_on_exception=True, filename="here")]
-        with pytest.raises(Boom):
-            fit(side, accelerator, FailingAfterwards(CASE), callbacks=callbacks, enable_checkpointing=True)
-        return torch.load(tmp_path / side / "here.ckpt", "cpu", weights_only=False)["state_dict"]
-
-    assert_same(run("plain"), run("streaming"))
-
-
 @pytest.fixture
 def interrupts():
     before = signal.getsignal(signal.SIGINT)
@@ -396,8 +323,7 @@ def interrupts():
 
 
 @BOTH
-@pytest.mark.parametrize("place", ["forward", "backward", "on_train_batch_end"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("place", often(["backward", "forward", "on_train_batch_end"]))
 def test_ctrl_c(place, accelerator, interrupts):
     def interrupted(side):
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -421,36 +347,6 @@ def mock_error(function):
         yield
     finally:
         function.backward = backward
-
-
-@BOTH
-@pytest.mark.few(1)
-def test_should_stop(accelerator):
-    class Stopping(L.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            trainer.should_stop = trainer.global_step == 2
-
-    def run(side):
-        module = seeded()
-        fit(side, accelerator, module, callbacks=[Stopping()], max_epochs=3)
-        return weights(module)
-
-    assert_same(run("plain"), run("streaming"))
-
-
-def test_close_is_safe_twice_and_in_the_middle_of_a_step():
-    module = seeded()
-    before = world(module)
-    handle = stream(module.net, "simgpu", window=1)
-    batch = [tensor.to("simgpu") for tensor in CASE.batch(0)]
-    loss = CASE.loss(module.net, batch)
-    handle.close()
-    handle.close()
-    assert world(module) == before
-    with pytest.raises(RuntimeError):
-        loss.backward()
-    del loss, batch
-    assert CASE.loss(module.net, CASE.batch(0)).isfinite()
 
 
 # ---- what a plain run cannot fail in: the copies
@@ -489,7 +385,6 @@ COPIES |= {f"down {count}": (DOWN, count) for count in (1, 9, 12)}
 
 
 @parity.product(copy=list(COPIES), error=[Boom, torch.OutOfMemoryError], accelerator=["cpu", "simgpu"])
-@pytest.mark.few(1)
 def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(copy, error, accelerator, monkeypatch):
     way, count = COPIES[copy]
     module, plain = seeded(), seeded()
@@ -506,24 +401,7 @@ def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(copy, error, ac
     assert_same(weights(plain), weights(module))
 
 
-def test_a_device_too_small_for_a_unit():
-    import simgpu
-
-    module = seeded()
-    before = weights(module)
-    allocated = left_on_device()
-    simgpu.config.capacity = allocated + 8192
-    with pytest.raises(torch.OutOfMemoryError):
-        fit("streaming", "simgpu", module)
-    assert_same(before, weights(module))
-    module.trainer = None  # whose loop has the batch
-    assert left_on_device(allocated) == allocated
-    simgpu.config.capacity = 2**30
-    fit("streaming", "simgpu", module)
-
-
 @pytest.mark.parametrize("place", ["handle.Room", "handle.Visit"])
-@pytest.mark.few(1)
 def test_a_failure_while_streaming_begins(place, monkeypatch):
     def fail(*args):
         raise Boom

@@ -6,21 +6,19 @@ import copy
 import gc
 import importlib
 import inspect
-import itertools
 import os
 import pathlib
 import socket
 import sys
-import time
 import weakref
 
 import forks
 import pytest
 import torch
-import torchmetrics
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import SingleDeviceStrategy
+from often import often
 from side_by_side import assert_plain, blocks
 from torch import nn
 
@@ -169,21 +167,6 @@ def with_a_closure(fabric):
     yield trained(net)
 
 
-def by_hand(fabric):
-    """``loss.backward()``, which plain Fabric allows on one device."""
-    net = fabric.setup_module(blocks())
-    optimizer = fabric.setup_optimizers(adamw(net))
-    for x, y in batches(fabric):
-        optimizer.zero_grad()
-        with fabric.autocast():
-            loss = nn.functional.cross_entropy(net(x), y)
-        loss.backward()
-        optimizer.step()
-    net.eval()
-    with torch.no_grad():
-        yield [net(x) for x, _ in batches(fabric)], trained(net)
-
-
 def adversaries(fabric):
     """Two modules and two optimizers, as a GAN has."""
     generator, critic = blocks(), models.stack_of(models.Block, 3)()
@@ -201,21 +184,6 @@ def adversaries(fabric):
         by_generator.step()
         yield loss
     yield trained(generator, critic)
-
-
-def one_module_and_two_optimizers(fabric):
-    net = blocks()
-    parameters = list(net.parameters())
-    one = torch.optim.AdamW(parameters[::2], lr=0.01, foreach=False)
-    other = torch.optim.SGD(parameters[1::2], lr=0.1, foreach=False)
-    net, one, other = fabric.setup(net, one, other)
-    for x, y in batches(fabric):
-        one.zero_grad()
-        other.zero_grad()
-        fabric.backward(nn.functional.cross_entropy(net(x), y))
-        one.step()
-        other.step()
-    yield trained(net)
 
 
 class Generates(nn.Module):
@@ -251,29 +219,6 @@ def marking_methods(fabric):
     yield trained(net, copied)
 
 
-def a_lightning_module(fabric):
-    """Its training_step reads weights outside of any forward, for the loss."""
-
-    class Penalised(models.ZooModule):
-        def training_step(self, batch, index):
-            loss = self.case.loss(self.net, batch)
-            return loss + sum(block.up.weight.square().sum() for block in self.net.blocks)
-
-        def log(self, *_, **__):
-            pass
-
-    module = Penalised(models.case("mlp"))
-    module, optimizer = fabric.setup(module, adamw(module))
-    for index, batch in enumerate(batches(fabric)):
-        optimizer.zero_grad()
-        loss = module.training_step(batch, index)
-        fabric.backward(loss)
-        yield loss, [p.grad for p in module.parameters()]
-        optimizer.step()
-        yield module.predict_step(batch, index)
-    yield trained(module)
-
-
 class Head(nn.Module):
     def __init__(self, encoder):
         super().__init__()
@@ -282,69 +227,6 @@ class Head(nn.Module):
 
     def forward(self, x):
         return self.last(self.encoder(x))
-
-
-def sharing_an_encoder(fabric):
-    """Two modules with an optimizer each have the same encoder."""
-    encoder = blocks()
-    first, second = Head(encoder), Head(encoder)
-    fabric.to_device(nn.ModuleList([first, second]))
-    first, by_first = fabric.setup(first, adamw(first))
-    second, by_second = fabric.setup(second, adamw(second))
-    for x, y in batches(fabric):
-        by_first.zero_grad()
-        by_second.zero_grad()
-        loss = nn.functional.cross_entropy(first(x), y) + second(x).square().mean()
-        fabric.backward(loss)
-        by_first.step()
-        by_second.step()
-        yield loss
-    yield trained(first, second)
-
-
-class Centred(nn.Module):
-    """Has a buffer and a metric beside another module."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net, self.mean = net, torchmetrics.MeanMetric()
-        self.register_buffer("center", torch.full((models.CLASSES,), 0.25))
-
-    def forward(self, x):
-        loss = (self.net(x) - self.center).square().mean()
-        self.mean.update(loss.detach())
-        return loss
-
-
-def with_a_loss_around(fabric):
-    """What is around a module that streams has no weights of its own, and neither has a metric inside of one."""
-    net = Centred(blocks())
-    net, optimizer = fabric.setup(net, adamw(net))
-    moved, also = fabric.to_device(Centred(net.net)), fabric.setup(Centred(net.net))
-    for x, _ in batches(fabric):
-        optimizer.zero_grad()
-        loss = net(x) + moved(x) + also(x)
-        fabric.backward(loss)
-        optimizer.step()
-        yield loss
-    yield trained(net), [module.mean.compute() for module in (net, moved, also)]
-
-
-def with_parts_that_take_tensors_along(fabric):
-    """Tensors that are neither weights nor buffers, of a layer and of a metric with weights, inside and by itself."""
-    net = nn.Sequential(blocks(), models.Scaled(models.CLASSES))
-    inside = net[1].distance = models.Distance()
-    net, optimizer = fabric.setup(net, adamw(net))
-    alone = fabric.to_device(models.Distance())
-    for x, y in batches(fabric):
-        scores = net(x)
-        optimizer.zero_grad()
-        fabric.backward(nn.functional.cross_entropy(scores, y))
-        optimizer.step()
-        with torch.no_grad():
-            inside.update(scores)
-            alone.update(scores)
-    yield trained(net), inside.compute(), alone.compute(), str(alone.device)
 
 
 def with_copies(fabric):
@@ -376,20 +258,14 @@ LOOPS = [
     with_everything_in_between,
     accumulating,
     with_a_closure,
-    by_hand,
     adversaries,
-    one_module_and_two_optimizers,
     marking_methods,
-    a_lightning_module,
-    sharing_an_encoder,
-    with_a_loss_around,
-    with_parts_that_take_tensors_along,
     with_copies,
 ]
 
 
-@parity.product(overlap=[True, False], loop=LOOPS, device=parity.DEVICES)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("overlap", often([True, False]))
+@pytest.mark.parametrize("loop", often(LOOPS, with_everything_in_between, adversaries, marking_methods))
 def test_a_loop_is_bitwise_the_plain_one(loop, overlap, device):
     compare(loop, device, optimizer_overlap=overlap)
 
@@ -399,74 +275,14 @@ def test_a_loop_is_bitwise_the_plain_one(loop, overlap, device):
     loop=[plainly, with_everything_in_between, adversaries],
     device=parity.DEVICES,
 )
-@pytest.mark.few(1)
 def test_under_other_precisions_too(loop, precision, device):
     compare(loop, device, precision, activations="recompute")
 
 
-class Repeating(models.Stack):
-    """Runs each of its blocks three times."""
-
-    def run(self, x):
-        for _ in range(3):
-            x = super().run(x)
-        return x
-
-
-@pytest.mark.few(1)
-def test_weights_used_several_times_under_autocast_have_the_bits_without_its_cache(device, monkeypatch):
-    def loop(fabric):
-        net = Repeating([models.Block(), models.Block()])
-        net, optimizer = fabric.setup(net, adamw(net))
-        for x, y in batches(fabric, 2):
-            fabric.backward(nn.functional.cross_entropy(net(x), y))
-            yield [p.grad.clone() for p in net.parameters()]
-            optimizer.step()
-
-    streamed = record(loop, device, streaming(device), "bf16-mixed")
-    cached = record(loop, device, SingleDeviceStrategy(device=device), "bf16-mixed")
-    with pytest.raises(parity.Difference):  # or exactness.md is out of date
-        parity.compare(cached, streamed)
-    uncached = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
-    monkeypatch.setattr(MixedPrecision, "forward_context", lambda _: uncached)
-    parity.compare(record(loop, device, SingleDeviceStrategy(device=device), "bf16-mixed"), streamed)
-
-
 @pytest.mark.simgpu
-@pytest.mark.parametrize("loop", [plainly, with_everything_in_between, adversaries], ids=lambda loop: loop.__name__)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("loop", often([adversaries, plainly, with_everything_in_between]))
 def test_a_gradient_scaler_too(loop):
     compare(loop, torch.device("simgpu", 0), "16-mixed")
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("overlap", [True, False])
-def test_each_step_runs_beside_other_work_unless_the_option_says_so(overlap, device):
-    strategy = streaming(device, optimizer_overlap=overlap)
-    record(adversaries, device, strategy, "32-true")
-    assert [handle.stats()["held_steps"] for handle in strategy.handles] == [BATCHES * overlap] * 2
-
-
-@pytest.mark.few(1)
-def test_a_zero_grad_after_the_step_fetches_no_more(device):
-    found = {}
-    for zeroes_after in (False, True):
-        strategy = streaming(device)
-        fabric = fabric_on(device, strategy)
-        net = blocks()
-        net, optimizer = fabric.setup(net, adamw(net))
-        handle = strategy.handles[0]
-        fetches = []
-        for x, y in batches(fabric):
-            if not zeroes_after:
-                optimizer.zero_grad()
-            fabric.backward(nn.functional.cross_entropy(net(x), y))
-            optimizer.step()
-            if zeroes_after:
-                optimizer.zero_grad()
-            fetches.append(handle.stats()["fetches"])
-        found[zeroes_after] = [after - before for before, after in itertools.pairwise(fetches[1:])]
-    assert found[True] == found[False] == found[True][:1] * (BATCHES - 2) and found[True][0] > 0
 
 
 # --- Checkpoints
@@ -474,7 +290,6 @@ def test_a_zero_grad_after_the_step_fetches_no_more(device):
 
 @pytest.mark.parametrize("saves", ["plain", "streaming"])
 @pytest.mark.parametrize("loads", ["plain", "streaming"])
-@pytest.mark.few(1)
 def test_checkpoints_cross_over(saves, loads, device, tmp_path):
     def strategy(side):
         return SingleDeviceStrategy(device=device) if side == "plain" else streaming(device)
@@ -509,7 +324,7 @@ def test_checkpoints_cross_over(saves, loads, device, tmp_path):
         assert one[0] == two[0] and same, one[0]
 
 
-@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("raw", often([False, True]))
 def test_loaded_state_goes_to_the_disk_before_any_step(raw, tmp_path):
     """Of two modules, each of which finds its own part; what a third one has, not streamed, stays in memory."""
     fabric = fabric_on(torch.device("cpu"), streaming(torch.device("cpu"), disk=tmp_path, host_budget="0B"))
@@ -540,29 +355,7 @@ def test_loaded_state_goes_to_the_disk_before_any_step(raw, tmp_path):
     assert all(torch.equal(found[i][name], value) for i, one in saved["state"].items() for name, value in one.items())
 
 
-def test_loaded_state_of_a_parameter_that_is_on_the_device_stays_there(device, tmp_path):
-    def run(strategy):
-        fabric = fabric_on(device, strategy)
-        torch.manual_seed(0)
-        net, scale = blocks(), nn.Parameter(torch.ones(3, device=device))
-        net, optimizer = fabric.setup(net, torch.optim.AdamW([*net.parameters(), scale], 0.05, foreach=False))
-        state = {"net": net, "optimizer": optimizer}
-        for index, (x, y) in enumerate(batches(fabric, 4)):
-            if index == 2:
-                fabric.save(tmp_path / "state.ckpt", state)
-                fabric.load(tmp_path / "state.ckpt", state)
-                assert optimizer.state[scale]["exp_avg"].device == device
-            optimizer.zero_grad()
-            fabric.backward(nn.functional.cross_entropy(net(x) * scale.sum(), y))
-            optimizer.step()
-        return [*trained(net)[0], scale.detach()]
-
-    expected, found = run(SingleDeviceStrategy(device=device)), run(streaming(device))
-    assert all(torch.equal(one.cpu(), two.cpu()) for one, two in zip(expected, found, strict=True))
-
-
-@pytest.mark.parametrize("part", ["net", "optimizer", None])
-@pytest.mark.few(2)
+@pytest.mark.parametrize("part", often([None, "net", "optimizer"]))
 def test_a_raw_state_is_loaded_and_outlives_its_file(part, device, tmp_path):
     fabric = fabric_on(device, streaming(device))
     net = blocks()
@@ -647,28 +440,6 @@ def test_master_weights_stay_in_fp32(device):
         fabric_on(device, streaming(device, master_weights=True), "32-true")
 
 
-def test_a_module_without_parameters_only_moves_and_a_part_that_streams_stays(device):
-    fabric = fabric_on(device, streaming(device))
-    norm = fabric.to_device(nn.BatchNorm1d(3, affine=False))
-    assert norm.running_mean.device == device and fabric.strategy.handles == []
-    net = fabric.setup(blocks())
-    assert fabric.setup(net.module.blocks[0]) is not None
-    fabric.to_device(net.module)
-    assert len(fabric.strategy.handles) == 1
-
-
-@pytest.mark.few(1)
-def test_a_lightning_module_that_is_only_moved_says_where_it_is(device):
-    class Teacher(models.ZooModule):
-        def forward(self, x):
-            return self.net(x + torch.arange(models.FEATURES, device=self.device))
-
-    fabric = fabric_on(device, streaming(device))
-    teacher = fabric.to_device(Teacher(models.case("mlp")))
-    x, _ = next(iter(batches(fabric)))
-    assert teacher(x).device == teacher.device == device
-
-
 def test_a_module_that_is_not_moved_is_plain_until_it_is(device):
     fabric = fabric_on(device, streaming(device))
     net = blocks()
@@ -677,33 +448,6 @@ def test_a_module_that_is_not_moved_is_plain_until_it_is(device):
     fabric.to_device(net)
     x, _ = next(iter(batches(fabric)))
     assert wrapped(x).device == device and len(fabric.strategy.handles) == 1
-
-
-def test_a_copy_streams_when_it_is_called_and_for_as_long_as_it_is_there(device):
-    fabric = fabric_on(device, streaming(device))
-    net = fabric.setup(blocks())
-    copied = copy.deepcopy(net)
-    assert_plain(copied)
-    x, _ = next(iter(batches(fabric)))
-    with torch.no_grad():
-        assert torch.equal(copied(x), net(x))
-    assert [len(wrapped._strategy.handles) for wrapped in (net, copied)] == [1, 1]
-    inner = copied.module
-    del copied
-    gc.collect()
-    assert_plain(inner)
-
-
-def test_a_pickle_is_of_plain_modules(device, tmp_path):
-    fabric = fabric_on(device, streaming(device))
-    net = fabric.setup(blocks())
-    torch.save(net, tmp_path / "net.pt")
-    again = torch.load(tmp_path / "net.pt", weights_only=False)
-    assert_plain(again)
-    fabric.to_device(again)
-    x, _ = next(iter(batches(fabric)))
-    with torch.no_grad():
-        assert torch.equal(again(x), net(x))
 
 
 def test_modules_are_plain_again_when_the_strategy_is_gone(device):
@@ -720,47 +464,6 @@ def test_modules_are_plain_again_when_the_strategy_is_gone(device):
     assert_plain(net)
     again = fabric_on(device, streaming(device))
     assert again.setup(net)(x).device == device
-
-
-def alive(references):
-    return [one for one in (refer() for refer in references) if one is not None]
-
-
-@pytest.mark.parametrize("keeps", ["nothing", "parameters", "all"])
-@pytest.mark.few(1)
-def test_a_module_that_was_dropped_leaves_when_another_one_comes(keeps, device):
-    """With its weights, its gradients and what is on the device, as in a search for hyperparameters."""
-
-    def run(fabric):
-        torch.manual_seed(0)
-        net = blocks()
-        wrapped, optimizer = fabric.setup(net, adamw(net))
-        for x, y in batches(fabric, 3):
-            optimizer.zero_grad()
-            fabric.backward(nn.functional.cross_entropy(wrapped(x), y))
-            optimizer.step()
-        kept = {"nothing": [], "parameters": list(net.parameters()), "all": wrapped}
-        return [weakref.ref(p) for p in net.parameters()], kept[keeps]
-
-    fabric = fabric_on(device, streaming(device))
-    other = fabric.setup(blocks())
-    first, kept = run(fabric)
-    again = fabric.setup(blocks())
-    found = alive(first)
-    patience = time.monotonic() + 5  # autograd's own thread may hold the last graph, and so keep a cycle, for a moment
-    while keeps == "nothing" and found and time.monotonic() < patience:
-        found = []
-        gc.collect()
-        found = alive(first)
-    assert len(fabric.strategy.handles) == 2 + (keeps == "all")
-    assert bool(found) == (keeps != "nothing")
-    if keeps == "all":
-        return
-    assert all(type(one) is nn.Parameter and one.device.type == "cpu" for one in found)
-    _, expected = run(fabric_on(device, SingleDeviceStrategy(device=device)))
-    assert all(torch.equal(one, two.cpu()) for one, two in zip(kept, expected, strict=True))
-    x, _ = next(iter(batches(fabric)))
-    assert other(x).device == again(x).device == device
 
 
 def test_a_teardown_makes_all_modules_plain(device):
@@ -800,16 +503,6 @@ def test_modules_that_share_weights_are_set_up_together(device):
         ExactnessError, match=r"encoder\.stem\.weight is in another stream already.* one module that contains both"
     ):
         fabric.setup(Head(encoder))
-
-
-def test_a_wrong_option_is_refused_by_name():
-    with pytest.raises(OptionError, match=r"an option must be one of window, .* got 'windows'"):
-        sp_lightning.SuperpipelineFabricStrategy(windows=1)
-
-
-def test_the_name_is_registered():
-    fabric = Fabric(accelerator="cpu", devices=1, strategy="superpipeline")
-    assert type(fabric.strategy) is sp_lightning.SuperpipelineFabricStrategy
 
 
 # --- The command line
@@ -858,18 +551,3 @@ def test_a_script_that_names_the_strategy_is_run_by_the_command_line(tmp_path, m
     results = [torch.load(tmp_path / f"{name}.pt") for name in ("plain", "streamed")]
     assert [result.pop("strategy") for result in results] == ["SingleDeviceStrategy", "SuperpipelineFabricStrategy"]
     parity.compare(*(parity.Record([parity.Entry("", *leaf) for leaf in parity.leaves(result)]) for result in results))
-
-
-@pytest.mark.slow
-def test_the_command_line_starts_two_devices(tmp_path):
-    """Both see the same data here, so the mean of their gradients is each one's."""
-    done = by_the_command(tmp_path, "--devices=2")
-    assert done.returncode == 0, done.stderr
-    both = torch.load(tmp_path / "streamed.pt")
-    assert by_the_command(tmp_path, "--devices=1").returncode == 0
-    parity.compare(
-        *(
-            parity.Record([parity.Entry("", *leaf) for leaf in parity.leaves(result)])
-            for result in (torch.load(tmp_path / "streamed.pt"), both)
-        )
-    )

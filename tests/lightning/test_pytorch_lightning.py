@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 
 import forks
 import lightning as L
 import pytest
 import torch
+from often import often, slow
 
 import models
 import parity
@@ -91,17 +89,15 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("case", ["mlp", "adapters"])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("options", [{}, *map(slow, OPTIONS[1:])], ids=str)
+@pytest.mark.parametrize("case", often(["adapters", "mlp"]))
 def test_a_fit_has_the_plain_runs_bits(tmp_path, case, options):
     ours = strategies().SuperpipelineStrategy(window=1)
     assert_same(outcome(tmp_path, "auto", case, **options), outcome(tmp_path, ours, case, **options))
     assert ours.handle.closed and ours.handle.stats()["bytes_up"] > 0
 
 
-@pytest.mark.parametrize("saves, loads", [("auto", "ours"), ("ours", "auto"), ("ours", "ours")])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("saves, loads", often([("ours", "auto"), ("auto", "ours"), ("ours", "ours")]))
 def test_a_run_is_resumed(tmp_path, saves, loads):
     def strategy(side):
         return strategies().SuperpipelineStrategy(window=1) if side == "ours" else side
@@ -149,49 +145,9 @@ def test_a_module_of_the_other_package_is_refused_by_lightning(tmp_path):
             trainer(tmp_path, package, strategy="superpipeline").fit(module, models.loader(module.case, 2))
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
-
-
-IMPORTS = [  # with whether the strategy is registered there, and whether the other package is imported at all
-    ("import sp_lightning", False, False),
-    ("import pytorch_lightning, sp_lightning", True, True),
-    ("import sp_lightning, pytorch_lightning", True, True),
-    ("import sp_lightning.pytorch_lightning", True, True),
-    ("import sp_lightning, pytorch_lightning, sp_lightning.pytorch_lightning", True, True),
-]
-
-
 @pytest.mark.slow
-def test_it_is_registered_where_it_was_imported_and_not_imported_where_it_was_not():
-    code = f"""
-import os, sys
-import lightning  # once for all cases, each of which is a fork that imports the rest
-
-def look(imports, registered, imported):
-    exec(imports)
-    assert ("pytorch_lightning" in sys.modules) is imported, imports
-    if imported:
-        from pytorch_lightning.strategies import StrategyRegistry
-        assert ("superpipeline" in StrategyRegistry) is registered, imports
-    from lightning.pytorch.strategies import StrategyRegistry
-    assert "superpipeline" in StrategyRegistry, imports
-
-assert not {{"sp_lightning", "pytorch_lightning"}} & sys.modules.keys()
-for case in {IMPORTS}:
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0, case
-    else:
-        look(*case)
-        break
-"""
-    done = run(code)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("version", ["2.5.5", "9.9.0"])
-@pytest.mark.few(1)
-def test_another_version_of_it_is_named_when_the_strategy_is_made(version):
+def test_another_version_is_named_when_the_strategy_is_made(version):
     code = f"""
 import pytorch_lightning.callbacks
 import sp_lightning
@@ -216,7 +172,6 @@ def test_both_packages_have_the_same_names():
 
 
 @pytest.mark.parametrize("package, strategies", [(pl, "sp_lightning.pytorch_lightning"), (L, "sp_lightning")])
-@pytest.mark.few(1)
 def test_the_command_line_of_both_takes_the_strategy_by_its_class(package, strategies, tmp_path):
     cli = importlib.import_module(f"{package.__name__}.{'pytorch.' if package is L else ''}cli")
     module = Module if package is pl else Drawn

@@ -7,7 +7,6 @@ import types
 from contextlib import contextmanager
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.callbacks.progress import rich_progress
 from test_callback import fit
 
@@ -58,14 +57,6 @@ def test_a_short_wait_has_none(terminal):
     assert not terminal.getvalue() and not threads()
 
 
-def test_nobody_watches_and_nothing_is_shown(terminal, monkeypatch):
-    with progress.waiting("saving", 2000, lambda: 1000, shown=False):
-        assert not threads()
-    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=io.StringIO()))
-    with progress.waiting("saving", 2000, lambda: 1000):
-        assert not threads()
-
-
 def test_an_error_in_the_wait_ends_the_bar(terminal):
     with pytest.raises(ArithmeticError), progress.waiting("saving", 2000, lambda: 1000):
         raise ArithmeticError
@@ -92,22 +83,7 @@ def test_where_rich_draws_the_wait_is_a_line_of_its_display(terminal):
     assert "saving last.ckpt (MB) 1/4" in terminal.getvalue()
 
 
-def test_saving_while_rich_draws_goes_into_its_display(tmp_path, monkeypatch):
-    seen = []
-
-    @contextmanager
-    def waiting(what, total, done, shown=True, display=None):
-        seen.append((what.split()[-1], shown, display))
-        yield
-
-    monkeypatch.setattr(checkpoints, "waiting", waiting)
-    bar = RichProgressBar()
-    fit([bar, ModelCheckpoint(tmp_path, "mid")], enable_progress_bar=True, enable_checkpointing=True)
-    assert ("memory", True, None) in seen and ("mid.ckpt", True, bar.progress) in seen
-
-
 @pytest.mark.parametrize("own", [None, False])
-@pytest.mark.few(1)
 def test_setting_up_saving_and_loading_are_waited_for(tmp_path, monkeypatch, own):
     """What is done is nothing at the begin and everything at the end; without ``progress`` nothing is shown."""
     seen = {}

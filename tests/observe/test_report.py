@@ -48,13 +48,11 @@ def test_ranks_are_in_one_line():
     assert said.startswith("by rank: rank 0 200 ms, waits 25%, device peak 1.00 GiB, host peak 2.00 GiB; rank 1 300 ms")
 
 
-@pytest.mark.few(1)
 def test_stats_have_the_documented_keys(device):
     with sp_lightning.stream(side_by_side.blocks(), device, window=2, units=["Block"]) as handle:
         assert handle.stats().keys() == Stats.__annotations__.keys()
 
 
-@pytest.mark.few(1)
 def test_stats_have_the_bytes_of_a_window(device):
     module = side_by_side.blocks()
     with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:
@@ -66,7 +64,6 @@ def test_stats_have_the_bytes_of_a_window(device):
     assert stats["window_bytes"] >= stats["resident_root_bytes"] + 2 * max(unit.nbytes for unit in streamed)
 
 
-@pytest.mark.few(1)
 def test_lines_compare_a_plan_with_what_was_measured(device):
     class Plan:
         chosen, window, device_nbytes, step_s = {}, 2, 3 << 20, 0.25

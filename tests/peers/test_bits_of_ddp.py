@@ -30,7 +30,11 @@ PRODUCT = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.net}-{case.optimizer}-{case.device}")
+@pytest.mark.parametrize(
+    "case",
+    [*CASES[:4], *(pytest.param(case, marks=SLOW) for case in CASES[4:])],
+    ids=lambda case: f"{case.net}-{case.optimizer}-{case.device}",
+)
 def test_two_ranks_have_the_bits_of_ddp(case):
     assert processes.run(2, peer_runs.differences, case) == [[], []]
 

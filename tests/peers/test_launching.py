@@ -1,6 +1,5 @@
 """A user's script trains on two devices as under DDP, whoever starts its processes."""
 
-import collections
 import itertools
 import os
 import pathlib
@@ -14,12 +13,10 @@ import safetensors.torch
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-import models
 import parity
 import sp_lightning
 from sp_lightning.errors import OptionError
 
-PACKAGE = pathlib.Path(sp_lightning.__file__).parent
 RIGS = pathlib.Path(__file__).parents[1] / "rigs"
 KEPT = "state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"
 LAUNCHERS = {
@@ -118,38 +115,6 @@ def test_a_script_runs_as_under_ddp(launcher, tmp_path):
     expected = run(launcher, "ddp", tmp_path / "ddp")
     for theirs, ours in zip(expected, run(launcher, "superpipeline", tmp_path / "ours"), strict=True):
         parity.compare(theirs, ours)
-
-
-@pytest.mark.seldom
-def test_steps_on_one_device_run_no_code_of_several():
-    entered = collections.Counter()
-
-    class Watch(L.Callback):
-        def on_train_batch_start(self, *_):
-            sys.setprofile(note)
-
-        def on_train_batch_end(self, *_):
-            sys.setprofile(None)
-
-    def note(frame, event, _):
-        path = pathlib.Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in path.parents:
-            entered[path.relative_to(PACKAGE).as_posix()] += 1
-
-    trainer = L.Trainer(
-        strategy=sp_lightning.SuperpipelineStrategy(window=1),
-        accelerator="cpu",
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[Watch()],
-    )
-    case = models.case("llama")
-    trainer.fit(models.ZooModule(case), models.loader(case, 3))
-    assert entered["runtime/engine.py"] and entered["lightning/strategy.py"]
-    of_several = [path for path in entered if path.startswith("ranks/") or path == "lightning/several_devices.py"]
-    assert of_several == ["ranks/alone.py"]  # which is of one: what several ranks override
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SLOW = pytest.mark.slow
 RECIPES = ["diffusion", "finetune_llm", "finetune_vision", "finetune_vlm", "lora_llm"]
 NEEDS = {"diffusion": "diffusers", "finetune_vision": "torchvision", "finetune_vlm": "torchvision", "lora_llm": "peft"}
-DAILY = {"finetune_llm"}
 
 
 def both(folder, function, *arguments):
@@ -28,8 +27,8 @@ def both(folder, function, *arguments):
     return found
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(name, marks=[] if name in DAILY else SLOW) for name in RECIPES])
-@pytest.mark.seldom
+@SLOW
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_gives_the_result_of_ddp(recipe, tmp_path):
     pytest.importorskip(NEEDS.get(recipe, "transformers"))
     for rank in zip(*both(tmp_path, ranked_recipes.fit, recipe), strict=True):

@@ -11,7 +11,6 @@ import torch
 import parity
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CHAINS = [(1, 2, 1), pytest.param((1, 2, 4, 1), marks=pytest.mark.slow)]
 
 
 def run(sizes, sides, folder, optimizer="adamw", case="batch_norm", accelerator="cpu", nodes=None):
@@ -38,7 +37,7 @@ def contents(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", CHAINS)
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 4, 1)])
 def test_another_number_of_devices_resumes_in_the_middle_of_an_epoch(sizes, tmp_path):
     plain = run(sizes, ["plain"] * len(sizes), tmp_path)
     parity.compare(plain, run(sizes, ["streaming"] * len(sizes), tmp_path))
@@ -53,12 +52,12 @@ def test_another_number_of_nodes_and_devices_resumes_and_plain_lightning_does(op
     parity.compare(plain, run(sizes, sides, tmp_path, optimizer, nodes=nodes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["plain", "streaming"])
 @pytest.mark.parametrize(
     "optimizer",
-    ["adamw", pytest.param("adafactor", marks=pytest.mark.slow), pytest.param("two", marks=pytest.mark.slow)],
+    ["adamw", "adafactor", "two"],
 )
-@pytest.mark.seldom
 def test_plain_lightning_and_the_strategy_resume_from_one_another(first, optimizer, tmp_path):
     sizes = (1, 2, 2)
     other = {"plain": "streaming", "streaming": "plain"}[first]
@@ -68,15 +67,13 @@ def test_plain_lightning_and_the_strategy_resume_from_one_another(first, optimiz
 
 
 @pytest.mark.simgpu
-@pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), "simgpu"])
-@pytest.mark.seldom
-def test_an_interrupted_run_is_one_that_never_stopped(accelerator, tmp_path):
+def test_an_interrupted_run_is_one_that_never_stopped(tmp_path):
     """The sampler gives each rank the same batches in the same order only while their number stays the same.
 
     Lightning saves no generators: forward draws nothing here.
     """
     whole, middle, end = (str(tmp_path / f"{name}.ckpt") for name in ("whole", "middle", "end"))
     processes.run(2, ranked_runs.leg, "mlp", "plain", None, whole, 6)
-    processes.run(2, ranked_runs.leg, "mlp", "streaming", None, middle, 6, accelerator=accelerator, save_after=3)
-    processes.run(2, ranked_runs.leg, "mlp", "streaming", middle, end, 6, accelerator=accelerator)
+    processes.run(2, ranked_runs.leg, "mlp", "streaming", None, middle, 6, accelerator="simgpu", save_after=3)
+    processes.run(2, ranked_runs.leg, "mlp", "streaming", middle, end, 6, accelerator="simgpu")
     parity.compare(contents(whole), contents(end))

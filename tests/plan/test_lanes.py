@@ -22,8 +22,6 @@ from sp_lightning.plan.step import (
 )
 from sp_lightning.plan.trace import Work
 
-pytestmark = pytest.mark.quick
-
 # One FLOP and one byte of device memory take a second each; other rates are bytes per second, too.
 MACHINE = Machine(
     name="slow",

@@ -14,19 +14,16 @@ from sp_lightning.plan.machines import GIB, MACHINES, machine_named
 MIB = 2**20
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("gigabytes", [8, 12, 16, 24])
 def test_cards_of_each_usual_size_are_listed(gigabytes):
     assert sum(machine.device_nbytes == gigabytes * GIB for machine in MACHINES.values()) >= 2
 
 
-@pytest.mark.quick
 def test_a_geforce_card_has_its_whitepaper_s_peaks():
     assert MACHINES["rtx3090"].flops_per_s / 0.7 == pytest.approx(71e12, rel=0.01)
     assert MACHINES["rtx3090"].fp32_flops_per_s / 0.7 == pytest.approx(35.6e12, rel=0.01)
 
 
-@pytest.mark.quick
 def test_an_unknown_machine_is_answered_with_the_nearest_name():
     with pytest.raises(OptionError, match="did you mean rtx4090"):
         machine_named("rtx490")
@@ -77,7 +74,6 @@ def test_arrays_have_four_times_the_cache_s_bytes(small, monkeypatch):
     assert made[:2] == [(12 * MIB // 8,)] * 2  # elements of two arrays
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("second", "refused"), [(115, False), (116, True), (86, True), (87, False)])
 def test_two_rates_that_differ_by_15_percent_are_noisy(second, refused):
     if not refused:
@@ -99,7 +95,6 @@ def test_measuring_draws_none_of_the_user_s_random_numbers(small):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.quick
 def test_caches_that_cores_share_count_once(tmp_path):
     for core, shared in enumerate(("0-1", "0-1", "2-3", "2-3")):
         index = tmp_path / f"sys/devices/system/cpu/cpu{core}/cache/index3"

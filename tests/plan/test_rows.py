@@ -30,7 +30,6 @@ def fit():
     return fit_lanes.Fit.around(ROWS, REACHED)
 
 
-@pytest.mark.quick
 @each_row
 def test_a_row_s_step_is_planned_within_15_percent(row):
     assert row.predicted_s(REACHED) == pytest.approx(row.step_s, rel=0.15)
@@ -47,12 +46,10 @@ def test_the_rates_are_those_of_the_fit(fit):
         assert getattr(REACHED, name) == pytest.approx(getattr(found, name), rel=0.01), name
 
 
-@pytest.mark.quick
 def test_all_rows_share_at_most_six_constants():
     assert len(dataclasses.fields(Reached)) <= 6
 
 
-@pytest.mark.quick
 def test_only_rows_of_other_frameworks_are_not_planned():
     rows = [
         row

@@ -16,6 +16,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
+from often import often
 
 import parity
 from sp_lightning import cli
@@ -87,15 +88,7 @@ def test_the_page_has_the_command_of_every_recipe():
     assert {*COMMANDS} == {*fits, predicts, *launches, "python -m examples.by_hand"}
 
 
-def test_a_recipe_is_read_at_one_sitting():
-    recipes = [*(ROOT / "examples").glob("*/module.py"), *(ROOT / "examples/hf").glob("*.py")]
-    assert all(len(path.read_text().splitlines()) <= 120 for path in recipes)
-    common = (ROOT / "examples/common").glob("*.py")
-    assert sum(len(path.read_text().splitlines()) for path in common) <= 600
-
-
-@pytest.mark.parametrize("command", FOR_REAL)
-@pytest.mark.few(2)
+@pytest.mark.parametrize("command", often(FOR_REAL))
 def test_a_command_for_a_real_model_has_known_arguments(command, capsys):
     """It is read, not run: its model is large."""
     words = shlex.split(command)
@@ -122,30 +115,14 @@ def process(*arguments):
 # --- Bits
 
 
-VARIED = {
-    "finetune_llm": ["--trainer.precision=bf16-mixed"],
-    "lora_llm": ["--model.dtype=bfloat16", "--trainer.precision=bf16-true"],
-    "finetune_vlm": ["--model.trained=[multi_modal_projector]"],
-    "diffusion": ["--model.rank=0"],
-}
-
-
-@pytest.mark.parametrize("recipe", FITTED)
-@pytest.mark.few(2)
+@pytest.mark.parametrize("recipe", often(FITTED, "lora_llm"))
 def test_a_recipe_has_the_plain_runs_bits(recipe):
     streamed = fit(recipe, folder="streamed")
     parity.compare(left(fit(recipe, PLAIN, folder="plain")), left(streamed))
 
 
 @SLOW
-@pytest.mark.parametrize("recipe", VARIED)
-def test_a_varied_recipe_has_the_plain_runs_bits(recipe):
-    streamed = fit(recipe, "--trainer.strategy.window=1", *VARIED[recipe], folder="streamed")
-    parity.compare(left(fit(recipe, PLAIN, *VARIED[recipe], folder="plain")), left(streamed))
-
-
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.few(1)
 def test_adapters_beside_packed_weights_have_the_plain_runs_bits(bits):
     pytest.importorskip("torchao")
     streamed = fit("lora_llm", f"--model.base_bits={bits}", folder="streamed")
@@ -170,8 +147,8 @@ class AfterOneEpoch(L.Callback):
             trainer.save_checkpoint("half.ckpt")
 
 
+@SLOW
 @pytest.mark.parametrize("recipe", FITTED)
-@pytest.mark.few(1)
 def test_a_recipe_resumes_from_a_plain_checkpoint(recipe):
     epochs = "--trainer.max_epochs=2", "--trainer.limit_train_batches=2"
     saving = "--trainer.callbacks+=test_recipes.AfterOneEpoch"
@@ -298,12 +275,6 @@ def test_a_model_answers_with_the_adapters_that_were_trained():
     assert streamed == plain and streamed != answers(folder="without")
 
 
-@SLOW
-def test_a_sampled_answer_is_that_of_the_plain_run():
-    streamed, plain = (answers("--model.temperature=1", *how, folder=str(len(how))) for how in ([], [PLAIN]))
-    assert streamed == plain
-
-
 # --- Chats in blocks
 
 
@@ -345,14 +316,6 @@ def test_of_a_record_the_answers_are_learned(record, learned, words):
     )
 
 
-def test_an_answer_is_learned_after_all_that_was_said_before_it(words):
-    from examples.common.chats import documents
-
-    (first, _), (second, _) = documents({"messages": [ask("a?"), say("b"), ask("c?"), say("d")]}, words, 64)
-    assert words.decode(first) == "<|user|>a?</s><|assistant|>b</s>"
-    assert words.decode(second) == "<|user|>a?</s><|assistant|>b</s><|user|>c?</s><|assistant|>d</s>"
-
-
 def test_a_record_of_another_kind_is_named(words):
     from examples.common.chats import ChatData
 
@@ -361,35 +324,6 @@ def test_a_record_of_another_kind_is_named(words):
     data.tokenizer = words
     with pytest.raises(ValueError, match=r"record 2 of my.jsonl has \['question'\], but no 'instruction'"):
         data.blocks("my.jsonl")
-
-
-def test_documents_are_packed_in_their_order_and_cut():
-    from examples.common.chats import IGNORED, packed
-
-    blocks = packed([([1, 2], [1, 2]), ([3, 4, 5], [3, 4, 5]), ([6] * 9, [6] * 9)], size=5)
-    assert [block["input_ids"] for block in blocks] == [[1, 2, 3, 4, 5], [6] * 5]
-    assert blocks[0]["labels"] == [IGNORED, 2, IGNORED, 4, 5]
-    assert blocks[0]["position_ids"] == [0, 1, 0, 1, 2]
-
-
-def test_what_is_never_learned_is_left_out(words, caplog):
-    from examples.common.chats import ChatData
-
-    rows = {"prompt": "a very long prompt " * 9, "completion": "b"}, {"prompt": "a", "completion": "b"}
-    pathlib.Path("my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = ChatData("my.jsonl", block_size=16)
-    data.tokenizer = words
-    (block,) = data.blocks("my.jsonl")
-    assert words.decode(block["input_ids"]) == "ab</s>" and "1 of 2 answers begin after block_size=16" in caplog.text
-    batch = data.collate([block])
-    assert all(tensor.shape == (1, 16) for tensor in batch.values())
-
-
-def test_a_line_separator_within_a_text_does_not_end_a_line():
-    from examples.common.checkpoints import read_jsonl
-
-    pathlib.Path("my.jsonl").write_text('\ufeff{"text": "a\u2028b"}\r\n\n{"text": "c"}', encoding="utf-8")
-    assert read_jsonl("my.jsonl") == [{"text": "a\u2028b"}, {"text": "c"}]
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text", "Mistral"])

@@ -70,10 +70,6 @@ def text(index: int) -> dict[str, Any]:
     return {"input_ids": ids(index)}
 
 
-def text_and_labels(index: int) -> dict[str, Any]:
-    return {"input_ids": ids(index), "labels": ids(index)}
-
-
 def two_texts(index: int) -> dict[str, Any]:
     return {"input_ids": ids(index), "decoder_input_ids": ids(index + 100)}
 
@@ -273,57 +269,6 @@ def blip2() -> nn.Module:
         image_token_index=60, image_text_hidden_size=16,
     )  # fmt: skip
     return Blip2ForConditionalGeneration(config)
-
-
-def shown(image_token: int, types: str, **picture: Callable[[int], Tensor]) -> Callable[[int], dict[str, Any]]:
-    """A text with a picture in it: which of its tokens are the picture's, and the picture as the model takes it."""
-
-    def batch(index: int) -> dict[str, Any]:
-        given = picture_in_text(4, image_token)(index)
-        given["input_ids"][:, 4:].clamp_(max=image_token - 1)
-        given[types] = (given["input_ids"] == image_token).long()
-        return given | {name: make(index) for name, make in picture.items()}
-
-    return batch
-
-
-def of_patches(index: int) -> Tensor:
-    """4 x 4 of them, 8 x 8 pixels each."""
-    return noise(index, 16, 3 * 8 * 8)
-
-
-def places_of_patches(index: int) -> Tensor:
-    return torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1).expand(BATCH, 16, 2)
-
-
-def four_to_one(index: int) -> Tensor:
-    """The patches that make up each token."""
-    tokens = torch.arange(16).view(2, 2, 2, 2).transpose(1, 2).reshape(4, 4)
-    return torch.cat([tokens, tokens + 16])
-
-
-def captioners() -> Iterator[tuple[str, Callable[[], nn.Module], Callable[[int], dict[str, Any]]]]:
-    """Models that put a picture into words: their ``generate`` sends some of what it is given to their device."""
-    text, image_token = {**BIG, "head_dim": 8}, 60
-    towers = {**VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
-    gemma3 = {"text_config": text, "vision_config": towers, "mm_tokens_per_image": 4, "image_token_index": image_token}
-    batch = shown(image_token, "token_type_ids")
-    yield "gemma3", transformer("Gemma3ForConditionalGeneration", "Gemma3Config", **gemma3), batch
-    yield "shieldgemma2", transformer("ShieldGemma2ForImageClassification", "ShieldGemma2Config", **gemma3), batch
-    heads = {"num_key_value_heads": 4, "head_dim": 8}
-    tower = {**ENCODER, **heads, "patch_size": 8, "pooling_kernel_size": 2, "position_embedding_size": 16}
-    layers = {"global_head_dim": 8, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
-    gemma4 = {"text_config": {**text, **layers}, "vision_config": tower, "image_token_id": image_token}
-    batch = shown(image_token, "mm_token_type_ids", pixel_values=of_patches, image_position_ids=places_of_patches)
-    yield "gemma4", transformer("Gemma4ForConditionalGeneration", "Gemma4Config", **gemma4), batch
-    tower = {**ENCODER, **heads, "image_size": [IMAGE, IMAGE], "patch_size": 8}
-    adapter = {**heads, "vision_feature_layer": [1, 0], "hidden_size": 32, "num_attention_heads": 4}
-    molmo2 = {"text_config": text, "vision_config": tower, "image_patch_id": image_token}
-    molmo2 |= {"adapter_config": {**adapter, "intermediate_size": 48, "text_hidden_size": 32}}
-    grids = {"image_grids": lambda index: torch.tensor([[2, 2, 0, 0]] * BATCH)}
-    batch = shown(image_token, "mm_token_type_ids", pixel_values=of_patches, image_token_pooling=four_to_one, **grids)
-    yield "molmo2", transformer("Molmo2ForConditionalGeneration", "Molmo2Config", **molmo2), batch
-    yield "blip2", blip2, picture_in_text(4, 60)
 
 
 def detr() -> nn.Module:

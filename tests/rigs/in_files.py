@@ -6,9 +6,7 @@ for both, `frozen` and `filed`, makes the same net with its weights in memory an
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -95,23 +93,6 @@ def filed(case: models.Case, dtype: torch.dtype | None = None) -> models.Case:
     return made_by(case, make)
 
 
-def filed_together(case: models.Case, folder: str, dtype: torch.dtype | None = None) -> models.Case:
-    """The frozen weights of all processes that make this net lie in the same file."""
-
-    def make() -> nn.Module:
-        net = freeze(case.make().to(dtype))
-        [own] = put(net, tempfile.mkdtemp(dir=folder), files=1)
-        path = os.path.join(folder, "weights")
-        with contextlib.suppress(FileExistsError):  # another one was the first
-            os.link(own, path)
-        found = [p for p in net.parameters() if not p.requires_grad and p.numel() and is_dense(p.data)]
-        for parameter, mapped in zip(found, mapped_views(path, [p.data for p in found]), strict=True):
-            parameter.data = mapped
-        return net
-
-    return made_by(case, make)
-
-
 def made_by(case: models.Case, make: Callable[[], Any]) -> models.Case:
     return dataclasses.replace(case, make=make)
 
@@ -123,28 +104,3 @@ def in_files(net: nn.Module) -> int:
     frozen = [p for p in net.parameters() if not p.requires_grad]
     found = find(frozen)
     return sum(p.nbytes for p in frozen if id(p) in found)
-
-
-def settings(**axes: Any) -> list[dict[str, Any]]:
-    """The product of these axes."""
-    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-
-
-def flags_at(address):
-    """The kernel's flags of the mapping with this address: "dc" no fork gets it, "hg" huge pages, "sh" shared."""
-    inside = False
-    with open("/proc/self/smaps") as lines:
-        for line in lines:
-            first = line.split()[0]
-            if "-" in first and not first.endswith(":"):
-                begin, end = (int(part, 16) for part in first.split("-"))
-                inside = begin <= address < end
-            elif inside and first == "VmFlags:":
-                return line.split()[1:]
-    return []
-
-
-def may_have_huge_pages(address):
-    """Whether memory is private, and the kernel is asked for huge pages if it has them."""
-    flags = flags_at(address)
-    return "sh" not in flags and ("hg" in flags or not os.path.exists("/sys/kernel/mm/transparent_hugepage"))

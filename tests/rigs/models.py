@@ -18,7 +18,6 @@ import lightning as L
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import torchmetrics
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -50,32 +49,6 @@ class Case:
     predict: Callable[[nn.Module, Any], Any]
     units: Any = "auto"
     tags: frozenset[str] = frozenset()
-
-
-class Scaled(nn.Linear):
-    """Has a tensor that is no buffer, and takes it along, as torch's own modules would."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width, width)
-        self.scale = torch.linspace(0.5, 1.5, width)
-
-    def _apply(self, function: Any, recurse: bool = True) -> Any:
-        self.scale = function(self.scale)
-        return super()._apply(function, recurse)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-class Distance(torchmetrics.MeanMetric):
-    """A metric that has weights of its own, as those over features of a trained net do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Linear(CLASSES, 50)
-
-    def update(self, scores: Tensor) -> None:
-        super().update(self.features(scores).norm())
 
 
 class ZooModule(L.LightningModule):

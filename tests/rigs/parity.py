@@ -26,7 +26,6 @@ import dataclasses
 import functools
 import importlib
 import itertools
-import math
 import os
 import random
 import tempfile
@@ -357,17 +356,15 @@ def device_rng_state(device: torch.device) -> dict[str, Tensor]:
 # --- Comparing
 
 
-def compare(expected: Record, actual: Record, *, bitwise: bool = True) -> None:
+def compare(expected: Record, actual: Record) -> None:
     """Raises Difference with the first difference in time order.
 
-    Bitwise, tensors are compared as integers: NaN equals the same NaN, and -0.0 is not 0.0. Otherwise every element may
-    be off by sqrt(eps) of the tensor's largest magnitude, eps being that of its dtype: sums in another order lose bits
-    relative to their summands, not to their result, and half of the digits must survive. What is not a floating-point
-    number is exact in both. Names, their order, shape, dtype, and None instead of a tensor always count.
+    Tensors are compared as integers: NaN equals the same NaN, and -0.0 is not 0.0. Names, their order, shape, dtype,
+    and None instead of a tensor count, too.
     """
     for ours, theirs in itertools.zip_longest(actual.entries, expected.entries):
         if ours is not None and theirs is not None and ours[:2] == theirs[:2]:
-            if found := difference(theirs.value, ours.value, bitwise):
+            if found := difference(theirs.value, ours.value):
                 raise Difference(f"{theirs.where}: {theirs.what}: {found}")
         else:
             raise Difference(misplaced(expected, actual, theirs, ours))
@@ -383,10 +380,10 @@ def misplaced(expected: Record, actual: Record, theirs: Entry | None, ours: Entr
     return f"{wanted.where}: {wanted.what}: another order, found {found.where}: {found.what}"
 
 
-def difference(expected: Any, actual: Any, bitwise: bool = True) -> str | None:
+def difference(expected: Any, actual: Any) -> str | None:
     """How two values differ, or None."""
     if not (isinstance(expected, Tensor) and isinstance(actual, Tensor)):
-        return None if same_plain(expected, actual, bitwise) else f"{described(expected)} != {described(actual)}"
+        return None if same_plain(expected, actual) else f"{described(expected)} != {described(actual)}"
     for aspect in ("dtype", "shape", "layout"):
         one, other = getattr(expected, aspect), getattr(actual, aspect)
         if one != other:
@@ -394,24 +391,18 @@ def difference(expected: Any, actual: Any, bitwise: bool = True) -> str | None:
             return f"{aspect} {one} != {other}"
     if expected.layout == torch.sparse_coo:
         parts = [(t._indices(), t._values()) for t in (expected, actual)]
-        return difference(parts[0][0], parts[1][0]) or difference(parts[0][1], parts[1][1], bitwise)
+        return difference(parts[0][0], parts[1][0]) or difference(parts[0][1], parts[1][1])
     if expected.is_complex():
-        return difference(*(torch.view_as_real(tensor.resolve_conj()) for tensor in (expected, actual)), bitwise)
+        return difference(*(torch.view_as_real(tensor.resolve_conj()) for tensor in (expected, actual)))
     wrong = bits(expected) != bits(actual)
-    tolerance = None
-    if not bitwise and expected.is_floating_point():
-        tolerance = rounding(expected)
-        wrong &= ~close(expected, actual, tolerance)
-    return described_difference(expected, actual, wrong, tolerance) if wrong.any() else None
+    return described_difference(expected, actual, wrong) if wrong.any() else None
 
 
-def same_plain(expected: Any, actual: Any, bitwise: bool) -> bool:
+def same_plain(expected: Any, actual: Any) -> bool:
     if type(expected) is not type(actual):
         return False
     if not isinstance(expected, float):
         return expected == actual
-    if not bitwise and math.isclose(expected, actual, rel_tol=2**-12):
-        return True
     return repr(expected) == repr(actual)  # which tells -0.0 from 0.0, and lets NaN equal NaN
 
 
@@ -425,23 +416,12 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(integer)
 
 
-def rounding(expected: Tensor) -> float:
-    magnitudes = expected.double().abs().nan_to_num(nan=0.0, posinf=0.0)
-    largest = float(magnitudes.max()) if magnitudes.numel() else 0.0
-    return math.sqrt(torch.finfo(expected.dtype).eps) * largest
-
-
-def close(expected: Tensor, actual: Tensor, tolerance: float) -> Tensor:
-    one, other = expected.double(), actual.double()
-    return ((one - other).abs() <= tolerance) | (one == other) | (one.isnan() & other.isnan())
-
-
-def described_difference(expected: Tensor, actual: Tensor, wrong: Tensor, tolerance: float | None) -> str:
+def described_difference(expected: Tensor, actual: Tensor, wrong: Tensor) -> str:
     index = tuple(wrong.nonzero()[0].tolist())
     shown = f"{number(expected[index])} != {number(actual[index])} ({distance(expected[index], actual[index])})"
     if expected.numel() > 1:
         shown = f"{int(wrong.sum())} of {wrong.numel()} elements differ, first at {index}: {shown}"
-    return shown if tolerance is None else f"{shown}, more than {tolerance:.3g}"
+    return shown
 
 
 def number(element: Tensor) -> str:
@@ -470,73 +450,14 @@ def device_of(accelerator: str) -> torch.device:
     return torch.device("cpu") if accelerator == "cpu" else torch.device(accelerator, 0)
 
 
-def plain_strategy(accelerator: str, optimizer_device: str = "host") -> Strategy:
-    """Plain Lightning whose optimizer steps at the same place: a real GPU steps to other bits than a host."""
-    kind = HostOptimizerStrategy if (accelerator, optimizer_device) == ("cuda", "host") else SingleDeviceStrategy
-    return kind(device=device_of(accelerator))
+def plain_strategy(accelerator: str) -> Strategy:
+    return SingleDeviceStrategy(device=device_of(accelerator))
 
 
 def streaming_strategy(accelerator: str, **options: Any) -> Strategy:
     import sp_lightning
 
     return sp_lightning.SuperpipelineStrategy(device=device_of(accelerator), **options)
-
-
-class HostOptimizerStrategy(SingleDeviceStrategy):
-    """Computes on the device, clips and steps on the host: parameters and gradients go down for it and come back."""
-
-    def setup(self, trainer: L.Trainer) -> None:
-        super().setup(trainer)
-        self.move_optimizer_state()
-        for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(take_down)
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self.move_optimizer_state()
-
-    def move_optimizer_state(self) -> None:
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                state |= {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        def compute() -> Any:
-            move_parameters(optimizer, self.root_device)  # a closure may be called several times
-            return closure()
-
-        # Not right after the closure: a GradScaler's unscaling comes between the two, and does not wait for its factor
-        # where gradients are on another device than it is. For an optimizer that unscales by itself that is later.
-        plugin = self.precision_plugin
-        scaled = getattr(plugin, "scaler", None) and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-        def clip(after_closure: Callable[..., Any], *args: Any) -> Any:
-            if not scaled:
-                move_parameters(optimizer, torch.device("cpu"))
-            return after_closure(*args)
-
-        try:
-            with mock.patch.object(plugin, "_after_closure", in_front_of(plugin._after_closure, clip)):
-                return super().optimizer_step(optimizer, compute, model, **kwargs)
-        finally:
-            move_parameters(optimizer, self.root_device)
-
-
-def take_down(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """All that a step needs is there: torch does not wait for a GradScaler's factor that comes down."""
-    move_parameters(optimizer, torch.device("cpu"))
-    for name in ("grad_scale", "found_inf"):
-        if isinstance(value := vars(optimizer).get(name), Tensor):
-            setattr(optimizer, name, value.cpu())
-
-
-def move_parameters(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        gradient, parameter.grad = parameter.grad, None  # a parameter's gradient has to be on its device
-        parameter.data = parameter.data.to(device)
-        parameter.grad = None if gradient is None else gradient.to(device)
 
 
 def check(
@@ -562,7 +483,7 @@ def check(
         make_module = functools.partial(kind, case, optimizer=optimizer)
         return record(make_module, strategy, accelerator=accelerator, callbacks=make_callbacks(), **options)
 
-    expected = run(plain_strategy(accelerator, strategy_options.get("optimizer_device", "host")))
+    expected = run(plain_strategy(accelerator))
     actual = run(streaming_strategy(accelerator, **strategy_options))
     compare(expected, actual)
     return actual.telemetry
@@ -596,25 +517,20 @@ def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def each_value(**axes: Sequence[Any]) -> list[dict[str, Any]]:
-    """As many rows of the product of these axes as the longest has values: every value of each occurs."""
-    count = max(map(len, axes.values())) if all(axes.values()) else 0
-    return [{name: values[row % len(values)] for name, values in axes.items()} for row in range(count)]
-
-
 DEVICES = ["cpu", "simgpu"]  # as the fixture `device` takes them
 
 
 def product(*daily: tuple[Any, ...], **axes: Sequence[Any]) -> Any:
-    """Parametrize a test with a product of values: the default run takes these rows, or `each_value`; the rest is slow.
+    """Parametrize a test with a product of values: the default run takes these rows, or the last one; the rest is slow.
 
     The axis `device`, of `DEVICES`, is the fixture's.
     """
     import pytest
 
-    cover = daily or [tuple(row.values()) for row in each_value(**axes)]
     rows: list[Any] = []
-    for row in itertools.product(*axes.values()):
+    every = list(itertools.product(*axes.values()))
+    cover = daily or every[-1:]
+    for row in every:
         on_simgpu = dict(zip(axes, row, strict=True)).get("device") == "simgpu"
         marks = [pytest.mark.simgpu] * on_simgpu + [pytest.mark.slow] * (row not in cover)
         rows.append(pytest.param(*row, marks=marks) if marks else row)

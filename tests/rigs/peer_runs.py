@@ -262,12 +262,6 @@ class Trained(L.LightningModule):
         checkpoint["losses"] = self.losses
 
 
-class CoreStrategy(sp_lightning.SuperpipelineStrategy):
-    """The Trainer's door on the core of handle.py."""
-
-    has_moved = True
-
-
 def fit(
     case: Case,
     streamed: bool,
@@ -283,7 +277,7 @@ def fit(
     plain = HookedDDP if size > 2 else DDPStrategy
     strategy: Any = plain(find_unused_parameters=True) if size > 1 else "auto"
     if streamed:
-        strategy = CoreStrategy(units=lambda module: list(module.net.blocks), **case.options)
+        strategy = sp_lightning.SuperpipelineStrategy(units=lambda module: list(module.net.blocks), **case.options)
     L.seed_everything(0, verbose=False)
     module = Trained(case, by_hand)
     trainer = L.Trainer(
@@ -301,31 +295,12 @@ def fit(
         enable_model_summary=False,
     )
     data = [module.net.data(torch.Generator().manual_seed(seed)) for seed in range(size * (batches or 20))]
-    at_start = Resident()
-    if streamed and size > 1:
-        trainer.callbacks.append(at_start)
     trainer.fit(module, DataLoader(data, batch_size=None, shuffle=False), ckpt_path=source)
     path = os.path.join(folder, f"{'ours' if streamed else 'plain'}.ckpt")
     trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=False)
     os.environ["WORLD_SIZE"] = str(size)  # which Lightning forgets
     return {"losses": module.losses, "logged": dict(trainer.logged_metrics), "path": path, "saved": saved}
-
-
-class Resident(L.Callback):
-    """Finds out what of weights and state is this rank's own, once all was loaded."""
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        handle: Any = trainer.strategy.handle
-        handle.finish_step()
-        unit = handle.units[0]
-        assert not unit.is_edited()
-        for optimizer in trainer.optimizers:
-            for weight in unit.weights:
-                entries = [
-                    entry for entry in optimizer.state.get(weight.host, {}).values() if isinstance(entry, Tensor)
-                ]
-                assert all(handle.team.slabs.has(entry) for entry in entries if entry.ndim)
 
 
 class HookedDDP(DDPStrategy):

@@ -24,7 +24,7 @@ from unittest import mock
 import pretended_nodes
 import torch
 import torch.distributed as dist
-from program_features import FEATURES, Scene, over, square
+from program_features import FEATURES, Scene, square
 from program_nets import Net, batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -51,10 +51,10 @@ MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class Own(torch.optim.Optimizer):
-    """A user's own optimizer; ``raw``: its writes are seen by no version counter (section 5)."""
+    """A user's own optimizer."""
 
-    def __init__(self, params: Any, lr: float = 0.1, raw: bool = False) -> None:
-        super().__init__(params, {"lr": lr, "raw": raw})
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -67,7 +67,7 @@ class Own(torch.optim.Optimizer):
                 if p.grad is not None:
                     mean = self.state[p].setdefault("mean", torch.zeros_like(p))
                     mean.lerp_(p.grad, 0.5)
-                    (over(p.untyped_storage(), p) if group["raw"] else p).add_(mean, alpha=-group["lr"])
+                    p.add_(mean, alpha=-group["lr"])
         return loss
 
 
@@ -88,7 +88,6 @@ OTHER_KERNELS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # which ra
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "momentum, foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=True),
 }
-RAW = {"own, by storage": lambda p: Own(p, raw=True)}  # section 5
 
 
 class Run:
@@ -164,7 +163,7 @@ class Run:
         step = self.begun if moment in EARLY else self.begun - 1
         self.scene.where = f"batch {step}, {moment}"
         for number, act in enumerate(self.program.acts):
-            is_due = (act.step, act.moment, act.by) == (step, moment, by) and act.rank in (None, self.rank)
+            is_due = (act.step, act.moment, act.by) == (step, moment, by)
             if is_due and number not in self._failed:
                 if act.feature == "end: fault":
                     self._failed.add(number)
@@ -218,7 +217,7 @@ class Run:
         ]
         self.anchors = {name: p.detach() * 0.9 for name, p in named[::2]}
         weights = [p for p in self.scene.net.parameters() if type(p).__name__ != "Coded"]
-        make = (OPTIMIZERS | OTHER_KERNELS | RAW)[self.program.optimizer]
+        make = (OPTIMIZERS | OTHER_KERNELS)[self.program.optimizer]
         if self.program.groups == "two optimizers":
             made = [make(weights[::2]), OPTIMIZERS["momentum"](weights[1::2])]
         elif self.program.groups == "two groups":

@@ -2,8 +2,8 @@
 
 1. A feature is a function of a `Scene` and a number, which chooses what it is done to. It does the same in a plain run
    and in a streamed one, and never asks which it is in.
-2. Section 3 of the contract keeps the bits of a plain run; a feature of section 5 is drawn with ``--beyond`` alone.
-   `error` says in which programs section 4 allows a typed error, `unless` in which a plain run has no one right result.
+2. Section 3 of the contract keeps the bits of a plain run. `error` says in which programs section 4 allows a typed
+   error, `unless` in which a plain run has no one right result.
 3. Random numbers come from a generator of the feature's own: those made like a weight depend on where the weight is.
 """
 
@@ -44,7 +44,6 @@ class Feature(NamedTuple):
 
     do: Callable[[Scene, int], None]
     moments: tuple[str, ...]
-    section: int
     ranks: bool  # whether DDP allows it, done on every rank alike
     then: tuple[str, ...]  # features that do something with what it left
     unless: Rule
@@ -66,7 +65,6 @@ def feature(
     name: str,
     moments: tuple[str, ...],
     *,
-    section: int = 3,
     ranks: bool = True,
     grad: bool = False,
     then: tuple[str, ...] = (),
@@ -77,7 +75,7 @@ def feature(
 
     def register(do: Callable[[Scene, int], Any]) -> Callable[[Scene, int], Any]:
         assert name not in FEATURES, name
-        FEATURES[name] = Feature(do if grad else torch.no_grad()(do), moments, section, ranks, then, unless, error)
+        FEATURES[name] = Feature(do if grad else torch.no_grad()(do), moments, ranks, then, unless, error)
         return do
 
     return register
@@ -1025,97 +1023,3 @@ def fault_in_backward(scene: Scene, at: int) -> None:
         raise Fault("in backward")
 
     handle = scene.block(at).register_full_backward_pre_hook(fail)
-
-
-# --- Section 5: what the contract leaves out, drawn with --beyond
-
-
-def beyond(name: str, moments: tuple[str, ...] = OUTSIDE, **rest: Any) -> Callable[..., Any]:
-    return feature(f"beyond: {name}", moments, section=5, error=always, **rest)
-
-
-def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """A tensor over a storage, where another one lies in it."""
-    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
-    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
-
-
-@beyond("a layer writes its data")
-def layer_writes_data(scene: Scene, at: int) -> None:
-    in_layer(scene, scene.linear(at), lambda layer: layer.weight.data[: 1 + at % 2].mul_(0.9))
-
-
-@beyond("a layer writes through dlpack")
-def layer_writes_dlpack(scene: Scene, at: int) -> None:
-    in_layer(scene, scene.linear(at), lambda layer: torch.from_dlpack(layer.weight.detach()).mul_(0.9))
-
-
-@beyond("a layer writes its storage")
-def layer_writes_storage(scene: Scene, at: int) -> None:
-    in_layer(scene, scene.linear(at), lambda layer: over(layer.weight.untyped_storage(), layer.weight).mul_(0.9))
-
-
-@beyond("data is written under a graph", GRAPH)
-def write_under_graph(scene: Scene, at: int) -> None:
-    scene.weight(at).data.mul_(0.9)
-
-
-@beyond("an alias is kept", (*OUTSIDE, "forward"), then=("beyond: the alias is written",) * 2)
-def keep_alias(scene: Scene, at: int) -> None:
-    weight = scene.weight(at)
-    scene.kept["alias"] = {0: weight.t, 1: weight.detach, 2: weight.untyped_storage}[at % 3]()
-    scene.kept["like"] = weight
-
-
-@beyond("the alias is written")
-def write_alias(scene: Scene, at: int) -> None:
-    if (alias := scene.kept.get("alias")) is not None:
-        (alias if isinstance(alias, Tensor) else over(alias, scene.kept["like"])).mul_(0.9)
-
-
-@beyond("two weights share their bytes", ranks=False)
-def share_bytes(scene: Scene, at: int) -> None:
-    one, another = scene.alike(at)
-    one.data = another.data
-
-
-@beyond("weights are swapped", ranks=False)
-def swap_weights(scene: Scene, at: int) -> None:
-    one, another = scene.alike(at)
-    torch.utils.swap_tensors(one, nn.Parameter(one.detach() * 0.9) if at % 2 or one is another else another)
-
-
-@beyond("another unit's gradient is read in backward", ranks=False)
-def read_later_gradient(scene: Scene, at: int) -> None:
-    behind = list(scene.net.head.parameters())
-
-    def look(_: nn.Module, args: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda grad: scene.see_in(f"later {at}", [p.grad for p in behind]))
-
-    scene.block(at).register_forward_hook(look)
-
-
-@beyond("functional_call", QUIET)
-def functional_call(scene: Scene, at: int) -> None:
-    halved = {name: (p.detach() * 0.5).to(scene.device) for name, p in list(scene.net.named_parameters())[at % 3 :: 3]}
-    scene.see("functional", torch.func.functional_call(scene.net, halved, (scene.batch(at),)))
-
-
-@beyond("func.grad", grad=True, ranks=False)
-def func_grad(scene: Scene, at: int) -> None:
-    block, x = scene.net.head, scene.batch(at)
-    weights = {name: p.detach().to(scene.device) for name, p in block.named_parameters()}
-    scene.see("slopes", torch.func.grad(lambda w: square(torch.func.functional_call(block, w, (x,))))(weights))
-
-
-@beyond("random numbers like a weight")
-def random_like_weight(scene: Scene, at: int) -> None:
-    scene.weight(at).add_(torch.randn_like(scene.weight(at)), alpha=0.01)
-
-
-@beyond("a shallow copy is called", ranks=False)
-def call_shallow_copy(scene: Scene, at: int) -> None:
-    copied = copy.copy(scene.block(at))
-    copied.factor = 0.5
-    scene.see("evaluation", copied(scene.batch(at)))

@@ -237,25 +237,11 @@ class Counting(Block):
         return super().computed(x) * (1 + self.calls % 3)
 
 
-class Adapting(Block):
-    """Takes a step of gradient descent on its weights inside its forward."""
-
-    def computed(self, x: Tensor) -> Tensor:
-        def loss(weights: dict[str, Tensor]) -> Tensor:
-            return torch.func.functional_call(self.linear, weights, (x.detach(),)).float().square().mean()
-
-        weights = dict(self.linear.named_parameters())
-        slopes = torch.func.grad(loss)(weights)
-        moved = {name: weight - 0.1 * slopes[name] for name, weight in weights.items()}
-        return torch.tanh(torch.func.functional_call(self.linear, moved, (x,)))
-
-
 WITHIN: list[type[Block]] = [Dense, Normed, Batched, Dropping, Attending, Scaled, Repeating, Recurrent, Checkpointed]
 WITHIN += [Reentrant, Nested, Skipped, Experts, InParts, Lent, Tied, Normalised, Adapter, Quantised, Lazy, Writing]
 WITHIN += [Counting]
-BEYOND: list[type[Block]] = [Adapting]  # section 5: torch.func transforms over the weights of a streamed unit
-KINDS = {kind.__name__: kind for kind in WITHIN + BEYOND}
-USES_TWICE = {"Repeating", "Recurrent", "Adapting", "Lent", "Tied", "again"}  # weights, so that autocast's cache counts
+KINDS = {kind.__name__: kind for kind in WITHIN}
+USES_TWICE = {"Repeating", "Recurrent", "Lent", "Tied", "again"}  # weights, so that autocast's cache counts
 
 
 class Net(nn.Module):

@@ -43,7 +43,7 @@ def on(device: torch.device, program: Program) -> Program:
     """Return what of a program has the same bits on the CPU: no random numbers, GRU, transforms or autocast's types."""
     if device.type == "cpu":
         return program
-    kinds = tuple("Dense" if kind in ("Dropping", "Recurrent", "Adapting") else kind for kind in program.kinds)
+    kinds = tuple("Dense" if kind in ("Dropping", "Recurrent") else kind for kind in program.kinds)
     return with_kinds(program, kinds).replace(precision="32-true")
 
 

@@ -1,10 +1,10 @@
 """Whole programs of users, each made from a number, run plainly and then streamed, and compared bit for bit.
 
-    python tests/rigs/programs.py NUMBER [--device simgpu] [--door DOOR] [--beyond] [--shrink]
-                                    [--ranks [COUNT] | --lone] [--nodes COUNT]
+    python tests/rigs/programs.py NUMBER [--device simgpu] [--door DOOR] [--shrink]
+                                    [--ranks [COUNT]] [--nodes COUNT]
     python tests/rigs/programs.py --from FIRST --count COUNT [--jobs COUNT] ...
 
-`draw` makes a program within sections 1 to 4 of the contract; ``--beyond`` adds what section 5 leaves out. `outcome`
+`draw` makes a program within sections 1 to 4 of the contract. `outcome`
 compares its two runs, one after the other, and `shrink` cuts a program for as long as they differ. The second form runs
 many, each in a process that is ended if it hangs, and prints those that are not equal. `run` is for code that attaches
 by something else: ``run(70, door="by hand", attach=handle.stream)``, on the command line ``--attach package:function``.
@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import forks
 import torch
 from lightning import seed_everything
-from program_doors import ATTACH, DOORS, HOOKS, MIXED, OPTIMIZERS, OTHER_KERNELS, RAW, record
+from program_doors import ATTACH, DOORS, HOOKS, MIXED, OPTIMIZERS, OTHER_KERNELS, record
 from program_features import FEATURES, MOMENTS, cannot_ask, refuses_writes, steps_early, writes_wrongly
-from program_nets import BEYOND, USES_TWICE, WITHIN
+from program_nets import USES_TWICE, WITHIN
 
 import parity
 from sp_lightning.errors import SuperpipelineError
@@ -49,12 +49,10 @@ class Act(NamedTuple):
     by: str  # "module" (or the loop), or "callback"
     feature: str
     at: int  # chooses what it is done to
-    rank: int | None = None  # that does it alone
 
     def __str__(self) -> str:
         by = f" of a callback's {HOOKS[self.moment]}" if self.by == "callback" else ""
-        alone = "" if self.rank is None else f", by rank {self.rank} alone"
-        return f"batch {self.step}, {self.moment}{by}: {self.feature} ({self.at}){alone}"
+        return f"batch {self.step}, {self.moment}{by}: {self.feature} ({self.at})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +127,6 @@ SIMPLEST = Program(0)
 
 def lies_beyond(program: Program) -> Iterator[str]:
     """Yield what of a program section 5 of the contract leaves out."""
-    yield from (act.feature for act in program.acts if FEATURES[act.feature].section == 5)
-    yield from (kind.__name__ for kind in BEYOND if kind.__name__ in program.kinds)
-    if program.optimizer in RAW:
-        yield "writes that no version counter sees"
     if "Counting" in program.kinds and "recompute" in program.activations:
         yield "a recomputed forward that changes Python state"
     several = program.loss == "of two calls" or not USES_TWICE.isdisjoint(program.kinds)
@@ -154,7 +148,7 @@ def may_be_refused(program: Program) -> bool:
 
 
 def is_refused_today(program: Program) -> bool:
-    """Whether the core of before has a typed error that the contract does not name."""
+    """Whether there is a typed error that the contract does not name."""
     narrow = program.is_mixed and program.option.get("wire_dtype") != "as-is"
     later = any(act.step > 0 and act.feature.startswith(("loss: ", "inside: ", "evaluate: ")) for act in program.acts)
     return "Lazy" in program.kinds or (narrow and later) or program.option.get("memory_budget") is not None
@@ -181,28 +175,28 @@ def happens(act: Act, program: Program) -> bool:
 # --- Drawing
 
 
-def draw(number: int, ranked: bool = False, beyond: bool = False, door: str | None = None) -> Program:
+def draw(number: int, ranked: bool = False, door: str | None = None) -> Program:
     """Make a program from its number; ``ranked``: one that DDP can run, on several ranks."""
-    dice = random.Random(f"{'ranked ' * ranked}{'beyond ' * beyond}program {number}")
+    dice = random.Random(f"{'ranked ' * ranked}program {number}")
     while True:
-        program = draw_program(dice, number, ranked, beyond, door)
-        if is_right(program) and (beyond or not any(lies_beyond(program))):
+        program = draw_program(dice, number, ranked, door)
+        if is_right(program) and not any(lies_beyond(program)):
             return program
 
 
-def draw_program(dice: random.Random, number: int, ranked: bool, beyond: bool, door: str | None) -> Program:
+def draw_program(dice: random.Random, number: int, ranked: bool, door: str | None) -> Program:
     quiet = dice.random() < 0.5  # nothing keeps a Trainer from stepping units beside backward and the next forward
     doors = ["trainer", "trainer", "fabric", "by hand", "by hand", *["pytorch_lightning", "hf"] * (not ranked)]
     door = dice.choice(doors) if door is None else door
     trainer, loop = door in ("trainer", "pytorch_lightning"), door in ("by hand", "fabric")
-    names = [kind.__name__ for kind in WITHIN + BEYOND * beyond]
+    names = [kind.__name__ for kind in WITHIN]
     if ranked:
         names = [name for name in names if name not in ("Quantised", "Reentrant")]
     if door != "by hand" or ranked:
         names.remove("Lazy")  # the others look at sizes of weights before the first call
     kinds = tuple(dice.choice(names) for _ in range(dice.randint(2, 4))) + ("again",) * (dice.random() < 0.1)
     manual = trainer and not quiet and dice.random() < 0.5
-    optimizers = [*OPTIMIZERS, *[*OTHER_KERNELS] * ranked, *[*RAW] * beyond]
+    optimizers = [*OPTIMIZERS, *[*OTHER_KERNELS] * ranked]
     optimizer = dice.choice(optimizers)
     closure = optimizer == "lbfgs" or (loop and not ranked and dice.random() < 0.1)
     several = (manual or loop) and not closure
@@ -236,10 +230,10 @@ def draw_program(dice: random.Random, number: int, ranked: bool, beyond: bool, d
         options=tuple(draw_options(dice, kinds, quiet).items()),
     )
     for _ in range(dice.randint(1, 8)):
-        program = draw_act(dice, program, quiet, ranked, beyond)
+        program = draw_act(dice, program, quiet, ranked)
         left = program.acts[-1:]
         for _ in range(dice.choice([0, 1, 1, 2]) if left and FEATURES[left[0].feature].then else 0):
-            program = draw_act(dice, program, quiet, ranked, beyond, after=left[0])
+            program = draw_act(dice, program, quiet, ranked, after=left[0])
     acts = sorted(program.acts, key=lambda act: (act.step, MOMENTS.index(act.moment)))
     return without_errors_of_torch(program.replace(acts=tuple(acts)), ranked)
 
@@ -289,9 +283,7 @@ def classes(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kind for kind in kinds if kind != "again"))
 
 
-def draw_act(
-    dice: random.Random, program: Program, quiet: bool, ranked: bool, beyond: bool, after: Act | None = None
-) -> Program:
+def draw_act(dice: random.Random, program: Program, quiet: bool, ranked: bool, after: Act | None = None) -> Program:
     """Add something to do, and a moment in which a plain run allows it; ``after``: with what that act left."""
     names, first = ([*FEATURES], 0) if after is None else (FEATURES[after.feature].then, after.step)
     for _ in range(100):
@@ -302,20 +294,12 @@ def draw_act(
         step = {"start": 0, "epoch end": step - step % program.batches + program.batches - 1}.get(moment, step)
         act = Act(step, moment, by, name, at)
         is_seen = program.has_trainer and moment in HOOKS and moment not in ("start", "epoch end")
-        if (quiet and is_seen) or (ranked and not feature.ranks) or (feature.section == 5 and not beyond):
+        if (quiet and is_seen) or (ranked and not feature.ranks):
             continue
         more = program.replace(acts=(*program.acts, act))
         if happens(act, program) and is_right(more):
             return more
     return program
-
-
-def draw_lone(number: int) -> Program:
-    """Make a program of two ranks from its number, of which one rank does something alone."""
-    program, dice = draw(number, ranked=True), random.Random(f"lone {number}")
-    at, acts = dice.randrange(len(program.acts) or 1), list(program.acts)
-    acts[at : at + 1] = [act._replace(rank=dice.randrange(2)) for act in acts[at : at + 1]]
-    return program.replace(acts=tuple(acts))
 
 
 def stepped_there(number: int) -> Program:
@@ -388,10 +372,9 @@ def run(
     door: str | None = None,
     attach: Callable[..., Any] | None = None,
     device: str = "cpu",
-    beyond: bool = False,
 ) -> Outcome:
     """Run a program plainly, and then streamed: at this door, by what `attach` makes, as the door's own in ATTACH."""
-    return outcome(draw(number, beyond=beyond, door=door), runs_on(parity.device_of(device), attach))
+    return outcome(draw(number, door=door), runs_on(parity.device_of(device), attach))
 
 
 def on(device: torch.device, program: Program) -> Program:
@@ -424,8 +407,10 @@ def compared(expected: parity.Record, program: Program, runs: Runs) -> Outcome:
     try:
         found = runs(program, True)
     except SuperpipelineError as error:
-        allowed = may_be_refused(program) or is_refused_today(program)
-        return Outcome("allowed" if allowed else "refused", f"{type(error).__name__}: {error}")
+        return Outcome(
+            "allowed" if may_be_refused(program) or is_refused_today(program) else "refused",
+            f"{type(error).__name__}: {error}",
+        )
     except Exception as error:
         return Outcome("differs", f"raised {type(error).__name__}: {error}")
     try:
@@ -508,10 +493,8 @@ def main() -> int:
     parser.add_argument("--device", choices=parity.DEVICES, default="cpu")
     parser.add_argument("--door", choices=DOORS)
     parser.add_argument("--attach", help="package:function, in place of what the door uses")
-    parser.add_argument("--beyond", action="store_true", help="with what the contract leaves out")
     parser.add_argument("--ranks", type=int, nargs="?", const=2, help="a program of ranks, two or more, beside DDP")
     parser.add_argument("--nodes", type=int, default=1, help="on so many pretended nodes")
-    parser.add_argument("--lone", action="store_true", help="two ranks, of which one does something alone")
     parser.add_argument("--shrink", action="store_true")
     given = parser.parse_args()
     if given.number is None and given.jobs > 0:
@@ -521,10 +504,10 @@ def main() -> int:
         package, _, function = given.attach.partition(":")
         attach = getattr(importlib.import_module(package), function)
     runs = runs_on(device, attach)
-    if given.ranks or given.lone:
+    if given.ranks:
         import program_ranks  # which imports this file
 
-        runs = program_ranks.runs_on(device, given.ranks or 2, given.nodes)
+        runs = program_ranks.runs_on(device, given.ranks, given.nodes)
     numbers = range(given.first, given.first + given.count) if given.number is None else [given.number]
     kinds = [run_one(number, given, runs) for number in numbers]
     return 1 if any(kind in WRONG for kind in kinds) else 0
@@ -533,7 +516,7 @@ def main() -> int:
 def run_one(number: int, given: argparse.Namespace, runs: Runs) -> str:
     """Run a program and print how it came out, with the program itself if it is not equal."""
     faulthandler.dump_traceback_later(0.0 + HANGS_S, exit=True)
-    program = draw_lone(number) if given.lone else draw(number, bool(given.ranks), given.beyond, given.door)
+    program = draw(number, bool(given.ranks), given.door)
     found = outcome(program, runs)
     shows = given.number is not None or found.kind in WRONG
     print(f"{number}: {found.kind} {found.what}", *[program] * shows, sep="\n", flush=True)

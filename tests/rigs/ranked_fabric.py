@@ -7,7 +7,6 @@ import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pretended_nodes
@@ -84,25 +83,6 @@ def plainly(fabric: Fabric) -> Iterator[Any]:
     yield ends(net), state_of(fabric, optimizer), fabric.all_gather(loss.detach())
 
 
-def accumulating(fabric: Fabric) -> Iterator[Any]:
-    """Accumulates three of four batches; sometimes only the forward, or only the backward, is in the context for it."""
-    net = fabric.setup_module(Net())
-    optimizer = fabric.setup_optimizers(adamw(net))
-    for step, x in enumerate(batches(fabric)):
-        torch.manual_seed(100 + step)  # of the device, whose generator has drawn other numbers than the CPU's
-        waits = step % 4 != 3
-        with fabric.no_backward_sync(net, enabled=waits and step != 4):
-            loss = net(x).square().mean()
-        with fabric.no_backward_sync(net, enabled=waits and step not in (2, 5)):
-            fabric.backward(loss / 4)
-        yield loss, [p.grad for p in net.parameters()]
-        if step % 4 == 3:
-            fabric.clip_gradients(net, optimizer, max_norm=0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    yield ends(net), state_of(fabric, optimizer)
-
-
 def gan(fabric: Fabric) -> Iterator[Any]:
     """Trains two modules in turn, each with an optimizer of its own."""
     generator, critic = Net(out=16), Net(out=1)
@@ -160,156 +140,14 @@ def resuming(fabric: Fabric) -> Iterator[Any]:
     yield ends(net), state_of(fabric, optimizer)
 
 
-def keeping(fabric: Fabric) -> Iterator[Any]:
-    """Loads a checkpoint over state that it edited and keeps, and later goes on from what it kept."""
-    net = Net()
-    net, optimizer = fabric.setup(net, adamw(net))
-    path = os.path.join(fabric.broadcast(tempfile.mkdtemp() if fabric.is_global_zero else None), "saved.ckpt")
-    kept: Any = {}
-    for step, x in enumerate(list(batches(fabric)) * 2):
-        loss = net(x).square().mean()
-        optimizer.zero_grad()
-        fabric.backward(loss)
-        optimizer.step()
-        yield loss
-        if step == 1:
-            fabric.save(path, {"net": net, "optimizer": optimizer})
-        if step in (2, 4):
-            for state in optimizer.state.values():
-                state["exp_avg"].mul_(0.5)
-            kept = optimizer.state_dict() if step == 2 else {}
-            fabric.load(path, {"net": net, "optimizer": optimizer})
-            yield kept, optimizer.state_dict()
-        if step == 3:
-            yield kept
-            optimizer.load_state_dict(kept)
-    yield ends(net), state_of(fabric, optimizer)
-
-
-def moving(fabric: Fabric) -> Iterator[Any]:
-    """Trains with modules of each rank's own, and later with one of them on all ranks."""
-    torch.manual_seed(50 + fabric.global_rank)
-    teacher, own, later = (fabric.to_device(Net()) for _ in range(3))
-    teacher.eval().requires_grad_(False)
-    net = Net()
-    net, optimizer = fabric.setup(net, adamw(net))
-    of_own = fabric.setup_optimizers(adamw(own))
-    data = list(batches(fabric))
-    for step, x in enumerate(data):
-        torch.manual_seed(100 + step)
-        loss = (net(x) - teacher(x)).square().mean() + own(x).square().mean()
-        fabric.backward(loss)
-        yield loss, [p.grad for p in net.parameters()], [p.grad for p in own.parameters()]
-        for one in (optimizer, of_own):
-            one.step()
-            one.zero_grad()
-        if step == 1 and fabric.is_global_zero:  # alone
-            torch.manual_seed(7)
-            with torch.no_grad():
-                yield fabric.to_device(Net().eval())(x)
-    yield ends(net, teacher, own), state_of(fabric, optimizer), of_own.state_dict()["state"]
-    later, optimizer = fabric.setup(later, adamw(later), move_to_device=False)
-    for step, x in enumerate(data):
-        torch.manual_seed(100 + step)
-        fabric.backward(later(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    yield ends(later), state_of(fabric, optimizer)
-
-
-def stepping_together(fabric: Fabric) -> Iterator[Any]:
-    """Steps a module of all ranks by one optimizer with modules of each rank's own, moved before it and after it."""
-    torch.manual_seed(50 + fabric.global_rank)
-    teacher, before, after = Net().eval().requires_grad_(False), Net(), Net()
-    torch.manual_seed(5)
-    net = Net()
-    every = nn.ModuleList([teacher, before, net, after])
-    for module in (teacher, before):
-        fabric.to_device(module)
-    wrapped = fabric.setup_module(net)
-    fabric.to_device(after)
-    optimizer = fabric.setup_optimizers(adamw(every))
-    seen = []
-    optimizer.optimizer.register_step_post_hook(lambda *_: seen.append([p.detach().clone() for p in net.parameters()]))
-    for step, x in enumerate(batches(fabric)):
-        torch.manual_seed(100 + step)
-        loss = (wrapped(x) - teacher(x)).square().mean() + (before(x) * after(x)).square().mean()
-        fabric.backward(loss)
-        if step % 2:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-        yield loss, [p.grad for module in (before, net, after) for p in module.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    yield seen, ends(net, before, after), optimizer.state_dict()["state"]
-    teams = [handle.team for handle in getattr(fabric.strategy, "handles", ()) if handle.team.size > 1]
-    yield all(team.owners._slabs.get(optimizer.optimizer) for team in teams)  # ranks share the state
-
-
-def in_phases(fabric: Fabric) -> Iterator[Any]:
-    """Trains, makes the module plain, and sets it up once more, beside another one."""
-    nets = [Net()]
-    for _ in range(2):
-        together = [fabric.setup(net, adamw(net)) for net in nets]
-        for step, x in enumerate(batches(fabric)):
-            torch.manual_seed(100 + step)
-            for net, optimizer in together:
-                loss = net(x).square().mean()
-                fabric.backward(loss)
-                yield loss, fabric.all_reduce(loss.detach().clone())
-                optimizer.step()
-                optimizer.zero_grad()
-        yield ends(*nets), [state_of(fabric, optimizer) for _, optimizer in together]
-        fabric.strategy.teardown()
-        fabric.barrier()
-        torch.manual_seed(50 + fabric.global_rank)
-        nets.append(Net())
-
-
-def loading_others(fabric: Fabric) -> None:
-    """Load other state on each rank."""
-    net = Net()
-    net, optimizer = fabric.setup(net, adamw(net))
-    fabric.backward(net(torch.ones(4, 16)).square().mean())
-    optimizer.step()
-    path = os.path.join(tempfile.mkdtemp(), "saved.ckpt")
-    state = optimizer.state_dict()
-    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"] + fabric.global_rank
-    torch.save({"optimizer": state}, path)
-    fabric.load(path, {"optimizer": optimizer})
-
-
-def slow_gan(options: dict[str, Any] | None, accelerator: str = "cpu") -> parity.Record:
-    """Record the GAN where the last rank's gradients come down so slowly that it is in the next module by then."""
-    if options is None:
-        return record("gan", None)
-    import simgpu
-
-    before = simgpu.config.d2h_gbps
-    try:
-        if int(os.environ["LOCAL_RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-            simgpu.config.d2h_gbps = 1e-4
-        return record("gan", options | {"timeout": timedelta(seconds=60)}, accelerator)
-    finally:
-        simgpu.config.d2h_gbps = before
-
-
-def refused(what: str) -> str:
-    """Do on each rank what is refused; return the error as "type: message"."""
+def refused() -> str:
+    """Call a copy of what streams, which is refused; return the error as "type: message"."""
     strategy = sp_lightning.SuperpipelineFabricStrategy(window=1)
     fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
     fabric.launch()
-    first, second = fabric.setup_module(Net()), fabric.setup_module(Net())
-    moved = fabric.to_device(Net())
-    x = torch.zeros(4, 16)
+    net = fabric.setup_module(Net())
     try:
-        if what == "copy":
-            copy.deepcopy(first)(x)
-        elif what == "optimizer":
-            optimizer = fabric.setup_optimizers(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
-            fabric.backward(first(x).sum() + second(x).sum())
-            optimizer.step()
-        elif what == "part":
-            fabric.setup_module(moved.blocks)
+        copy.deepcopy(net)(torch.zeros(4, 16))
         return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -317,10 +155,7 @@ def refused(what: str) -> str:
         strategy.teardown()
 
 
-LOOPS: dict[str, Loop] = {
-    loop.__name__: loop
-    for loop in (plainly, accumulating, gan, resuming, keeping, moving, stepping_together, in_phases)
-}
+LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (plainly, gan, resuming)}
 
 
 class TreeDDP(DDPStrategy):

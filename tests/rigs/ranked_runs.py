@@ -14,7 +14,9 @@ from typing import Any
 import families
 import lightning as L
 import pretended_nodes
+import simccl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
@@ -191,7 +193,11 @@ class Dies(L.Callback):
 
 @contextlib.contextmanager
 def simulated(accelerator: str) -> Iterator[None]:
-    """Have Lightning know the simulated device."""
+    """Have Lightning know the simulated device, and ranks the group that it needs."""
     if accelerator == "simgpu":
         import simgpu.lightning  # noqa: F401
+
+        if not dist.is_initialized():
+            rank, size = pretended_nodes.rank(), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(simccl.register(), rank=rank, world_size=size)
     yield

@@ -34,7 +34,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import parity
 import sp_lightning
@@ -68,12 +67,6 @@ def in_blocks(mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def with_cut_words(mesh: DeviceMesh) -> nn.Module:
-    """Words come from all ranks, to a norm that is plain: it saves what is perhaps still on its way."""
-    words = RowwiseParallel(input_layouts=Replicate())
-    return parallelize_module(in_blocks(mesh), mesh, {"0": words})
-
-
 def in_sequence(mesh: DeviceMesh, head: Any = None) -> nn.Module:
     """Every parameter is a DTensor; norms see a part of the sequence, and their gradients are partial sums."""
     model = stack()
@@ -95,14 +88,6 @@ def unevenly(mesh: DeviceMesh, hidden: int = 4) -> nn.Module:
     for block in list(model)[1:5]:
         block.up, block.down = nn.Linear(width, hidden), nn.Linear(hidden, width)  # type: ignore[assignment]
         parallelize_module(block, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
-    return model
-
-
-def on_several_meshes(mesh: DeviceMesh) -> nn.Module:
-    """Blocks that four ranks cut along all of them, and along one of two axes."""
-    model, axes = stack(), init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("one", "other"))
-    for block, cut in zip(list(model)[1:5], (mesh, axes["one"], axes["other"], mesh), strict=True):
-        parallelize_module(block, cut, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
@@ -132,44 +117,6 @@ class Penalised(nn.Module):
 
 def read_outside(mesh: DeviceMesh) -> nn.Module:
     return Penalised(in_sequence(mesh))
-
-
-def small_llama(words: int) -> Any:
-    transformers = importlib.import_module("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=words,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def llama(mesh: DeviceMesh) -> nn.Module:
-    """transformers' Llama with the plan of torch's tutorial, and a frozen weight."""
-    model = small_llama(WORDS)
-    columns, rows = ColwiseParallel(), RowwiseParallel()
-    plan = {f"self_attn.{name}_proj": columns for name in "qkv"} | {"self_attn.o_proj": rows}
-    for layer in model.model.layers:
-        parallelize_module(
-            layer, mesh, plan | {"mlp.gate_proj": columns, "mlp.up_proj": columns, "mlp.down_proj": rows}
-        )
-    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    return Logits(model)
-
-
-def planned_llama(mesh: DeviceMesh) -> nn.Module:
-    """transformers' Llama, cut by its own `tp_plan`, which transformers applies as `from_pretrained` has it do."""
-    model = small_llama(32)
-    plans = importlib.import_module("transformers.distributed.tensor_parallel")
-    plans.apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
-    assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return Logits(model)
 
 
 def from_checkpoint(kind: str, mesh: DeviceMesh) -> nn.Module:
@@ -203,81 +150,9 @@ def from_checkpoint(kind: str, mesh: DeviceMesh) -> nn.Module:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(str(folders[0]))
+    model.model.layers[1].self_attn.q_proj.weight.requires_grad_(False)
     assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return Logits(model)
-
-
-def images_vit(mesh: DeviceMesh) -> nn.Module:
-    """transformers' ViT with its attention and its layers cut by torch's styles."""
-    transformers = importlib.import_module("transformers")
-    config = transformers.ViTConfig(
-        image_size=4,
-        patch_size=2,
-        num_channels=1,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_labels=8 * WORDS,
-        hidden_dropout_prob=0.0,
-    )
-    model = transformers.ViTForImageClassification(config)
-    columns = {"q_proj", "k_proj", "v_proj", "query", "key", "value", "fc1", "intermediate.dense"}
-    for layer in model.vit.layers if hasattr(model.vit, "layers") else model.vit.encoder.layer:
-        linear = [name for name, part in layer.named_modules() if isinstance(part, nn.Linear)]
-        cut = {name: ColwiseParallel() if name.endswith(tuple(columns)) else RowwiseParallel() for name in linear}
-        assert len(cut) == 6
-        parallelize_module(layer, mesh, cut)
-    return Images(model)
-
-
-class Images(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, words: Tensor) -> Tensor:
-        image = words.float().repeat(1, 2).view(-1, 1, 4, 4)
-        return self.model(image).logits.unflatten(-1, (8, -1))  # type: ignore[no-any-return]
-
-
-def vit(mesh: DeviceMesh) -> nn.Module:
-    """torchvision's kind of transformer, from torch's own modules: an encoder over patches."""
-    return Patches(mesh)
-
-
-class Patches(nn.Module):
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.cut = nn.Conv2d(1, width, 2, 2)
-        self.place = nn.Parameter(torch.randn(1, 4, width))
-        self.blocks = nn.ModuleList(Attending(width) for _ in range(3))
-        self.head = nn.Linear(width, WORDS)
-        columns = ColwiseParallel()
-        plan: dict[str, Any] = dict.fromkeys(("q", "k", "v", "mlp.up"), columns)
-        for block in self.blocks:
-            parallelize_module(block, mesh, plan | {"o": RowwiseParallel(), "mlp.down": RowwiseParallel()})
-
-    def forward(self, words: Tensor) -> Tensor:
-        image = words.to(self.place.dtype).unflatten(0, (-1, 1)).unflatten(-1, (2, 4))
-        x = self.cut(image).flatten(2).transpose(1, 2)
-        x = torch.cat([x, x], 1) + self.place
-        for block in self.blocks:
-            x = block(x)
-        return self.head(torch.cat([x, x], 1))  # type: ignore[no-any-return]
-
-
-class Attending(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.norm, self.mlp = nn.LayerNorm(width), Block(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        q, k, v = (part(normed).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return self.mlp(x + self.o(attended))  # type: ignore[no-any-return]
 
 
 class Logits(nn.Module):
@@ -308,18 +183,12 @@ def skipping(mesh: DeviceMesh) -> nn.Module:
 
 MAKERS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "in blocks": in_blocks,
-    "cut words": with_cut_words,
     "in sequence": in_sequence,
     "skipping": skipping,
     "unevenly": unevenly,
-    "on several meshes": on_several_meshes,
     "tied": tied,
     "read outside": read_outside,
     "sharded loss": with_sharded_loss,
-    "llama": llama,
-    "vit": vit,
-    "planned llama": planned_llama,
-    "images vit": images_vit,
     **{
         f"{kind} from a checkpoint".lower(): functools.partial(from_checkpoint, kind)
         for kind in ("Llama", "Qwen3", "Mixtral")
@@ -748,57 +617,6 @@ def refused_by_fabric() -> str:
         finally:
             fabric.strategy.teardown()
     raise AssertionError("it was streamed")
-
-
-def loss_of(name: str) -> Callable[[nn.Module, Tensor], Tensor]:
-    """Return the function that a plan takes for a model's loss."""
-
-    def loss(model: nn.Module, words: Tensor) -> Tensor:
-        if name != "sharded loss":
-            return F.cross_entropy(model(words).flatten(0, 1), words.flatten())
-        with loss_parallel():  # backward belongs in it, too
-            found = F.cross_entropy(model(words).flatten(0, 1), words.flatten())
-            found.backward()  # type: ignore[no-untyped-call]
-        return found.detach()
-
-    return loss
-
-
-def refused_by_a_plan(name: str, options: dict[str, Any]) -> str:
-    """Return the error of a plan."""
-    mesh, _, _ = begin(False)
-    words = torch.zeros(3, 8, dtype=torch.long)
-    try:
-        sp_lightning.plan(made(name, mesh), words, loss=loss_of(name), machine="rtx3060", **options)
-    except sp_lightning.errors.SuperpipelineError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("it was planned")
-
-
-@contextlib.contextmanager
-def sent() -> Iterator[list[float]]:
-    """Note the bytes that this rank sends in collectives of two ranks, by a ring."""
-    found: list[float] = []
-    with Sends(found):
-        yield found
-
-
-class Sends(TorchDispatchMode):
-    def __init__(self, found: list[float]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        out, name = func(*args, **(kwargs or {})), str(func)
-        whole = (
-            {"all_reduce": 2 * args[0].nbytes, "reduce_scatter": args[0].nbytes} if "_c10d_functional" in name else {}
-        )
-        if "all_gather" in name:
-            whole["all_gather"] = out.nbytes
-        self.found += [nbytes / 2 for part, nbytes in whole.items() if part in name]
-        return out
 
 
 def refused_on_another_device() -> str:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -195,36 +193,6 @@ def run(
     return fit(module, options, accelerator=accelerator, data=data, whole=data > 1, callbacks=callbacks, **settings)
 
 
-class ByHand(Cut):
-    """Sets gradients in its step, on the host and on the device."""
-
-    def __init__(self) -> None:
-        super().__init__("in sequence", "sgd")
-        self.automatic_optimization = False
-
-    def training_step(self, words: Tensor, _: int) -> Any:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(words)
-        self.manual_backward(loss)
-        for number, parameter in enumerate(self.parameters()):
-            if parameter.grad is not None:
-                grad: Any = parameter.grad * 0.5
-                if number % 2:
-                    form: Any = {"run_check": False, "shape": grad.shape, "stride": grad.stride()}
-                    local = grad.to_local().to(self.device)
-                    grad = DTensor.from_local(local, grad.device_mesh, grad.placements, **form)
-                parameter.grad = grad
-        optimizer.step()
-        return {"loss": loss.detach()}
-
-
-def by_hand(options: dict[str, Any] | None, accelerator: str = "cpu") -> dict[str, Any]:
-    """Fit `ByHand`."""
-    sharded.begin(accelerator == "simgpu")
-    return fit(ByHand(), options, accelerator=accelerator, inference_mode=False)
-
-
 def halfway(folder: str, options: dict[str, Any] | None, distributed: bool, data: int) -> str:
     """Fit for two steps, and leave a checkpoint of each; return what the second one is."""
     sharded.begin(False)
@@ -242,55 +210,6 @@ def went_on(folder: str, options: dict[str, Any] | None, data: int) -> dict[str,
     sharded.begin(False)
     module = Cut("in sequence", shards_data=data > 1 and options is None)
     return fit(module, options, os.path.join(folder, "step=2.ckpt"), whole=True, data=data)
-
-
-def only_predicted(folder: str, options: dict[str, Any] | None, data: int) -> dict[str, Any]:
-    """Predict with what `halfway` left, by a Trainer that does nothing else."""
-    sharded.begin(False)
-    watch = Watch(whole=True)
-    with trainer(options, data=data, callbacks=[watch]) as made:
-        module = Cut("in sequence", shards_data=data > 1 and options is None)
-        found: Any = made.predict(module, loader(False), ckpt_path=os.path.join(folder, "step=2.ckpt"))
-        for number, batch in enumerate(found):
-            watch.see(f"predicted {number}", batch)
-    return watch.found
-
-
-class Fails(Cut):
-    """Raises an error on the first rank, when the other one waits for it at a layer."""
-
-    def training_step(self, words: Tensor, index: int) -> Tensor:
-        if index == 1 and self.global_rank == 0:
-            time.sleep(1)
-            raise ValueError("the first rank fails")
-        return super().training_step(words, index)
-
-
-class SavesOnException(L.Callback):
-    def __init__(self, folder: str) -> None:
-        self.path = os.path.join(folder, "on_exception.ckpt")
-
-    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def fails_and_saves(folder: str) -> str:
-    """Save in a callback when a rank fails; return this rank's error."""
-    sharded.begin(False)
-    options = {"timeout": timedelta(seconds=25)}
-    try:
-        with trainer(options, callbacks=[SavesOnException(folder)], distributed=False, num_sanity_val_steps=0) as made:
-            made.fit(Fails("in blocks"), loader(False), None)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-class Words(L.LightningDataModule):
-    """The words of a run, for a command line."""
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return loader()
 
 
 class Whole(Cut):

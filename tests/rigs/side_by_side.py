@@ -10,8 +10,8 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cores
 import lightning as L
+import streamed
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ def check(make: Callable[[], nn.Module], run: Run, device: torch.device, **optio
     expected, _ = observe(make, run, device, None)
     actual, stats = observe(make, run, device, {"window": 1} | options)
     parity.compare(expected, actual)
-    assert stats.get("bytes_up", 1) > 0  # the core of handle.py has no figures yet
+    assert stats.get("bytes_up", 1) > 0
     return stats
 
 
@@ -40,7 +40,7 @@ def observe(
     module = make()
     if options is None:
         return observed(module.to(device), run, device, None)
-    with cores.streaming(module, device, **options) as handle:
+    with streamed.streaming(module, device, **options) as handle:
         return observed(module, run, device, handle)
 
 
@@ -141,11 +141,3 @@ def make_trainer(strategy, device, **options):
         enable_model_summary=False,
         **({"max_steps": 4, "enable_checkpointing": False} | options),
     )
-
-
-class StepsAtOnce(L.Callback):
-    """Has a hook of the optimizer's after its step: nothing of a step is left to run on then."""
-
-    def on_train_start(self, trainer, *_):
-        for optimizer in trainer.optimizers:
-            optimizer.register_step_post_hook(lambda *_: None)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -90,6 +91,17 @@ class Run:
         """Train on one batch."""
         return self.train(model(self.x(i)).square().mean(), optimizer)
 
+    def edited(self, model: nn.Module, edit: Callable[[Any], Any], count: int = 4) -> list[Any]:
+        """Train on some batches, with an edit between each backward and its step; return losses and what edits saw."""
+        optimizer, seen = self.adamw(model.parameters()), []
+        for i in range(count):
+            loss = model(self.x(i)).square().mean()
+            loss.backward()
+            seen += [loss.detach().clone(), edit(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
     def loop(self, model: nn.Module, step: Any = None, optimizer: Any = None, count: int = 4) -> list[Tensor]:
         """Train on some batches by ``step(model, optimizer, i)``; return the losses."""
         optimizer = optimizer or self.adamw(model.parameters())
@@ -124,11 +136,19 @@ def collected(programs: list[Program]) -> Any:
 
 
 def cases(programs: list[Program]) -> list[Any]:
-    """List programs with their policies, as parameters of a test."""
-    import pytest
+    """List programs with their policies, as parameters of a test; all but the first policy of each are slow."""
+    return [
+        pytest.param(program, policy, id=f"{program.name}-{policy}", marks=[pytest.mark.slow] * (number > 0))
+        for program in programs
+        for number, policy in enumerate(program.policies)
+    ]
 
-    found = [(program, policy) for program in programs for policy in program.policies]
-    return [pytest.param(*case, id=f"{case[0].name}-{case[1]}") for case in found]
+
+PLACES = [
+    pytest.param("simgpu", 1, marks=pytest.mark.simgpu),
+    pytest.param("simgpu", 2, marks=[pytest.mark.simgpu, pytest.mark.slow]),
+    pytest.param("cpu", 1, marks=pytest.mark.slow),
+]
 
 
 def device_named(name: str) -> torch.device:

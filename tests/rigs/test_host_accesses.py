@@ -129,15 +129,6 @@ def test_an_access_before_the_wait_for_a_copy_down_is_reported(access):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("read", READS)
-def test_reads_beside_a_copy_up_are_allowed(read):
-    host = pinned()
-    up(host)
-    read(host)
-    assert not simgpu.races()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("copy", [up, down])
 @pytest.mark.parametrize("number", range(8))
 def test_an_access_after_a_wait_is_allowed(copy, number):
@@ -147,67 +138,6 @@ def test_an_access_after_a_wait_is_allowed(copy, number):
     for access in [*READS, *WRITES]:
         access(host)
     assert not simgpu.races()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("copy", [up, down])
-def test_a_copy_that_happens_to_be_done_is_no_wait(copy):
-    host = pinned()
-    copy(host)
-    time.sleep(0.1)  # it is done
-    host.zero_()
-    assert len(simgpu.races()) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("copy", [up, down])
-def test_a_wait_for_what_came_before_the_copy_is_none(copy):
-    host, stream = pinned(), acc.current_stream()
-    event = stream.record_event()
-    copy(host)
-    event.synchronize()
-    torch.Stream(device=D).synchronize()
-    host.zero_()
-    assert len(simgpu.races()) == 1
-
-
-@pytest.mark.slow
-def test_a_blocking_copy_waits():
-    host, device = pinned(), torch.ones(5 * PAGE // 4, device=D)
-    host.copy_(device)
-    assert host.sum() == host.numel()
-    device.copy_(host.zero_())
-    host.fill_(3)
-    assert not simgpu.races() and not device.any()
-
-
-@pytest.mark.slow
-def test_the_check_can_be_turned_off():
-    config.host = False
-    host = pinned()
-    up(host)
-    host.zero_()
-    assert not simgpu.races()
-
-
-@pytest.mark.slow
-def test_one_copy_is_reported_once_and_the_next_one_again():
-    host = pinned()
-    for _ in range(2):
-        up(host)
-        host.zero_().fill_(1)
-        assert_one_race("copy H2D reads")
-    assert host.eq(1).all()
-
-
-@pytest.mark.slow
-def test_an_access_goes_on_and_copies_what_was_there():
-    config.h2d_us = 20_000
-    host = pinned()
-    device = up(host)
-    host.fill_(7)  # before the copy comes to it
-    assert device.eq(7).all() and host.eq(7).all()
-    assert_one_race("the host writes")
 
 
 # ---- which bytes
@@ -230,38 +160,6 @@ def test_bytes_beside_a_copy_in_its_pages_are_free(copy):
 
 
 @pytest.mark.slow
-def test_a_loop_over_copied_and_free_bytes_is_reported():
-    host = pinned(300)
-    down(host[200:])
-    host.sum()
-    assert_one_race("(byte 0 of 400)")
-
-
-@pytest.mark.slow
-def test_each_of_two_copies_in_one_page_needs_a_wait():
-    host, device, streams = pinned(64), torch.ones(32, device=D), [torch.Stream(device=D) for _ in range(2)]
-    acc.synchronize()
-    for half, stream in zip(host.split(32), streams, strict=True):
-        with stream:
-            half.copy_(device, non_blocking=True)
-    streams[0].synchronize()
-    host[:32].add_(1)
-    assert not simgpu.races()
-    host[32:].add_(1)
-    assert_one_race("for which it has not waited (byte 0 of 128)")
-
-
-@pytest.mark.slow
-def test_a_wait_for_the_later_of_two_copies_is_one_for_both():
-    host = pinned()
-    down(host)
-    up(host)
-    acc.current_stream().synchronize()
-    host.add_(1)
-    assert not simgpu.races()
-
-
-@pytest.mark.slow
 def test_memory_that_its_owner_pinned_is_checked():
     memory = np.ones(3 * PAGE, dtype=np.float32)
     host = torch.from_numpy(memory)
@@ -276,37 +174,7 @@ def test_memory_that_its_owner_pinned_is_checked():
     assert device.numel() == host.numel() and not simgpu.races()
 
 
-@pytest.mark.slow
-def test_freed_memory_is_unmapped_when_its_copy_is_done():
-    host = pinned()
-    device = up(host.fill_(4))
-    del host
-    others = [pinned().fill_(1) for _ in range(10)]
-    assert device.eq(4).all() and others and not simgpu.races()
-
-
 # ---- what it is for
-
-
-def slab_step(wait):
-    """A step whose result goes to a slab that the last copy up may still read: the one true race of a prototype."""
-    slab = torch.full((1000,), 1.0).pin_memory()
-    stream = torch.Stream(device=D)
-    weights = torch.empty(1000, device=D)
-    acc.synchronize()
-    up(slab, weights, stream)
-    arrived = stream.record_event()
-    if wait:
-        arrived.synchronize()
-    slab.add_(1)
-    acc.current_stream().wait_event(arrived)
-    return weights
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_slab_written_while_its_copy_is_in_flight_is_reported(wait):
-    slab_step(wait)
-    assert [("host writes" in race and "slab_step" in race) for race in simgpu.races()] == [True] * (not wait)
 
 
 @pytest.mark.parametrize("deleted", [None, "gradient", "norm", "state", "order"])

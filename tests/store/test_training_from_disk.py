@@ -6,12 +6,13 @@ import os
 
 import pytest
 import torch
+from often import often
 from stream_programs import Net, Program, check, stream
 from torch import nn
 
 from sp_lightning.store import pipeline, scratch, store
 
-DEVICES = [pytest.param("cpu"), pytest.param("simgpu", marks=pytest.mark.simgpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("simgpu", marks=pytest.mark.simgpu)]
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
     "fused": lambda params: torch.optim.AdamW(params, fused=True),
@@ -111,7 +112,7 @@ def resumed(run, model):
     return [entry["exp_avg"] for entry in kept["state"].values()]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", often(OPTIMIZERS, "adamw", "adafactor"))
 @pytest.mark.parametrize("device", DEVICES)
 def test_optimizers(device, optimizer):
     check(Program(loop(OPTIMIZERS[optimizer]), net, options=options()), device)

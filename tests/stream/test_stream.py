@@ -11,8 +11,9 @@ import types
 
 import pytest
 import torch
-from cores import streaming
+from often import often
 from side_by_side import assert_plain, blocks, check, inputs, sgd, squares
+from streamed import streaming
 from torch import nn
 
 import models
@@ -77,64 +78,6 @@ def test_parameters_are_the_same_objects_on_the_host_between_steps(device):
         assert all(p.grad.device.type == "cpu" for p in after.values())
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_results_without_gradients_are_those_of_the_plain_module(device, context):
-    torch.manual_seed(0)
-    net = blocks()
-    x = models.vectors(0)[0].to(device)
-    with context():
-        expected = copy.deepcopy(net).to(device)(x).cpu()
-        with streaming(net, device, window=1):
-            assert torch.equal(net(x).cpu(), expected)
-            assert torch.equal(net(x).cpu(), expected)
-    assert torch.equal(net(x.cpu()), expected)
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
-@pytest.mark.parametrize("begins", [True, False])
-@pytest.mark.few(3)
-def test_units_that_are_made_in_inference_mode_train_afterwards(begins, activations, device):
-    torch.manual_seed(0)
-    net = models.stack_of(models.NormedBatchBlock)()
-    expected = train(copy.deepcopy(net).to(device), device)
-    with torch.inference_mode(begins):
-        handle = streaming(net, device, window=1, activations=activations)
-    if not begins:  # they are made anew
-        net.head.bias = nn.Parameter(net.head.bias.detach().clone())
-    with torch.inference_mode():
-        net.eval()(models.vectors(0)[0].to(device))
-    assert train(net.train(), device) == expected
-    handle.close()
-
-
-def test_modules_that_share_an_encoder_are_called_one_by_one(device):
-    class Head(nn.Module):
-        def __init__(self, encoder):
-            super().__init__()
-            self.encoder = encoder
-            self.last = nn.Linear(models.CLASSES, models.CLASSES)
-
-        def forward(self, x):
-            return self.last(self.encoder(x))
-
-    torch.manual_seed(0)
-    encoder = blocks()
-    nets = nn.ModuleList([Head(encoder), Head(encoder)])
-    plain = copy.deepcopy(nets).to(device)
-
-    def both(nets):
-        optimizer = sgd(nets)
-        for x in inputs(device):
-            optimizer.zero_grad()
-            sum(squares(net, x) for net in nets).backward()
-            optimizer.step()
-        return [p.detach().cpu() for p in nets.parameters()]
-
-    expected = both(plain)
-    with streaming(nets, device, window=1):
-        assert all(map(torch.equal, both(nets), expected))
-
-
 def test_a_closed_module_is_plain_trained_and_off_the_device(device):
     torch.manual_seed(0)
     net = models.stack_of(models.NormedBatchBlock)()
@@ -165,13 +108,16 @@ class OnItsLayerBlock(models.Block):
 # All but the first block keep their last graph; one that torch's checkpoint made leads to the module in any case.
 @pytest.mark.parametrize(
     "activations, block",
-    [
-        *itertools.product(["keep", "offload"], [models.Block, models.AuxiliaryBlock, OnItsLayerBlock]),
+    often(
+        [
+            ("recompute", models.Block),
+            *itertools.product(["offload", "keep"], [models.Block, models.AuxiliaryBlock, OnItsLayerBlock]),
+        ],
         ("recompute", models.Block),
-    ],
+        ("offload", OnItsLayerBlock),
+    ),
 )
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.few(4)
+@pytest.mark.parametrize("autocast", often([True, False]))
 def test_no_host_memory_outlives_the_module(activations, block, autocast):
     import simgpu
 
@@ -212,37 +158,6 @@ def test_close_is_safe_twice_and_a_figure_can_be_read_after_it(device):
     assert_plain(net)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("then", ["forward", "backward", "close"])
-@pytest.mark.few(1)
-def test_after_a_backward_that_failed_the_next_one_keeps_its_gradients(activations, then, device):
-    """The graph of the next one was there already: no forward between the two ended the failed one."""
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ZeroDivisionError
-
-    def run(net, device):
-        x = models.vectors(0)[0].to(device)
-        first, second = squares(net, Fails.apply(x.clone().requires_grad_())), squares(net, 2 * x)
-        with pytest.raises(ZeroDivisionError):
-            first.backward()
-        net.zero_grad()
-        second.backward()
-        if then == "forward":
-            with torch.no_grad():
-                yield net(x)
-        elif then == "backward":
-            squares(net, 3 * x).backward()
-
-    check(blocks, run, device, activations=activations)
-
-
 def test_a_device_that_is_not_here_is_refused_with_those_that_are():
     net, absent = blocks(), "cuda" if torch.xpu.is_available() else "xpu"  # no machine has both
     with pytest.raises(errors.OptionError, match=rf"device must be one of .*'cpu', got '{absent}'"):
@@ -268,31 +183,6 @@ def test_a_wrong_option_is_refused_by_name(device, options, message):
     net = blocks()
     with pytest.raises(errors.OptionError, match=message):
         sp_lightning.stream(net, device, **options)
-    assert_plain(net)
-
-
-def test_an_unknown_class_name_is_refused_with_those_that_exist(device):
-    net = blocks()
-    with pytest.raises(errors.PartitionError, match=r"'Blok', which is not in Stack; its modules are: Block \(4\)"):
-        sp_lightning.stream(net, device, units=["Blok"])
-    assert_plain(net)
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [("mps", "device 'mps' shares its memory with the host.*strategy='auto'"), ("meta", "device 'meta' holds no data")],
-)
-def test_a_device_that_cannot_be_served_is_refused(name, message):
-    net = blocks()
-    with pytest.raises(errors.UnsupportedError, match=message):
-        sp_lightning.stream(net, name)
-    assert_plain(net)
-
-
-def test_a_budget_that_the_largest_unit_does_not_fit_into_is_refused_with_both_figures(device):
-    net = blocks()
-    with pytest.raises(errors.MemoryBudgetError, match=r"needs at least .* for blocks\.\d, got 4\.00 KiB"):
-        sp_lightning.stream(net, device, memory_budget="4KiB")
     assert_plain(net)
 
 

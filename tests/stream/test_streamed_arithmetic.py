@@ -5,6 +5,7 @@ import logging
 import pytest
 import rounding
 import torch
+from often import often
 from stream_programs import Net, Program, Run, cases, check, collected, streamed
 
 from sp_lightning.steps import compiled
@@ -54,7 +55,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", often(OPTIMIZERS))
 def test_steps_have_the_devices_bits(arithmetic, stepped, name, kind):
     cls, options = OPTIMIZERS[name]
 

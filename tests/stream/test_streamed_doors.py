@@ -1,4 +1,4 @@
-"""What a door of the core promises about steps beside backward, gradients that are saved, and half-applied steps."""
+"""What a door promises about steps beside backward, gradients that are saved, and half-applied steps."""
 
 import io
 import pickle
@@ -11,7 +11,6 @@ from stream_programs import Net, compare, streamed
 from streamed import StreamStrategy
 
 from sp_lightning.errors import ExactnessError, TornStepError
-from sp_lightning.lightning.callback import SuperpipelineCallback
 
 
 def beside_backward(model, optimizer, handle):
@@ -115,23 +114,3 @@ def test_several_fits_of_one_module_are_those_of_plain_runs(tmp_path):
 
     plain = run(lambda: SingleDeviceStrategy(device="cpu"))
     compare("weights", plain, run(lambda: StreamStrategy("cpu", window=1, optimizer_overlap=True)))
-
-
-def test_the_callback_reports_what_steps_moved(tmp_path):
-    class Kept(L.pytorch.loggers.CSVLogger):
-        lines = []
-
-        def log_metrics(self, metrics, step=None):
-            self.lines.append(metrics)
-
-    fit(
-        Module(),
-        StreamStrategy("cpu", window=1),
-        tmp_path,
-        logger=Kept(tmp_path),
-        callbacks=[SuperpipelineCallback(log_metrics=True)],
-        log_every_n_steps=1,
-    )
-    moved = [line for line in Kept.lines if "superpipeline/fetches" in line]
-    assert len(moved) == 4 and all(line["superpipeline/bytes_up"] > 0 for line in moved)
-    assert any("superpipeline/step_ms" in line for line in moved)

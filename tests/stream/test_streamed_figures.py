@@ -5,9 +5,7 @@ import time
 import pytest
 import torch
 from stream_programs import Net, device_named, stream, streamed
-from torch import nn
 
-from sp_lightning.handle import stream as door
 from sp_lightning.host.device import DeviceMemoryError
 
 
@@ -50,14 +48,6 @@ def test_offloaded_bytes_go_down_and_come_back():
     assert stats["bytes_offloaded"] == stats["bytes_brought_back"] > 0
 
 
-def test_a_read_of_data_is_no_write():
-    model, seen = Net(), []
-    model.blocks[1].register_forward_pre_hook(lambda block, _: seen.append(block.up.weight.data.mean()))
-    with streamed(model, "cpu") as handle, torch.no_grad():
-        model(torch.ones(4, 8))
-        assert handle.stats()["writebacks"] == 0
-
-
 def test_a_write_of_a_forward_is_counted():
     model = Net()
     model.blocks[1].register_forward_pre_hook(lambda block, _: block.up.weight.data.mul_(0.5))
@@ -88,29 +78,6 @@ def test_an_auto_window_grows_into_what_steps_leave_free():
         assert handle.stats()["window"] == len(model.blocks)
 
 
-@pytest.mark.simgpu
-def test_an_auto_window_leaves_activations_their_room():
-    import simgpu
-
-    model = Net()
-    simgpu.config.capacity = 340 * 1024
-    with stream(model, "simgpu", window="auto", units=["Block"]) as handle:
-        steps(model, "simgpu", count=4, batch=64)
-        assert 1 < handle.stats()["window"] < len(model.blocks)
-
-
-@pytest.mark.simgpu
-def test_the_first_step_that_trains_begins_with_a_small_window():
-    model = Net()
-    with stream(model, "simgpu", window="auto", units=["Block"]) as handle:
-        with torch.no_grad():
-            for _ in range(3):
-                model(torch.ones(4, 8, device=device_named("simgpu")))
-        assert handle.stats()["window"] == len(model.blocks)
-        model(torch.ones(4, 8, device=device_named("simgpu")))
-        assert handle.stats()["window"] == 1
-
-
 def test_a_budget_bounds_an_auto_window():
     model = Net()
     budget = nbytes(model.emb, model.head) + 4 * nbytes(model.blocks[0])  # two weights, and two for gradients
@@ -134,13 +101,6 @@ def test_a_model_that_fills_the_device_is_told_what_makes_room():
 
 
 @pytest.mark.simgpu
-def test_arguments_of_the_root_move_to_the_device():
-    model = Net()
-    with streamed(model, "simgpu"), torch.no_grad():
-        assert model(torch.ones(4, 8)).device.type == "simgpu"
-
-
-@pytest.mark.simgpu
 def test_a_tensor_on_the_host_is_named_as_the_cause():
     from sp_lightning.errors import UnsupportedError
 
@@ -157,32 +117,3 @@ def test_without_overlap_a_step_is_over_when_it_returns():
         handle.steps.thread.submit(time.sleep, 0.1)
         steps(model, "cpu", 1, optimizer)
         assert all(unit.pending is None for unit in handle.units) and handle.stats()["held_steps"] == 0
-
-
-def test_a_forward_beside_a_step_does_not_change_the_types_of_state():
-    model = Net()
-    with streamed(model, "cpu") as handle:
-        optimizer = torch.optim.AdamW(model.parameters())
-        handle.steps.thread.submit(time.sleep, 0.1)
-        steps(model, "cpu", 1, optimizer)
-        torch.set_default_dtype(torch.float64)
-        try:
-            handle.finish_step()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}
-
-
-def test_a_wrong_option_is_refused_at_the_door():
-    from sp_lightning.errors import OptionError
-
-    with pytest.raises(OptionError, match=r"window must be an int >= 1 or 'auto', got 0"):
-        door(nn.Linear(2, 2), "cpu", window=0)
-
-
-def test_the_door_streams_on_this_core():
-    model = Net()
-    with door(model, "cpu", window=1, units=["Block"]) as handle:
-        steps(model, "cpu")
-        assert sorted(handle.managed) == sorted(name for name, _ in model.named_parameters())
-    assert handle.closed and handle.stats()["fetches"] > 0

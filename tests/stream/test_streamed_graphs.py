@@ -10,10 +10,11 @@ import weakref
 import numpy
 import pytest
 import torch
-from stream_programs import POLICIES, Block, Net, cases, check, collected, stream, streamed
+from often import often
+from stream_programs import PLACES, POLICIES, Block, Net, cases, check, collected, stream, streamed
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from sp_lightning.errors import ExactnessError, UnsupportedError
 
@@ -91,21 +92,6 @@ def a_checkpoint_is_around_three_blocks(run, model):
     return run.loop(model)
 
 
-class ReentrantInside(Block):
-    def forward(self, x):
-        def inner(y):
-            return self.up(y).relu()
-
-        one = checkpoint(inner, self.norm(x), use_reentrant=True)
-        other = checkpoint(inner, self.norm(x) * 2, use_reentrant=True)
-        return x + self.down(one + other)
-
-
-@program(lambda: Net(ReentrantInside), "keep", "recompute", "offload")
-def reentrant_checkpoints_are_inside_of_a_block(run, model):
-    return run.loop(model)
-
-
 class ReentrantAround(Net):
     def forward(self, x):
         def part(x, blocks):
@@ -136,29 +122,10 @@ def a_selective_checkpoint_is_around_each_block(run, model):
     return run.loop(model, step)
 
 
-@program()
-def blocks_are_checkpointed_in_sequence(run, model):
-    def step(model, optimizer, i):
-        x = checkpoint_sequential(list(model.blocks), 2, model.emb(run.x(i)), use_reentrant=True)
-        return run.train(model.head(x).square().mean(), optimizer)
-
-    return run.loop(model, step)
-
-
 @program(Net, "keep", "recompute", "offload")
 def saved_tensors_are_on_the_cpu(run, model):
     def step(model, optimizer, i):
         with torch.autograd.graph.save_on_cpu():
-            loss = model(run.x(i)).square().mean()
-        return run.train(loss, optimizer)
-
-    return run.loop(model, step)
-
-
-@program()
-def saved_tensors_pass_hooks_of_the_user(run, model):
-    def step(model, optimizer, i):
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
             loss = model(run.x(i)).square().mean()
         return run.train(loss, optimizer)
 
@@ -179,17 +146,6 @@ def blocks_are_called_by_a_loop_of_the_user(run, model):
         x = model.emb(run.x(i))
         for block in model.blocks:
             x = block(x)
-        return run.train(model.head(x).square().mean(), optimizer)
-
-    return run.loop(model, step)
-
-
-@program()
-def forwards_of_blocks_are_called_directly(run, model):
-    def step(model, optimizer, i):
-        x = model.emb(run.x(i))
-        for block in model.blocks:
-            x = block.forward(x)
         return run.train(model.head(x).square().mean(), optimizer)
 
     return run.loop(model, step)
@@ -225,23 +181,6 @@ def gradients_of_inputs_are_penalised(run, model):
 
 
 @program(Net, "keep", "recompute")
-def a_hessian_is_multiplied_by_a_vector(run, model):
-    x = run.x(0).requires_grad_()
-    (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
-    return torch.autograd.grad((grad * run.x(1)).sum(), x)
-
-
-@program(Net, "keep", "recompute")
-def only_inputs_have_gradients(run, model):
-    model.requires_grad_(False)
-    seen = []
-    for i in range(3):
-        x = run.x(i).requires_grad_()
-        seen += torch.autograd.grad(model(x).square().mean(), x)
-    return seen
-
-
-@program(Net, "keep", "recompute")
 def a_backward_ends_at_an_input(run, model):
     def step(model, optimizer, i):
         x = run.x(i).requires_grad_()
@@ -257,21 +196,6 @@ def a_backward_ends_at_weights(run, model):
     weights = [model.blocks[1].up.weight, model.emb.bias]
     model(run.x(0)).square().mean().backward(inputs=weights)
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-@program(Net, "keep", "recompute")
-def a_graph_is_cut_between_blocks(run, model):
-    def step(model, optimizer, i):
-        first = model.blocks[0](model.emb(run.x(i)))
-        second = first.detach().requires_grad_()
-        loss = model.head(model.blocks[2](model.blocks[1](second))).square().mean()
-        loss.backward()
-        first.backward(second.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return run.loop(model, step)
 
 
 @program(Net, "keep", "recompute", "offload")
@@ -325,21 +249,6 @@ def blocks_change_their_argument_in_place(run, model):
     return run.loop(model)
 
 
-class Views(Block):
-    def forward(self, x):
-        q, k = self.up(self.norm(x)).relu().view(4, 2, 32).unbind(1)
-        y = (q.t() @ k).softmax(-1)
-        z = q.expand(4, 4, 32).mean(0)
-        pairs = torch.view_as_complex(k.reshape(4, 16, 2))
-        w = (pairs * pairs.conj()).real
-        return x + self.down(torch.cat([q @ y, z + w.repeat(1, 2)], 1))
-
-
-@program(lambda: Net(Views), *POLICIES)
-def views_and_conjugates_are_saved(run, model):
-    return run.loop(model)
-
-
 class InPlace(Block):
     def forward(self, x):
         a = self.up(self.norm(x))
@@ -347,11 +256,6 @@ class InPlace(Block):
         c = a * 2
         c.add_(1)
         return x + self.down(c.relu_() + b.mul(0.1).tanh_())
-
-
-@program(lambda: Net(InPlace), *POLICIES)
-def blocks_write_in_place(run, model):
-    return run.loop(model)
 
 
 class KeepsOnContext(torch.autograd.Function):
@@ -500,14 +404,6 @@ class Normed(Block):
         return super().forward(self.batch(x))
 
 
-@program(lambda: Net(Normed), "keep", "recompute", "offload")
-def batch_norms_see_two_forwards(run, model):
-    def step(model, optimizer, i):
-        return run.train(model(run.x(i)).square().mean() + model(run.x(i + 9)).square().mean(), optimizer)
-
-    return run.loop(model, step)
-
-
 class TakesPair(Block):
     def forward(self, pair):
         x, factor = pair
@@ -532,10 +428,8 @@ def tensors_in_tuples_are_written_after_their_use(run, model):
     return run.loop(model)
 
 
-@pytest.mark.parametrize("device", ["cpu", "simgpu"])
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("device, window", PLACES)
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
-@pytest.mark.simgpu
 def test_graphs_are_those_of_the_plain_run(program, policy, window, device):
     check(program, device, policy, window)
 
@@ -551,7 +445,7 @@ class WritesSaved(Block):
         return x + self.down(b)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", often(POLICIES))
 def test_a_saved_tensor_that_was_written_raises_torch_s_error(policy):
     model = Net(WritesSaved)
     with streamed(model, "cpu", activations=policy), pytest.raises(RuntimeError, match="modified by an inplace"):

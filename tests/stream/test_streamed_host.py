@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from often import often
 from stream_programs import POLICIES, Net, Program, check, device_named, stream, streamed
 
 from sp_lightning.errors import HostMemoryError, OptionError, UnsupportedError
@@ -52,18 +53,8 @@ def test_slabs_are_locked_to_the_byte_and_unlocked_at_the_end(locks):
     assert locks.locked == {} and model.blocks[0].up.weight.sum().isfinite()
 
 
-@pytest.mark.simgpu
-@pytest.mark.parametrize("policy", ["keep", "offload"])
-def test_a_closed_stream_keeps_nothing_on_the_device(policy):
-    before, model, x = torch.accelerator.memory_allocated(), Net(), torch.ones(64, 8, device="simgpu")
-    handle = stream(model, "simgpu", window=2, activations=policy)
-    model(x).sum().backward()
-    handle.close()
-    assert torch.accelerator.memory_allocated() - before == x.nbytes
-
-
-@pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("window", often([2, 1, 3]))
+@pytest.mark.parametrize("policy", often(POLICIES))
 def test_at_most_the_window_and_what_is_in_use_is_there(policy, window, monkeypatch):
     counts, visit = [], Window.visit
 
@@ -81,11 +72,6 @@ def test_at_most_the_window_and_what_is_in_use_is_there(policy, window, monkeypa
                 model.blocks[3](model.blocks[5](model.emb(torch.ones(4, 8))))
             torch.nn.functional.linear(torch.ones(4, 32), model.blocks[2].up.weight).sum().backward()
     assert max(counts) == window
-
-
-@pytest.mark.simgpu
-def test_locked_slabs_change_no_bit(locks):
-    check(Program(lambda run, model: run.loop(model)), "simgpu")
 
 
 @pytest.mark.parametrize("name", ["blocks.0.up.weight", "optimizer state"])
@@ -113,18 +99,11 @@ def refuse(nbytes):
     raise RuntimeError("on purpose")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", often(POLICIES))
 @pytest.mark.simgpu
 def test_refused_locks_change_no_bit(monkeypatch, policy):
     monkeypatch.setattr(memory, "locked_by_torch", refuse)
     check(Program(lambda run, model: run.loop(model)), "simgpu", policy, window=2)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.simgpu
-def test_pageable_memory_changes_no_bit(policy):
-    program = Program(lambda run, model: run.loop(model), options={"host_memory": "pageable"})
-    check(program, "simgpu", policy, window=2)
 
 
 @pytest.mark.simgpu
@@ -194,35 +173,3 @@ def test_a_device_without_room_for_residents_leaves_a_plain_module():
     simgpu.config.capacity = 1 << 30
     assert all(type(param) is torch.nn.Parameter for param in model.parameters())
     assert all(map(torch.equal, model.parameters(), wanted))
-
-
-def test_a_unit_stays_usable_after_another_found_no_room(monkeypatch):
-    model, x = Net(), torch.ones(4, 32)
-    want = model.blocks[0](x)
-
-    def refuse(_):
-        raise torch.OutOfMemoryError("on purpose")
-
-    with streamed(model, "cpu") as handle, torch.no_grad():
-        model.blocks[0](x)
-        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-            patch.setattr(handle.device, "empty", refuse)
-            model.blocks[1](x)
-        assert torch.equal(model.blocks[0](x), want)
-
-
-def test_a_resident_weight_that_cannot_be_taken_leaves_a_plain_module(monkeypatch):
-    from sp_lightning.stream import unit
-
-    model, whole = Net(), unit.ResidentUnit._take_bytes
-    want = copy.deepcopy(model.state_dict())
-
-    def take(self, weight):
-        if weight.host is model.head.bias:
-            raise RuntimeError("on purpose")
-        whole(self, weight)
-
-    monkeypatch.setattr(unit.ResidentUnit, "_take_bytes", take)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        stream(model, "cpu", window=1)
-    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())

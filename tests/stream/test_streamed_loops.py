@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from often import often
 from stream_programs import POLICIES, Net, Program, check
 
 LOOPS = {
@@ -39,9 +40,9 @@ def program(clip=None, batches=1, make=None, autocast=False, wire=None):
     return Program(loop, Net, options={"wire": wire})
 
 
-@pytest.mark.parametrize("device", ["cpu", "simgpu"])
-@pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("device", often(["simgpu", "cpu"]))
+@pytest.mark.parametrize("window", often([1, 2, 3]))
+@pytest.mark.parametrize("policy", often(POLICIES, "recompute"))
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.simgpu
 def test_a_loop_has_the_bits_of_the_plain_run(loop, policy, window, device):

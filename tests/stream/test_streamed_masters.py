@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from often import often
 from stream_programs import POLICIES, Block, Net, Run, compare, device_named, streamed
 
 from sp_lightning.errors import ExactnessError
@@ -58,15 +59,15 @@ def check(device, dtype, training=None, **options):
     compare("state", *states)
 
 
-@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("device", often(["simgpu", "cpu"]))
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", often(POLICIES))
 @pytest.mark.simgpu
 def test_masters_are_stepped_as_by_hand(device, dtype, policy):
     check(device, dtype, activations=policy)
 
 
-@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("device", often(["simgpu", "cpu"]))
 @pytest.mark.parametrize("training", [{"accumulated": 3}, {"clip": 0.1}, {"accumulated": 2, "clip": 0.1}])
 @pytest.mark.simgpu
 def test_masters_are_accumulated_and_clipped_as_by_hand(device, training):

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import wrapped
+from often import often
 from stream_programs import POLICIES, Program, check, streamed
 from torch import nn
 
@@ -33,15 +34,15 @@ def check_form(make, device, policy="keep", **options):
     check(Program(trained, make, (policy,), options), device, policy)
 
 
-@pytest.mark.parametrize("device", ["cpu", "simgpu"])
-@pytest.mark.parametrize("form", ["coded", *TORCHAO])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("device", often(["simgpu", "cpu"]))
+@pytest.mark.parametrize("form", often(["coded", *TORCHAO], "coded", "nf4"))
+@pytest.mark.parametrize("policy", often(POLICIES))
 @pytest.mark.simgpu
 def test_adapters_train_over_a_quantised_base(device, form, policy):
     check_form(wrapped.adapted(form), device, policy)
 
 
-@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("device", often(["simgpu", "cpu"]))
 @pytest.mark.simgpu
 def test_quantised_weights_outside_of_units_stay_on_the_device(device):
     def make():

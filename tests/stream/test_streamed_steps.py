@@ -4,28 +4,17 @@ import collections
 import contextlib
 import copy
 import gc
-import pickle
-import threading
 import time
 import weakref
-from concurrent import futures
 
 import pytest
 import torch
-from stream_programs import Block, Net, cases, check, collected, streamed
+from stream_programs import PLACES, Block, Net, cases, check, collected, streamed
 
 from sp_lightning.errors import ExactnessError, TornStepError
 
 PROGRAMS = []
 program = collected(PROGRAMS)
-
-
-@program()
-def a_subclass_of_the_user_s(run, model):
-    class Mine(torch.optim.AdamW):
-        pass
-
-    return run.loop(model, optimizer=run.noted(Mine(model.parameters(), 1e-2, fused=True)))
 
 
 class Lion(torch.optim.Optimizer):
@@ -109,79 +98,6 @@ def lbfgs_with_a_closure(run, model):
 
 
 @program()
-def a_layer_that_was_added_before_a_closure(run, model):
-    """Stream a layer that the first call inside the closure finds."""
-    optimizer = run.adamw(model.parameters())
-    model.head.extra = torch.nn.Linear(4, 4, device=model.head.weight.device)
-    torch.nn.init.constant_(model.head.extra.weight, 0.1)
-    torch.nn.init.constant_(model.head.extra.bias, 0.1)
-    optimizer.add_param_group({"params": list(model.head.extra.parameters())})
-
-    def step(model, optimizer, i):
-        def closure():
-            optimizer.zero_grad()
-            loss = model.head.extra(model(run.x(i))).square().mean()
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure)
-
-    return run.loop(model, step, optimizer)
-
-
-@program(Net, resident=2)
-def gradients_of_residents_are_exchanged(run, model):
-    def step(model, optimizer, i):
-        loss = model(run.x(i)).square().mean()
-        loss.backward()
-        one, other = model.blocks[0].up.weight, model.blocks[4].up.weight
-        one.grad, other.grad = other.grad, one.grad
-        optimizer.step()
-        loss = loss + model(run.x(i + 50)).square().mean()
-        loss.detach_()
-        model(run.x(i)).square().mean().backward()
-        return run.train(model(run.x(i)).square().mean(), optimizer) + loss
-
-    return run.loop(model, step)
-
-
-@program(Net, resident=2)
-def state_of_the_user_s_optimizer_is_loaded(run, model):
-    """Load LBFGS's state, which lies with its first weight, a resident one."""
-    first, second = (torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2) for _ in range(2))
-
-    def step(model, optimizer, i):
-        def closure():
-            optimizer.zero_grad()
-            loss = model(run.x(i)).square().mean()
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure)
-
-    seen = run.loop(model, step, first, 2)
-    second.load_state_dict(first.state_dict())
-    return seen + run.loop(model, step, second, 2)
-
-
-@program(Net, resident=2)
-def weights_that_were_replaced_are_stepped(run, model):
-    """Step with an optimizer that has the weights from before load_state_dict(assign=True), too."""
-    optimizer = run.noted(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=False))
-
-    def step(model, optimizer, i):
-        loss = model(run.x(i)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        return loss
-
-    seen = run.loop(model, step, optimizer, 2)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    return seen + run.loop(model, step, optimizer, 2)
-
-
-@program()
 def an_optimizer_per_weight_in_a_hook(run, model):
     optimizers = {param: torch.optim.SGD([param], 0.1, fused=True) for param in model.parameters()}
 
@@ -218,22 +134,6 @@ def state_cleared(run, model):
     return seen + [run.step(model, optimizer, i) for i in range(4)]
 
 
-@program()
-def state_replaced(run, model):
-    optimizer = run.adamw(model.parameters())
-    seen = [run.step(model, optimizer, i) for i in range(3)]
-    optimizer.state = collections.defaultdict(dict)
-    return seen + [run.step(model, optimizer, i) for i in range(4)]
-
-
-@program()
-def state_of_one_weight_reset(run, model):
-    optimizer = run.adamw(model.parameters())
-    seen = [run.step(model, optimizer, i) for i in range(3)]
-    optimizer.state[model.blocks[1].up.weight] = {}
-    return seen + [run.step(model, optimizer, i) for i in range(4)]
-
-
 @program(Net, "keep", "recompute")
 def groups_added_later(run, model):
     for block in model.blocks[:3]:
@@ -263,30 +163,12 @@ def two_optimizers_over_the_same_weights(run, model):
 
 
 @program()
-def two_steps_with_one_gradient(run, model):
-    def step(model, optimizer, i):
-        loss = model(run.x(i)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return run.loop(model, step)
-
-
-@program()
 def optimizers_made_anew(run, model):
     seen = []
     for i in range(6):
         sgd = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=True)
         seen.append(run.step(model, sgd if i % 2 else torch.optim.AdamW(model.parameters(), 1e-2, fused=True), i))
     return seen
-
-
-@program()
-def nadam_without_foreach(run, model):
-    return run.loop(model, optimizer=run.noted(torch.optim.NAdam(model.parameters(), 1e-2, foreach=False)), count=6)
 
 
 @program()
@@ -306,10 +188,8 @@ def an_error_in_the_options_of_a_step(run, model):
     return run.loop(model, step)
 
 
-@pytest.mark.parametrize("device", ["cpu", "simgpu"])
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("device, window", PLACES)
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
-@pytest.mark.simgpu
 def test_steps_are_those_of_the_plain_run(program, policy, window, device):
     check(program, device, policy, window)
 
@@ -331,21 +211,6 @@ def trained(is_early, edit=lambda model, optimizer: None, steps=4):
             handle.steps.step_beside_backward(None)
             optimizer.zero_grad()
     return [param.detach().clone() for param in model.parameters()]
-
-
-def test_steps_beside_backward_have_the_bits_of_steps_after_it():
-    assert all(map(torch.equal, trained(is_early=True), trained(is_early=False)))
-
-
-def test_steps_are_taken_beside_backward():
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with streamed(model, "cpu") as handle:
-        handle.steps.step_beside_backward(optimizer)
-        before = model.blocks[4].up.weight.detach().clone()
-        model(torch.ones(4, 8)).sum().backward()
-        assert not torch.equal(before, model.blocks[4].up.weight.detach())
-        optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -380,18 +245,6 @@ def test_a_second_backward_after_steps_is_refused():
         with pytest.raises(ExactnessError, match=r"another gradient after it was stepped"):
             loss.backward()
         optimizer.step()
-
-
-def test_a_step_that_was_half_applied_is_not_saved():
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with streamed(model, "cpu") as handle:
-        handle.steps.step_beside_backward(optimizer)
-        model(torch.ones(4, 8)).sum().backward()
-        with pytest.raises(TornStepError, match=r"Load the last checkpoint"):
-            optimizer.state_dict()
-        optimizer.step()
-        optimizer.state_dict()
 
 
 # ---- steps that fail
@@ -441,28 +294,6 @@ def test_loading_both_weights_and_state_ends_a_half_applied_step(monkeypatch):
         optimizer.step()
 
 
-def test_loading_ends_a_step_that_was_half_applied_beside_backward():
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    state, weights = (copy.deepcopy(one.state_dict()) for one in (optimizer, model))
-    with streamed(model, "cpu") as handle:
-        for is_loaded in (False, True):
-            handle.steps.step_beside_backward(optimizer)
-            model(torch.ones(4, 8)).sum().backward()
-            handle.steps.step_beside_backward(None)  # an exception came before the step
-            optimizer.zero_grad()
-            if is_loaded:
-                model.load_state_dict(weights)
-            optimizer.load_state_dict(state)
-            if not is_loaded:
-                with pytest.raises(TornStepError, match="Load the last checkpoint"):
-                    handle.steps.step_beside_backward(optimizer)
-                model.load_state_dict(weights)
-        handle.steps.step_beside_backward(optimizer)
-        model(torch.ones(4, 8)).sum().backward()
-        optimizer.step()
-
-
 def test_a_step_that_raises_leaves_gradients_in_place():
     model, other = Net(), torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
     optimizer = torch.optim.SGD([*model.parameters(), other], 0.1, foreach=False)
@@ -492,21 +323,6 @@ def test_an_interrupt_between_units_is_a_step_half_applied(monkeypatch):
         monkeypatch.undo()
         with pytest.raises(TornStepError, match="half-way"):
             optimizer.step()
-
-
-def test_an_interrupt_of_a_wait_leaves_the_step_pending():
-    with streamed(Net(), "cpu") as handle:
-        unit, step = handle.units[0], futures.Future()
-        unit.begin_step(lambda: step)
-        step.result, whole = lambda: (_ for _ in ()).throw(KeyboardInterrupt), step.result
-        with pytest.raises(KeyboardInterrupt):
-            unit.wait_step()
-        assert unit.pending is step
-        step.result = whole
-        unit.steps.end()
-        step.set_result(None)
-        unit.wait_step()
-        assert unit.pending is None
 
 
 # ---- what is left behind
@@ -552,51 +368,6 @@ def test_an_interrupt_leaves_a_plain_module():
 # ---- who waits
 
 
-def test_two_threads_wait_for_one_step():
-    with streamed(Net(), "cpu") as handle:
-        unit, step = handle.units[0], futures.Future()
-        unit.begin_step(lambda: step)
-        readers = [threading.Thread(target=unit.wait_step) for _ in range(2)]
-        for reader in readers:
-            reader.start()
-            reader.join(0.1)
-        assert all(reader.is_alive() for reader in readers)
-        unit.steps.end()
-        step.set_result(None)
-        for reader in readers:
-            reader.join()
-
-
-def test_an_error_of_the_first_of_two_optimizers_is_raised():
-    model = Net()
-    block = model.blocks[0]
-    first, second = (torch.optim.AdamW(part.parameters(), fused=True) for part in (block.up, block.down))
-    with streamed(model, "cpu") as handle:
-        model(torch.ones(4, 8)).sum().backward()
-        for optimizer in (first, second):  # which make their state, and so wait for nothing below
-            optimizer.step()
-        handle.finish_step()
-        handle.steps.thread.submit(time.sleep, 0.2)
-        first.param_groups[0]["betas"] = (None, None)
-        first.step()
-        second.step()
-        with pytest.raises(TypeError):
-            handle.finish_step()
-        first.param_groups[0]["betas"] = (0.9, 0.99)
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
-def test_a_copy_of_an_optimizer_s_state_is_plain(copied):
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with streamed(model, "cpu"):
-        model(torch.ones(4, 8)).sum().backward()
-        optimizer.step()
-        found = copied(optimizer.state)
-        assert type(found) is collections.defaultdict
-        assert len(found) == len(optimizer.state)
-
-
 READS = {
     "iterated": lambda state, weight: list(state) and dict.get(state, weight)["step"].item(),
     "counted": lambda state, weight: len(state) and dict.get(state, weight)["step"].item(),
@@ -618,25 +389,3 @@ def test_whoever_reads_state_waits_for_the_pending_step(read):
             handle.steps.thread.submit(time.sleep, 0.1)
             optimizer.step()
             assert READS[read](optimizer.state, weight) == step
-
-
-def test_a_step_that_makes_no_state_leaves_none():
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with streamed(model, "cpu"):
-        model(torch.ones(4, 8)).sum().backward()
-        optimizer.step()
-        assert model.emb.weight not in optimizer.state
-        assert len(optimizer.state) == 0
-
-
-def test_state_is_deleted_after_the_pending_step():
-    model = Net()
-    optimizer, weight = torch.optim.AdamW(model.parameters()), model.blocks[2].up.weight
-    with streamed(model, "cpu") as handle:
-        model(torch.ones(4, 8)).sum().backward()
-        handle.steps.thread.submit(time.sleep, 0.2)
-        optimizer.step()
-        del optimizer.state[weight]
-        handle.finish_step()
-        assert weight not in optimizer.state

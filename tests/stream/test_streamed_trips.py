@@ -1,8 +1,12 @@
 """`optimizer_device="device"`: slices go up to be stepped, with the bits of a plain run, and gradients wait there."""
 
+import dataclasses
+
 import pytest
 import torch
+from often import often
 from stream_programs import Net, Program, Run, cases, check, collected, stream
+from test_streamed_arithmetic import PROGRAMS as of_the_host
 from test_streamed_optimizers import OPTIMIZERS, Odd
 from test_streamed_optimizers import program as steps_of
 
@@ -13,7 +17,11 @@ simgpu = pytest.importorskip("simgpu")
 pytestmark = pytest.mark.simgpu
 
 THERE = {"optimizer_device": "device", "chunk": 64}
-PROGRAMS = []
+PROGRAMS = [
+    dataclasses.replace(program, options=program.options | {"optimizer_device": "device"})
+    for program in of_the_host
+    if "resident" not in program.options
+]
 program = collected(PROGRAMS)
 
 
@@ -34,13 +42,6 @@ def short_trips(monkeypatch):
     monkeypatch.setattr("sp_lightning.steps.places.LONGER", 4)
 
 
-class Matrices(torch.nn.Sequential):
-    """Weights of two dimensions, which Muon takes."""
-
-    def __init__(self):
-        super().__init__(*(torch.nn.Linear(8, 8, bias=False) for _ in range(6)))
-
-
 MORE = {
     "sgd_fused": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
     "adam_capturable": (torch.optim.Adam, {"capturable": True}),
@@ -48,7 +49,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
+@pytest.mark.parametrize("name", often([*OPTIMIZERS, *MORE], "adamw_fused", "muon"))
 def test_an_optimizer_steps_as_in_the_plain_run(arithmetic, name):
     cls, options = {**OPTIMIZERS, **MORE}[name]
     make = (
@@ -61,81 +62,6 @@ def test_an_optimizer_steps_as_in_the_plain_run(arithmetic, name):
 def test_odd_weights_step_as_in_the_plain_run(arithmetic, name):
     cls, options = OPTIMIZERS[name]
     check(Program(steps_of(cls, options, count=4), lambda: Net(Odd), options={"optimizer_device": "device"}), "simgpu")
-
-
-@program(Net, "keep", "recompute", optimizer_device="device")
-def clipped_by_norm(run, model):
-    optimizer = run.noted(torch.optim.AdamW(model.parameters(), 1e-2))
-
-    def step(model, optimizer, i):
-        loss = model(run.x(i)).square().mean()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss + norm
-
-    return run.loop(model, step, optimizer)
-
-
-@program(Net, "keep", "offload", optimizer_device="device", resident=1)
-def accumulated_and_clipped(run, model):
-    optimizer = run.noted(torch.optim.AdamW(model.parameters(), 1e-2))
-
-    def step(model, optimizer, i):
-        for part in range(3):
-            loss = model(run.x(3 * i + part)).square().mean() / 3
-            loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss + norm
-
-    return run.loop(model, step, optimizer)
-
-
-@program(optimizer_device="device")
-def gradients_are_read_and_edited(run, model):
-    optimizer, seen = run.noted(torch.optim.AdamW(model.parameters(), 1e-2)), []
-
-    def step(model, optimizer, i):
-        loss = model(run.x(i)).square().mean()
-        loss.backward()
-        seen.append(model.blocks[1].up.weight.grad.clone())
-        model.blocks[2].up.weight.grad.mul_(0.5)
-        model.blocks[3].up.weight.grad.clamp_(-0.01, 0.01)
-        model.blocks[4].up.bias.grad = None
-        optimizer.step()
-        seen.append(model.blocks[2].up.weight.grad.clone())
-        optimizer.zero_grad(set_to_none=i % 2 == 0)
-        return loss
-
-    return run.loop(model, step, optimizer), seen
-
-
-@program(optimizer_device="device")
-def scaled_for_a_fused_optimizer(run, model):
-    optimizer = run.noted(torch.optim.AdamW(model.parameters(), 1e-2, fused=True))
-    scaler, seen = torch.amp.GradScaler(run.device.type, init_scale=3000.0, growth_interval=2), []
-    for i in range(5):
-        loss = model(run.x(i) * (float("inf") if i == 2 else 1)).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        seen += [model.blocks[1].up.weight.grad.clone(), torch.tensor(scaler.get_scale())]
-        optimizer.zero_grad()
-    return seen
-
-
-@program(Net, optimizer_device="device", resident=2)
-def state_is_loaded_half_way(run, model):
-    for cls, options in ((torch.optim.AdamW, {"fused": True}), (torch.optim.ASGD, {}), (torch.optim.Adagrad, {})):
-        first = cls(model.parameters(), 1e-2, **options)
-        seen = [run.step(model, first, i) for i in range(2)]
-        second = run.noted(cls(model.parameters(), 1e-2, **options))
-        second.load_state_dict(first.state_dict())
-        seen += [run.step(model, second, i) for i in range(3)]
-    return seen
 
 
 @program(Net, optimizer_device="device", wire=torch.bfloat16)

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from stream_programs import Block, Net, Run, cases, check, collected, device_named, stream, streamed
+from stream_programs import PLACES, Block, Net, cases, check, collected, device_named, stream, streamed
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -14,26 +14,6 @@ from sp_lightning.errors import ExactnessError, UnsupportedError
 
 PROGRAMS = []
 program = collected(PROGRAMS)
-
-
-@program(Net, "keep", "recompute")
-def averaged_and_swapped_in(run, model):
-    optimizer, seen = run.adamw(model.parameters()), []
-    average = {name: p.detach().clone().to("cpu") for name, p in model.named_parameters()}
-    for i in range(5):
-        seen.append(run.step(model, optimizer, i))
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                average[name].lerp_(param.detach().to("cpu"), 0.1)
-        if i % 2:
-            kept = {name: p.data.clone() for name, p in model.named_parameters()}
-            for name, param in model.named_parameters():
-                param.data.copy_(average[name])
-            with torch.no_grad():
-                seen.append(model(run.x(50 + i)).clone())
-            for name, param in model.named_parameters():
-                param.data = kept[name]
-    return seen
 
 
 @program(Net, "keep")
@@ -53,41 +33,6 @@ def backed_up_by_data_and_put_back(run, model):
     return seen
 
 
-@program()
-def exchanged_by_data(run, model):
-    def step(model, optimizer, i):
-        one, other = model.blocks[1].up.weight, model.blocks[3].up.weight
-        one.data, other.data = other.data, one.data
-        return run.step(model, optimizer, i)
-
-    return run.loop(model, step)
-
-
-@program()
-def seen_through_views_with_a_graph(run, model):
-    """Keep views that autograd recorded, look through them after steps, and write through one."""
-    kept, seen = [model.blocks[1].up.weight.t(), model.emb.weight[0], model.head.weight.t()[:2]], []
-
-    def step(model, optimizer, i):
-        seen.extend(view.detach().clone() for view in kept)
-        with torch.no_grad():
-            kept[0].mul_(0.9)
-        return run.step(model, optimizer, i)
-
-    return [*run.loop(model, step), *seen]
-
-
-@program()
-def parametrized_over_a_parameter_of_a_weight(run, model):
-    """Weight norm makes `nn.Parameter(weight)`; that of before makes `nn.Parameter(weight.data)`."""
-    optimizer = run.adamw(model.parameters())
-    seen = [run.step(model, optimizer, 0)]
-    nn.utils.parametrizations.weight_norm(model.blocks[1].up)
-    nn.utils.weight_norm(model.blocks[2].up)
-    optimizer = run.adamw(model.parameters())
-    return [*seen, *run.loop(model, optimizer=optimizer)]
-
-
 @program(Net, "keep", "offload")
 def written_through_data_between_steps(run, model):
     kept = [p.data for p in model.parameters()]
@@ -101,30 +46,6 @@ def written_through_data_between_steps(run, model):
     return run.loop(model, step)
 
 
-@program()
-def one_row_zeroed_between_steps(run, model):
-    def step(model, optimizer, i):
-        loss = run.step(model, optimizer, i)
-        with torch.no_grad():
-            model.blocks[1].up.weight[0].zero_()
-            model.emb.weight[0].zero_()
-        return loss
-
-    return run.loop(model, step)
-
-
-@program()
-def written_through_data_before_backward(run, model):
-    def step(model, optimizer, i):
-        loss = model(run.x(i)).square().mean()
-        model.blocks[4].up.weight.data.mul_(0.5)
-        model.blocks[0].down.weight.data.mul_(0.5)
-        model.head.weight.data.mul_(0.5)
-        return run.train(loss, optimizer)
-
-    return run.loop(model, step)
-
-
 @program(Net, "keep", "recompute", "offload")
 def penalised_outside_of_their_modules(run, model):
     def step(model, optimizer, i):
@@ -132,15 +53,6 @@ def penalised_outside_of_their_modules(run, model):
         return run.train(model(run.x(i)).square().mean() + 1e-3 * penalty, optimizer)
 
     return run.loop(model, step)
-
-
-@program()
-def penalised_and_moved_to_the_device(run, model):
-    def step(model, optimizer, i):
-        penalty = sum(p.square().sum().to(run.device) for p in model.parameters())
-        return run.train(model(run.x(i)).square().mean() + 1e-3 * penalty, optimizer)
-
-    return run.loop(model, step, torch.optim.SGD(model.parameters(), 1e-3), count=8)
 
 
 class OtherWeight(Net):
@@ -154,12 +66,6 @@ class OtherWeight(Net):
 @program(OtherWeight, "keep", "recompute", "offload")
 def used_by_the_module_around(run, model):
     return run.loop(model)
-
-
-@program(OtherWeight)
-def used_by_the_module_around_without_gradients(run, model):
-    with torch.no_grad():
-        return [model(run.x(i)) for i in range(3)]
 
 
 @program()
@@ -181,13 +87,6 @@ def replaced_between_steps(run, model):
         return loss
 
     return run.loop(model, step)
-
-
-@program()
-def replaced_by_loading(run, model):
-    state = {name: value.detach().clone() * 0.5 for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    return run.loop(model)
 
 
 @program(Net, "keep", "recompute")
@@ -256,14 +155,6 @@ def read_by_a_hook_of_a_module(run, model):
     return run.loop(model) + seen
 
 
-@program()
-def keys_of_a_dict_in_a_hook(run, model):
-    places, seen = {param: place for place, param in enumerate(model.parameters())}, []
-    model.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(places[block.up.weight]))
-    model.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(block.up.bias in places))
-    return run.loop(model) + seen
-
-
 class Tagged(Block):
     def forward(self, x):
         self.up.weight.tag = getattr(self.up.weight, "tag", 0) + 1
@@ -273,49 +164,6 @@ class Tagged(Block):
 @program(lambda: Net(Tagged))
 def given_attributes_in_a_forward(run, model):
     return run.loop(model) + [block.up.weight.tag for block in model.blocks]
-
-
-class Freezes(Block):
-    def forward(self, x):
-        self.up.weight.requires_grad = bool(x.sum() > 0)
-        return super().forward(x)
-
-
-class Manages(Net):
-    def __init__(self):
-        super().__init__(Freezes)
-
-    def forward(self, x):
-        self.zero_grad()
-        self.emb.requires_grad_(bool(x.sum() > 0))
-        return super().forward(x)
-
-
-@program(Manages, "keep", "recompute", "offload")
-def frozen_and_their_gradients_dropped_in_a_forward(run, model):
-    optimizer, seen = run.adamw(model.parameters()), []
-    for i in range(5):
-        loss = model(run.x(i)).square().mean()
-        loss.backward()
-        seen += [loss.detach().clone(), [p.requires_grad for p in model.parameters()]]
-        seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-        optimizer.step()
-    return seen
-
-
-class ReadsData(Block):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.up.weight.data = self.up.weight.data.t().contiguous().t()
-
-    def forward(self, x):
-        return super().forward(x) * (self.up.weight.data.abs().mean() + self.scale.data)
-
-
-@program(lambda: Net(ReadsData), "keep", "recompute", "offload")
-def read_by_data_in_their_forward(run, model):
-    return run.loop(model)
 
 
 class Writing(Block):
@@ -463,13 +311,6 @@ def copied_and_saved_after_each_step(run, model):
 
 
 @program()
-def trained_as_a_copy(run, model):
-    copied = copy.deepcopy(model)
-    run.step(model, run.adamw(model.parameters()), 0)
-    return run.loop(copied.to(run.device))
-
-
-@program()
 def moved_to_the_device_by_the_user(run, model):
     optimizer = run.adamw(model.parameters())
     seen = [run.step(model, optimizer, 0)]
@@ -482,10 +323,8 @@ def moved_to_the_device_by_the_user(run, model):
     return [*seen, [p.grad for p in model.parameters()]]
 
 
-@pytest.mark.parametrize("device", ["cpu", "simgpu"])
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("device, window", PLACES)
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
-@pytest.mark.simgpu
 def test_weights_are_those_of_the_plain_run(program, policy, window, device):
     check(program, device, policy, window)
 
@@ -500,25 +339,6 @@ def test_all_parameters_are_on_the_host_between_steps():
         model(torch.ones(4, 8, device="simgpu")).sum().backward()
         assert {p.device.type for p in model.parameters()} == {"cpu"}
         assert {p.detach().clone().device.type for p in model.parameters()} == {"cpu"}
-
-
-@pytest.mark.simgpu
-def test_a_norm_of_all_weights_can_be_stacked_between_steps():
-    model = Net()
-    with streamed(model, "simgpu"), torch.no_grad():
-        norms = torch.stack([p.norm() for p in model.parameters()])
-        assert torch.equal(norms, torch.stack([p.detach().cpu().norm() for p in model.parameters()]))
-
-
-@pytest.mark.simgpu
-def test_a_resident_weight_is_in_host_memory_once_it_was_read():
-    model = Net()
-    with streamed(model, "simgpu") as handle:
-        weight = next(weight for weight in handle.weights if weight.host is model.emb.weight)
-        assert weight.wire.untyped_storage().nbytes() == 0
-        model.emb.weight.sum().item()
-        model.emb.weight.detach().sum()
-        assert weight.wire.untyped_storage().nbytes() == weight.nbytes
 
 
 def test_each_weight_has_a_storage_of_its_own_bytes():
@@ -613,20 +433,3 @@ def test_a_write_through_an_array_is_seen_by_the_next_call():
         before = model.blocks[0](x)
         model.blocks[0].up.weight.detach().numpy()[:] = 0
         assert not torch.equal(model.blocks[0](x).cpu(), before.cpu())
-
-
-@pytest.mark.parametrize("options", [{}, {"resident": 2}, {"wire": torch.bfloat16}])
-def test_weights_that_are_loaded_by_assignment_stay_in_their_units(options):
-    model = Net()
-    with streamed(model, "cpu", **options) as handle:
-        run, units = Run(torch.device("cpu"), True), [unit.nbytes for unit in handle.units]
-        run.step(model, run.adamw(model.parameters()), 0)
-        old, kept = model.blocks[1].up.weight, model.blocks[1].up.weight.detach()
-        was = old.detach().clone()
-        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
-        plain = copy.deepcopy(model)
-        got = run.loop(model, optimizer=torch.optim.AdamW(model.parameters(), 1e-2, fused=True))
-        assert [unit.nbytes for unit in handle.units] == units
-        assert type(old) is nn.Parameter and torch.equal(old, was) and torch.equal(kept, was)
-    want = run.loop(plain, optimizer=torch.optim.AdamW(plain.parameters(), 1e-2, fused=True))
-    assert all(map(torch.equal, [*got, *model.parameters()], [*want, *plain.parameters()]))
