@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from sp_lightning.plan.machines import REACHED, Machine, Reached
-from sp_lightning.plan.step import Bytes, Run, StepCost, Work, step_time
+from sp_lightning.plan.step import Bytes, Run, StepCost, step_time
+from sp_lightning.plan.trace import Work
 
 RESULTS = pathlib.Path(__file__).with_name("results")
 FITTED = "matrix", "step"

@@ -77,7 +77,6 @@ def needs(model: str, way: str) -> dict[str, Needs]:
             precision=PRECISION.get(way, "bf16-true"),
             machine=replace(MACHINES[card], host_nbytes=ROOMY),
             target="cuda",
-            headroom=headroom(ROOMY),
         )
         plan = planner.size(job)
         found[card] = Needs(plan.device_nbytes, plan.host_nbytes, plan.step_s)

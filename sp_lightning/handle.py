@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -19,13 +18,14 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from .compat.dynamo import never_compiled
-from .compat.streaming import call_slot, forbid_access, graph_task, storage_id, tree_map_only
+from .compat.streaming import call_slot, graph_task, tree_map_only
 from .compat.tensors import consists_of_tensors
 from .errors import ExactnessError, UnsupportedError
+from .handles import open_handles
 from .host.device import Device
 from .host.recorder import Recorder
 from .host.room import Room
-from .host.telemetry import Stats, StepListener
+from .host.telemetry import Stats
 from .options import Options
 from .peers.alone import Alone
 from .peers.peers import Peers
@@ -37,7 +37,7 @@ from .stream.activations import Activations
 from .stream.gradients import recover
 from .stream.lazy import set_requires_grad
 from .stream.leaf import Part, Weight, WholeWeight, casts_of, has_form_of
-from .stream.partition import partition, slots
+from .stream.partition import FoundUnit, partition, slots
 from .stream.preflight import check_memory
 from .stream.preparation import check_moves, materialize, move_buffers, pack_weights
 from .stream.sharded import Sharded, bring_to_host, check_supported, drawing_on_mesh
@@ -48,7 +48,6 @@ from .stream.whole import Whole, part_of
 from .stream.window import Window
 
 CHUNK = 1 << 18  # elements of a slice, which fit a core's cache
-handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 class _KeepFiled:
@@ -71,31 +70,6 @@ class _KeepFiled:
 def _note_new(refer: weakref.ref[Handle], *_: Any) -> None:
     if (handle := refer()) is not None:
         handle._is_new = True
-
-
-def _before_fork() -> None:
-    """Wait for all steps and copies: a forked process has neither threads nor the device."""
-    for handle in list(handles):
-        handle.steps.wait_thread()
-        for unit in handle.units:
-            unit.wait_copy()
-
-
-def _after_fork() -> None:
-    """Make reads of memory that a forked process does not have an error."""
-    for handle in handles:
-        if handle.device.hides_slabs:
-            hidden = [(weight.name, weight.wire) for weight in handle.weights if not weight.unit.is_resident]
-            for name, tensor in [*hidden, *(("optimizer state", state) for state in handle.steps.locked_state())]:
-                forbid_access(
-                    storage_id(tensor.untyped_storage()),
-                    f"{name} lies in page-locked memory, which a forked process does not have: read it before the"
-                    " fork, or start the process by 'spawn'",
-                )
-    handles.clear()  # whose threads a fork of the forked process would wait for
-
-
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class Handle:
@@ -155,47 +129,18 @@ class Handle:
         self.steps = self.team.steps(chunk, options.optimizer_overlap, self.device, self.store, makes_trips)
         self.steps.chose_residents = bool(first)
         kept = [part for part in cut if part not in streamed]
-        rest = [named for part in kept for named in part.params]
-        wholes = [whole for part in kept for whole in part.wholes]
-        of_wholes = {id(tensor) for whole in wholes for _, tensor in whole.parts}
-        plain = [(param, param.data) for _, param in rest]
+        plain = [(param, param.data) for part in kept for _, param in part.params]
         self._first_called: Visit | None = None  # since the last step began
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
         self._drawing = contextlib.ExitStack()  # of random numbers for shards
         self._visits: dict[nn.Module, Visit] = {}
         try:
-            policy = Activations(options.activations, self.device)
-            self.window = Window(self.device, policy)
-            on_host = [(Unit, part.name, part.params, part.wholes) for part in streamed]
-            plain_rest = [(name, param) for name, param in rest if id(param) not in of_wholes]
-            host_params = [params for _, _, params, _ in on_host] + [plain_rest] * options.master_weights
-            window = 1 if options.window == "auto" else options.window
-            self.store.choose(host_params, self._wire_of, options.master_weights, window)
-            made = [self._add_unit(*given) for given in on_host]
-            self._entries = {root: unit for part, unit in zip(streamed, made, strict=True) for _, root in part.modules}
-            if plain_rest:
-                self._add_unit(self._kind_of_rest, "(resident)", plain_rest)
-            if wholes:
-                held = [(name, param) for name, param in rest if id(param) in of_wholes]
-                self._add_unit(HeldUnit, "(resident, quantised)", held, wholes)
-            numbers = [unit.numbers() for unit in self.units]
-            sizes = options.window, options.transfer, options.memory_budget
-            self.room = Room(*sizes, numbers, self.device, makes_trips)
-            self.window.begin(self.units, self.room)
-            self._gradients = self.team.gradients(
-                self.device, self.steps, self.units, self.room if makes_trips else None
-            )
-            self.team.share_units(self.units, self.device)
-            for unit in self.units:
-                self._connect(unit)
-            note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
-            if any(weight.is_shard for weight in self.weights):
-                self._drawing.enter_context(drawing_on_mesh())
-            self._hooks += [register_module_parameter_registration_hook(note)]
-            self._hooks += [register_module_module_registration_hook(note)]
-            self._hooks += [module.register_load_state_dict_pre_hook(_KeepFiled(self))]  # type: ignore[no-untyped-call]
-            move_buffers(self.module, self.device.torch_device)
+            self.window = Window(self.device, Activations(options.activations, self.device))
+            self._make_units(streamed, kept)
+            self._begin(makes_trips)
+            self._notice_changes()
+            move_buffers(module, self.device.torch_device)
             self.team.share_buffers(module)
             self._attach()
         except BaseException as error:
@@ -204,7 +149,7 @@ class Handle:
                 raise residents.too_many(self.device, first, free) from error
             raise
         torn_step.notice_loads(module)
-        handles.add(self)
+        open_handles.add(self)
 
     # ---- what doors call
 
@@ -224,7 +169,8 @@ class Handle:
 
     def _begin_step(self, kind: str) -> None:
         trains = torch.is_grad_enabled()
-        self.device.counters.listener.begin_pass(kind, trains)
+        if (listener := self.device.counters.listener) is not None:
+            listener.begin_pass(kind, trains)
         self.room.begin_step(trains)
         if trains or kind == "validate":  # which a Trainer does on all ranks at once
             self.team.begin_forward(self.module)
@@ -294,9 +240,9 @@ class Handle:
         """Stop recording and read what is left; wait for the device and for steps that still run."""
         self.finish_step()
         counters = self.device.counters
-        listener, counters.listener = counters.listener, StepListener()
-        if isinstance(listener, Recorder):
-            listener.flush()
+        recorder, counters.listener = counters.listener, None
+        if recorder is not None:
+            recorder.flush()
 
     @property
     def rank(self) -> int:
@@ -328,6 +274,46 @@ class Handle:
         return [weight for unit in self.units for weight in unit.weights]
 
     # ---- making
+
+    def _make_units(self, streamed: list[FoundUnit], kept: list[FoundUnit]) -> None:
+        """Make units of what streams, and of what stays on the device."""
+        options = self.options
+        rest = [named for part in kept for named in part.params]
+        wholes = [whole for part in kept for whole in part.wholes]
+        of_wholes = {id(tensor) for whole in wholes for _, tensor in whole.parts}
+        plain_rest = [(name, param) for name, param in rest if id(param) not in of_wholes]
+        host_params = [part.params for part in streamed] + [plain_rest] * options.master_weights
+        window = 1 if options.window == "auto" else options.window
+        self.store.choose(host_params, self._wire_of, options.master_weights, window)
+        made = [self._add_unit(Unit, part.name, part.params, part.wholes) for part in streamed]
+        self._entries = {root: unit for part, unit in zip(streamed, made, strict=True) for _, root in part.modules}
+        if plain_rest:
+            self._add_unit(self._kind_of_rest, "(resident)", plain_rest)
+        if wholes:
+            held = [(name, param) for name, param in rest if id(param) in of_wholes]
+            self._add_unit(HeldUnit, "(resident, quantised)", held, wholes)
+
+    def _begin(self, makes_trips: bool) -> None:
+        """Begin the window and the ways of gradients, from the first rank's weights."""
+        options, numbers = self.options, [unit.numbers() for unit in self.units]
+        sizes = options.window, options.transfer, options.memory_budget
+        self.room = Room(*sizes, numbers, self.device, makes_trips)
+        self.window.begin(self.units, self.room)
+        kept_in = self.room if makes_trips else None
+        self._gradients = self.team.gradients(self.device, self.steps, self.units, kept_in)
+        self.team.share_units(self.units, self.device)
+        for unit in self.units:
+            self._connect(unit)
+        if any(weight.is_shard for weight in self.weights):
+            self._drawing.enter_context(drawing_on_mesh())
+
+    def _notice_changes(self) -> None:
+        """Notice modules and parameters that are added, and state that is loaded."""
+        note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
+        self._hooks += [register_module_parameter_registration_hook(note)]
+        self._hooks += [register_module_module_registration_hook(note)]
+        keep: Any = _KeepFiled(self)
+        self._hooks += [self.module.register_load_state_dict_pre_hook(keep)]  # type: ignore[no-untyped-call]
 
     @property
     def _kind_of_rest(self) -> type[Unit]:
@@ -520,7 +506,7 @@ class Handle:
         if self.closed:
             return
         self.closed = True
-        handles.discard(self)
+        open_handles.discard(self)
         with contextlib.ExitStack() as ends:  # which go on, last one first, where one of them raises
             ends.callback(self.device.close)
             ends.callback(self.store.close)

@@ -1,11 +1,41 @@
-"""The handles of a door that streams several modules: finds those of modules that were dropped, and closes all."""
+"""The handles of a process: what a fork does to them, and how a door finds those of modules that were dropped."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import weakref
 from typing import Any
+
+from .compat.streaming import forbid_access, storage_id
+
+open_handles: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """Wait for all steps and copies: a forked process has neither threads nor the device."""
+    for handle in list(open_handles):
+        handle.steps.wait_thread()
+        for unit in handle.units:
+            unit.wait_copy()
+
+
+def _after_fork() -> None:
+    """Make reads of memory that a forked process does not have an error."""
+    for handle in open_handles:
+        if handle.device.hides_slabs:
+            hidden = [(weight.name, weight.wire) for weight in handle.weights if not weight.unit.is_resident]
+            for name, tensor in [*hidden, *(("optimizer state", state) for state in handle.steps.locked_state())]:
+                forbid_access(
+                    storage_id(tensor.untyped_storage()),
+                    f"{name} lies in page-locked memory, which a forked process does not have: read it before the"
+                    " fork, or start the process by 'spawn'",
+                )
+    open_handles.clear()  # whose threads a fork of the forked process would wait for
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class _Garbage:

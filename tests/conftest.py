@@ -175,10 +175,10 @@ def nothing_streams_on():
     """Whoever streams a module closes it: what is left would be seen by the tests that follow."""
     yield
     if "sp_lightning" in sys.modules:  # else nothing can stream, and importing it takes seconds
-        from sp_lightning.handle import handles
+        from sp_lightning.handles import open_handles
         from sp_lightning.stream.parameters import wholes
 
-        assert not [handle for handle in handles if not handle.closed], "a module still streams"
+        assert not [handle for handle in open_handles if not handle.closed], "a module still streams"
         assert not wholes, f"{len(wholes)} quantised weights are still streamed"
 
 

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from ..errors import OptionError
-from ..hf.hub import why_not_there
 from ..plan import listed
 from . import need
 
 ALLOWED = f"a config.json of transformers or its directory, a name on the hub, or one of {', '.join(listed.LISTED)}"
 BY_PYTHON = "sp_lightning.plan(make_model, batch) plans others, by Python"
-TOKENS = 2048  # in a row, by default
 IMAGE = 224  # height and width of an image, if the config has none
 
 
@@ -26,11 +24,11 @@ def find(text: str | None, rows: int, tokens: int | None) -> dict[str, Any]:
     """Return a model, a batch of as many rows for it, and its name, as arguments of `sp_lightning.plan`."""
     if text is None:
         raise OptionError(argument="model", found=text, allowed=f"given, unless --config is: {ALLOWED}")
-    known = listed.find(text)
-    if known is not None:
-        return {"module": text, "batch": listed.batch_of(known, rows, tokens)}
+    need("transformers", "models", "a plan of a model")
+    if text in listed.LISTED:
+        return {"module": text, "batch": listed.batch_of(listed.LISTED[text], rows, tokens)}
     if not os.path.exists(text) and ("/" not in text or text.endswith(".json")):
-        raise OptionError(argument="model", found=text, allowed=f"{ALLOWED}{listed.near(text)}")
+        raise OptionError(argument="model", found=text, allowed=ALLOWED)
     config = _config(text)
     import transformers
 
@@ -50,8 +48,9 @@ def find(text: str | None, rows: int, tokens: int | None) -> dict[str, Any]:
 
 def _config(text: str) -> Any:
     """Read a config from a file, a directory, the hub's cache, or else the hub."""
-    need("transformers", "models", "a plan of a config.json")
     from transformers import AutoConfig
+
+    from ..hf.hub import why_not_there  # which imports all that a run needs
 
     reason = why_not_there(text)
     if not reason:
@@ -71,6 +70,6 @@ def _batch(config: Any, made: Any, rows: int, tokens: int | None) -> dict[str, t
     if made.main_input_name != "input_ids":
         allowed = f"a model that reads text, or images without --seq ({BY_PYTHON})"
         raise OptionError(argument="model", found=made.__name__, allowed=allowed)
-    texts = torch.ones(rows, tokens or TOKENS, dtype=torch.long)
+    texts = torch.ones(rows, tokens or listed.TOKENS, dtype=torch.long)
     predicts = any(head in made.__name__ for head in ("LM", "Generation"))
     return {"input_ids": texts} | ({"labels": texts} if predicts else {})

@@ -34,6 +34,12 @@ def never_compiled_hook(function: F) -> F:
     return function
 
 
+def not_compiled_itself_hook(function: F) -> F:
+    """Keep a function from being compiled, as ``not_compiled_itself`` does, but without a wrapper around each call."""
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, _DEFAULT))
+    return function
+
+
 def not_compiled_itself(function: F) -> F:
     """Keep a function from being compiled; what it calls may be compiled."""
     return cast(F, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]

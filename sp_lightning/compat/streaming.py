@@ -50,9 +50,6 @@ devices_with_lists: Callable[[], list[str]] = _get_foreach_kernels_supported_dev
 # Without it no tensor could answer for bytes that are still on their way.
 as_subclass: Callable[..., Any] = Tensor._make_subclass
 
-# Without it writes to the data of a view of a weight could not be brought to the weight.
-base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
-
 # Without it hf/ would have to find out by itself what the arguments of `module.to` mean.
 parse_to: Callable[..., tuple[torch.device | None, torch.dtype | None, bool, Any]] = torch._C._nn._parse_to
 

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import time
@@ -25,8 +26,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .device import Device
-from .telemetry import _NOTHING, Lane, Span, StepListener, causes
+from .telemetry import Lane, Span, causes
 
+NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 LAG = 2  # passes that begin after a pass before it is read (Rule 2)
 DISK_LANES: tuple[Lane, ...] = ("disk in", "disk out")
 OF_THE_HOST: tuple[Lane, ...] = ("optimizer", *DISK_LANES)  # by its clock
@@ -168,8 +170,8 @@ class _Wait:
         self._recorder._add(self._stall)
 
 
-class Recorder(StepListener):
-    """Listener that records passes and keeps the last ``keep``; ``wanted`` selects them by `RecordedStep.batch`."""
+class Recorder:
+    """Records passes and keeps the last ``keep``; ``wanted`` selects them by `RecordedStep.batch`."""
 
     def __init__(self, clock: Device, keep: int = KEPT, wanted: Callable[[int], bool] = lambda batch: True) -> None:
         self._clock = clock
@@ -184,6 +186,7 @@ class Recorder(StepListener):
     # ---- listening
 
     def begin_pass(self, kind: str, trains: bool) -> None:
+        """Begin a new pass, to which everything that follows belongs."""
         self._end_pass()
         self._read(LAG)
         batch = self._batches[trains]
@@ -195,35 +198,31 @@ class Recorder(StepListener):
         self._batches[trains] += 1
 
     def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
+        """Mark the work that is issued in this context as one lane's."""
         of_pass = self._now  # likewise
         if of_pass is None:
-            return _NOTHING
+            return NOTHING
         now: Callable[[], Any] = time.perf_counter
         if lane not in OF_THE_HOST:
             now = lambda: self._clock.moment(self._clock.compute)  # noqa: E731  # whose thread copies
         return _Work(_Entry(lane, unit, phase, "", nbytes), of_pass.entries, now)
 
     def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
+        """Mark a wait of the compute stream in this context. Then it computes for ``unit``, or goes on as before."""
         now = self._computing
         if self._now is None or (unit and now is not None and (now.unit, now.phase) == (unit, phase)):
-            return _NOTHING
+            return NOTHING
         if not unit and now is not None:
             unit, phase = now.unit, now.phase
         return _Wait(self, _Entry("compute", unit, phase, cause), unit, phase)
 
-    def left(self, around: str, in_backward: bool) -> None:
-        now = self._computing
-        if around and now is not None:
-            self._end_compute()
-            self._begin_compute(around, now.phase)
-        elif not in_backward:
-            self.idle()
-
     def idle(self) -> None:
+        """Note that the compute stream's next work belongs to no unit."""
         if self._computing is not None:
             self._end_compute()
 
     def host_waited(self, cause: str, begin: float, end: float) -> None:
+        """Note that the host waited between two readings of ``time.perf_counter``."""
         entry = _Entry("host", "", "", cause)
         entry.start, entry.end = begin, end
         self._add(entry)
@@ -233,7 +232,8 @@ class Recorder(StepListener):
     def flush(self) -> None:
         """End the pass under way, wait for all queued work and read every pass (Rule 2)."""
         self._end_pass()
-        self._clock.synchronize()
+        for stream in (self._clock.up, self._clock.down, self._clock.compute):
+            stream.synchronize()
         self._read(0)
         self._passes.clear()
 

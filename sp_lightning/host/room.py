@@ -51,12 +51,12 @@ class Room:
         )
         self.transfer = 1 if transfer == "auto" else min(transfer, self.window)
         self._most = self.window if budget is not None or device.is_host else max(1, len(self._streamed))
-        self._grows = window == "auto" and not device.is_host
+        self.grows = window == "auto" and not device.is_host  # whether it does so from step to step
         self._others = self._resumed = 0  # bytes, in this run and in the one that it resumes
         self._fullest = self._window_then = 0  # bytes allocated where most were, and those of the window's units
         self._peak = 0
         self._was_trained = self._has_begun = False
-        if self._grows:
+        if self.grows:
             device.reset_memory_peak()
             log.info(
                 "superpipeline: starts with window %d: units %s; the device has %s",
@@ -67,7 +67,7 @@ class Room:
 
     def note_memory(self, window_nbytes: int) -> None:
         """Note the memory in use after loads, with these bytes of the window's units."""
-        if self._grows and (allocated := self._device.memory_allocated()) > self._fullest:
+        if (allocated := self._device.memory_allocated()) > self._fullest:
             self._fullest, self._window_then = allocated, window_nbytes
 
     def takes(self, nbytes: int) -> bool:
@@ -83,7 +83,7 @@ class Room:
 
     def begin_step(self, trains: bool) -> None:
         """Choose the window for a step, by what the one before it took."""
-        if not self._grows:
+        if not self.grows:
             return
         if self._has_begun:
             self._note_peak()
@@ -121,13 +121,13 @@ class Room:
 
     def was_short(self) -> None:
         """Make the window smaller for good: the device had no memory for a unit."""
-        if self._grows and self.window > 1:
+        if self.grows and self.window > 1:
             self._most = self.window - 1
             self._resize(self._most, "the device had no memory for a unit")
 
     def ran_out(self) -> None:
         """Halve the window for good: the model's own code found no memory on the device."""
-        if self._grows and self.window > 1:
+        if self.grows and self.window > 1:
             self._most = self.window // 2
             self._resize(self._most, "the device had no memory for the model's own code")
 
@@ -148,7 +148,7 @@ class Room:
         self._resumed = chosen["others_nbytes"]
         if self._given[1] == "auto":
             self.transfer = chosen["transfer"]
-        if self._grows:
+        if self.grows:
             fit = self._most if self._budget is not None else min(self._most, self._memory().most(self._streamed))
             self._resize(min(chosen["window"], fit), why)
         self.transfer = min(self.transfer, self.window)

@@ -9,11 +9,9 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
-_NOTHING = contextlib.nullcontext()
 Lane = Literal["disk in", "up", "compute", "down", "optimizer", "disk out", "host"]
 CAUSES = ("compute", "disk", "weights", "gradients", "activations", "optimizer", "other")
 LANES: tuple[Lane, ...] = get_args(Lane)  # "optimizer" is the thread that steps, "host" the one that launches
@@ -77,30 +75,6 @@ def _union(pieces: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return result
 
 
-class StepListener:
-    """Receiver of a step's phases as they begin and end; this base class ignores them, recorder.py records them."""
-
-    def begin_pass(self, kind: str, trains: bool) -> None:
-        """Begin a new pass, to which everything that follows belongs."""
-
-    def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        """Mark the work that is issued in this context as one lane's."""
-        return _NOTHING
-
-    def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
-        """Mark a wait of the compute stream in this context. Then it computes for ``unit``, or goes on as before."""
-        return _NOTHING
-
-    def left(self, around: str, in_backward: bool) -> None:
-        """Note that a visit ended, inside that of unit ``around`` if given. In backward its gradients still follow."""
-
-    def idle(self) -> None:
-        """Note that the compute stream's next work belongs to no unit."""
-
-    def host_waited(self, cause: str, begin: float, end: float) -> None:
-        """Note that the host waited between two readings of ``time.perf_counter``."""
-
-
 class Stats(TypedDict):
     """The figures that `Handle.stats` returns: counts since streaming began, then what is so now. Bytes unless said."""
 
@@ -153,7 +127,7 @@ class Counters:
     held_steps: int = 0  # deferred steps, which ran beside the next forward
     surprises: int = 0  # visits that were not the predicted one
     stall_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by cause
-    listener: StepListener = field(default_factory=StepListener, repr=False, compare=False)  # not a figure
+    listener: Any = field(default=None, repr=False, compare=False)  # a recorder (recorder.py), and no figure
 
     @contextlib.contextmanager
     def stall(self, cause: str) -> Iterator[None]:
@@ -164,7 +138,8 @@ class Counters:
         finally:
             end = time.perf_counter()
             self.stall_ms[cause] += (end - begin) * 1e3
-            self.listener.host_waited(cause, begin, end)
+            if self.listener is not None:
+                self.listener.host_waited(cause, begin, end)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the values now, in a dictionary that later counting does not change."""

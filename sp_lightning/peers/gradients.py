@@ -23,7 +23,7 @@ from torch import Tensor
 from ..compat.streaming import without_dispatch
 from ..compat.tensors import local_of
 from ..errors import UnsupportedError
-from ..host.device import Device, Ring, aligned
+from ..host.device import NOT_RECORDED, Device, Ring, aligned
 from ..stream.gradients import (
     Backward,
     DeviceGradientBytes,
@@ -294,13 +294,13 @@ class SharedGradients(Gradients):
         twin, faces = self._means_of(unit)
         twin.drop()  # the user's changes of the means of before
         self._device.down.wait_event(self._stream.record_event())
-        counters = self._device.counters
+        counters, listener = self._device.counters, self._device.counters.listener
         arrived: Any = self._stream.record_event()
         for weight, (cut, at) in zip(whose, places, strict=True):
             part = cut.part_of(twin.truth_of(faces[weight]), self._team.local_rank)
             if nbytes := part.nbytes:
                 counters.bytes_down += nbytes
-                recorded = counters.listener.work("down", unit.name, "gradients", nbytes)
+                recorded = NOT_RECORDED if listener is None else listener.work("down", unit.name, "gradients", nbytes)
                 arrived = self._device.send_down(part.view(torch.uint8), mean[at : at + nbytes], recorded)
         self._sums.hold(mean, [arrived], self._stream)
         place = f"the gradients of {unit.name}"

@@ -80,7 +80,7 @@ class State:
     def peek(self, host: nn.Parameter) -> dict[str, Any]:
         """Return the parts of a weight's entry."""
         if id(host) not in self._made:
-            own = self._real.peek(host)
+            own = self._real.peek(host) or {}
             self._made[id(host)] = {key: self._part(host, key, entry) for key, entry in own.items()}
         return self._made[id(host)]
 
@@ -206,7 +206,7 @@ class SharedSteps(Steps):
             twin.drop()
         self._planes[unit].edited.clear()
         unit.note_stepped()
-        unit.end_step()
+        unit.steps.end()
         ended.set_result(None) if error is None else ended.set_exception(error)
 
     def _submit(self, unit: Unit, *args: Any) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from ..errors import OptionError
+from ..host.device import find
+from ..host.rates import measured
+from ..options import HOST_MEMORY, Options, check_choice, is_int, parse_bytes
+from . import listed
+from .machines import REACHED, Machine, machine_named
+from .planner import Planner
 from .report import Change, Job, Plan
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from .machines import Machine
 
 __all__ = ["Change", "Job", "Plan", "plan"]
 
@@ -64,11 +66,6 @@ def plan(
         host_memory: Bytes of the host. The values of the strategy's option of this name are taken as that.
         **options: Options of ``SuperpipelineStrategy``.
     """
-    from ..host.machine import headroom
-    from ..options import HOST_MEMORY, Options, check_choice, is_int  # what follows imports torch
-    from . import listed
-    from .planner import Planner
-
     if host_memory in HOST_MEMORY:
         options["host_memory"], host_memory = host_memory, None
     precision = SHORT.get(str(precision), str(precision))
@@ -91,7 +88,6 @@ def plan(
         precision=precision,
         machine=profile,
         target=target,
-        headroom=headroom(profile.host_nbytes),
         optimizer=optimizer,
         accumulate=accumulate,
         clip=clip or precision == "16-mixed",  # whose scaler looks at all gradients first
@@ -101,40 +97,23 @@ def plan(
     )
     if isinstance(module, str):
         module, batch, name = listed.made(module, batch, name)
-    collects = gc.isenabled()
-    gc.disable()  # to look for cycles among all that was imported takes a fifth of a plan's time
-    try:
-        return Planner(module, batch, target=target, loss=loss, name=name).plan(job)
-    finally:
-        if collects:
-            gc.enable()
+    return Planner(module, batch, target=target, loss=loss, name=name).plan(job)
 
 
 def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
     """Return the machine, and the device type whose kernels count."""
-    import torch
-
-    from . import machines
-
     target = None if device is None else torch.device(device).type
-    if given == "here":
-        from ..host.device import find
-        from ..host.rates import measured
-
-        found, dtype = find(None if device is None else str(device)), torch.bfloat16
-        dtype = torch.float32 if precision.startswith("32") else dtype
-        rates = measured(found, dtype, machines.REACHED.down_cost)
-        return machines.Machine(name="here", **rates._asdict()), target or found.type
-    if isinstance(given, str):
-        return machines.machine_named(given), target or "cuda"
-    if not isinstance(given, machines.Machine):
-        raise OptionError(argument="machine", found=given, allowed="'here', a Machine, or the name of a listed one")
-    return given, target or "cuda"
+    if isinstance(given, Machine):
+        return given, target or "cuda"
+    if given != "here":
+        return machine_named(given), target or "cuda"
+    found = find(None if device is None else str(device))
+    dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
+    rates = measured(found, dtype, REACHED.down_cost)
+    return Machine(name="here", **rates._asdict()), target or found.type
 
 
 def _nbytes(given: int | str, argument: str) -> int:
-    from ..options import is_int, parse_bytes
-
     nbytes = parse_bytes(given, argument) if isinstance(given, str) else given
     if not is_int(nbytes) or nbytes < 1:
         allowed = 'bytes, at least 1: an int, or text with a unit such as "10GiB"'

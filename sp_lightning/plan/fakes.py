@@ -1,14 +1,14 @@
 """Run model code on tensors without data, with the kernels and the casts of the device that is planned for.
 
 Tensors are torch's fake ones (FakeTensorMode), on the CPU, where autograd runs without a device. Small integer tensors
-are real: token ids, masks and grid sizes have values, so ``.item()``, ``nonzero()`` and a mask as an index have an
-answer.
+are real, and so is what is computed of them alone: token ids, masks and grid sizes have values, so ``.item()``,
+``nonzero()`` and a mask as an index have an answer. A number read from other floats, such as a logged loss, is 0.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ HALVES = torch.float16, torch.bfloat16
 FUSED = "cuda", "xpu"  # device types with fused kernels of attention and dropout
 KNOWN = 2**21  # elements of the largest integer tensor that has values
 UNKNOWN = needs_values()
-Observer = Callable[[Any, Any, Any, Any], None]
+CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
@@ -54,24 +54,17 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, target: str, autocast: torch.dtype | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.observe: Observer | None = None
-        self.building = False  # a module is being made: its initial weights do not matter
+        self.observe: Any = None
         self._fake = fake_mode()
         self.kernels, self.is_fused = _Kernels(target), target in FUSED
         self._autocast = autocast
-        self._contexts = contextlib.ExitStack()
 
-    def __enter__(self) -> FakeTensors:
-        enter = self._contexts.enter_context
-        enter(torch.random.fork_rng(devices=[]))
-        enter(torch.autocast("cpu", dtype=self._autocast, enabled=self._autocast is not None, cache_enabled=False))
-        enter(self.kernels)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._contexts.close()
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run model code in this context."""
+        autocast = torch.autocast("cpu", self._autocast, self._autocast is not None, cache_enabled=False)
+        with torch.random.fork_rng(devices=[]), autocast, self.kernels, self:
+            yield
 
     def adopt(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor like this one, of this type, that code here may use: without data, unless it is small."""
@@ -87,36 +80,38 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, FLATTEN) for kind in types):
             return NotImplemented  # the operators of its class's code are seen
-        out = self._run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": CPU}  # whatever the code names: of a module that was made on meta, meta
+        out = self._run(func, args, kwargs)
         if self.observe is not None:
-            self.observe(func, args, kwargs or {}, out)
+            self.observe(func, args, kwargs, out)
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = tensors_of(args, kwargs)
+        tensors, writes = tensors_of((*args, *kwargs.values())), schema_of(func).is_mutable
         if any(map(is_fake, tensors)):
+            if func is aten._local_scalar_dense.default and tensors[0].is_floating_point():
+                return 0.0
             if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
                 args = (args[0], _as_integers(args[1]), *args[2:])
-            if schema_of(func).is_mutable and not is_fake(tensors[0]):
+            if writes and not is_fake(tensors[0]):
                 raise UNKNOWN[0](func)  # a value that is not known would be written
-            if self.building and func is aten._local_scalar_dense.default:
-                return 0
             return func(*args, **kwargs)
-        if tensors and schema_of(func).is_mutable:
-            return func(*args, **kwargs)
-        try:
-            with self._fake:
+        if not (tensors and writes):
+            with contextlib.suppress(*UNKNOWN), self._fake:
                 out = func(*args, **kwargs)
-        except UNKNOWN:
-            return func(*args, **kwargs)
-        return func(*args, **kwargs) if all(map(_is_known, tensors_of((out,)))) else out
+                is_made = not tensors or func is aten.lift_fresh.default  # by the code, not computed from the batch
+                if not all(_is_known(one, not is_made) for one in tensors_of((out,))):
+                    return out
+        return func(*args, **kwargs)
 
 
-def _is_known(tensor: Tensor) -> bool:
-    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.numel() <= KNOWN
+def _is_known(tensor: Tensor, is_computed: bool = False) -> bool:
+    return tensor.numel() <= KNOWN and (is_computed or not (tensor.is_floating_point() or tensor.is_complex()))
 
 
-def _as_integers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _as_integers(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Turn masks among indices into positions: how many are set decides the shape."""
     found: list[Tensor | None] = []
     for index in indices:
@@ -125,14 +120,14 @@ def _as_integers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     return found
 
 
-def tensors_of(args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[Tensor]:
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
     """List the tensors among an operator's arguments or results, single or in lists."""
     found = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
+    for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [item for item in value if isinstance(item, Tensor)]
+            found += tensors_of(value)
     return found
 
 
@@ -215,9 +210,7 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if training and 0 < p < 1 and input.numel():
-        return torch.native_dropout(input, p, training)[0]  # it saves a mask of one byte per element
-    return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0] if training and 0 < p < 1 else input  # a mask of a byte each
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..compat.modules import tree_leaves
 from ..errors import OptionError
 from ..host.unit_numbers import STATES, state_nbytes
 from ..store.placement import UnitBytes, choose
@@ -26,7 +28,8 @@ class State(NamedTuple):
     stepped: frozenset[int]  # ids of parameters
 
 
-class OnDisk(NamedTuple):
+@dataclass(frozen=True)
+class OnDisk:
     """Bytes in files: all of them, and what a step reads and writes."""
 
     there: int
@@ -47,20 +50,14 @@ def state_of(optimizer: Any, module: nn.Module) -> State:
     trained = [p for p in module.parameters() if p.requires_grad]
     if optimizer is not None and not trained:
         return State(0.0, frozenset())
-    made = list(optimizers_in(module.configure_optimizers() if optimizer is None else optimizer(trained)))  # type: ignore[operator]
+    made = optimizers_in(module.configure_optimizers() if optimizer is None else optimizer(trained))  # type: ignore[operator]
     stepped = {id(p): p.nbytes for one in made for group in one.param_groups for p in group["params"]}
     return State(sum(map(_state_nbytes, made)) / max(1, sum(stepped.values())), frozenset(stepped))
 
 
-def optimizers_in(found: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers in what ``configure_optimizers`` returned."""
-    if isinstance(found, torch.optim.Optimizer):
-        yield found
-    elif isinstance(found, dict):
-        yield from optimizers_in(found.get("optimizer"))
-    elif isinstance(found, list | tuple):
-        for item in found:
-            yield from optimizers_in(item)
+def optimizers_in(found: Any) -> list[torch.optim.Optimizer]:
+    """List the optimizers in what ``configure_optimizers`` returned."""
+    return [one for one in tree_leaves(found) if isinstance(one, torch.optim.Optimizer)]
 
 
 def _state_nbytes(optimizer: torch.optim.Optimizer) -> float:
@@ -72,8 +69,8 @@ def _state_nbytes(optimizer: torch.optim.Optimizer) -> float:
     arguments = {name: value for name, value in optimizer.defaults.items() if name in takes}
     with outside(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         weight = nn.Parameter(torch.ones(SIDE, SIDE))
+        weight.grad = torch.ones_like(weight)
         small = type(optimizer)([weight], **arguments)
-        weight.grad = torch.ones(SIDE, SIDE)
         small.step()
         stored = [value.nbytes for value in small.state[weight].values() if isinstance(value, Tensor) and value.dim()]
     nbytes = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..errors import OptionError, did_you_mean
+from ..errors import OptionError
 
-ROWS, TOKENS = 1, 2048
+TOKENS = 2048  # in a row, by default
 
 
 class Listed(NamedTuple):
@@ -41,38 +41,22 @@ LISTED = {
     "mixtral-8x7b": _decoder("Mixtral", 4096, 32, 32, 8, 14336, 32000),
     "vit-h": Listed("ViT", "ViTForImageClassification", {**IMAGES, "patch_size": 14, "num_labels": 1000}),
 }
-SAME = {"llama3-8b": "llama-8b", "llama3-70b": "llama-70b"}
-
-
-def find(name: str) -> Listed | None:
-    """Return a listed model; None for a name that is not listed."""
-    return LISTED.get(SAME.get(name, name))
-
-
-def near(name: str) -> str:
-    """Ask whether a listed name was meant; empty if none is like it."""
-    return did_you_mean(name, [*LISTED, *SAME])
 
 
 def made(name: str, batch: Any, title: str | None) -> tuple[Callable[[], nn.Module], Any, str]:
     """Return the function that makes a listed model, a batch, and the model's name."""
-    found = find(name)
-    if found is None:
+    if name not in LISTED:
         allowed = f"a module, a function that makes one, or one of {', '.join(LISTED)}"
         raise OptionError(argument="module", found=name, allowed=allowed)
     if batch is None or isinstance(batch, int):
-        batch = batch_of(found, batch or ROWS, None)
-    return maker(found), batch, title or SAME.get(name, name)
+        batch = batch_of(LISTED[name], batch or 1, None)
+    return maker(LISTED[name]), batch, title or name
 
 
 def maker(listed: Listed) -> Callable[[], nn.Module]:
     """Return the function that makes the model, without initial values."""
-    name = f"transformers.models.{listed.kind.lower()}.modeling_{listed.kind.lower()}"
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        allowed = "a model that does not need transformers, which is not installed: pip install 'sp-lightning[models]'"
-        raise OptionError(argument="model", found=listed.kind, allowed=allowed) from error
+    kind = listed.kind.lower()
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
     def make() -> nn.Module:
         from transformers.initialization import no_init_weights

@@ -58,7 +58,8 @@ REACHED = Reached()
 def machine_named(name: str) -> Machine:
     """Return a listed machine."""
     if name not in MACHINES:
-        raise OptionError(argument="machine", found=name, allowed=f"'here' or one of {', '.join(MACHINES)}")
+        allowed = f"'here', a Machine, or one of {', '.join(MACHINES)}"
+        raise OptionError(argument="machine", found=name, allowed=allowed)
     return MACHINES[name]
 
 

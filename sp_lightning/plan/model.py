@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dtensor
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..host.unit_numbers import UnitNumbers, aligned
-from ..options import Options
 from ..stream.leaf import casts_of
-from ..stream.partition import FoundUnit, partition, slots
+from ..stream.partition import FoundUnit, UnitSpec, partition, slots
+from ..stream.preflight import sizes
+from ..stream.recompute import tensors_in
 from ..stream.residents import choose
 from .fakes import FakeTensors
-from .host import optimizers_in
-from .trace import Setting, Trace, Visit, tensors_in, trace
+from .host import State, optimizers_in, state_of
+from .trace import Setting, Trace, Visit
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 PACKAGE = Path(__file__).parents[1]
-PLAIN = int, float, str, tuple, type(None)  # attributes that may decide what a block does
 ALIKE = 3  # blocks that run in the place of more that are alike
 
 
@@ -59,23 +59,25 @@ class PlannedModel:
         self._loss, self._batch = loss, batch() if callable(batch) else batch
         sizes = Counter(tensor.shape[0] for tensor in tensors_in(self._batch) if tensor.dim())
         self.rows = sizes.most_common(1)[0][0] if sizes else 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.module = self._made(source)
+        self.module = self._made(source)
         self.trains = any(p.requires_grad for p in self.module.parameters())
         self.module.train(self.trains)
-        self._units: dict[Any, list[FoundUnit]] = {}
-        self._traces: dict[Any, Trace] = {}
+        self.state = functools.cache(self._state)
+        self.trace = functools.cache(self._trace)
 
     # ---- making
 
     def _made(self, source: nn.Module | Callable[..., nn.Module]) -> nn.Module:
         """Make the model, and put tensors for a trace in the place of its own."""
-        if isinstance(source, nn.Module):
-            kept = {id(tensor): tensor for tensor in (*source.parameters(), *source.buffers())}
-            module = self._tried(functools.partial(copy.deepcopy, source, kept))
-        else:
-            module = self._built(source)
+        with _refusing(
+            "the model could not be made without data, or copied",
+            "a function without arguments that makes it, or a module that is made",
+        ):
+            if isinstance(source, nn.Module):
+                kept = {id(tensor): tensor for tensor in (*source.parameters(), *source.buffers())}
+                module = copy.deepcopy(source, kept)
+            else:
+                module = self._built(source)
         if not isinstance(module, nn.Module) or not any(True for _ in module.parameters()):
             allowed = "a module with parameters, or a function that makes one"
             raise OptionError(argument="module", found=type(module).__name__, allowed=allowed)
@@ -84,24 +86,19 @@ class PlannedModel:
                 "layers that are cut across devices cannot be planned yet: plan the whole model, of which each device "
                 "holds its share of the window and of the gradients"
             )
-        self._replace_tensors(module, {} if isinstance(source, nn.Module) else vars(module))
+        self._replace_tensors(module)
         return module
 
     def _built(self, source: Callable[..., nn.Module]) -> Any:
-        """Make the module of tensors for a trace or, if it changes its own in ways that these refuse, on meta."""
-        self.tensors.building = True
+        """Make the module of tensors for a trace or, where code reads weights and they are refused, on meta."""
         try:
-            with self.tensors:
+            with self.tensors.running():
                 return source()
-        except SuperpipelineError:
-            raise
         except Exception:
             with torch.device("meta"):
-                return self._tried(source)
-        finally:
-            self.tensors.building = False
+                return source()
 
-    def _replace_tensors(self, module: nn.Module, own: dict[str, Any]) -> None:
+    def _replace_tensors(self, module: nn.Module) -> None:
         """Put tensors like them in the place of a module's own, also in optimizers that came with it."""
         made: dict[int, tuple[Tensor, Tensor]] = {}  # with those that they replace, whose ids stay theirs
         for child in list(module.modules()):
@@ -109,7 +106,7 @@ class PlannedModel:
                 if tensor is not None:
                     _, new = made.setdefault(id(tensor), (tensor, self._like(tensor)))
                     setattr(child, name, new)
-        for optimizer in optimizers_in(own.get("configure_optimizers", tuple)()):
+        for optimizer in optimizers_in(vars(module).get("configure_optimizers", tuple)()):
             for group in optimizer.param_groups:
                 group["params"] = [made.get(id(p), (p, p))[1] for p in group["params"]]
 
@@ -122,50 +119,39 @@ class PlannedModel:
         like = self.tensors.adopt(tensor.detach(), self._dtype if tensor.is_floating_point() else None)
         return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
-    def units(self, options: Options) -> list[FoundUnit]:
+    def _units(self, classes: UnitSpec, resident: Any) -> list[FoundUnit]:
         """Cut the module as the options say; units that are never evicted are part of the resident rest."""
-        key = options.units, options.resident
-        if key not in self._units:
-            cut = partition(self.module, list(options.units) if isinstance(options.units, tuple) else options.units)
-            first = choose(cut, slots(self.module), 0 if options.resident == "auto" else options.resident)
-            self._units[key] = [replace(unit, resident=True) if unit in first else unit for unit in cut]
-        return self._units[key]
+        cut = partition(self.module, list(classes) if isinstance(classes, tuple) else classes)
+        first = choose(cut, slots(self.module), 0 if resident == "auto" else resident)
+        return [replace(unit, resident=True) if unit in first else unit for unit in cut]
 
-    def narrow(self, options: Options) -> frozenset[int]:
+    def _narrow(self, units: Sequence[FoundUnit], wire_dtype: str) -> frozenset[int]:
         """Return the ids of weights that travel as autocast casts them."""
-        casts = self._mixed and options.wire_dtype == "auto"
-        streamed = {id(p) for unit in self.units(options) if not unit.resident for _, p in unit.params}
+        casts = self._mixed and wire_dtype == "auto"
+        streamed = {id(p) for unit in units if not unit.resident for _, p in unit.params}
         return frozenset(streamed & casts_of(self.module, self._half if casts else None))
 
     # ---- a trace
 
-    def trace(self, options: Options, rows: int) -> Trace:
-        """Return the trace of a step of as many rows."""
-        key = options.units, options.resident, options.wire_dtype, options.activations, rows
-        if key not in self._traces:
-            self._traces[key] = self._trace(options, rows)
-        return self._traces[key]
-
-    def _trace(self, options: Options, rows: int) -> Trace:
-        setting = Setting(self.units(options), self.narrow(options), self.masters, options.activations)
-        try:
-            with warnings.catch_warnings(), _fewer_blocks(self.module, setting.units) as (ran, every):
-                warnings.simplefilter("ignore")  # nothing is trained here
-                found = self._traced(setting, rows)
-            visits = _repeated(found.visits, ran, every)
-            return found._replace(visits=visits) if visits else self._traced(setting, rows)
-        except SuperpipelineError:
-            raise
-        except Exception as error:
-            raise UnsupportedError(
-                f"{self.name} does not run without a Trainer and without data: {_in_a_line(error)}; pass another "
-                "batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
-            ) from error
+    def _trace(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str, rows: int) -> Trace:
+        """Return the trace of a step of as many rows, with these options."""
+        units = self._units(classes, resident)
+        setting = Setting(units, self._narrow(units, wire_dtype), self.masters, activations)
+        what = f"{self.name} does not run without a Trainer and without data"
+        instead = "another batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
+        with _fewer_blocks(self.module, units) as (ran, every), contextlib.suppress(Exception):
+            found = self._traced(setting, rows)
+            found.visits = _repeated(found.visits, ran, every)
+            return found
+        with _refusing(what, instead):
+            return self._traced(setting, rows)
 
     def _traced(self, setting: Setting, rows: int) -> Trace:
-        with self.tensors, torch.set_grad_enabled(self.trains):
+        with self.tensors.running(), torch.set_grad_enabled(self.trains):
             batch = with_tensors(self._batch, functools.partial(self._given, rows=rows))
-            return trace(self.module, setting, batch, functools.partial(self._step, batch), self.tensors)
+            found = Trace(setting, self.tensors)
+            found.run(self.module, batch, functools.partial(self._step, batch))
+        return found
 
     def _given(self, tensor: Tensor, rows: int) -> Tensor:
         """Return a tensor of the batch without data, with this number of rows."""
@@ -185,39 +171,32 @@ class PlannedModel:
 
     # ---- bytes
 
+    def _state(self, optimizer: Any) -> State:
+        """Return the state that an optimizer keeps."""
+        with self.tensors.running():
+            return state_of(optimizer, self.module)
+
     def host_nbytes(self, parameter: Tensor) -> int:
         """Return the bytes of a weight on the host."""
         return aligned(parameter.nbytes * (2 if self.masters and parameter.is_floating_point() else 1))
 
-    def sizes(self, options: Options) -> list[UnitNumbers]:
+    def sizes(self, setting: Setting) -> list[UnitNumbers]:
         """List the bytes of the units on the device."""
-        found, narrow = [], self.narrow(options)
-        for unit in self.units(options):
-            each = [(p, aligned(p.nbytes // 2 if id(p) in narrow else p.nbytes)) for _, p in unit.params]
-            trained = [(p, nbytes) for p, nbytes in each if p.requires_grad]
-            up, down = (sum(nbytes for _, nbytes in some) for some in (each, trained))
-            found.append(
-                UnitNumbers(
-                    unit.name,
-                    up,
-                    down,
-                    sum(p.numel() for p, _ in trained),
-                    resident=unit.resident,
-                    cast=sum(p.numel() for p, _ in trained if self.masters or id(p) in narrow),
-                )
-            )
-        return found
+        found = sizes(setting.units, lambda p: torch.bfloat16 if id(p) in setting.narrow else p.dtype, True)
+        return [replace(size, cast=size.parameters) for size in found] if self.masters else found
 
-    def _tried(self, make: Callable[[], Any]) -> Any:
-        try:
-            return make()
-        except SuperpipelineError:
-            raise
-        except Exception as error:
-            raise UnsupportedError(
-                f"the model could not be made without data, or copied: {_in_a_line(error)}; pass a function without "
-                "arguments that makes it, or a module that is made"
-            ) from error
+
+@contextlib.contextmanager
+def _refusing(what: str, instead: str) -> Iterator[None]:
+    """Turn an error of the user's code into one line, with what to pass instead."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nothing is trained here
+            yield
+    except SuperpipelineError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(f"{what}: {_in_a_line(error)}; pass {instead}") from error
 
 
 def with_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -241,7 +220,7 @@ def _fewer_blocks(module: nn.Module, units: Sequence[FoundUnit]) -> Iterator[tup
     """Leave three of the longest run of units that are alike; yield the indices of those that run, and of all."""
     places = {id(inner): unit.index for unit in units if len(unit.modules) == 1 for _, inner in unit.modules}
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > ALIKE]
-    stacks = [one for one in lists if all(id(block) in places for block in one) and _are_alike(one)]
+    stacks = [one for one in lists if all(id(block) in places and _form(block) == _form(one[0]) for block in one)]
     if not stacks:
         yield [], []
         return
@@ -254,37 +233,20 @@ def _fewer_blocks(module: nn.Module, units: Sequence[FoundUnit]) -> Iterator[tup
         stack.extend(rest)
 
 
-def _are_alike(blocks: nn.ModuleList) -> bool:
-    """Whether what decides the operators of blocks differs at most in numbers that are their indices."""
-    first = _described(blocks[0])
-    for index, block in enumerate(blocks):
-        other = _described(block)
-        differ = [(value, other.get(key)) for key, value in first.items() if value != other.get(key)]
-        if first.keys() != other.keys() or any(pair != (0, index) for pair in differ):
-            return False
-    return True
+def _form(block: nn.Module) -> Any:
+    """Return what decides a block's bytes and its work: its modules as they print themselves, and its weights."""
+    return str(block), [(p.shape, p.dtype, p.requires_grad) for p in block.parameters()]
 
 
-def _described(block: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the types, tensors and plain attributes of the modules of a block."""
-    found: dict[tuple[str, str], Any] = {}
-    for name, child in block.named_modules():
-        tensors = {key: each for key, each in (*child._parameters.items(), *child._buffers.items()) if each is not None}
-        found |= {(name, key): (each.shape, each.dtype, each.requires_grad) for key, each in tensors.items()}
-        plain = {key: each for key, each in vars(child).items() if isinstance(each, PLAIN)}
-        found |= {(name, "class"): type(child)} | {(name, key): value for key, value in plain.items()}
-    return found
-
-
-def _repeated(visits: list[Visit], ran: list[int], every: list[int]) -> list[Visit] | None:
-    """Repeat the visits of the middle block; None if blocks are not visited one after the other."""
+def _repeated(visits: list[Visit], ran: list[int], every: list[int]) -> list[Visit]:
+    """Repeat the visits of the middle block; raise an error if blocks are not visited one after the other."""
     if not ran:
         return visits
     first, middle, last = ran
     order = [visit.unit for visit in visits]
     between = [{order[place - 1], *order[place + 1 : place + 2]} for place, unit in enumerate(order) if unit == middle]
     if not between or any(neighbours != {first, last} for neighbours in between):
-        return None
+        raise LookupError
     found = []
     for visit in visits:
         around = tuple(every[-1] if index == last else index for index in visit.in_use)

@@ -11,11 +11,11 @@ from ..errors import SuperpipelineError
 from ..host.unit_numbers import UnitNumbers
 from ..options import Options
 from ..store.placement import UnitBytes
-from .host import OnDisk, State, placed, state_of
+from .host import OnDisk, State, placed
 from .model import PlannedModel
 from .report import Change, Job, Plan
-from .step import GRADIENTS, ROOT, WINDOW, Run, StepTime, Sweep, Work, step_cost, step_time, sweep
-from .trace import Trace
+from .step import GRADIENTS, ROOT, WINDOW, Run, StepTime, Sweep, step_cost, step_time, sweep
+from .trace import Trace, Work
 
 # Two of cuBLAS, of the threads of forward and backward: torch allocates 8.125 MiB each, and 32 MiB on Hopper.
 WORKSPACES = {"cuda": 2 * 8 * 2**20 + 2**18}
@@ -31,7 +31,6 @@ class Planner:
 
     def __init__(self, source: Any, batch: Any, **how: Any) -> None:
         self._make = functools.cache(functools.partial(PlannedModel, source, batch, **how))
-        self._states: dict[Any, State] = {}
 
     def plan(self, job: Job) -> Plan:
         """Plan a job, and what to change."""
@@ -42,44 +41,41 @@ class Planner:
         """Plan a job with the smallest window that fits and is as fast as the largest, or else with the smallest."""
         model, options = self._model(job), job.options
         rows = max(1, int(model.rows * job.scale))
-        found, sizes = model.trace(options, rows), model.sizes(options)
+        found = model.trace(options.units, options.resident, options.wire_dtype, options.activations, rows)
+        sizes = model.sizes(found.setting)
         most = max(1, sum(not size.resident for size in sizes))
         windows = [options.window] if options.window != "auto" else [*WINDOWS, most]
         windows = sorted({min(window, most) for window in windows})
-        swept = functools.cache(lambda window: sweep(found, sizes, window, _transfer(options, window)))
-        terms = functools.cache(lambda window: self._device(job, swept(window), sizes))
-        fitting = [window for window in windows if _fits(terms(window), job)]
+        swept = {window: sweep(found, sizes, window, _transfer(options, window)) for window in windows}
+        terms = {window: self._device(job, one, sizes) for window, one in swept.items()}
+        fitting = [window for window in windows if _fits(terms[window], job)]
         tried = fitting or windows[:1]
-        host, disk = self._host(job, found, swept(tried[-1]))
-        timed = functools.cache(lambda window: self._timed(job, window, swept(window), found, disk))
-        enough = EQUAL * timed(tried[-1]).seconds  # a larger window takes no longer
-        window = next(window for window in tried if timed(window).seconds <= enough)
+        host, disk = self._host(job, found, sizes, swept[tried[-1]])
+        times = {window: self._timed(job, window, swept[window], found, sizes, disk) for window in tried}
+        enough = EQUAL * times[tried[-1]].seconds  # a larger window takes no longer
+        window = next(window for window in tried if times[window].seconds <= enough)
         return Plan(
             job=job,
             model=model.name,
-            parameters=sum(unit.numel for unit in model.units(options)),
+            parameters=sum(unit.numel for unit in found.setting.units),
             trained=sum(size.parameters for size in sizes),
             rows=rows,
             window=window,
             transfer=_transfer(options, window),
             units=tuple(size.name for size in sizes if not size.resident),
-            device_terms={name: nbytes for name, nbytes in terms(window).items() if nbytes},
+            device_terms={name: nbytes for name, nbytes in terms[window].items() if nbytes},
             host_terms={name: nbytes for name, nbytes in host.items() if nbytes},
             disk=disk,
-            bytes_up=swept(window).up,
+            bytes_up=swept[window].up,
             fits_device=bool(fitting),
-            time=timed(window),
+            time=times[window],
         )
 
     def _model(self, job: Job) -> PlannedModel:
         return self._make(precision=job.precision, masters=job.options.master_weights)
 
     def _state(self, job: Job) -> State:
-        key = job.precision, job.options.master_weights, str(job.optimizer)
-        if key not in self._states:
-            with self._model(job).tensors:
-                self._states[key] = state_of(job.optimizer, self._model(job).module)
-        return self._states[key]
+        return self._model(job).state(job.optimizer)
 
     # ---- bytes
 
@@ -93,12 +89,12 @@ class Planner:
         fixed, wasted = RESERVE.get(job.target, (0, 0.0))
         return terms | {"reserve": fixed + int(wasted * sum(terms.values()))}
 
-    def _host(self, job: Job, found: Trace, swept: Sweep) -> tuple[dict[str, int], OnDisk]:
+    def _host(self, job: Job, found: Trace, sizes: list[UnitNumbers], swept: Sweep) -> tuple[dict[str, int], OnDisk]:
         """Return the host memory of all devices of a machine, which share it, and what is in files."""
         model, options, state = self._model(job), job.options, self._state(job)
-        narrow, of_units = model.narrow(options), []
+        of_units = []
         own = job.devices * (job.devices > 1)  # sums that each device has of several batches
-        for unit, size in zip(model.units(options), model.sizes(options), strict=True):
+        for unit, size in zip(found.setting.units, sizes, strict=True):
             on_device = size.resident and not options.master_weights  # where its weights are, and are stepped
             held = unit.parts if on_device else {id(p) for _, p in unit.params}
             host = {id(p): model.host_nbytes(p) * (id(p) in held) for _, p in unit.params}
@@ -115,11 +111,11 @@ class Planner:
                     fixed=sum(
                         2 * p.numel()
                         for _, p in unit.params
-                        if id(p) in narrow or (model.masters and p.is_floating_point())
+                        if id(p) in found.setting.narrow or (model.masters and p.is_floating_point())
                     ),
                 )
             )
-        beside = {"activations": job.devices * sum(visit.down for visit in found.visits)}
+        beside = {"activations": job.devices * sum(visit.work.down for visit in found.visits)}
         beside["copies"] = job.copies * sum(one.frozen + one.weights for one in of_units)
         budget = job.host_available if options.host_budget is None else options.host_budget
         terms, disk = placed(of_units, budget if options.uses_files else None, options.spills, swept.loads_each)
@@ -127,7 +123,9 @@ class Planner:
 
     # ---- time
 
-    def _timed(self, job: Job, window: int, swept: Sweep, found: Trace, disk: OnDisk) -> StepTime:
+    def _timed(
+        self, job: Job, window: int, swept: Sweep, found: Trace, sizes: list[UnitNumbers], disk: OnDisk
+    ) -> StepTime:
         options, on_device = job.options, job.options.optimizer_device == "device"
         run = Run(
             cost=step_cost(self._state(job).share, on_device=on_device),
@@ -137,20 +135,19 @@ class Planner:
             overlap="forward" if options.optimizer_overlap else "none",
             ranks=job.devices,
         )
-        return step_time(*self._works(job, swept, found, disk), job.machine, run)
+        return step_time(*self._works(job, swept, found, sizes, disk), job.machine, run)
 
-    def _works(self, job: Job, swept: Sweep, found: Trace, disk: OnDisk) -> tuple[Work, Work, Work, Work]:
+    def _works(
+        self, job: Job, swept: Sweep, found: Trace, sizes: list[UnitNumbers], disk: OnDisk
+    ) -> tuple[Work, Work, Work, Work]:
         """Return the work of a forward, a backward, a step, and what of these has to do with the first unit."""
-        units, sizes = self._model(job).units(job.options), self._model(job).sizes(job.options)
         works, stepped = {False: Work(), True: Work()}, self._state(job).stepped
         for visit in found.visits:
-            moves = {"moved": visit.moved, "up": visit.up, "down": visit.down}
-            work = Work(flops=visit.flops, fp32_flops=visit.fp32_flops, **moves)
-            works[visit.backward] = works[visit.backward].plus(work)
+            works[visit.backward] = works[visit.backward].plus(visit.work)
         for backward, loads in swept.loads.items():
             works[backward] = works[backward].plus(Work(up=sum(sizes[index].up_nbytes for index in loads)))
         step, of_first = Work(read=disk.read, written=disk.written), Work()
-        for index, (unit, size) in enumerate(zip(units, sizes, strict=True)):
+        for index, (unit, size) in enumerate(zip(found.setting.units, sizes, strict=True)):
             count = sum(p.numel() for _, p in unit.params if p.requires_grad and id(p) in stepped)
             if size.resident:
                 step = step.plus(Work(moved=4 * (3 + 2 * self._state(job).share) * count))
@@ -185,33 +182,21 @@ class Planner:
     @staticmethod
     def _candidates(plan: Plan) -> Iterator[tuple[str, str, Job]]:
         """Yield changes: what to type, what it costs, and the job with it; those that change no bits come first."""
-        job, options, trains = plan.job, plan.job.options, plan.trained > 0
-
-        def chosen(**changes: Any) -> Job:
-            return replace(job, options=replace(options, **changes))
-
+        job, trains = plan.job, plan.trained > 0
         if plan.fits:
             yield f"a batch of {2 * plan.rows} rows", "", replace(job, scale=2 * job.scale)
-            if trains and options.activations != "keep":
-                yield "activations='keep'", "more bytes on the device", chosen(activations="keep")
-            return
-        if trains and not plan.fits_device:
-            for policy in LESS:
-                if policy not in options.activations:
-                    yield f"activations={policy!r}", LESS[policy], chosen(activations=policy)
-        if not plan.fits_device and plan.rows > 1:
+            yield "activations='keep'", "more bytes on the device", job.with_options(activations="keep")
+        elif not plan.fits_device:
+            for policy, cost in LESS.items():
+                yield f"activations={policy!r}", cost, job.with_options(activations=policy)
             yield f"a batch of {plan.rows // 2} rows", "", replace(job, scale=job.scale / 2)
-        if not plan.fits_host and plan.host_terms.get("wire copies") and not options.master_weights:
-            yield "wire_dtype='as-is'", "more bytes on the link", chosen(wire_dtype="as-is")
-        if not plan.fits_host and not options.spills and trains:
-            yield "disk=FOLDER", "state is read and written each step", chosen(disk="FOLDER")
-        if trains and not job.precision.endswith("16-true"):
+        elif trains:
+            yield "disk=FOLDER", "state is read and written each step", job.with_options(disk="FOLDER")
+        if not plan.fits and trains and not job.precision.endswith("16-true"):
             half = replace(job, precision="bf16-true")
-            masters = replace(half, options=replace(options, master_weights=True))
+            masters = half.with_options(master_weights=True)
             yield "precision='bf16-true', master_weights=True", "computed in bf16, stepped in FP32", masters
             yield "precision='bf16-true'", "weights and state are rounded to bf16", half
-        if trains and not plan.fits_host:
-            yield "Adafactor", "other updates than AdamW's", replace(job, optimizer="Adafactor")
 
 
 def _transfer(options: Options, window: int) -> int:

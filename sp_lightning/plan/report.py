@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..host.machine import headroom
 from ..options import Options, format_bytes, format_seconds
 from .host import OnDisk
 from .machines import Machine
@@ -19,7 +20,6 @@ class Job:
     precision: str
     machine: Machine
     target: str  # the device type whose kernels count
-    headroom: int  # bytes of host memory that are left to the system
     optimizer: Any = None
     accumulate: int = 1
     clip: bool = False
@@ -31,7 +31,12 @@ class Job:
     @property
     def host_available(self) -> int:
         """Bytes of host memory that the run may have."""
-        return int(min(self.machine.host_nbytes - self.headroom, self.options.host_limit))
+        nbytes = self.machine.host_nbytes
+        return int(min(nbytes - headroom(nbytes), self.options.host_limit))
+
+    def with_options(self, **changes: Any) -> Job:
+        """Return the run with other options of the strategy."""
+        return replace(self, options=replace(self.options, **changes))
 
 
 @dataclass(frozen=True)
@@ -109,12 +114,8 @@ class Plan:
 
     def to_dict(self, tokens: int | None = None) -> dict[str, Any]:
         """Return everything as plain values."""
-        job = {field.name: getattr(self.job, field.name) for field in fields(Job)}
-        job |= {"machine": asdict(self.job.machine), "options": asdict(self.job.options)}
         computed = "device_nbytes", "host_nbytes", "fits_host", "fits", "step_s"
-        shown = {name: getattr(self, name) for name in (*self.__dataclass_fields__, *computed)}
-        shown |= {"job": job, "disk": self.disk._asdict(), "time": asdict(self.time), "speed": self.speed(tokens)}
-        return shown | {"changes": list(map(asdict, self.changes))}
+        return asdict(self) | {name: getattr(self, name) for name in computed} | {"speed": self.speed(tokens)}
 
     def __str__(self) -> str:
         return self.text()
@@ -134,7 +135,7 @@ class Plan:
             f"{self.transfer}: {format_bytes(self.device_nbytes)} of {format_bytes(job.machine.device_nbytes)} on the "
             f"device, {format_bytes(self.host_nbytes)} of {format_bytes(job.host_available)} on the host: {fits}",
         ]
-        disk = self.disk._asdict() if self.disk.there else {}
+        disk = asdict(self.disk) if self.disk.there else {}
         for title, terms in (("Device", self.device_terms), ("Host", self.host_terms), ("Disk, in a step", disk)):
             shown = [f"  {name:24}{format_bytes(nbytes):>12}" for name, nbytes in terms.items()]
             lines += ["", f"{title}:", *shown] if shown else []

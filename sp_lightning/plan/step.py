@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ..host.unit_numbers import UnitNumbers
 from ..stream.schedule import Schedule
 from .machines import REACHED, Machine, Reached
-from .trace import Trace
+from .trace import Trace, Work
 
 # What bytes on the device are for.
 WINDOW, ROOT, KEPT, WORKING = "window", "resident root", "kept for backward", "activations of one unit"
@@ -49,7 +49,7 @@ def sweep(found: Trace, sizes: Sequence[UnitNumbers], window: int, transfer: int
     order = [visit.unit for visit in found.visits if visit.unit is not None]
     coming = [0]  # by visit: bytes of activations that come up for the next one that needs any
     for visit in reversed(found.visits):
-        coming.insert(0, visit.up or coming[0])
+        coming.insert(0, visit.work.up or coming[0])
     packs, leaving = deque[int](maxlen=RING), deque[int](maxlen=RING)
     terms, loads = dict[str, int](), dict[bool, list[int]]()
     for number in range(PASSES):
@@ -59,15 +59,14 @@ def sweep(found: Trace, sizes: Sequence[UnitNumbers], window: int, transfer: int
         for visit, ahead in zip(found.visits, coming[1:], strict=True):
             if visit.unit is not None:
                 loads[visit.backward] += schedule.visit(visit.unit, visit.in_use).load
-            gradients = visit.gradients + sum(packs)
-            beside = there + visit.peak - visit.gradients + sum(leaving) + (ahead if visit.up else 0)
+            beside = there + visit.peak + sum(leaving) + (ahead if visit.work.up else 0)
             kept = max(0, min(there + sum(leaving), beside))
-            now = {WINDOW: schedule.resident_nbytes, KEPT: kept, WORKING: beside - kept, GRADIENTS: gradients}
+            now = {WINDOW: schedule.resident_nbytes, KEPT: kept, WORKING: beside - kept, GRADIENTS: sum(packs)}
             if sum(now.values()) > sum(terms.values()):
                 terms = now
             there += visit.grown
             packs.extend(visit.packed)
-            leaving.extend([visit.down] * bool(visit.down))
+            leaving.extend([visit.work.down] * bool(visit.work.down))
     root, every = sum(size.up_nbytes for size in sizes if size.resident), [*loads[False], *loads[True]]
     terms |= {ROOT: root, "batch": found.batch, "buffers": found.buffers}
     each = len(every) / max(1, sum(not size.resident for size in sizes))
@@ -85,6 +84,10 @@ class Bytes(NamedTuple):
 
     half: float = 0.0
     full: float = 0.0
+
+    def of(self, work: Work) -> float:
+        """Return the bytes of a pass over the parameters that some work trains."""
+        return work.cast * self.half + (work.trained - work.cast) * self.full
 
 
 NOTHING = Bytes()
@@ -118,34 +121,6 @@ def step_cost(states: float = 2, *, on_device: bool = False) -> StepCost:
     if on_device:
         return StepCost(added=added, on_device=step, up=written, down=written)
     return StepCost(added=added, stepped=Bytes(step, step))  # half: a narrower gradient, and a copy that travels
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """The work of a part of a step, by lane."""
-
-    flops: float = 0.0  # of products in half precision
-    fp32_flops: float = 0.0
-    moved: float = 0.0  # bytes of device memory that all but products read and write
-    up: float = 0.0  # bytes
-    down: float = 0.0
-    read: float = 0.0  # bytes of the disk
-    written: float = 0.0
-    sent: float = 0.0  # bytes that each host sends the others
-    trained: float = 0.0  # parameters that a step changes
-    cast: float = 0.0  # of those, the ones that are FP32 on the host and travel in half precision
-
-    def plus(self, other: Work) -> Work:
-        """Return the work of both."""
-        return Work(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Work)})
-
-    def times(self, count: int) -> Work:
-        """Multiply the work by a count."""
-        return Work(**{one.name: count * getattr(self, one.name) for one in fields(Work)})
-
-    def passes(self, cost: Bytes) -> float:
-        """Return the bytes that a pass over its trained parameters costs."""
-        return self.cast * cost.half + (self.trained - self.cast) * cost.full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,18 +162,20 @@ def step_time(
     rates = _Rates(machine, run, reached)
     seconds = rates.seconds
     step, first = (
-        one.plus(Work(up=cost.up * one.trained, down=cost.down * one.trained, moved=cost.on_device * one.trained))
+        one.plus(
+            Work(up=int(cost.up * one.trained), down=int(cost.down * one.trained), moved=cost.on_device * one.trained)
+        )
         for one in (step, first)
     )
     every = step.plus(first)
     sweep = seconds(forward) + seconds(backward)
-    landed, stepped = every.passes(landing), step.passes(cost.stepped)
+    landed, stepped = landing.of(every), cost.stepped.of(step)
     alone = seconds(replace(first, up=0)) + seconds(Work(up=first.up))
-    serial = first.passes(cost.stepped) / rates.cores
+    serial = cost.stepped.of(first) / rates.cores
     if run.clip:
-        of_norm = every.passes(cost.norm) + every.passes(cost.scaled)
+        of_norm = cost.norm.of(every) + cost.scaled.of(every)
         serial += seconds(Work(), landed + of_norm)
-        serial += every.passes(cost.norm_by_one) / reached.one_core
+        serial += cost.norm_by_one.of(every) / reached.one_core
         beside = seconds(forward.plus(step), stepped) + seconds(backward)
     else:
         beside = max(sweep, seconds(forward.plus(backward).plus(step), landed + stepped))
@@ -206,7 +183,7 @@ def step_time(
         beside = sweep + seconds(step, stepped + (0 if run.clip else landed))
     more = (run.accumulate - 1) * (sweep + alone + seconds(Work(), landed))
     whole = forward.plus(backward).plus(Work(up=first.up, down=first.down)).times(run.accumulate).plus(step)
-    busy = rates.lanes(whole, stepped + first.passes(cost.stepped) + run.accumulate * landed)
+    busy = rates.lanes(whole, stepped + cost.stepped.of(first) + run.accumulate * landed)
     return StepTime(more + beside + alone + serial, max(busy, key=busy.__getitem__), busy)
 
 

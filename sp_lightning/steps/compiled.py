@@ -251,7 +251,7 @@ def step(loops: list[Loop | None], work: list[Any], scale: Tensor | None, state:
     runs: dict[tuple[int, int], list[Stepped]] = {}  # by group and branches
     for item in work:
         loop = loops[item.group]
-        part = None if loop is None else _prepared(loop, item, scale, state.peek(item.weight.host))
+        part = None if loop is None else _prepared(loop, item, scale, state.peek(item.weight.host) or {})
         if part is None:
             left.append(item)
         else:

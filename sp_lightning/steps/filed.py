@@ -133,6 +133,11 @@ class FiledSteps:
     def __init__(self, store: Store) -> None:
         self._store = store
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether all of it is, at all times."""
+        return self._store.placement.is_in_memory
+
     def parts(self, work: list[Any], state: Any, step: Any) -> Generator[tuple[list[Any], Any], None, None]:
         """Yield work and its state while they are in memory; all is where it belongs at the end.
 
@@ -141,14 +146,11 @@ class FiledSteps:
             state: The optimizer's.
             step: What steps them (slices.py).
         """
-        if self._store.placement.is_in_memory:
-            yield work, state
-            return
         in_windows = [item for item in work if self._goes_in_windows(item, state, step)]
         if whole := [item for item in work if not any(item is other for other in in_windows)]:
             yield whole, state
             for item in whole:
-                self.keep_state(item.weight, state.peek(item.weight.host))
+                self.keep_state(item.weight, state.peek(item.weight.host) or {})
         if in_windows:
             yield from self._windows(in_windows, state, step)
 
@@ -164,7 +166,7 @@ class FiledSteps:
                     own[key] = self._store.moved(entry)
 
     def _goes_in_windows(self, item: Any, state: Any, step: Any) -> bool:
-        value, own, grad = item.weight.value, state.peek(item.weight.host), item.grad
+        value, own, grad = item.weight.value, state.peek(item.weight.host) or {}, item.grad
         if not (step.is_elementwise and isinstance(grad, GradientBytes) and value.numel()) or None in own.values():
             return False
         shaped = [entry for entry in own.values() if is_shaped(entry, value)]
@@ -198,7 +200,7 @@ class FiledSteps:
         parts: list[Part] = []
         left = room = self._store.room
         for item in work:
-            own, new = state.peek(item.weight.host), dict[str, Tensor]()
+            own, new = state.peek(item.weight.host) or {}, dict[str, Tensor]()
             types = [span.dtype for span in Part(item, own, new, 0, 1).spans]
             count = item.weight.value.numel()
             whole = sum(blocks(count * dtype.itemsize) for dtype in types)

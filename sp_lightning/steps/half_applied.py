@@ -46,25 +46,20 @@ class EarlySteps:
 
     def __init__(self) -> None:
         self.outcome = Outcome(is_early=True)
-        self._stepped: dict[Weight, GradientBytes] = {}  # with the gradients that were taken
+        self.stepped: dict[Weight, GradientBytes] = {}  # with the gradients that were taken
         self._stepper: optim.Optimizer | None = None
         self._options: Any = None  # with which they were stepped
         self._params: list[list[int]] = []  # of the optimizer's groups, by their ids, as the first was stepped
 
-    @property
-    def count(self) -> int:
-        """How many weights there are."""
-        return len(self._stepped)
-
     def mark(self, optimizer: optim.Optimizer, whose: list[Weight]) -> None:
         """Note weights that the optimizer steps from here on. A touch of their gradients is an error."""
-        if self._stepped:
+        if self.stepped:
             self._check_options(optimizer)
         else:
-            self._params = _params(optimizer)
-        self._stepper, self._options = optimizer, _numbers(optimizer)
+            self._params, self._options = _params(optimizer), _numbers(optimizer)
+        self._stepper = optimizer
         for weight in whose:
-            content = self._stepped[weight] = grad_of(weight.host).content
+            content = self.stepped[weight] = grad_of(weight.host).content
             content.is_stepped_early = weight.is_half_applied = True
 
     def left_of(self, optimizer: optim.Optimizer, whose: list[Weight]) -> list[Weight]:
@@ -72,17 +67,19 @@ class EarlySteps:
         if optimizer is self._stepper:
             self._check_same(optimizer)
             return [weight for weight in whose if not weight.is_half_applied]
-        check_no_second(whose)
+        for weight in whose:
+            if weight.is_half_applied:
+                raise stepped_already(weight.name)
         return whose
 
     def _check_same(self, optimizer: optim.Optimizer) -> None:
         """Raise if weights were stepped with other options, or with gradients that are gone."""
-        for weight, content in self._stepped.items():
+        for weight, content in self.stepped.items():
             if getattr(grad_of(weight.host), "content", None) is not content:
                 self.check()
                 break
         self._check_options(optimizer)
-        if self._stepped and self._params != _params(optimizer):
+        if self.stepped and self._params != _params(optimizer):
             raise _changed("groups")
 
     def _check_options(self, optimizer: optim.Optimizer) -> None:
@@ -95,28 +92,21 @@ class EarlySteps:
             self._forget()
 
     def _forget(self) -> None:
-        for weight, content in self._stepped.items():
+        for weight, content in self.stepped.items():
             content.is_stepped_early = weight.is_half_applied = False
-        self._stepped.clear()
+        self.stepped.clear()
         self._stepper = None
 
     def check(self) -> None:
         """Raise if weights were stepped whose step the user has not called, unless weights and state were loaded."""
-        if self._stepped and self.outcome.is_replaced:
+        if self.stepped and self.outcome.is_replaced:
             self._forget()
-        if self._stepped:
+        if self.stepped:
             raise TornStepError(
                 "an exception came between a backward, beside which weights were stepped, and optimizer.step(): weights"
                 " and optimizer state are those of no step. Load the last checkpoint into both, or set"
                 " optimizer_overlap=False"
             )
-
-
-def check_no_second(whose: list[Weight]) -> None:
-    """Raise if any of these weights was stepped beside a backward, and its step is not called yet."""
-    for weight in whose:
-        if weight.is_half_applied:
-            raise stepped_already(weight.name)
 
 
 def _numbers(optimizer: optim.Optimizer) -> Any:

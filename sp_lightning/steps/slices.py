@@ -69,14 +69,6 @@ class Slice(NamedTuple):
                 grad = grad * factor  # the gradient stays as it is: a step that raises has changed nothing
         return grad
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the tensors of the state; the numbers of a weight that is cut are copied."""
-        tensors = {key: entry for key, entry in self.own.items() if isinstance(entry, Tensor)}
-        if self.start is None:
-            return tensors
-        shape = self.work.weight.value.shape
-        return {key: self.of(entry) if entry.shape == shape else entry.clone() for key, entry in tensors.items()}
-
     def put_state(
         self, state: Options, new: Options, given: dict[int, Tensor], place: Place
     ) -> list[tuple[Tensor, Tensor]]:
@@ -216,12 +208,23 @@ class SlicedOptimizer:
         place.down(down)
 
     def _state(self, part: Slice, place: Place, given: dict[int, Tensor]) -> Options:
-        """Return the state of a slice where it is stepped; note what is there already."""
-        here, counts_go_up = part.state(), self._counts_go_up[part.work.group]
-        going = [key for key in here if counts_go_up or key not in COUNTS]
-        there = dict(zip(going, place.up([here[key] for key in going]), strict=True))
-        given.update({id(entry): entry for key, entry in there.items() if entry is here[key]})
-        return {**part.own, **here, **there}
+        """Return the state of a slice where it is stepped; note what is there already.
+
+        The numbers of a weight that is cut are copied.
+        """
+        counts_go_up, shape = self._counts_go_up[part.work.group], part.work.weight.value.shape
+        state, going = dict(part.own), []
+        for key, entry in part.own.items():
+            if isinstance(entry, Tensor):
+                if part.start is not None:
+                    state[key] = part.of(entry) if entry.shape == shape else entry.clone()
+                if counts_go_up or key not in COUNTS:
+                    going.append(key)
+        for key, entry in zip(going, place.up([state[key] for key in going]), strict=True):
+            if entry is state[key]:
+                given[id(entry)] = entry
+            state[key] = entry
+        return state
 
     def _call(self, params: list[list[Tensor]], states: dict[Tensor, Any], scaling: Options) -> None:
         """Call the class's step on other parameters and state than the user's."""
@@ -229,21 +232,18 @@ class SlicedOptimizer:
         code_of_step(self.user)(shadow_of(self.user, groups, state=states, **scaling))
 
     def _runs(self, work: list[Work], state: WaitingState, chunk: int) -> Iterator[list[Slice]]:
-        """Cut weights into runs of slices of about a chunk's elements; those that are not cut are one run."""
-        owned = [(item, state.peek(item.weight.host)) for item in work]
-        cut: list[tuple[Work, Options]] = []
-        whole: list[tuple[Work, Options]] = []
-        for item, own in owned:
-            (cut if self._is_cut(item, own) else whole).append((item, own))
-        if whole:
-            yield [Slice(item, own, None, None) for item, own in whole]
+        """Cut weights of more than a chunk's elements into slices, and yield runs of about a chunk's elements."""
         run: list[Slice] = []
         room = chunk
-        for item, own in cut:
-            for start in range(0, item.weight.value.numel(), chunk):
-                stop = min(start + chunk, item.weight.value.numel())
-                run.append(Slice(item, own, start, stop))
-                room -= stop - start
+        for item in work:
+            own, count = state.peek(item.weight.host) or {}, item.weight.value.numel()
+            if count <= chunk or not self._is_cut(item, own):
+                parts = [Slice(item, own, None, None)]
+            else:
+                parts = [Slice(item, own, at, min(at + chunk, count)) for at in range(0, count, chunk)]
+            for part in parts:
+                run.append(part)
+                room -= min(count, chunk)
                 if room <= 0:
                     yield run
                     run, room = [], chunk

@@ -26,6 +26,7 @@ class WaitingState(collections.defaultdict[Any, Any]):
     def __init__(self, optimizer: optim.Optimizer) -> None:
         super().__init__(dict, optimizer.state)
         self._reserved: set[Any] = set()
+        self._guessed: list[Any] = []  # those whose gradients are yet to come
 
     def copy(self) -> Any:
         return collections.defaultdict(dict, self.items())
@@ -58,11 +59,28 @@ class WaitingState(collections.defaultdict[Any, Any]):
     # ---- without waiting
 
     def reserve(self, keys: list[Any]) -> None:
-        """Give keys their places, in the order of a plain run, until a step has made the entry or made none."""
-        for key in keys:
-            if not dict.__contains__(self, key):
-                dict.__setitem__(self, key, {})
-                self._reserved.add(key)
+        """Give keys their places, in the order of a plain run, until a step has made the entry or made none.
+
+        Keys whose places were guessed lose them if they are not among these.
+        """
+        known = set(keys)
+        for key in self._guessed:
+            if key not in known and key in self._reserved and not self.peek(key):
+                self._reserved.discard(key)
+                dict.pop(self, key, None)
+        self._guessed = []
+        self._reserve(keys)
+
+    def guess(self, keys: list[Any]) -> None:
+        """Give keys their places, some of which get no gradient in the backward that is under way."""
+        self._guessed += self._reserve(keys)
+
+    def _reserve(self, keys: list[Any]) -> list[Any]:
+        new = [key for key in keys if not dict.__contains__(self, key)]
+        for key in new:
+            dict.__setitem__(self, key, {})
+        self._reserved.update(new)
+        return new
 
     def _forget_empty(self, keys: list[Any]) -> None:
         """Give up the places of these keys where a step has made no entry."""
@@ -71,9 +89,7 @@ class WaitingState(collections.defaultdict[Any, Any]):
             if not dict.get(self, key):
                 dict.pop(self, key, None)
 
-    def peek(self, key: Any) -> dict[str, Any]:
-        """Return an entry; an empty one if there is none."""
-        return dict.get(self, key) or {}
+    peek = dict.get  # an entry, or None
 
     def make(self, key: Any) -> dict[str, Any]:
         """Return an entry; make it if there is none."""

@@ -26,14 +26,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..compat.streaming import without_dispatch
 from ..errors import UnsupportedError
-from ..host.device import Device
+from ..host.device import NOT_RECORDED, Device
 from ..store.store import Store
 from ..stream.gradients import GradientBytes, HostGradient, recover
+from ..stream.lazy import grad_of
 from ..stream.leaf import Weight
 from ..stream.parameters import unit_of, weights
 from ..stream.unit import Unit
 from .filed import FiledSteps
-from .half_applied import EarlySteps, Outcome, check_no_second
+from .half_applied import EarlySteps, Outcome
 from .places import ByTrips, OnDevice, OnHost, Place
 from .slices import COUNTS, SlicedOptimizer, Work, counts_on_device, is_known, names_of_known, shadow_of
 from .state import WaitingState
@@ -53,7 +54,7 @@ class Steps:
         # The thread rounds as the device does, which keeps denormals.
         self.thread = ThreadPoolExecutor(1, "superpipeline-steps", torch.set_flush_denormal, (False,))
         self._adopted: weakref.WeakKeyDictionary[optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # and hooks
-        self._early: optim.Optimizer | None = None  # which steps beside this backward
+        self.early: optim.Optimizer | None = None  # which steps beside this backward
         # Of its weights, and with its options, as the first of these steps finds them.
         self._early_groups: dict[int, int] = {}
         self._early_sliced: Any = None
@@ -85,7 +86,7 @@ class Steps:
         """Which step runs beside other work: "in backward", or "deferred" beside a forward; None: there is none."""
         if all(unit.pending is None or unit.pending.done() for unit in self._units):
             return None
-        return "in backward" if self._early is not None else "deferred"
+        return "in backward" if self.early is not None else "deferred"
 
     def publish(self) -> None:
         """Have what the user wrote where all ranks have it. Collective; does nothing for one device."""
@@ -175,6 +176,8 @@ class Steps:
     def _before(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Step what is streamed, and give the optimizer's own code a shadow with the rest."""
         recover()
+        if not self._units:  # of a module without parameters
+            return None
         window = next(iter(self._units)).window
         self._was_in_step, window.is_in_step = window.is_in_step, False  # an optimizer of the user's steps on the host
         if not self._groups(optimizer):
@@ -210,7 +213,7 @@ class Steps:
         self.adopt(optimizer)
         state: Any = optimizer.state
         with without_dispatch():
-            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            params = [p for group in optimizer.param_groups for p in group["params"] if grad_of(p) is not None]
             state.reserve(params)
             whose = [weight for p in params if (weight := weights.get(id(p))) is not None and id(weight) in groups]
             work: dict[Unit, list[Weight]] = {}
@@ -258,7 +261,8 @@ class Steps:
             raise
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        next(iter(self._units)).window.is_in_step = self._was_in_step
+        if self._units:
+            next(iter(self._units)).window.is_in_step = self._was_in_step
         if optimizer in self._adopted and not self._overlap:
             _wait_steps(optimizer)
         if optimizer in self._adopted and not is_known(optimizer):
@@ -270,7 +274,7 @@ class Steps:
 
     def step_beside_backward(self, optimizer: optim.Optimizer | None) -> None:
         """From here on gradients are final as they come, and this optimizer steps them; None: no longer."""
-        self._early = None
+        self.early = None
         self.backward_ended()
         for unit in self._units:
             unit.calls = 0
@@ -279,39 +283,35 @@ class Steps:
             self._early_steps.outcome = Outcome(is_early=True)
             self.adopt(optimizer)
             if is_known(optimizer):
-                self._early = optimizer
+                self.early = optimizer
 
     @staticmethod
     def _reserve_state(optimizer: optim.Optimizer) -> None:
         """Give the entries of state that the steps will make the order of a plain run, not that of backward."""
         state: Any = optimizer.state
-        state.reserve([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
+        state.guess([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
 
     @property
     def half_applied(self) -> int:
         """How many weights were stepped beside a backward, for which the user's call of `step` has not come."""
-        return self._early_steps.count
-
-    def is_eager(self) -> bool:
-        """Whether this backward's gradients may be stepped as they come."""
-        return self._early is not None
+        return len(self._early_steps.stepped)
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
         """Step a unit's weights now, if their gradients are final."""
-        check_no_second(whose)
-        if self._early is None or not is_complete or unit.calls != 1 or unit.is_resident:
+        if self.early is None or not is_complete or unit.calls != 1 or unit.is_resident:
             return
         with without_dispatch():
-            self._step_early(self._early, unit, whose)
+            self._step_early(self.early, unit, whose)
 
     def _step_early(self, optimizer: optim.Optimizer, unit: Unit, whose: list[Weight]) -> None:
-        if not self._early_steps.count:  # the training step may have changed the groups
+        if not self._early_steps.stepped:  # the training step may have changed the groups
             self._early_groups = self._groups(optimizer)
             self._early_sliced = SlicedOptimizer(optimizer, self._device)
             self._reserve_state(optimizer)
         groups = self._early_groups
         mine = [weight for weight in whose if id(weight) in groups]
-        if mine and all(isinstance(weight.host.grad, HostGradient) for weight in mine):
+        others = [weight for weight in mine if not isinstance(grad_of(weight.host), HostGradient)]
+        if mine and not others:
             self._early_steps.mark(optimizer, mine)
             unit.is_final = True
             self._counters.stepped_ahead += len(mine)
@@ -344,7 +344,7 @@ class Steps:
     def _noted_work(self, whose: list[Weight], groups: dict[int, int]) -> list[Work]:
         found = []
         for weight in whose:
-            grad = weight.host.grad
+            grad = grad_of(weight.host)
             found.append(Work(weight, grad.content if isinstance(grad, HostGradient) else grad, groups[id(weight)]))
         return found
 
@@ -387,12 +387,15 @@ class Steps:
             try:
                 run()
             finally:
-                unit.end_step()
+                unit.steps.end()
 
         return self.thread.submit(run_and_end)
 
     def _step(self, unit: Unit, work: list[Work], sliced: SlicedOptimizer, state: Any) -> None:
         """Step weights of a unit. Runs on the thread."""
+        if self._filed.is_in_memory:
+            sliced.step(work, state, self._place)
+            return
         with contextlib.closing(self._filed.parts(work, state, sliced)) as parts:
             for part, own in parts:
                 sliced.step(part, own, self._place)
@@ -405,7 +408,8 @@ class Steps:
             return
         unit.wait_copy()
         before = [weight.value._version for weight in whose]
-        recorded = self._counters.listener.work("optimizer", unit.name, "step")
+        listener = self._counters.listener
+        recorded = NOT_RECORDED if listener is None else listener.work("optimizer", unit.name, "step")
         with torch.no_grad(), without_dispatch(), recorded:
             try:
                 step()

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..host.device import Arrival, Device
+from ..host.device import NOT_RECORDED, Arrival, Device
 from ..host.staging import StagedCopy
 from ..host.telemetry import Counters
 from .direct import BLOCK, DirectFile, blocks
@@ -163,7 +163,7 @@ class Pipeline:
         """
         fill, begin = FileFill(self._counters), self._device.up.record_event()
         self._counters.disk_read += sum(piece.nbytes for piece in pieces)
-        timed = [self._counters.listener.work("disk in", name, "weights", piece.nbytes) for piece in pieces]
+        timed = [self._recorded("disk in", name, "weights", piece.nbytes) for piece in pieces]
 
         def work() -> None:
             try:
@@ -243,6 +243,10 @@ class Pipeline:
         self._writer.submit(work)
         return copied
 
+    def _recorded(self, *work: Any) -> AbstractContextManager[None]:
+        listener = self._counters.listener
+        return NOT_RECORDED if listener is None else listener.work(*work)
+
     # ---- windows
 
     def windows(self, todo: Iterable[W]) -> Generator[W, None, None]:
@@ -280,7 +284,7 @@ class Pipeline:
         buffer = self._take()
         try:
             for file, offset, nbytes, at in ranges:
-                with self._counters.listener.work("disk in", "", "state", nbytes):
+                with self._recorded("disk in", "", "state", nbytes):
                     file.read(buffer.memory[at:], offset, nbytes)
                 self._counters.disk_read += nbytes
         except BaseException:
@@ -291,7 +295,7 @@ class Pipeline:
     def _store(self, buffer: Buffer, ranges: list[FileRange]) -> None:
         try:
             for file, offset, nbytes, at in ranges:
-                with self._counters.listener.work("disk out", "", "state", nbytes):
+                with self._recorded("disk out", "", "state", nbytes):
                     file.write(buffer.memory[at:], offset, blocks(nbytes))
                 self._counters.disk_written += nbytes
         finally:

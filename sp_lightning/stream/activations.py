@@ -8,7 +8,9 @@ checkpoint of the user's around the unit or inside) get all that is no weight.
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,7 @@ from .residency import shown
 
 WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
 SMALLEST = 1 << 10  # bytes; less is not worth a copy
+UNPACK: Callable[[Any], Tensor] = operator.methodcaller("get")  # of what a tensor was packed to
 
 
 NOTHING = contextlib.nullcontext()
@@ -47,6 +50,7 @@ class Kept:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor.detach(), tensor._version
 
+    @never_compiled_hook
     def get(self) -> Tensor:
         if (version := self.tensor._version) != self.version:
             raise was_written(version, self.version, self.tensor.shape)
@@ -62,6 +66,7 @@ class SavedWeight:
         self.weight, self.version = weight, weight.there._version
         self.place = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
+    @never_compiled_hook
     def get(self) -> Tensor:
         unit = self.weight.unit
         unit.window.visit(unit)
@@ -82,9 +87,9 @@ class SavedWhole:
     def __init__(self, form: Any, parts: list[Any], device: torch.device) -> None:
         self.form, self.parts, self.device = form, parts, device
 
-    def made(self, unpack: Callable[[Any], Tensor]) -> Tensor:
-        """Make it again."""
-        whole: Tensor = self.form.whole(map(unpack, self.parts), self.device)
+    @never_compiled_hook
+    def get(self) -> Tensor:
+        whole: Tensor = self.form.whole(map(UNPACK, self.parts), self.device)
         return whole
 
 
@@ -133,7 +138,8 @@ class Trip:
         """Make compute wait for the unit's saved tensors, and start to fetch those of the unit before."""
         if (here := self._device.current_stream()) != self._waiting:
             self._waiting = here
-            with self._device.counters.listener.waiting("activations"):
+            listener = self._device.counters.listener
+            with NOTHING if listener is None else listener.waiting("activations"):
                 self._wait_arrivals(here)
         if here != self._stream:
             self._device.keep_for(there, here)
@@ -164,7 +170,8 @@ class Moved:
         self._there: Tensor | None = None
         device.down.wait_event(here.record_event())
         flat = self._source.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        recorded = device.counters.listener.work("down", "", "activations", flat.nbytes)
+        listener = device.counters.listener
+        recorded = NOTHING if listener is None else listener.work("down", "", "activations", flat.nbytes)
         self.went_down = device.send_down(self._here, flat, recorded)
         device.counters.bytes_offloaded += flat.nbytes
 
@@ -180,12 +187,14 @@ class Moved:
         assert self._here is not None
         device, there = self._device, self._device.empty(self._here.nbytes)
         device.after_compute(device.up)
-        recorded = device.counters.listener.work("up", "", "activations", there.nbytes)
+        listener = device.counters.listener
+        recorded = NOTHING if listener is None else listener.work("up", "", "activations", there.nbytes)
         arrival = device.send_up(there, self._here, self.went_down, recorded)
         device.counters.bytes_brought_back += there.nbytes
         self._there, self._here = there, None
         return there, arrival
 
+    @never_compiled_hook
     def get(self) -> Tensor:
         if self._was_written:
             raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self._form[0])}")
@@ -199,22 +208,38 @@ class Moved:
 class Handed:
     """A saved tensor that hooks of others have, of which only a write by the unit's forward is noted."""
 
-    __slots__ = ("form", "packed", "source", "version", "was_written")
+    __slots__ = ("form", "packed", "policy", "source", "unpack", "version", "was_written")
 
-    def __init__(self, tensor: Tensor, packed: Any) -> None:
-        self.packed = packed
+    def __init__(self, tensor: Tensor, hooks: Any, policy: Activations) -> None:
+        self.packed, self.unpack, self.policy = hooks[0](tensor), hooks[1], policy
         self.source: Tensor | None = tensor.detach()  # until the forward is over
         self.form, self.version, self.was_written = tensor.shape, tensor._version, False
+
+    @never_compiled_hook
+    def get(self) -> Tensor:
+        if self.was_written:
+            raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self.form)}")
+        try:
+            return self.unpack(self.packed)  # type: ignore[no-any-return]
+        except CheckpointError as error:
+            if not self.policy.repeated:
+                raise  # of a checkpoint of the user's
+            raise ExactnessError(
+                f"{self.policy.repeated} ran again in backward, and not as it did before: its second run saved other"
+                " tensors than its first; use activations='keep' or 'offload'"
+            ) from error
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The hooks on saved tensors under which a unit runs."""
 
-    def __init__(self, policy: Activations, outer: Any, trip: Trip | None = None) -> None:
-        self._policy, self._trip = policy, trip
-        self.outer = outer  # hooks of others, which get what is no weight
+    outer: Any = None  # hooks of others, which get what is no weight
+    _trip: Trip | None = None
+
+    def __init__(self, policy: Activations) -> None:
+        self._policy = policy
         self._handed: list[Handed] = []
-        super().__init__(self.pack, self._unpack)
+        super().__init__(self.pack, UNPACK)
 
     @never_compiled_hook
     def pack(self, tensor: Tensor) -> Any:
@@ -222,13 +247,14 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             return self._pack_whole(tensor)
         memory = shown.get(storage_id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
         if memory is not None:
-            weight = memory.weight_of(tensor)
+            weight = memory.weights[bisect_right(memory.places, tensor.storage_offset() * tensor.itemsize) - 1]
             is_as_shown = weight.is_shard or tensor._version == weight.there._version  # a shard's views have others
             if is_as_shown and not tensor.is_conj() and not tensor.is_neg():
-                memory.keep_for_stream()
+                if (here := self._policy.device.current_stream()) != memory.home:  # a stream of the user's
+                    self._policy.device.keep_for(memory.flat, here)
                 return SavedWeight(tensor, weight)
         if self.outer is not None:
-            self._handed.append(Handed(tensor, self.outer[0](tensor)))
+            self._handed.append(Handed(tensor, self.outer, self._policy))
             return self._handed[-1]
         if self._trip is not None and self._policy.moves(tensor):
             return self._trip.add(tensor)
@@ -240,27 +266,17 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             return Kept(tensor)
         return SavedWhole(form, [self.pack(part) for _, part in parts], self._policy.device.torch_device)
 
-    @never_compiled_hook
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, SavedWhole):
-            return packed.made(self._unpack)
-        if not isinstance(packed, Handed):
-            return packed.get()  # type: ignore[no-any-return]
-        if packed.was_written:
-            raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(packed.form)}")
-        try:
-            return self.outer[1](packed.packed)  # type: ignore[no-any-return]
-        except CheckpointError as error:
-            if not self._policy.repeated:
-                raise  # of a checkpoint of the user's
-            raise ExactnessError(
-                f"{self._policy.repeated} ran again in backward, and not as it did before: its second run saved other"
-                " tensors than its first; use activations='keep' or 'offload'"
-            ) from error
+
+class SavedElsewhere(SavedTensors):
+    """The same for one call, where hooks of others are around it, or what it saves is sent down."""
+
+    def __init__(self, policy: Activations, outer: Any, trip: Trip | None = None) -> None:
+        super().__init__(policy)
+        self.outer, self._trip = outer, trip
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        del self.pack_hook, self.unpack_hook  # methods of its own, with which it would live until a garbage collection
+        del self.pack_hook  # a method of its own, with which it would live until a garbage collection
         for handed in self._handed:
             if handed.source is not None:
                 handed.was_written, handed.source = handed.source._version != handed.version, None
@@ -275,7 +291,7 @@ class Activations:
         self.device = device
         self.is_repeated = False  # whether what runs now runs again in backward
         self.repeated = ""  # the unit that ran last of those that run again
-        self.ring = Ring()
+        self.ring, self._hooks = Ring(), SavedTensors(self)
         self._last: Callable[[], Trip | None] = lambda: None
 
     def saving(self) -> Any:
@@ -288,9 +304,9 @@ class Activations:
                 " transform of torch.func), but bring its weights back for backward: call it outside of that context"
             )
         top = top_hooks(False)
-        if top is not None and isinstance(getattr(top[0], "__self__", None), SavedTensors):
-            return NOTHING
-        return SavedTensors(self, top)
+        if top is None:
+            return self._hooks
+        return NOTHING if isinstance(getattr(top[0], "__self__", None), SavedTensors) else SavedElsewhere(self, top)
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor goes to the host: on the device, worth a copy, and without gaps or overlaps."""
@@ -305,18 +321,6 @@ class Activations:
             and tensor.stride() == dense_strides(tensor)
         )
 
-    def _repeated(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a forward so that it notes, while it runs, that backward runs it again."""
-
-        def repeated(*args: Any, **kwargs: Any) -> Any:
-            before, self.is_repeated, self.repeated = self.is_repeated, True, name
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.is_repeated = before
-
-        return repeated
-
     def run(self, recompute: Recompute, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a unit's forward, for which autograd records."""
         if not (self.recomputes or self.offloads):
@@ -325,15 +329,13 @@ class Activations:
         ours = None if top is None else getattr(top[0], "__self__", None)
         if (ours.outer if isinstance(ours, SavedTensors) else top) is not None:  # inside a checkpoint of the user's
             return call(*args, **kwargs)  # to whom the unit is left
-        if self.recomputes:
-            call = self._repeated(call, recompute.name)
         if not self.offloads:
-            return recompute.run(call, args, kwargs, Kept)
+            return recompute.run(call, args, kwargs, Kept, self)
         trip = Trip(self.device, self._last)
         self._last = weakref.ref(trip)
-        hooks = SavedTensors(self, None, trip)
+        hooks = SavedElsewhere(self, None, trip)
         try:
             with hooks:
-                return recompute.run(call, args, kwargs, hooks.pack) if self.recomputes else call(*args, **kwargs)
+                return recompute.run(call, args, kwargs, hooks.pack, self) if self.recomputes else call(*args, **kwargs)
         finally:
             trip.close(self.ring)

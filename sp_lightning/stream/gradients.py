@@ -35,10 +35,10 @@ from ..compat.streaming import (
     without_dispatch,
 )
 from ..errors import ExactnessError, UnsupportedError
-from ..host.device import Arrival, Device, Ring, aligned
+from ..host.device import NOT_RECORDED, Arrival, Device, Ring, aligned
 from ..host.room import Room
 from .lazy import ARRAYS, METADATA, Lazy, data_of, found_in, grad_of, set_data, set_grad, shares_bytes
-from .leaf import Weight, version_of
+from .leaf import Weight, stepped_already, version_of
 from .unit import Unit
 
 ADDED = 1 << 20  # elements that are added at a time: their copies in a wider type stay in the cores' caches
@@ -440,12 +440,11 @@ def recover() -> None:
 class Stepper(Protocol):
     """The steps of a stream, as gradients know them."""
 
+    early: Any  # the optimizer that steps this backward's gradients as they come; None: there is none
+
     @property
     def thread(self) -> Executor:
         """The thread that runs steps, one after the other, and sums of gradients between them."""
-
-    def is_eager(self) -> bool:
-        """Whether this backward's gradients may be stepped as they come."""
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
         """Note a unit's gradients: all of them, or those that came by the end of backward."""
@@ -480,6 +479,8 @@ class Gradients:
             trains = weight.host.requires_grad
         if grad is None or not trains:
             return  # frozen since the forward, as by `toggle_optimizer`
+        if weight.is_half_applied:
+            raise stepped_already(weight.name)
         if grad.requires_grad:
             raise UnsupportedError(
                 f"backward(create_graph=True) would give {weight.name} a gradient with a graph, which cannot be in host"
@@ -488,17 +489,31 @@ class Gradients:
         if weight.is_shard and (grad := weight.received(grad)) is None:
             return
         came[weight] = grad
+        del grad  # which may be wider than what is sent down of it
         if len(came) >= unit.trained:
             self._flush(backward, unit, backward.came.pop(unit), is_complete=True)
 
     def end(self, backward: Backward) -> None:
         """Send down what came of units that did not get all their gradients, and put all into `.grad`."""
+        if backwards:
+            self._deposit_before(backward)
         with contextlib.ExitStack() as ends:  # which go on, last one first, where a hook of the user's raises
-            ends.callback(self._device.counters.listener.idle)
+            if (listener := self._device.counters.listener) is not None:
+                ends.callback(listener.idle)
             ends.callback(self._steps.backward_ended)
             ends.callback(self._deposit_all, backward.sent)
             while backward.came:
                 self._flush(backward, *backward.came.popitem(), is_complete=False)
+
+    def _deposit_before(self, inner: Backward) -> None:
+        """Deposit what a backward has so far of weights that the one inside of it has, too: sums depend on order."""
+        mine = {weight for weight, _ in inner.sent}.union(*inner.came.values())
+        for backward in list(backwards.values()):
+            if backward.collector is self:
+                for unit in [unit for unit, came in backward.came.items() if not mine.isdisjoint(came)]:
+                    self._flush(backward, unit, backward.came.pop(unit), is_complete=False)
+                sent, backward.sent[:] = backward.sent[:], []
+                self._deposit_all(sent)
 
     def _flush(self, backward: Backward, unit: Unit, came: dict[Weight, Tensor], is_complete: bool) -> None:
         self._prepare(backward, came)
@@ -523,7 +538,7 @@ class Gradients:
         """Put a unit's gradients into `.grad`, now if a step or a hook of the user's reads them, and tell the steps."""
         with without_dispatch():
             after = [weight.host for weight, _ in sent if hooks_after_accumulation(weight.host)]
-        if after or self._steps.is_eager():
+        if after or self._steps.early is not None:
             backward.sent += [one for one in sent if one[0].is_shard]  # which wait, and which no step of ours reads
             self._deposit_all([one for one in sent if not one[0].is_shard])
             for host in after:
@@ -583,16 +598,16 @@ class Gradients:
             total += round_up(each)
         there, here = self._device.empty(total), host.passing(total)
         typed = {dtype: there.view(dtype) for dtype in {grad.dtype for _, grad in dense}}
-        packed, views = [], []
+        packed, views, storage = [], [], here.untyped_storage()
         for at, (weight, grad) in zip(places, dense, strict=True):
-            form = weight.value.shape, weight.value.stride(), at // grad.itemsize
-            packed.append(typed[grad.dtype].as_strided(*form))
-            alone = here.untyped_storage()[at : at + grad.nbytes]  # torch.save writes whole storages
-            views.append(torch.empty(0, dtype=grad.dtype).set_(alone, 0, *form[:2]))
+            shape, stride, _ = weight.form
+            packed.append(typed[grad.dtype].as_strided(shape, stride, at // grad.itemsize))
+            alone = storage[at : at + grad.nbytes]  # torch.save writes whole storages
+            views.append(torch.empty(0, dtype=grad.dtype).set_(alone, 0, shape, stride))
         copy_all(packed, [grad for _, grad in dense])
         self._device.down.wait_event(stream.record_event())
-        counters = self._device.counters
-        recorded = counters.listener.work("down", unit.name, "gradients", sum(nbytes))
+        counters, listener = self._device.counters, self._device.counters.listener
+        recorded = NOT_RECORDED if listener is None else listener.work("down", unit.name, "gradients", sum(nbytes))
         arrived = host.send_down(here, there, recorded)
         counters.bytes_down += sum(nbytes)
         self.ring.hold(there, [arrived], stream)

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..compat.streaming import tree_map_only, without_dispatch
+from ..compat.streaming import storage_id, tree_map_only, without_dispatch
 from ..compat.tensors import IS_PARAMETER
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
 from .lazy import METADATA, data_of, found_in
-from .partition import Slot, exchange
+from .partition import Slot
 from .whole import Whole
 
 CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights; they write to none
@@ -86,6 +86,7 @@ class Weight:
         self.shown = -1  # version of the host's bytes that the leaf shows
         self.hook: Any = None  # on the leaf, by which its gradient is taken
         self.end_of_graph: Any = None  # autograd's node for the host's parameter itself, which is to get no gradient
+        self.lent = -1  # the storage that a function got last for it, in its own type
         self.uses = 0  # gradients that came through what was lent
         self.is_half_applied = False  # stepped beside a backward, and the user has not called the step yet
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
@@ -111,12 +112,13 @@ class Weight:
 
     def keep_written(self, made: Tensor) -> None:
         """Keep what a function wrote to the tensor that it was given for the weight; raise if that is not possible."""
-        if self.is_lent and (self.unit.depth or made.dtype != self.value.dtype):
+        if self.is_lent and self.unit.depth:
             raise self.lost_write()
         if self.is_lent:
             self.unit.before_host_access(self)
             with torch.no_grad(), without_dispatch():
-                self.value.as_strided(made.size(), made.stride(), made.storage_offset()).copy_(made)
+                form = made.size(), made.stride(), made.storage_offset()
+                self.value.view(made.dtype).as_strided(*form).copy_(made)
         elif not self.unit.depth:  # or the end of the call keeps it
             self.unit.keep_write(self)
 
@@ -233,7 +235,7 @@ class Narrow(Absent):
         lends = func in CASTING and torch.is_autocast_enabled(kind)
         lends = lends and torch.get_autocast_dtype(kind) == self.weight.dtype
         lent: Tensor = Lend.apply(self, self.weight, lends)
-        lent.lent_of = self.weight  # type: ignore[attr-defined]  # by which views of it are known
+        self.weight.lent = -1 if lends else storage_id(lent.untyped_storage())
         return lent
 
 
@@ -252,15 +254,6 @@ class Lend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         ctx.weight.uses += ctx.uses
         return grads[0].to(ctx.weight.value.dtype), None, None
-
-
-def show_versions(weights: Sequence[Weight], versions: Sequence[int]) -> None:
-    """Give a new version to leaves that show other bytes than at their last visit, as in a plain run."""
-    for weight, version in zip(weights, versions, strict=True):
-        if version != weight.shown:
-            if weight.shown >= 0:
-                increment_version(weight.there)
-            weight.shown = version
 
 
 def has_form_of(weight: Weight, data: Tensor) -> bool:
@@ -322,6 +315,9 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
     written: list[tuple[Weight, Tensor, int]] = []  # or not: with the version before
 
     def give(leaf: Leaf) -> Tensor:
+        for weight, made, _ in written:  # it is among the arguments twice
+            if weight is leaf.weight:
+                return made
         made = leaf.given_to(func)
         if func not in CASTING:
             written.append((leaf.weight, made, version_of(made)))
@@ -336,6 +332,8 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
         for weight, made, version in written:
             if version_of(made) != version:
                 weight.keep_written(made)
+            if result is made:
+                result = weight.leaf
     return result
 
 
@@ -373,7 +371,7 @@ class WholeWeight:
     def __init__(self, whole: Whole, slots: list[Slot], parts: list[Weight], device: torch.device) -> None:
         self.name, self.host = whole.name, whole.parameter
         self._form, self._parts, self._device = whole.form, parts, device
-        self._slots = [(0, slot) for slot in slots]
+        self._slots = slots
         self._there: Any = None
         self._first: Any = None  # of its parts on the device
 
@@ -388,8 +386,13 @@ class WholeWeight:
             self._first = self._parts[0].there
             self._there = self._form.whole(iter([part.there for part in self._parts]), self._device)
             setattr(self._there, IS_PARAMETER, True)
-        exchange(self._slots, [self.host], [self._there])
+        self._exchange(self.host, self._there)
 
     def unbind(self) -> None:
         """Put the user's parameter back."""
-        exchange(self._slots, [self._there], [self.host])
+        self._exchange(self._there, self.host)
+
+    def _exchange(self, there: Any, given: Any) -> None:
+        for slot in self._slots:
+            if slot.get() is there:
+                slot.set(given)

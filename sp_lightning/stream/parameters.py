@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import reduce_tensor
 
-from ..compat.streaming import base_of, hooks_of_gradient, tree_map_only, without_dispatch
+from ..compat.streaming import hooks_of_gradient, storage_id, tree_map_only, without_dispatch
 from ..compat.tensors import IS_PARAMETER, is_dtensor, is_dtensor_class, local_of, over_spec, spec_of
 from ..errors import ExactnessError, UnsupportedError
 from .gradients import HostGradient, backwards, recover, release_gradient
@@ -27,6 +27,7 @@ from .lazy import (
     Lazy,
     data_of,
     found_in,
+    grad_of,
     requires_grad_of,
     set_data,
     set_grad,
@@ -41,8 +42,10 @@ weights: dict[int, Weight] = {}  # by the id of the parameter
 wholes: dict[int, Unit] = {}  # by the id of a parameter that consists of several tensors, which are weights there
 
 PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
-DRAWING = {torch.rand_like, torch.randn_like, torch.randint_like}  # which record nothing
+# Functions that make a tensor like a weight, and record nothing; the last one makes state as Adagrad is constructed.
+MAKING = {torch.rand_like, torch.randn_like, torch.randint_like, torch.full_like}
 FREEZING = {Tensor.requires_grad_, set_requires_grad}
+STRIDING = {Tensor.as_strided, torch.as_strided}
 
 # Functions that are about the bytes on the host, also where autograd would record them.
 ON_HOST: set[Any] = {*ARRAYS, data_of, Tensor.detach, Tensor.detach_, Tensor.data_ptr, Tensor.untyped_storage}
@@ -85,12 +88,15 @@ class Watched(Lazy):
         is_own = _is_in_own_call(args[0] if args else None)
         if not is_own and (func in ON_HOST or not _is_inside_step(func, args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)
-        has_leaves, units = False, []
+        has_leaves, is_read = False, not _writes(func) and "out" not in (kwargs or {})
+        units: list[Unit] = []
+        hosts: dict[int, Any] = {}  # by the ids of leaves
 
         def on_device(tensor: Any) -> Any:
             nonlocal has_leaves
-            if (weight := tensor.weight_of()) is None:
-                return tensor
+            weight = tensor.weight_of() if isinstance(tensor, Watched) else None
+            if weight is None:
+                return _beside(here, tensor) if is_read else tensor
             if tensor is not weight.host:
                 tensor.before()
                 with without_dispatch():
@@ -100,15 +106,22 @@ class Watched(Lazy):
                 units.append(weight.unit)
             else:
                 has_leaves = True
+            hosts[id(weight.leaf)] = tensor
             return weight.leaf
 
         first = args[0] if args else None
-        args, kwargs = tree_map_only(Watched, on_device, (args, kwargs or {}))
+        watched = found_in((args, kwargs), Watched)
+        here = next((weight.leaf.device for each in watched if (weight := each.weight_of()) is not None), None)
+        args, kwargs = tree_map_only(Tensor, on_device, (args, kwargs or {}))
+        if func in STRIDING and isinstance(first, HostParameter) and (weight := first.weight_of()) is not None:
+            args, kwargs = _in_its_unit(weight, *args, **kwargs)
         with without_dispatch(), units[0].window.using(units) if units else NOTHING:
             result = call_with_leaves(func, args, kwargs) if has_leaves else func(*args, **kwargs)
             if isinstance(first, HostParameter) and (weight := first.weight_of()) is not None:
-                _note_views(weight, result)
-            return result
+                given = weight.lent if weight.is_lent else storage_id(weight.leaf.untyped_storage())
+                _note_views(weight, result, given)
+        # Nothing would hold a leaf's unit for the next function that gets the leaf.
+        return hosts.get(id(result), result) if isinstance(result, Tensor) else result
 
     def before(self) -> None:
         if (weight := self.weight_of()) is not None:
@@ -194,7 +207,7 @@ class LeafView(Tensor):
                 if view._version != version:
                     view.weight.keep_written(view)
             if views:
-                _note_views(views[0].weight, result)
+                _note_views(views[0].weight, result, storage_id(views[0].untyped_storage()))
             return result
 
     def renew(self) -> None:
@@ -204,30 +217,46 @@ class LeafView(Tensor):
             return
         unit = weight.unit
         unit.window.visit(unit)
-        now = weight.value.to(weight.there.device) if weight.is_lent else unit.memory.flat.view(self.dtype)
-        set_data(self, now.as_strided(self.size(), self.stride(), self.storage_offset()))
+        now = weight.value.to(weight.there.device) if weight.is_lent else unit.memory.flat
+        set_data(self, now.view(self.dtype).as_strided(self.size(), self.stride(), self.storage_offset()))
 
     @property
     def data(self) -> Tensor:
-        base = base_of(self)
-        assert base is not None
-        at = self.storage_offset() - base.storage_offset()
-        return self.weight.host.detach().as_strided(self.size(), self.stride(), at)
+        begin = 0 if self.weight.is_lent else self.weight.at // self.itemsize
+        at = self.storage_offset() - begin
+        return self.weight.host.detach().view(self.dtype).as_strided(self.size(), self.stride(), at)
 
     @data.setter
     def data(self, data: Tensor) -> None:
         set_data(self, data)
 
 
-def _note_views(weight: Weight, result: Any) -> None:
+def _beside(device: torch.device | None, tensor: Any) -> Any:
+    """Return a tensor on the host, such as a copy of a weight, where the weight is that a function gets with it."""
+    if device is None or not tensor.ndim or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return tensor
+    if isinstance(tensor, HostGradient):
+        tensor = tensor.plain()
+    with without_dispatch():
+        return tensor.to(device)
+
+
+def _in_its_unit(weight: Weight, leaf: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    """Return the arguments of `as_strided` for a leaf, of which the user knows where the host's bytes begin."""
+    if storage_offset is not None and not weight.is_lent:  # what is lent in the host's type has its own memory
+        storage_offset += weight.form[2] - weight.value.storage_offset()
+    return (leaf, size, stride, storage_offset), {}
+
+
+def _note_views(weight: Weight, result: Any, storage: int) -> None:
+    """Know views of what a function got for a weight, in this storage: a view in another type has no base."""
     if weight.unit.window.is_in_call:
         return
     for view in result if isinstance(result, (list, tuple)) else (result,):
-        if type(view) is Tensor and (base := base_of(view)) is not None and view.dtype == weight.value.dtype:
-            if base is not weight.leaf and getattr(base, "lent_of", None) is not weight:
-                continue  # of what a function made of the weight, and not of what it was lent for it
+        is_strided = type(view) is Tensor and view.layout is torch.strided
+        if is_strided and storage_id(view.untyped_storage()) == storage:
             view.__class__ = LeafView
-            view.weight = weight  # type: ignore[attr-defined]
+            view.weight = weight
 
 
 def _handed_over(alias: Alias) -> Any:
@@ -257,11 +286,25 @@ class HostParameter(Watched, nn.Parameter):
         else:
             _write_data(self, data)
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient. Torch's own way here is longer, and `zero_grad` takes it twice for each parameter."""
+        if backwards:
+            recover()
+        with without_dispatch():
+            return grad_of(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if backwards:
+            recover()
+        _assign_gradient(self, value)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if backwards:
             recover()
-        if func in METADATA and (func != set_grad or args[1] is None):
+        if func in METADATA:
             with without_dispatch():
                 if func in PLACE and (weight := weights.get(id(args[0]))) is not None:
                     window = weight.unit.window
@@ -270,8 +313,6 @@ class HostParameter(Watched, nn.Parameter):
                 if func in FREEZING and (weight := weights.get(id(args[0]))) is not None:
                     _prepare(weight)
                 return result
-        if func == set_grad:
-            return _assign_gradient(*args)
         if func is torch.autograd.grad:
             return _differentiate(*args, **(kwargs or {}))
         if func is torch.autograd.backward:  # whose hooks are the user's code
@@ -400,7 +441,7 @@ def _is_in_own_call(tensor: Any) -> bool:
 def _is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function gets weights as a step does (the docstring above)."""
     if (
-        func not in DRAWING
+        func not in MAKING
         and torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in found_in((args, kwargs), Watched))
     ):
@@ -422,7 +463,7 @@ def _prepare(weight: Weight) -> None:
     """Give the leaf what autograd asks of the parameter."""
     if requires_grad_of(weight.leaf) != weight.host.requires_grad:
         set_requires_grad(weight.leaf, weight.host.requires_grad)
-        weight.unit.trained += weight.host.requires_grad  # or its gradients were complete without this one
+        weight.unit.trained += 1 if weight.host.requires_grad else -1  # of whose gradients it waits for all
 
 
 def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -497,7 +538,7 @@ def replace(weight: Weight, host: nn.Parameter) -> None:
 
 
 def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:
-    weight = weights.get(id(param))
+    weight = None if grad is None else weights.get(id(param))
     if isinstance(grad, HostGradient) and weight is not None and not weight.unit.is_resident:
         grad.before()  # it may be a resident weight's, which is on the device
     with without_dispatch():
@@ -534,7 +575,8 @@ def watch(weight: Weight) -> None:
         weight.end_of_graph = _end_of_graph(weight.host)
         weight.end_of_graph.register_prehook(functools.partial(_refuse_gradient, weight.name))
     weights[id(weight.host)] = weight
-    weight.host.__class__ = _watched(type(weight.host))
+    kind = type(weight.host)
+    weight.host.__class__ = _watched(getattr(kind, "plain_class", kind))  # it may be one that was over another's bytes
 
 
 def _end_of_graph(host: nn.Parameter) -> Any:

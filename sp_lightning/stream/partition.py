@@ -38,7 +38,7 @@ import difflib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -542,26 +542,6 @@ class Slot:
             self.holder[self.key] = found._make(items) if hasattr(found, "_make") else type(found)(items)
         else:
             found[self.inside] = value
-
-
-Indexed: TypeAlias = Sequence[Any] | Mapping[int, Any]  # by the index of a parameter
-
-
-def exchange(slots: Iterable[tuple[int, Slot]], there: Indexed, given: Indexed, but: Container[int] = ()) -> int:
-    """Put ``given[i]`` into the slots of each parameter i that have ``there[i]``; return into how many of them.
-
-    Each slot comes with its parameter's index; those of the parameters in ``but`` are left alone.
-    """
-    count = 0
-    for index, slot in slots:
-        if index in but or (slot.holder.get(slot.key) if slot.inside is None else slot.get()) is not there[index]:
-            continue
-        if slot.inside is None:
-            slot.holder[slot.key] = given[index]
-        else:
-            slot.set(given[index])
-        count += 1
-    return count
 
 
 def slots(root: nn.Module) -> dict[nn.Parameter, list[Slot]]:

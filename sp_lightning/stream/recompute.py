@@ -108,7 +108,7 @@ class Argument:
             self._before = pack(kept)
             self.value = None
 
-    def again(self, unpack: Callable[[Any], Tensor]) -> Any:
+    def again(self) -> Any:
         """Return the argument as it was; raise if a tensor inside of it was written since."""
         if self._was_written_inside():
             raise ExactnessError(
@@ -117,7 +117,7 @@ class Argument:
             )
         if not self._is_tensor:
             return copied(self._before)
-        found = unpack(self._before).detach().requires_grad_(self._requires_grad)
+        found = self._before.get().detach().requires_grad_(self._requires_grad)
         return found.clone() if self._is_written else found  # autograd refuses writes to a leaf
 
 
@@ -166,8 +166,8 @@ class Recompute:
         self._written: set[int] = set()  # positions of arguments that the forward writes to
         self._buffers: set[tuple[int, str]] = set()  # modules and names of buffers that it writes to
 
-    def run(self, call: Callable[..., Any], args: Any, kwargs: Any, pack: Callable[[Tensor], Any]) -> Any:
-        """Run the forward, whose tensors among the arguments are kept by ``pack``."""
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any, pack: Callable[[Tensor], Any], policy: Any) -> Any:
+        """Run the forward, whose tensors among the arguments are kept by ``pack``; the policy knows while it runs."""
         is_first, names = self._is_first, list(kwargs)
         arguments = [
             Argument(value, is_first or place in self._written) for place, value in enumerate((*args, *kwargs.values()))
@@ -182,12 +182,16 @@ class Recompute:
         again = False
 
         def forward(_: Tensor) -> Any:
-            if not again:
-                return call(*args, **kwargs)
-            values = [argument.again(_unpacked) for argument in arguments]
-            count = len(values) - len(names)
-            with _as_they_were(buffers, generators):
-                return call(*values[:count], **dict(zip(names, values[count:], strict=True)))
+            before, policy.is_repeated, policy.repeated = policy.is_repeated, True, self.name
+            try:
+                if not again:
+                    return call(*args, **kwargs)
+                values = [argument.again() for argument in arguments]
+                count = len(values) - len(names)
+                with _as_they_were(buffers, generators):
+                    return call(*values[:count], **dict(zip(names, values[count:], strict=True)))
+            finally:
+                policy.is_repeated = before
 
         result = checkpoint(forward, self._device, use_reentrant=False)
         again = True
@@ -214,11 +218,6 @@ class Recompute:
             if buffer.has_changed and id(buffer.place) in owners:
                 self._buffers.add((owners[id(buffer.place)], buffer.name))
         buffers[:] = [buffer for buffer in buffers if buffer.has_changed]
-
-
-def _unpacked(kept: Any) -> Tensor:
-    found: Tensor = kept.get()
-    return found
 
 
 def _generators() -> tuple[Any, Any]:

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..compat.streaming import storage_id, without_dispatch
 from ..errors import DiskError, SourceFileError
 from ..host.device import Arrival, Device
 from .lazy import set_data
-from .leaf import Absent, Leaf, Weight, show_versions
+from .leaf import Absent, Leaf, Weight
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 shown: dict[int, Residency] = {}  # by the address of their storage
@@ -43,55 +42,49 @@ class Residency:
     """A unit's memory on the device."""
 
     def __init__(self, device: Device, weights: Sequence[Weight], nbytes: int) -> None:
-        self._device, self._weights, self._nbytes = device, weights, nbytes
-        self._places, self._dtypes = [weight.at for weight in weights], {weight.dtype for weight in weights}
+        self._device, self.weights, self._nbytes = device, weights, nbytes
+        self.places, self._dtypes = [weight.at for weight in weights], {weight.dtype for weight in weights}
         self.state = Presence.ABSENT
         self.flat = NOTHING
         self.arrived: Arrival | None = None  # the end of the copy up; None: the copy is yet to begin
-        self._home: Any = None  # the stream of the memory
+        self.home: Any = None  # the stream of the memory
         self.shown_on: Any = None  # the stream that waited for the copy last
 
     def allocate(self, here: Any) -> None:
         """Take memory of the stream ``here``, on which the caller launches kernels; copies up wait for what it has."""
         self.flat = self._device.empty(self._nbytes)
-        self.state, self.arrived, self._home = Presence.LOADING, None, here
+        self.state, self.arrived, self.home = Presence.LOADING, None, here
         self.shown_on = None
         self._device.up.wait_event(here.record_event())
 
     def show(self, here: Any, versions: Sequence[int]) -> None:
         """Make compute wait for the copy, and show the bytes and these versions in the leaves."""
-        if here != self.shown_on:
-            assert self.arrived is not None
-            self.arrived.wait(here)
-            self.shown_on = here
-            if here != self._home:
-                self._device.keep_for(self.flat, here)
+        assert self.arrived is not None
+        self.arrived.wait(here)
+        self.shown_on = here
+        if here != self.home:
+            self._device.keep_for(self.flat, here)
         if self.state is Presence.SHOWN:
             return
         self.state = Presence.SHOWN
         shown[storage_id(self.flat.untyped_storage())] = self
         with without_dispatch(), torch.inference_mode(False):
             typed = {dtype: self.flat.view(dtype) for dtype in self._dtypes}
-            for weight in self._weights:
+            for weight in self.weights:
                 set_data(weight.there, typed[weight.dtype].as_strided(*weight.form))
-                if weight.there is weight.leaf and not weight.is_part:
+                if weight.unit.depth and weight.there is weight.leaf and not weight.is_part:
                     weight.there.__class__ = Leaf
-            show_versions(self._weights, versions)
-
-    def keep_for_stream(self) -> None:
-        """Keep the memory until work on the calling thread's stream is done, where that is a stream of the user's."""
-        if (here := self._device.current_stream()) != self._home:
-            self._device.keep_for(self.flat, here)
+            show_versions(self.weights, versions)
 
     def release(self) -> None:
         """Release the memory."""
         if self.state is Presence.LOADING and self.arrived is not None:
             with contextlib.suppress(DiskError, SourceFileError):  # of a load that nobody needed
-                self.arrived.wait(self._home)  # the memory's next user is queued behind the copy
+                self.arrived.wait(self.home)  # the memory's next user is queued behind the copy
         if self.state is Presence.SHOWN:
             del shown[storage_id(self.flat.untyped_storage())]
             with without_dispatch():
-                for weight in self._weights:
+                for weight in self.weights:
                     if weight.is_part:  # whoever kept the weight that consists of it keeps the memory
                         weight.there = weight.leaf = weight.blank.detach()  # type: ignore[assignment]
                         continue
@@ -100,6 +93,11 @@ class Residency:
                         weight.there.__class__ = Absent
         self.state, self.flat = Presence.ABSENT, NOTHING
 
-    def weight_of(self, tensor: Tensor) -> Weight:
-        """Return the weight over whose bytes a tensor is a view."""
-        return self._weights[bisect_right(self._places, tensor.storage_offset() * tensor.itemsize) - 1]
+
+def show_versions(weights: Sequence[Weight], versions: Sequence[int]) -> None:
+    """Give a new version to leaves that show other bytes than at their last visit, as in a plain run."""
+    for weight, version in zip(weights, versions, strict=True):
+        if version != weight.shown:
+            if weight.shown >= 0:
+                increment_version(weight.there)
+            weight.shown = version

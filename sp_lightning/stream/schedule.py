@@ -37,17 +37,13 @@ class Schedule:
 
     def __init__(self, nbytes: Sequence[int], window: int, transfer: int = 1) -> None:
         self._nbytes = tuple(nbytes)
-        self._resident: dict[int, int] = {}  # unit -> when it was last visited or loaded; in order of loading
+        # The units on the device, in order of loading, and when each was last visited or loaded.
+        self.resident: dict[int, int] = {}
         self.resident_nbytes = 0  # of all of them
         self._clock = itertools.count(1)
         self.window = window
         self.transfer = transfer
         self.begin()
-
-    @property
-    def resident(self) -> tuple[int, ...]:
-        """The units on the device, in order of loading."""
-        return tuple(self._resident)
 
     def begin(self, order: Sequence[int] = (), wrap: bool = False) -> None:
         """Start a pass with these predicted visits; resident units stay.
@@ -70,16 +66,11 @@ class Schedule:
         self.transfer = transfer
         self._forget_ahead()
 
-    def invalidate(self, units: Iterable[int] | None = None) -> tuple[int, ...]:
-        """Mark these units (default: all) as not resident, because they are stale; return those that were."""
-        stale = self.resident if units is None else units
-        were = tuple(unit for unit in dict.fromkeys(stale) if unit in self._resident)
+    def invalidate(self, units: Iterable[int]) -> list[int]:
+        """Mark these units as not resident, because they are stale; return those that were."""
+        were = [unit for unit in dict.fromkeys(units) if unit in self.resident]
         self._move(were, ())
         return were
-
-    def keep(self, unit: int) -> None:
-        """Mark this unit as resident again, after it was invalidated."""
-        self._move((), (unit,))
 
     def visit(self, unit: int, in_use: Container[int] = ()) -> Decision:
         """Decide what to evict and load so that `unit` is resident now; those `in_use` are not evicted.
@@ -88,8 +79,8 @@ class Schedule:
         """
         surprise = self._arrive(unit)
         evict, load = self._demand(unit, in_use)
-        ahead_evict, ahead_load = self._prefetch(unit, in_use)
-        self._resident[unit] = next(self._clock)
+        ahead_evict, ahead_load = self._prefetch(unit, in_use) if self.window > 1 else ([], [])
+        self.resident[unit] = next(self._clock)
         return Decision((*evict, *ahead_evict), (*load, *ahead_load), surprise)
 
     # Where we are in the order
@@ -125,9 +116,6 @@ class Schedule:
             use = self._uses[unit] = self._next_use(unit, self._at)
         return use
 
-    def _unit_at(self, position: int) -> int:
-        return self._order[position % len(self._order)]
-
     # The next distinct units, as a sorted list of the position of each one's next visit. Both ends only move forward,
     # so that a pass costs time in proportion to its length however often its units repeat.
 
@@ -139,7 +127,7 @@ class Schedule:
 
     def _advance(self, position: int) -> None:
         while self._ahead and self._ahead[0] <= position:
-            unit = self._unit_at(self._ahead.pop(0))
+            unit = self._order[self._ahead.pop(0) % len(self._order)]
             again = self._next_use(unit, position)
             if again < self._scanned:
                 insort(self._ahead, again)
@@ -152,7 +140,7 @@ class Schedule:
     def _look_ahead(self) -> None:
         end = self._at + 1 + len(self._order) if self._wrap else len(self._order)
         while len(self._ahead) < self.window and self._scanned < end:
-            unit = self._unit_at(self._scanned)
+            unit = self._order[self._scanned % len(self._order)]
             if unit not in self._ahead_units:
                 self._ahead_units.add(unit)
                 self._ahead.append(self._scanned)
@@ -166,13 +154,14 @@ class Schedule:
         A unit in use is not evicted and, unless it is the visited one, not counted. What exceeds the window then is
         evicted at the first visit at which it is in use no longer.
         """
-        load = [] if unit in self._resident else [unit]
+        load = [] if unit in self.resident else [unit]
         evict: list[int] = []
-        if len(self._resident) + len(load) > self.window:
+        if len(self.resident) + len(load) > self.window:
             evictable = self._evictable(unit, in_use)
             excess = len(evictable) + 1 - self.window
             evict = evictable[: max(excess, 0)]
-        self._move(evict, load)
+        if evict or load:
+            self._move(evict, load)
         return evict, load
 
     def _prefetch(self, unit: int, in_use: Container[int]) -> tuple[list[int], list[int]]:
@@ -183,11 +172,11 @@ class Schedule:
         before that costs no extra load, since a place is empty or its unit would be evicted anyway. Free loads start
         when there are `transfer` of them.
         """
-        if self.window == 1 or self._resident.keys() >= self._ahead_units:
+        if self.resident.keys() >= self._ahead_units:
             return [], []
         order, length = self._order, len(self._order)
         wanted = [position for position in self._ahead if order[position % length] != unit][: self.window - 1]
-        missing = [position for position in wanted if order[position % length] not in self._resident]
+        missing = [position for position in wanted if order[position % length] not in self.resident]
         if not missing:
             return [], []
         due = self.transfer if missing[0] == wanted[0] else 0
@@ -206,7 +195,7 @@ class Schedule:
                 if len(load) >= due and not self._is_free(victim_use, position, unit, wanted):
                     break
                 evict.append(victim)
-            load.append(self._unit_at(position))
+            load.append(order[position % length])
         if not due and len(load) < self.transfer:
             return [], []
         self._move(evict, load)
@@ -220,8 +209,9 @@ class Schedule:
         """
         if victim_use == NEVER:
             return True
-        busy = {unit, *(self._unit_at(earlier) for earlier in wanted if earlier < position)}
-        busy.discard(self._unit_at(position - 1))
+        order, length = self._order, len(self._order)
+        busy = {unit, *(order[earlier % length] for earlier in wanted if earlier < position)}
+        busy.discard(order[(position - 1) % length])
         return all(self._next_use(other, position) < victim_use for other in busy)
 
     def _evictable(self, unit: int, in_use: Container[int]) -> list[int]:
@@ -229,17 +219,17 @@ class Schedule:
 
         (Belady.) Among several that are not predicted, the least recently visited is first.
         """
-        idle = [other for other in self._resident if other != unit and other not in in_use]
-        idle.sort(key=self._resident.__getitem__)
+        idle = [other for other in self.resident if other != unit and other not in in_use]
+        idle.sort(key=self.resident.__getitem__)
         idle.sort(key=self._use, reverse=True)  # which leaves those of one use in their order
         return idle
 
     def _move(self, evict: Iterable[int], load: Iterable[int]) -> None:
         for unit in evict:
-            del self._resident[unit]
+            del self.resident[unit]
             self.resident_nbytes -= self._nbytes[unit]
         for unit in load:
-            self._resident[unit] = next(self._clock)
+            self.resident[unit] = next(self._clock)
             self.resident_nbytes += self._nbytes[unit]
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..compat.streaming import without_dispatch
-from ..host.device import Arrival, Device, aligned, dense_strides
+from ..host.device import NOT_RECORDED, Arrival, Device, aligned, dense_strides
 from ..host.unit_numbers import UnitNumbers
 from ..store.store import FiledWeights
 from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
-from .leaf import Absent, Narrow, Visitor, Weight, WholeWeight, show_versions, stepped_already, version_of
-from .residency import NOTHING, Presence, Residency
+from .leaf import Absent, Leaf, Narrow, Visitor, Weight, WholeWeight, stepped_already, version_of
+from .residency import NOTHING, Presence, Residency, show_versions
 
 Stamp: TypeAlias = tuple[int, list[int]]  # epoch and versions of a unit's weights
 
@@ -125,6 +125,7 @@ class Unit:
         self._hosts: list[Any] = [weight.host for weight in weights]
         self._leaves: list[Any] = [weight.leaf for weight in weights]
         self._there = [weight.leaf if weight.is_shard else weight.there for weight in weights]
+        self._dispatching: list[Any] = [leaf for leaf in self._leaves if type(leaf) is Absent]  # outside of calls
         self._sharded = [(index, weight.host) for index, weight in enumerate(weights) if weight.is_shard]
         self._values = [weight.value for weight in weights]
         self.note_slots()
@@ -213,7 +214,8 @@ class Unit:
         if self.has_new_wire:
             self._cast()
         source = self.slab if self.is_edited() else self.truth
-        recorded = self.device.counters.listener.work("up", self.name, "weights", self.nbytes)
+        listener = self.device.counters.listener
+        recorded = NOT_RECORDED if listener is None else listener.work("up", self.name, "weights", self.nbytes)
         flat, stamp = self.memory.flat, self._now()
         copied = self.device.send_up(flat[: self.slab.nbytes], source, recorded=recorded)
         if self._filed is not None:
@@ -254,10 +256,11 @@ class Unit:
         here = self.device.current_stream() if here is None else here
         if self.memory.state is Presence.ABSENT:
             self.load(here)
-        if self._stamp is None or not self.is_final:
+        if self.steps.last is not None and (self._stamp is None or not self.is_final):
             self.wait_step()
-        assert self._stamp is not None
-        self.memory.show(here, self._stamp[1])
+        if here != self.memory.shown_on:
+            assert self._stamp is not None
+            self.memory.show(here, self._stamp[1])
 
     def evict(self) -> None:
         """Release the memory on the device."""
@@ -313,19 +316,11 @@ class Unit:
         """Note that the slab has the bytes of its truth."""
         self.stepped = self._now()
 
-    def end_step(self) -> None:
-        """Note a step's end. Called by its thread."""
-        self.steps.end()
-
     def wait_step(self) -> None:
         """Wait until no step of the unit is pending; raise what it raised."""
-        if (last := self.steps.last) is None:
-            return
-        if last.done():
-            self.steps.wait()
-            return
-        with self.device.counters.stall("optimizer"):
-            self.steps.wait()
+        if (last := self.steps.last) is not None:
+            with NOT_RECORDED if last.done() else self.device.counters.stall("optimizer"):
+                self.steps.wait()
 
     # ---- the modules' parameters
 
@@ -334,12 +329,16 @@ class Unit:
         self.exposed.clear()
         self.copies.clear()
         with without_dispatch():
+            for leaf in self._dispatching:
+                leaf.__class__ = Leaf
             self.lend()
             return list(map(stored_version, self._there))
 
     def lend(self) -> None:
         """Put the leaves into the modules; they bring their bytes where a function gets them."""
         self.bound += 1
+        if self.bound > 1 and not self._sharded:
+            return  # parameters that were frozen since have told their leaves
         self.trained = 0
         with without_dispatch():
             for weight in self.weights:
@@ -355,6 +354,9 @@ class Unit:
     def unbind(self) -> None:
         """Put the user's parameters back, unless a call around this one has the leaves."""
         self.bound = max(0, self.bound - 1)  # none where binding failed
+        if not self.depth:
+            for leaf in self._dispatching:
+                leaf.__class__ = Absent
         if not self.bound:
             self._exchange(self._leaves, self._hosts)
             for whole in self.wholes:

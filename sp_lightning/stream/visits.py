@@ -15,9 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.dynamo import compiling_as_here, compiling_callback, never_compiled, not_compiled_itself
-from ..compat.streaming import call_slot, graph_task, plain_call, set_call_slot, tree_map_only
+from ..compat.dynamo import (
+    compiling_as_here,
+    compiling_callback,
+    never_compiled_hook,
+    not_compiled_itself,
+    not_compiled_itself_hook,
+)
+from ..compat.streaming import call_slot, graph_task, plain_call, set_call_slot, top_hooks, tree_map_only
 from ..errors import ExactnessError
+from .activations import SavedTensors
 from .lazy import found_in
 from .leaf import Weight
 from .recompute import Recompute
@@ -64,14 +71,29 @@ class Visit:
 
     @not_compiled_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._window.is_in_call:
-            if self._window.caller not in (None, get_ident()):
-                self._window.check_thread(self._name)
+        window = self._window
+        if window.is_in_call:
+            if window.caller not in (None, get_ident()):
+                window.check_thread(self._name)
+            if self._is_inside_its_unit():
+                return self._call(*args, **kwargs)
             return self._called(args, kwargs)
         if not self._policy.device.is_host:
             args, kwargs = self._brought((args, kwargs))
         with self._outermost(self):
             return self._called(args, kwargs)
+
+    @never_compiled_hook
+    def _is_inside_its_unit(self) -> bool:
+        """Whether a call around this one has all that this one would prepare: most calls of a step are such ones."""
+        here = self._policy.device.current_stream()
+        for unit in self.units:
+            if not unit.depth or unit.memory.shown_on != here:
+                return False
+        if not torch.is_grad_enabled():
+            return bool(self.units)
+        hooks = top_hooks(False)  # those of a checkpoint of the user's may be around this call alone
+        return bool(self.units) and hooks is not None and isinstance(getattr(hooks[0], "__self__", None), SavedTensors)
 
     def _brought(self, arguments: Any) -> Any:
         """Move arguments to the device where all are on the host, as `x.to(layer.weight.device)` leaves them."""
@@ -81,14 +103,14 @@ class Visit:
         move = lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(device)  # noqa: E731
         return tree_map_only(torch.Tensor, move, arguments)
 
-    @not_compiled_itself
+    @not_compiled_itself_hook
     def _called(self, args: Any, kwargs: Any) -> Any:
         is_compiled = compiling_callback() is not None
         self._lends = self.is_root and not is_compiled and self.compiled is None  # compilers know no absent leaves
         call = compiling_as_here(self._call) if is_compiled else self._call
         return self._visited(call, args, kwargs)
 
-    @never_compiled
+    @never_compiled_hook
     def _visited(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         is_entered = self.is_entry and not self.units[0].depth  # the unit that is entered here
         if is_entered and (self._policy.recomputes or self._policy.offloads) and torch.is_grad_enabled():
@@ -97,21 +119,20 @@ class Visit:
 
     def _recorded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._policy.saving():
-            if not self.units:
-                return self._inside(call, args, kwargs)
+            opened = [unit for unit in self.units if not unit.depth]
+            if opened or not self.units:
+                return self._inside(call, args, kwargs, opened)
             here = self._policy.device.current_stream()
             for unit in self.units:
-                if not unit.depth:
-                    return self._inside(call, args, kwargs)
                 if unit.memory.shown_on != here:
                     unit.show(here)  # to a stream of the user's, inside of the unit's call
             return call(*args, **kwargs)
 
-    def _inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _inside(self, call: Callable[..., Any], args: Any, kwargs: Any, opened: list[Unit]) -> Any:
         """Call the module while its units are on the device and bound."""
         window = self._window
         bound: list[tuple[Unit, list[int]]] = []
-        opened, lent = [unit for unit in self.units if not unit.depth], []
+        lent: list[Unit] = []
         noted = window.begin_call(opened)
         try:
             if self._lends:
@@ -133,7 +154,8 @@ class Visit:
                         self._keep_writes(unit, written)
             finally:
                 window.end_call(noted)
-                self._policy.device.counters.listener.left("", graph_task() != -1)
+                if (listener := self._policy.device.counters.listener) is not None and graph_task() == -1:
+                    listener.idle()
             if torch.is_autocast_enabled(self._policy.device.torch_device.type):
                 torch.clear_autocast_cache()  # of casts of leaves, which would keep memory
 

@@ -20,7 +20,7 @@ from ..host.device import Device, DeviceMemoryError
 from ..host.room import Room
 from ..options import format_bytes
 from .activations import Activations
-from .leaf import graph_after_close
+from .leaf import NOTHING, graph_after_close
 from .residency import Presence
 from .schedule import Schedule
 from .unit import Unit
@@ -95,6 +95,7 @@ class Window:
         _open.add(self)
         self._units, self.room = units, room
         self._schedule = Schedule([unit.nbytes for unit in units], room.window, room.transfer)
+        self._streamed = sum(not unit.is_held for unit in units)
 
     @contextlib.contextmanager
     def using(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -166,30 +167,27 @@ class Window:
         here = unit, self._device.current_stream()
         if here == self._current:
             return
-        if dispatch_mode_count():  # a selective checkpoint, or fake tensors
-            with without_dispatch_modes():
-                self._visit(unit, here)
-        else:
-            self._visit(unit, here)
-
-    def _visit(self, unit: Unit, here: tuple[Unit, Any]) -> None:
         if self._is_closed:
             raise graph_after_close(unit.name)
         self._current = None, None  # until the visit succeeds: it may evict the unit that was visited last
-        if not unit.is_held:
-            self._bring(unit, here[1])
-        phase = "forward" if graph_task() == -1 else "backward"
-        with self._device.counters.listener.waiting("weights", unit.name, phase):
-            unit.show(here[1])
+        listener, phase = self._device.counters.listener, "forward" if graph_task() == -1 else "backward"
+        # Modes of dispatch are those of a selective checkpoint, or of fake tensors.
+        with without_dispatch_modes() if dispatch_mode_count() else NOTHING:
+            if not unit.is_held:
+                self._bring(unit, here[1])
+            with NOTHING if listener is None else listener.waiting("weights", unit.name, phase):
+                unit.show(here[1])
         self._current = here
 
     def _bring(self, unit: Unit, stream: Any) -> None:
+        if len(self._schedule.resident) == self._streamed <= self.room.window and not unit.is_stale():
+            return  # all units are there, and stay
         period = self._trace.add(unit.index)
-        if unit.index not in self._in_use and unit.is_stale():
+        schedule, room, counters = self._schedule, self.room, self._device.counters
+        if unit.index in schedule.resident and unit.index not in self._in_use and unit.is_stale():
             self.drop(unit)
         if period:
-            self._schedule.begin(period, wrap=True)
-        schedule, room, counters = self._schedule, self.room, self._device.counters
+            schedule.begin(period, wrap=True)
         if (room.window, room.transfer) != (schedule.window, schedule.transfer):
             schedule.resize(room.window, room.transfer)
         decision = schedule.visit(unit.index, self._in_use)
@@ -198,9 +196,9 @@ class Window:
         for index in decision.evict:
             self._units[index].evict()
         for index in decision.load:
-            if index in self._schedule.resident:
+            if index in schedule.resident:  # or there was no memory
                 self._load(self._units[index], stream, is_needed=index == unit.index)
-        if decision.load:
+        if decision.load and room.grows:
             room.note_memory(schedule.resident_nbytes)
 
     @property

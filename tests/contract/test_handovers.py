@@ -16,8 +16,6 @@ def known(moves):
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(10, COUNT, 10))])
 def test_a_history_of_streamings_has_the_bits_of_a_plain_one(first, device, tmp_path):
-    if (first, device.type) == (0, "simgpu"):
-        pytest.xfail("state of Adagrad is on the device where the host steps, in one of these histories")
     for number in range(first, first + 10):
         moves = handovers.play(number, device, str(tmp_path))
         assert moves == known(moves), f"{number}: {moves[-1]} differs after {moves[:-1]}"

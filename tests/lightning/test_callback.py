@@ -333,7 +333,7 @@ def test_a_plan_is_what_plan_returned():
     with pytest.raises(
         sp_lightning.errors.OptionError, match=r"plan must be None or a plan from sp_lightning.plan\(\)"
     ):
-        sp_lightning.SuperpipelineCallback(plan="llama3-8b")
+        sp_lightning.SuperpipelineCallback(plan="llama-8b")
 
 
 def test_the_report_comes_on_an_exception_too(caplog):

@@ -509,7 +509,6 @@ def test_checkpoints_cross_over(saves, loads, device, tmp_path):
         assert one[0] == two[0] and same, one[0]
 
 
-@pytest.mark.xfail(reason="of two modules with one optimizer, loaded state may stay in memory until it is stepped")
 @pytest.mark.parametrize("raw", [False, True])
 def test_loaded_state_goes_to_the_disk_before_any_step(raw, tmp_path):
     """Of two modules, each of which finds its own part; what a third one has, not streamed, stays in memory."""
@@ -535,7 +534,8 @@ def test_loaded_state_goes_to_the_disk_before_any_step(raw, tmp_path):
     for net, is_filed in ((nets[0], True), (nets[1], True), (other, False)):
         for p in net.parameters():
             moments = [optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")]
-            assert [any(store.is_filed(value) for store in stores) for value in moments] == [is_filed] * 2
+            goes = is_filed and p.ndim > 1  # small ones stay in memory
+            assert [any(store.is_filed(value) for store in stores) for value in moments] == [goes] * 2
     found = optimizer.state_dict()["state"]
     assert all(torch.equal(found[i][name], value) for i, one in saved["state"].items() for name, value in one.items())
 

@@ -417,7 +417,6 @@ class WithoutParameters(L.LightningModule):
         return None
 
 
-@pytest.mark.xfail(reason="a metric of validation is in one of the two runs alone")
 @BOTH
 @pytest.mark.parametrize("bar", [False, True])
 @pytest.mark.few(1)

@@ -17,10 +17,10 @@ from sp_lightning.plan.step import (
     Bytes,
     Run,
     StepCost,
-    Work,
     step_cost,
     step_time,
 )
+from sp_lightning.plan.trace import Work
 
 pytestmark = pytest.mark.quick
 

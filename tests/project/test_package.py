@@ -124,7 +124,7 @@ def test_import_registers_the_strategy_and_does_nothing_else():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["--help", "plan --model llama3-8b --machine rtx4090 --host-memory 256GiB"])
+@pytest.mark.parametrize("command", ["--help", "plan --model llama-8b --machine rtx4090 --host-memory 256GiB"])
 def test_a_command_that_makes_no_model_takes_a_fifth_of_the_import_more(command):
     """In processor time of one process, of which the shortest of three runs counts: the same under load."""
     output = python(f"""

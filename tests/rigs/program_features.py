@@ -854,14 +854,21 @@ def grad_of_input(scene: Scene, at: int) -> None:
     scene.see("slope", torch.autograd.grad(square(scene.net(x)), x, allow_unused=True))
 
 
-@feature("backward: of a block", ("forward", "batch start", "batch end"), ranks=False, grad=True, unless=not_fabrics)
+@feature(
+    "backward: of a block",
+    ("forward", "batch start", "batch end"),
+    ranks=False,
+    grad=True,
+    unless=not_fabrics,
+    error=steps_early,
+)
 def backward_of_block(scene: Scene, at: int) -> None:
     loss = square(scene.block(at)(scene.batch(at)))
     if loss.requires_grad:
         loss.backward()
 
 
-@feature("backward: twice", GRAPH, ranks=False, grad=True, unless=not_fabrics)
+@feature("backward: twice", GRAPH, ranks=False, grad=True, unless=not_fabrics, error=steps_early)
 def backward_twice(scene: Scene, at: int) -> None:
     if scene.loss is not None and scene.loss.requires_grad:
         scene.loss.backward(retain_graph=True)
@@ -937,7 +944,7 @@ class Fails(torch.autograd.Function):
 BETWEEN = ("batch start", "forward", "batch end")
 
 
-@feature("fault: backward at the loss", BETWEEN, ranks=False, grad=True, unless=not_fabrics)
+@feature("fault: backward at the loss", BETWEEN, ranks=False, grad=True, unless=not_fabrics, error=steps_early)
 def fails_at_loss(scene: Scene, at: int) -> None:
     """Gradients of a backward stay; another one fails before any came, and is done again, or that of a new graph."""
     left, graphs = [1], [square(scene.net(scene.batch(at + number))) for number in range(2)]
@@ -952,7 +959,12 @@ def fails_at_loss(scene: Scene, at: int) -> None:
 
 
 @feature(
-    "fault: backward in a block", BETWEEN, ranks=False, grad=True, unless=lambda p: not_fabrics(p) or p.does("hook")
+    "fault: backward in a block",
+    BETWEEN,
+    ranks=False,
+    grad=True,
+    unless=lambda p: not_fabrics(p) or p.does("hook"),
+    error=steps_early,
 )
 def fails_in_block(scene: Scene, at: int) -> None:
     """What it left is dropped; it is done again, or that of a new graph."""
@@ -999,8 +1011,11 @@ def fault_in_forward(scene: Scene, at: int) -> None:
 
 
 def leaves_its_graph(program: Program) -> bool:
-    """The graph of a backward that is differentiated is never freed, as torch's hooks of modules are in it."""
-    return cannot_fail(program) or program.loss == "of an input's gradient"
+    """The graph of a backward that is differentiated is never freed, as torch's hooks of modules are in it.
+
+    A hook of a weight sees what a failed backward left at the next touch of a weight.
+    """
+    return cannot_fail(program) or program.loss == "of an input's gradient" or program.does("hook: sees")
 
 
 @feature("end: fault in backward", OUTSIDE, ranks=False, unless=leaves_its_graph, error=steps_early)

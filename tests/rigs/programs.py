@@ -31,7 +31,7 @@ import forks
 import torch
 from lightning import seed_everything
 from program_doors import ATTACH, DOORS, HOOKS, MIXED, OPTIMIZERS, OTHER_KERNELS, RAW, record
-from program_features import FEATURES, MOMENTS, cannot_ask, refuses_writes, writes_wrongly
+from program_features import FEATURES, MOMENTS, cannot_ask, refuses_writes, steps_early, writes_wrongly
 from program_nets import BEYOND, USES_TWICE, WITHIN
 
 import parity
@@ -144,7 +144,13 @@ def may_be_refused(program: Program) -> bool:
     """Whether section 4 names a typed error for something that a program does."""
     quantised = "Quantised" in program.kinds  # where an option does not take it
     writes = "Writing" in program.kinds and refuses_writes(program)
-    return quantised or writes or any(FEATURES[act.feature].error(program) for act in program.acts)
+    reads = "Reentrant" in program.kinds and program.loss == "of weights too"  # a second gradient after the inner one
+    return (
+        quantised
+        or writes
+        or (reads and steps_early(program))
+        or any(FEATURES[act.feature].error(program) for act in program.acts)
+    )
 
 
 def is_refused_today(program: Program) -> bool:

@@ -162,7 +162,7 @@ def test_a_module_that_streams_on_is_an_error_and_so_is_a_check_that_can_not_fin
 
         import models
         import sp_lightning
-        from sp_lightning import handle as streams
+        from sp_lightning import handles as streams
 
         net = models.case("mlp").make()
 

@@ -49,6 +49,23 @@ def once(run, model, early):
     return optimizer
 
 
+def test_state_has_its_order_where_first_batches_skip_a_block():
+    orders = []
+    for is_early in (False, True):
+        model = Net()
+        names = {id(p): name for name, p in model.named_parameters()}
+        with streamed(model, "cpu") as handle:
+            optimizer = adamw(model)
+            for i in range(3):
+                handle.steps.step_beside_backward(optimizer if is_early else None)
+                model(torch.ones(4, 8) + i, skip=[1] if i < 2 else ()).square().mean().backward()
+                optimizer.step()
+                handle.steps.step_beside_backward(None)
+                optimizer.zero_grad()
+            orders.append([names[id(p)] for p in optimizer.state])
+    assert orders[0] == orders[1] and orders[0][-1].startswith("blocks.1.")
+
+
 def accumulated(run, model, early):
     """Steps beside the last of three backwards."""
     optimizer = adamw(model)

@@ -6,8 +6,9 @@ import time
 
 import pytest
 import torch
-from stream_programs import Net, cases, check, collected, stream, streamed
+from stream_programs import Block, Net, cases, check, collected, stream, streamed
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 PROGRAMS = []
 program = collected(PROGRAMS)
@@ -43,6 +44,29 @@ def scaler_steps_a_fused_optimizer(run, model):
         scaler.update()
         optimizer.zero_grad()
     return seen
+
+
+class Reentrant(Block):
+    """A block whose backward runs another one."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+@program(lambda: Net(Reentrant))
+def summed_in_the_order_of_reentrant_backwards(run, model):
+    """The gradient of a term comes before that of the forward, which comes of a backward inside."""
+    optimizer = run.adamw(model.parameters())
+
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        (loss + sum((weight * 1.7).sin().sum() for weight in model.parameters())).backward()
+        if i % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return run.loop(model, step, optimizer, 6)
 
 
 @program(Net, "keep", "recompute", "offload")

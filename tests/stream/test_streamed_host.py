@@ -65,14 +65,14 @@ def test_a_closed_stream_keeps_nothing_on_the_device(policy):
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_at_most_the_window_and_what_is_in_use_is_there(policy, window, monkeypatch):
-    counts, visit = [], Window._visit
+    counts, visit = [], Window.visit
 
-    def counted(self, unit, here):
-        visit(self, unit, here)
+    def counted(self, unit):
+        visit(self, unit)
         there = {one.index for one in self._units if not one.is_resident and one.memory.state is not Presence.ABSENT}
         counts.append(len(there - (self._in_use.keys() - {unit.index})))
 
-    monkeypatch.setattr(Window, "_visit", counted)
+    monkeypatch.setattr(Window, "visit", counted)
     model = Net(count=6)
     with streamed(model, "cpu", window=window, activations=policy):
         for skip in ((), (1, 4), ()):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from stream_programs import Block, Net, cases, check, collected, streamed
+from stream_programs import Block, Net, Program, cases, check, collected, streamed
 from torch import nn
 
 PROGRAMS = []
@@ -166,11 +166,90 @@ for kind in CAPTURED:
     captured(kind)
 
 
+def decay(run, model, get):
+    """Train with a term of all weights in the loss."""
+
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        return run.train(loss + sum(get(weight).square().sum() for weight in model.parameters()), optimizer)
+
+    return run.loop(model, step)
+
+
+@program(Net, "keep", "recompute")
+def a_term_reads_weights_by_what_returns_them(run, model):
+    """Nothing held the memory that backward reads."""
+    return decay(run, model, lambda weight: weight.float().contiguous())
+
+
+@program(Net, "keep", "recompute")
+def a_term_is_a_distance_to_copies_of_weights(run, model):
+    """The copies were made between steps."""
+    copies = {weight: weight.detach() * 0.9 for weight in model.parameters()}
+    return decay(run, model, lambda weight: weight - copies[weight])
+
+
+@program(Net)
+def a_term_reads_a_weight_with_its_gradient(run, model):
+    """Of which clipping noted a factor."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(model, optimizer, i):
+        optimizer.zero_grad()
+        model(run.x(i)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        term = sum((weight * weight.grad).sum() for weight in model.parameters())
+        optimizer.step()
+        return term
+
+    return run.loop(model, step, optimizer)
+
+
+@program(Net, "keep", "recompute")
+def a_term_reads_weights_by_their_storage_offset(run, model):
+    """On the device a weight is one of many in a storage."""
+    return decay(run, model, lambda weight: weight.as_strided((2,), (1,), weight.storage_offset()))
+
+
 @pytest.mark.parametrize("device", ["cpu", "simgpu"])
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
 @pytest.mark.simgpu
 def test_it_is_the_same_now(program, policy, device):
     check(program, device, policy)
+
+
+class Decaying(Block):
+    """A block that writes to a weight of a layer."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.up.weight.mul_(0.99)
+        return super().forward(x)
+
+
+def test_a_write_to_a_unit_on_the_device_is_kept(device):
+    """Nothing had noted it where an earlier forward had left the layer's weight there."""
+
+    def accumulate(run, model):
+        return run.loop(model, lambda model, optimizer, i: [model(run.x(i)).sum(), run.step(model, optimizer, i)][1])
+
+    program = Program(accumulate, lambda: Net(Decaying, 2), options={"units": ["Linear"]})
+    check(program, device.type, window=8)
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_a_step_writes_to_views_in_another_type(wire, device):
+    """Such a view has no base by which it could be known."""
+    model = Net()
+    wanted = model.blocks[2].up.weight.detach().clone()
+    wanted.view(torch.int32)[..., 0].bitwise_xor_(64)
+    with streamed(model, device.type, wire=wire) as handle:
+        weight = model.blocks[2].up.weight
+        with handle.scope("train"), torch.no_grad():
+            weight.view(torch.int32)[..., 0].bitwise_xor_(64)
+            assert weight.mul_(1) is weight
+            weight.view_as(weight).mul_(0.5)
+    assert torch.equal(weight, wanted * 0.5)
 
 
 def test_identity_in_a_forward_is_that_of_the_device_s_tensor():
@@ -211,3 +290,30 @@ def test_a_view_of_a_weight_is_printed_as_a_tensor():
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     with streamed(net, "cpu", window=1, units=["Linear"]):
         assert repr(net[0].weight.data).startswith("tensor(") and f"{net[0].bias.detach()}".startswith("tensor(")
+
+
+def test_a_parametrization_made_last_streams_again():
+    """One of its parameters is over the bytes of the weight that streamed."""
+    model = Net()
+    with streamed(model, "cpu"):
+        nn.utils.parametrizations.weight_norm(model.blocks[0].up)
+    wanted = model(torch.ones(4, 8))
+    with streamed(model, "cpu"):
+        assert torch.equal(model(torch.ones(4, 8)), wanted)
+
+
+def test_hooks_see_what_a_failed_backward_left_at_the_next_touch():
+    """A plain run's hook sees it as it comes; here gradients of a unit come together."""
+    model, seen = Net(), []
+    model.blocks[1].down.bias.register_hook(lambda grad: seen.append(grad.clone()))
+
+    def fail(layer, grads):
+        raise KeyError
+
+    model.blocks[1].up.register_full_backward_pre_hook(fail)
+    with streamed(model, "cpu"):
+        loss = model(torch.ones(4, 8)).sum()
+        with pytest.raises(KeyError):
+            loss.backward()
+        assert not seen
+        assert model.blocks[1].down.bias.grad is not None and len(seen) == 1

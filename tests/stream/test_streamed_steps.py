@@ -503,7 +503,7 @@ def test_an_interrupt_of_a_wait_leaves_the_step_pending():
             unit.wait_step()
         assert unit.pending is step
         step.result = whole
-        unit.end_step()
+        unit.steps.end()
         step.set_result(None)
         unit.wait_step()
         assert unit.pending is None
@@ -561,7 +561,7 @@ def test_two_threads_wait_for_one_step():
             reader.start()
             reader.join(0.1)
         assert all(reader.is_alive() for reader in readers)
-        unit.end_step()
+        unit.steps.end()
         step.set_result(None)
         for reader in readers:
             reader.join()

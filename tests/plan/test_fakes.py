@@ -1,0 +1,44 @@
+"""Model code that needs values, names devices, or counts its blocks is planned all the same."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from sp_lightning.plan import plan
+
+BATCH = torch.ones(4, 8, dtype=torch.long)
+
+
+class Words(L.LightningModule):
+    """A net whose step moves tensors to its device, counts tokens, logs its loss and fills a table of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def training_step(self, batch, index):
+        tokens = batch.to(self.device)
+        places = torch.zeros_like(tokens)
+        places += torch.where(tokens > 0, (tokens.float() / 2).log().abs().long(), 1)
+        hidden = self.table(tokens) + self.table(places)
+        for number in range(6):
+            hidden = self.blocks[number](hidden)
+        loss = hidden[tokens > 0].square().sum() / (tokens != 0).sum().item()
+        assert loss.item() == 0
+        return loss
+
+
+@pytest.mark.parametrize("on", ["cpu", "meta"])
+def test_a_step_that_needs_values_and_names_its_device(on):
+    with torch.device(on):
+        module = Words()
+    found = plan(module, BATCH, machine="rtx3060", optimizer="AdamW")
+    assert found.trained == sum(parameter.numel() for parameter in module.parameters())
+    assert len(found.units) == 7  # all blocks, though they are counted
+
+
+def test_a_factory_is_planned_like_its_module():
+    one, other = (plan(made, BATCH, machine="rtx3060", optimizer="AdamW") for made in (Words, Words()))
+    assert one.device_terms == other.device_terms and one.step_s == other.step_s
