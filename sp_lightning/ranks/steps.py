@@ -24,9 +24,9 @@ from torch.autograd.graph import increment_version
 
 from ..compat.tensors import is_dtensor
 from ..host.device import Device, aligned
-from ..steps.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
-from ..steps.state import WaitingState
-from ..steps.steps import Steps
+from ..optim.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
+from ..optim.state import WaitingState
+from ..optim.steps import Steps
 from ..store.store import Store
 from ..stream.gradients import GradientBytes
 from ..stream.leaf import Weight

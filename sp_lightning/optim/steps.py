@@ -1,14 +1,14 @@
 """Optimizer steps of streamed weights: on a thread, beside the next forward and, if declared, beside backward.
 
-1. A step of a unit is pending from its submission until something needs its results: a load, a read of a weight, its
-   gradient or its state.
-2. Resident weights are stepped on the device, by the calling thread, as in a plain run; the others on the host, or by
-   trips to the device (places.py).
-3. The optimizer's own code gets a shadow of the optimizer, which has the parameters that are not streamed.
-4. A step beside backward takes gradients as they come. The user's own call of `step` finds those weights stepped;
-   until it comes, the step is half applied: it is neither saved nor followed by another backward.
-5. A step that failed after it changed a weight leaves the weights half stepped: nothing steps or saves them again
-   before weights and state are loaded. One that changed nothing leaves no mark, as a plain run's.
+- A step of a unit is pending from its submission until something needs its results: a load, a read of a weight, its
+  gradient or its state.
+- Resident weights are stepped on the device, by the calling thread, as in a plain run; the others on the host, or by
+  trips to the device (places.py).
+- The optimizer's own code gets a shadow of the optimizer, which has the parameters that are not streamed.
+- A step beside backward takes gradients as they come. The user's own call of `step` finds those weights stepped;
+  until it comes, the step is half applied: it is neither saved nor followed by another backward.
+- A step that failed after it changed a weight leaves the weights half stepped: nothing steps or saves them again
+  before weights and state are loaded. One that changed nothing leaves no mark, as a plain run's.
 """
 
 from __future__ import annotations
