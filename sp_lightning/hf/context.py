@@ -130,10 +130,10 @@ class Streaming:
             )
         inside = importlib.import_module("accelerate.utils").extract_model_from_parallel
         module = inside(model, keep_torch_compile=False)
-        if self._is_left(module, accelerator.device):
+        trains = not evaluation_mode and any(parameter.requires_grad for parameter in module.parameters())
+        if self._is_left(module, accelerator.device, trains):
             return prepare(accelerator, model, device_placement, evaluation_mode)
-        trains = any(parameter.requires_grad for parameter in module.parameters())
-        self.take(module, accelerator.device, accelerator.use_distributed and trains and not evaluation_mode)
+        self.take(module, accelerator.device, accelerator.use_distributed and trains)
         for handle in filter(_is_shared, self._handles_of(module.parameters())):
             _follow(accelerator.ddp_handler, handle)
         return prepare(accelerator, model, device_placement=False, evaluation_mode=True)  # and without DDP
@@ -268,11 +268,11 @@ class Streaming:
 
     # ---- models that fit
 
-    def _is_left(self, module: nn.Module, device: torch.device | None) -> bool:
+    def _is_left(self, module: nn.Module, device: torch.device | None, trains: bool = True) -> bool:
         """Whether a model is left to stock code; say once in the log what was decided."""
         if device is None or module in self._left or self._handles_of(module.parameters()):
             return module in self._left
-        needed = sum(_needed(parameter) for parameter in module.parameters())
+        needed = sum(_needed(parameter, trains) for parameter in module.parameters())
         others, capacity = sum(self._left.values()), Device(device).memory_capacity()
         fits = needed + others <= SHARE * capacity
         log.info(
@@ -342,10 +342,10 @@ def _to_host(module: nn.Module) -> None:
             _to_host(child)
 
 
-def _needed(parameter: nn.Parameter) -> int:
-    """Return the bytes of a weight, and of its gradient and state if it trains."""
+def _needed(parameter: nn.Parameter, trains: bool) -> int:
+    """Return the bytes of a weight, and of its gradient and state if it trains with its model."""
     size: int = parameter.nbytes
-    return 2 * size + STATE_NBYTES * parameter.numel() if parameter.requires_grad else size
+    return 2 * size + STATE_NBYTES * parameter.numel() if trains and parameter.requires_grad else size
 
 
 def _is_shared(handle: Handle) -> bool:

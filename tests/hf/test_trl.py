@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
-from hf_runs import compare
+from hf_runs import compare, llama, transformers
 from hf_trl import datasets, train
+
+from sp_lightning.hf import streaming
 
 EACH_OTHER = {"num_generations": 2, "max_completion_length": 4}
 
@@ -70,3 +72,51 @@ def test_trl_leaves_the_bits_of_the_stock_run(run, device, tmp_path):
         assert len(found["handles"]) == 2
     if run == "GRPO with a reference and a judge":
         assert sorted(found["handles"]) == ["LlamaForCausalLM"] * 2 + ["LlamaForSequenceClassification"]
+
+
+ON_DEVICE = pytest.mark.parametrize("device", [pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
+
+
+@ON_DEVICE
+@pytest.mark.parametrize("rows", [4, 8])
+def test_all_rows_that_grpo_generates_share_each_trip(rows, device, tmp_path, monkeypatch):
+    """As docs/inference.md says: each token takes one trip of the weights, however many rows there are."""
+    generate, ups = transformers.LlamaForCausalLM.generate, []
+
+    @functools.wraps(generate)
+    def counted(model, *args, **kwargs):
+        (handle,) = (handle for handle in stream.handles if handle.module is model)
+        before = handle.stats()
+        found = generate(model, *args, **kwargs)
+        assert len(found) == rows
+        weights = before["weight_bytes"] - before["resident_root_bytes"]
+        tokens = found.shape[1] - kwargs["input_ids"].shape[1]
+        ups.append((handle.stats()["bytes_up"] - before["bytes_up"]) / (tokens * weights))
+        return found
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", counted)
+    with streaming(window=1) as stream:
+        list(train(tmp_path, "GRPO", per_device_train_batch_size=rows, **EACH_OTHER))
+    assert ups and set(ups) == {1.0}
+
+
+@ON_DEVICE
+@pytest.mark.parametrize("run", ["DPO with a reference", "GRPO with a reference"])
+def test_a_reference_that_fits_stays_on_the_device(run, device, tmp_path):
+    """The second trip is of those units that the first one had dropped, in a window that was small to begin with."""
+    with streaming(window="auto") as stream:
+        list(train(tmp_path, **RUNS[run], num_train_epochs=3))
+        policy, reference = (handle.stats() for handle in stream.handles)
+    assert policy["bytes_up"] > 3 * policy["weight_bytes"]
+    assert reference["bytes_up"] < 2 * reference["weight_bytes"]
+
+
+@ON_DEVICE
+@pytest.mark.parametrize("run", ["DPO with a reference", "GRPO with a reference"])
+def test_a_reference_that_fits_beside_a_policy_that_does_not_is_left_to_stock_code(run, device, tmp_path, monkeypatch):
+    weights = sum(parameter.nbytes for parameter in llama().parameters())
+    monkeypatch.setattr("sp_lightning.hf.context.SHARE", 1.5 * weights / (1 << 30))
+    with streaming(window=1, only_if_needed=True) as stream:
+        list(train(tmp_path, **RUNS[run]))
+        (policy,) = stream.handles
+        assert any(parameter.requires_grad for parameter in policy.module.parameters())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import io
 import multiprocessing
 import os
@@ -136,6 +137,7 @@ def serve(rank: int, size: int, connection: Connection, path: list[str]) -> None
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            gc.collect()  # which closes its connections: another rank's work may wait for them
 
 
 @functools.cache
