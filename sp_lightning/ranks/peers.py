@@ -10,7 +10,7 @@ from ..stream.gradients import Gradients
 from ..stream.unit import Unit
 from .alone import Alone
 from .gradients import SharedGradients
-from .optim import SharedSteps
+from .steps import SharedSteps
 from .team import Team
 
 
