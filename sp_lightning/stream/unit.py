@@ -123,8 +123,7 @@ class Unit:
         blank.untyped_storage().resize_(0)
         self.memory = Residency(device, weights, self.nbytes)
         self._hosts: list[Any] = [weight.host for weight in weights]
-        self._leaves: list[Any] = [weight.leaf for weight in weights]
-        self._there = [weight.leaf if weight.is_shard else weight.there for weight in weights]
+        self._note_leaves()
         self._dispatching: list[Any] = [leaf for leaf in self._leaves if type(leaf) is Absent]  # outside of calls
         self._sharded = [(index, weight.host) for index, weight in enumerate(weights) if weight.is_shard]
         self._values = [weight.value for weight in weights]
@@ -184,6 +183,10 @@ class Unit:
         self._hosts = [each.host for each in self.weights]
         self._values = [each.value for each in self.weights]
         self.epoch += 1
+
+    def _note_leaves(self) -> None:
+        self._leaves: list[Any] = [weight.leaf for weight in self.weights]
+        self._there = [weight.leaf if weight.is_shard else weight.there for weight in self.weights]
 
     def note_slots(self) -> None:
         """Note anew where the modules have the parameters."""
@@ -267,6 +270,8 @@ class Unit:
         self.steps.cancel()
         self.device.counters.evictions += self.memory.state is not Presence.ABSENT
         self.memory.release()
+        if self.wholes:
+            self._note_leaves()  # parts have others, and the old ones their memory
 
     # ---- on the host
 
