@@ -834,9 +834,11 @@ def record(program: Program, device: torch.device, attach: Callable[..., Any] | 
         torch.manual_seed(1)
         if device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()
-        DOORS[program.door](run)
-        found = run.record()
-        run.scene.let_go()
+        try:
+            DOORS[program.door](run)
+            found = run.record()
+        finally:
+            run.scene.let_go()
         if device.type != "cpu":
             torch.accelerator.synchronize()
             found.telemetry["peak"] = torch.accelerator.max_memory_allocated()
