@@ -474,6 +474,18 @@ def test_a_buffer_first_written_in_a_later_call_is_refused_under_recompute():
             model(torch.ones(4, 8))
 
 
+class Converts(Block):
+    def forward(self, x):
+        self.up.to(x.dtype)  # as a router of mixtures does, which nothing changes
+        return super().forward(x)
+
+
+def test_a_conversion_in_a_forward_that_changes_nothing_is_no_write():
+    model = Net(Converts)
+    with streamed(model, "cpu", activations="recompute"):
+        model(torch.ones(4, 8)).sum().backward()
+
+
 class WritesTheSame(Block):
     def __init__(self):
         super().__init__()
