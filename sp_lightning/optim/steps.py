@@ -59,6 +59,7 @@ class Steps:
         self._early_groups: dict[int, int] = {}
         self._early_sliced: Any = None
         self._early_steps = EarlySteps()
+        self._awaited: list[Unit] = []  # whose steps the user's call of step waits for
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self.chose_residents = False  # whether the user asked for resident units
         self._failed = Outcome()  # of the last step that ended half-way
@@ -253,6 +254,9 @@ class Steps:
                 else:
                     self._submit(unit, work[unit], step, groups, state, outcome)
                     unit.window.drop(unit)
+            awaited, self._awaited = self._awaited, []
+            for unit in awaited:
+                unit.wait_step()
         except BaseException as error:  # of a resident unit, or an interrupt: what has not begun does not begin
             outcome.error = outcome.error or error
             self.wait_thread()
@@ -378,7 +382,7 @@ class Steps:
             else:
                 is_watched = False
         if not is_watched or sliced.makes_numbers(whose, state):
-            unit.wait_step()  # nothing watches gradients that the user made
+            self._awaited.append(unit)  # nothing watches gradients that the user made
 
     def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
         """Give a unit's step to the thread, and return its end."""
