@@ -28,6 +28,7 @@ from .lazy import (
     data_of,
     found_in,
     grad_of,
+    in_own_step,
     requires_grad_of,
     set_data,
     set_grad,
@@ -82,7 +83,7 @@ class Watched(Lazy):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA:
+        if func in METADATA or in_own_step():
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
         is_own = _is_in_own_call(args[0] if args else None)
