@@ -37,6 +37,11 @@ def in_own_step() -> bool:
     return bool(own_steps) and torch.compiler.is_compiling()
 
 
+def has_others(types: Any) -> bool:
+    """Whether a function got an object that is no tensor and answers first, as those that load when they are read."""
+    return len(types) > 1 and not all(issubclass(kind, Tensor) for kind in types)
+
+
 class Lazy:
     """A mixin for subclasses of Tensor whose functions wait for the bytes.
 
