@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from sp_lightning.steps import compiled
+from sp_lightning.optim import compiled
 
 HERE = pathlib.Path(__file__).parent
 IN_CACHE = 1 << 15  # elements, whose 20 bytes each fit a core's second-level cache

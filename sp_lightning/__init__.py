@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .lightning.callback import SuperpipelineCallback
     from .lightning.fabric import SuperpipelineFabricStrategy
     from .lightning.strategy import SuperpipelineStrategy
-    from .peers.sums import tree_hook
     from .plan import Plan, plan
+    from .ranks.sums import tree_hook
 
 __all__ = [
     "Handle",
@@ -38,7 +38,7 @@ _PLACES = {
     "SuperpipelineStrategy": "lightning.strategy",
     "plan": "plan",
     "stream": "handle",
-    "tree_hook": "peers.sums",
+    "tree_hook": "ranks.sums",
 }
 
 

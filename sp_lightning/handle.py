@@ -26,11 +26,11 @@ from .host.device import Device
 from .host.recorder import Recorder
 from .host.room import Room
 from .host.telemetry import Stats
+from .optim import torn_step
+from .optim.figures import explaining, stats_of
 from .options import Options
-from .peers.alone import Alone
-from .peers.peers import Peers
-from .steps import torn_step
-from .steps.figures import explaining, stats_of
+from .ranks.alone import Alone
+from .ranks.peers import Peers
 from .store.store import Store, is_in_source, is_same
 from .stream import parameters, residents
 from .stream.activations import Activations

@@ -1,4 +1,4 @@
-"""Private names of torch that the core in host/, stream/ and steps/ uses.
+"""Private names of torch that the core in host/, stream/ and optim/ uses.
 
 Each is here with what would be lost without it. Tried with torch 2.11 and 2.14.
 """

@@ -1,13 +1,13 @@
 """The context in which models stream that code for accelerate would move to the device.
 
-1. A model streams from the moment when stock code would move it: by ``Accelerator.prepare`` or, on an accelerator, by
-   ``module.to`` or ``module.cuda``. Each model has a handle: student, reference, reward model, text encoder. A module
-   of which one submodule has all parameters is moved as ever, a layer, a metric, until it is prepared.
-2. A model that streams ignores ``.to(device)``; a conversion of type happens. ``model.device`` is where it runs.
-3. A module around a model that streams takes it over. One that has but a part of it in common is moved beside it.
-4. With several processes a model that stock code would wrap in DDP is shared: all of them stream one copy, and
-   exchange gradients. What a process moves around it leaves it shared. Each process streams other models by itself.
-5. The methods that the context replaces are as they were once it is closed, and so are the models.
+- A model streams from the moment when stock code would move it: by ``Accelerator.prepare`` or, on an accelerator, by
+  ``module.to`` or ``module.cuda``. Each model has a handle: student, reference, reward model, text encoder. A module
+  of which one submodule has all parameters is moved as ever, a layer, a metric, until it is prepared.
+- A model that streams ignores ``.to(device)``; a conversion of type happens. ``model.device`` is where it runs.
+- A module around a model that streams takes it over. One that has but a part of it in common is moved beside it.
+- With several processes a model that stock code would wrap in DDP is shared: all of them stream one copy, and
+  exchange gradients. What a process moves around it leaves it shared. Each process streams other models by itself.
+- The methods that the context replaces are as they were once it is closed, and so are the models.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..handle import Handle
 from ..handles import close_all, close_dropped
 from ..host.device import Device
 from ..options import Options, format_bytes
-from ..peers.alone import Alone
-from ..peers.peers import Peers
+from ..ranks.alone import Alone
+from ..ranks.peers import Peers
 from ..stream.leaf import Leaf
 from ..stream.parameters import unit_of
 from ..stream.preparation import check_values

@@ -1,12 +1,12 @@
 """Slabs: host memory that stays, exact to the page, and page-locked where the device can register it.
 
-1. A slab is a private mapping. No allocator rounds it up, and its pages return to the system with its last tensor.
-2. Pages are touched by several threads and then locked as one range: a copy that crosses two ranges is refused, and a
-   driver faults in untouched pages one by one.
-3. A slab is unlocked once: by `unlock_all`, with its last tensor, or as the interpreter ends.
-4. A forked process does not get locked pages, which the kernel would copy for each worker of a data loader.
-5. Where several processes share slabs (peers/memory.py), what this one reads and writes is another mapping of the same
-   pages than their *truth*, which travels and is stepped. Here both are one.
+- A slab is a private mapping. No allocator rounds it up, and its pages return to the system with its last tensor.
+- Pages are touched by several threads and then locked as one range: a copy that crosses two ranges is refused, and a
+  driver faults in untouched pages one by one.
+- A slab is unlocked once: by `unlock_all`, with its last tensor, or as the interpreter ends.
+- A forked process does not get locked pages, which the kernel would copy for each worker of a data loader.
+- Where several processes share slabs (ranks/memory.py), what this one reads and writes is another mapping of the same
+  pages than their *truth*, which travels and is stepped. Here both are one.
 """
 
 from __future__ import annotations

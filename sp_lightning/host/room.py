@@ -1,14 +1,14 @@
 """How many units fit on the device: `window="auto"` and `transfer="auto"`, from bytes.
 
-1. *Others* is all memory on the device but the window's units. After a step that raised the device's peak, others took
-   that peak, less the window's units when most was allocated. The largest such figure counts.
-2. A run begins with one unit, because the memory of activations is not known, or with the sizes of the run that it
-   resumes. After each step the window grows into what others and a reserve leave free: while weights train at most
-   fourfold.
-3. The first step that trains begins small again: what evaluation left free says nothing about backward.
-4. Where an allocation failed, the window stays smaller than it was.
-5. Gradients that stay on the device until the step may be there beside the next forward: the window leaves room for all
-   of them, and one that does not fit beside the most that a forward took goes down.
+- *Others* is all memory on the device but the window's units. After a step that raised the device's peak, others took
+  that peak, less the window's units when most was allocated. The largest such figure counts.
+- A run begins with one unit, because the memory of activations is not known, or with the sizes of the run that it
+  resumes. After each step the window grows into what others and a reserve leave free: while weights train at most
+  fourfold.
+- The first step that trains begins small again: what evaluation left free says nothing about backward.
+- Where an allocation failed, the window stays smaller than it was.
+- Gradients that stay on the device until the step may be there beside the next forward: the window leaves room for all
+  of them, and one that does not fit beside the most that a forward took goes down.
 """
 
 from __future__ import annotations

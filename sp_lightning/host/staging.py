@@ -3,10 +3,10 @@
 A device copies by itself only from and to page-locked memory; a copy of other memory would block the calling thread. So
 a thread for each direction moves the bytes between that memory and the buffers.
 
-1. Copies begin in the order in which they are submitted, on a stream of the ring's own, each behind the event that it
-   was submitted with: not behind what the device's copy stream gets later, which may wait for readers of these bytes.
-2. A copy is on that stream only when the thread has queued it: a stream that is to wait for it waits for that first.
-3. A buffer is written again only after the device read it (up), or after the thread emptied it (down).
+- Copies begin in the order in which they are submitted, on a stream of the ring's own, each behind the event that it
+  was submitted with: not behind what the device's copy stream gets later, which may wait for readers of these bytes.
+- A copy is on that stream only when the thread has queued it: a stream that is to wait for it waits for that first.
+- A buffer is written again only after the device read it (up), or after the thread emptied it (down).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import TornStepError
 from ..observe.progress import waiting
-from ..steps import torn_step
+from ..optim import torn_step
 from ..stream.preparation import materialize
 from .callback import SuperpipelineCallback
 from .checkpoint_io import MappedCheckpointIO, WholeFiles, size_so_far

@@ -31,10 +31,10 @@ from ..errors import OptionError, TornStepError, UnsupportedError
 from ..handle import Handle
 from ..handles import close_all, close_dropped
 from ..host.device import check_supported
+from ..optim import torn_step
 from ..options import Options
-from ..peers.peers import Peers
-from ..peers.watch import KEEPALIVE
-from ..steps import torn_step
+from ..ranks.peers import Peers
+from ..ranks.watch import KEEPALIVE
 from ..stream.parameters import unit_of
 from ..stream.preparation import move_buffers, move_others
 from .checkpoint_io import MappedCheckpointIO

@@ -4,9 +4,9 @@
    several processes, each would train on all the data: that is an error, as under DDP.
 2. With several, Lightning starts a process for each, as for DDP, and asks this class for ranks, samplers and
    collectives. What DDP does beside gradients is done here: seeds, rank 0's weights at the beginning, and rank 0's
-   buffers at each synchronising forward. The weights are shared (sp_lightning/peers).
+   buffers at each synchronising forward. The weights are shared (sp_lightning/ranks).
 3. With several machines there are as many devices on each. A launcher starts the processes there; what differs is
-   inside of sp_lightning/peers.
+   inside of sp_lightning/ranks.
 4. Collectives run on the process group's own tensors: where the backend knows only the host's, on host copies.
 5. With a second axis (`Axes`), as Lightning's ModelParallelStrategy has it, layers are cut along that one. Ranks that
    have the same shards, along the data axis, are those that exchange gradients and have data of their own. All else,
@@ -38,7 +38,7 @@ from ..errors import OptionError, UnsupportedError
 from ..host.device import check_supported
 from ..host.sharing import check_possible
 from ..options import Options, is_int
-from ..peers.peers import Peers
+from ..ranks.peers import Peers
 from ..stream.preflight import check_copies
 from ..stream.sharded import registering_on_host
 from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, TunerExit

@@ -29,7 +29,7 @@ from ..compat.modules import convert_tensors
 from ..handle import Handle
 from ..host.device import check_supported, numbered
 from ..options import Options, format_bytes
-from ..peers.watch import KEEPALIVE
+from ..ranks.watch import KEEPALIVE
 from ..stream.parameters import unit_of
 from ..stream.preparation import move_others
 from . import master_weights as masters

@@ -28,8 +28,8 @@ from ..host.machine import (
     swapped_bytes,
     usable_cores,
 )
+from ..optim.compiled import why_none
 from ..options import check_writable, format_bytes
-from ..steps.compiled import why_none
 from ..store.direct import mount_of, rotates
 from ..store.scratch import no_local_disk
 

@@ -1,9 +1,9 @@
 """A file whose ranges are moved past the page cache, between a local disk and page-aligned memory.
 
-1. A transfer is complete or an error: short ones are continued, and all else is a DiskError.
-2. Transfers are direct: whole blocks. A filesystem that refuses them, or whose direct reads differ from buffered ones,
-   is read and written through the page cache, which is dropped behind; one line in the log says so.
-3. A filesystem without a block device is a network's, unless it is known to be local.
+- A transfer is complete or an error: short ones are continued, and all else is a DiskError.
+- Transfers are direct: whole blocks. A filesystem that refuses them, or whose direct reads differ from buffered ones,
+  is read and written through the page cache, which is dropped behind; one line in the log says so.
+- A filesystem without a block device is a network's, unless it is known to be local.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The pipeline between files and memory: page-locked buffers, a thread that reads and a thread that writes.
 
-1. Each thread does what it was given in its order. The buffers of a window go from the reader to the work, and from
-   there to the writer. What the writer brings from the device has buffers of its own: it waits for no other thread.
-2. A buffer is filled again once the device, the work or the writer has read it, also after an error.
-3. No forked process gets the buffers: the kernel might give a child the page into which a read is under way, and the
-   parent a copy without what is read.
+- Each thread does what it was given in its order. The buffers of a window go from the reader to the work, and from
+  there to the writer. What the writer brings from the device has buffers of its own: it waits for no other thread.
+- A buffer is filled again once the device, the work or the writer has read it, also after an error.
+- No forked process gets the buffers: the kernel might give a child the page into which a read is under way, and the
+  parent a copy without what is read.
 """
 
 from __future__ import annotations

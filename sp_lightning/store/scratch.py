@@ -1,14 +1,14 @@
 """The scratch file: tensors on a local disk that any code may use, and whose bytes move past the page cache.
 
-1. It has no name (O_TMPFILE): however the process ends, its space is free again. It is no checkpoint.
-2. Its tensors lie over one shared mapping and are right at any time, by page faults. The pipeline moves the same ranges
-   directly. The kernel keeps the two equal: a direct read writes dirty pages out first, a direct write drops cached
-   ones. A trial finds out whether this filesystem does; where it does not, both go through the page cache.
-3. A range has whole blocks of its own, allocated before it has bytes: a write never finds the disk full. It is free for
-   another tensor once nothing refers to its storage. The file lives as long as any of its tensors.
-4. A forked process has neither the mapping nor the descriptors: what it wrote would be the parent's weights. A read of
-   a tensor there is an error.
-5. Refused are files in memory, on a network filesystem, and on one that copies on write and cannot be told not to.
+- It has no name (O_TMPFILE): however the process ends, its space is free again. It is no checkpoint.
+- Its tensors lie over one shared mapping and are right at any time, by page faults. The pipeline moves the same ranges
+  directly. The kernel keeps the two equal: a direct read writes dirty pages out first, a direct write drops cached
+  ones. A trial finds out whether this filesystem does; where it does not, both go through the page cache.
+- A range has whole blocks of its own, allocated before it has bytes: a write never finds the disk full. It is free for
+  another tensor once nothing refers to its storage. The file lives as long as any of its tensors.
+- A forked process has neither the mapping nor the descriptors: what it wrote would be the parent's weights. A read of
+  a tensor there is an error.
+- Refused are files in memory, on a network filesystem, and on one that copies on write and cannot be told not to.
 """
 
 from __future__ import annotations

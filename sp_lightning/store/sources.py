@@ -1,12 +1,12 @@
 """Source files: where on disk the bytes of frozen weights are, and reads of them past the page cache.
 
-1. The kernel says which file has a tensor's bytes: those of a private mapping (``/proc/self/maps``) none of whose pages
-   was written (``/proc/self/pagemap``). How the file was loaded does not matter, nor does its format.
-2. The parameter stays what its loader made it: a tensor over the mapping. Once a page of it was written, the memory has
-   its bytes, and the file no longer.
-3. A file has to stay what it was when streaming began: its size and its time of modification are compared after each
-   fill. A file that another one replaced (``os.replace``) stays open, and what it was.
-4. A network filesystem may show a change of a file late, or not at all: weights are not left there.
+- The kernel says which file has a tensor's bytes: those of a private mapping (``/proc/self/maps``) none of whose pages
+  was written (``/proc/self/pagemap``). How the file was loaded does not matter, nor does its format.
+- The parameter stays what its loader made it: a tensor over the mapping. Once a page of it was written, the memory has
+  its bytes, and the file no longer.
+- A file has to stay what it was when streaming began: its size and its time of modification are compared after each
+  fill. A file that another one replaced (``os.replace``) stays open, and what it was.
+- A network filesystem may show a change of a file late, or not at all: weights are not left there.
 """
 
 from __future__ import annotations

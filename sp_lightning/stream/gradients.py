@@ -546,7 +546,12 @@ class Gradients:
             hooked = [weight for weight in came if hooks_of_gradient(weight.host) or weight.is_narrow]
         with torch.no_grad():
             for weight in hooked:  # with dispatch: the weights and gradients that hooks read wait
-                came[weight] = self._hooked(weight, came[weight])
+                window = weight.unit.window
+                was_in_step, window.is_in_step = window.is_in_step, True  # hooks get weights where the gradients are
+                try:
+                    came[weight] = self._hooked(weight, came[weight])
+                finally:
+                    window.is_in_step = was_in_step
 
     def _deliver(self, backward: Backward, unit: Unit, sent: list[tuple[Weight, Any]], is_complete: bool) -> None:
         """Put a unit's gradients into `.grad`, now if a step or a hook of the user's reads them, and tell the steps."""

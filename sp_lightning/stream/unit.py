@@ -1,10 +1,10 @@
 """A unit: weights that travel as one, in a page-locked slab on the host and in fresh memory on the device.
 
-1. Only `evict` lets go of the unit's memory on the device (residency.py); the window calls it, between visits.
-2. A unit on the device is stale when its weights' versions have moved since the copy, or its epoch, which steps move
-   and writes that no version shows.
-3. Whatever writes to the slab first waits for copies that read it (`wait_copy`), and for the unit's step (`wait_step`).
-4. A load of a unit that is being stepped takes memory at once; the last of its steps starts the copy, as it ends.
+- Only `evict` lets go of the unit's memory on the device (residency.py); the window calls it, between visits.
+- A unit on the device is stale when its weights' versions have moved since the copy, or its epoch, which steps move
+  and writes that no version shows.
+- Whatever writes to the slab first waits for copies that read it (`wait_copy`), and for the unit's step (`wait_step`).
+- A load of a unit that is being stepped takes memory at once; the last of its steps starts the copy, as it ends.
 """
 
 from __future__ import annotations

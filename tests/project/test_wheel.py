@@ -18,7 +18,7 @@ TRAIN = """
 import hashlib, importlib.util, logging, sys
 logging.basicConfig(stream=sys.stderr, level="INFO")
 import torch, sp_lightning
-from sp_lightning.steps import compiled
+from sp_lightning.optim import compiled
 
 assert not [name for name in ("transformers", "pytest", "matplotlib") if importlib.util.find_spec(name)]
 torch.manual_seed(0)

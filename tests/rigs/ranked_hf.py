@@ -317,7 +317,7 @@ RUNS: dict[str, Callable[[], Callable[..., Iterator[Any]]]] = {
 def facts() -> dict[str, Any]:
     """What is shared with the other ranks, and what is refused, on this one."""
     from sp_lightning.hf import streaming
-    from sp_lightning.peers.peers import Peers
+    from sp_lightning.ranks.peers import Peers
 
     with place("simgpu"), streaming(window=1) as stream:
         run = accelerator()

@@ -8,7 +8,7 @@ import torch
 from often import often
 from stream_programs import Net, Program, Run, cases, check, collected, streamed
 
-from sp_lightning.steps import compiled
+from sp_lightning.optim import compiled
 from sp_lightning.stream.gradients import HostGradient
 
 PROGRAMS = []
@@ -39,7 +39,7 @@ def stepped(monkeypatch):
         counts["compiled"] += len(work) - len(left)
         return left
 
-    monkeypatch.setattr("sp_lightning.steps.slices.step_compiled", step)
+    monkeypatch.setattr("sp_lightning.optim.slices.step_compiled", step)
     return counts
 
 

@@ -8,7 +8,7 @@ from often import often
 from stream_programs import Block, Net, Run, compare, device_named, streamed
 
 from sp_lightning.errors import ExactnessError, TornStepError
-from sp_lightning.steps import compiled
+from sp_lightning.optim import compiled
 
 
 def adamw(model, **options):

@@ -82,7 +82,7 @@ def test_masters_beside_units_that_stay_on_the_device():
 @pytest.mark.simgpu
 def test_masters_have_the_device_s_arithmetic():
     import simgpu
-    from sp_lightning.steps import compiled
+    from sp_lightning.optim import compiled
 
     compiled._is_same.cache_clear()
     with simgpu.cuda_arithmetic():

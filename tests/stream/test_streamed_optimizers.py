@@ -80,7 +80,7 @@ def test_odd_weights_step_as_in_the_plain_run(name, device):
 @pytest.mark.simgpu
 def test_odd_weights_step_with_the_devices_arithmetic(name):
     import simgpu
-    from sp_lightning.steps import compiled
+    from sp_lightning.optim import compiled
 
     compiled._is_same.cache_clear()
     with simgpu.cuda_arithmetic():

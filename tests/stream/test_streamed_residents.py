@@ -161,7 +161,7 @@ def test_resident_units_travel_once_and_their_state_is_on_the_device():
 @pytest.mark.simgpu
 def test_residents_of_an_optimizer_that_rounds_otherwise_on_the_host_are_refused():
     import simgpu
-    from sp_lightning.steps import compiled
+    from sp_lightning.optim import compiled
 
     model, x = Net(), torch.ones(4, 8, device="simgpu")
     compiled._is_same.cache_clear()

@@ -252,7 +252,7 @@ def test_a_second_backward_after_steps_is_refused():
 
 def failed_after_one_unit(monkeypatch, model, optimizer):
     """Have a step end after its first unit."""
-    from sp_lightning.steps.slices import SlicedOptimizer
+    from sp_lightning.optim.slices import SlicedOptimizer
 
     whole, count = SlicedOptimizer.step, []
 

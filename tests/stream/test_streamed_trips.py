@@ -11,7 +11,7 @@ from test_streamed_optimizers import OPTIMIZERS, Odd
 from test_streamed_optimizers import program as steps_of
 
 from sp_lightning.errors import UnsupportedError
-from sp_lightning.steps import compiled
+from sp_lightning.optim import compiled
 
 simgpu = pytest.importorskip("simgpu")
 pytestmark = pytest.mark.simgpu
@@ -39,7 +39,7 @@ def arithmetic():
 def short_trips(monkeypatch):
     """Cut weights of a few hundred elements."""
     monkeypatch.setattr("stream_programs.CHUNK", 64)
-    monkeypatch.setattr("sp_lightning.steps.places.LONGER", 4)
+    monkeypatch.setattr("sp_lightning.optim.places.LONGER", 4)
 
 
 MORE = {

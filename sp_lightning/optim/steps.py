@@ -1,14 +1,14 @@
 """Optimizer steps of streamed weights: on a thread, beside the next forward and, if declared, beside backward.
 
-1. A step of a unit is pending from its submission until something needs its results: a load, a read of a weight, its
-   gradient or its state.
-2. Resident weights are stepped on the device, by the calling thread, as in a plain run; the others on the host, or by
-   trips to the device (places.py).
-3. The optimizer's own code gets a shadow of the optimizer, which has the parameters that are not streamed.
-4. A step beside backward takes gradients as they come. The user's own call of `step` finds those weights stepped;
-   until it comes, the step is half applied: it is neither saved nor followed by another backward.
-5. A step that failed after it changed a weight leaves the weights half stepped: nothing steps or saves them again
-   before weights and state are loaded. One that changed nothing leaves no mark, as a plain run's.
+- A step of a unit is pending from its submission until something needs its results: a load, a read of a weight, its
+  gradient or its state.
+- Resident weights are stepped on the device, by the calling thread, as in a plain run; the others on the host, or by
+  trips to the device (places.py).
+- The optimizer's own code gets a shadow of the optimizer, which has the parameters that are not streamed.
+- A step beside backward takes gradients as they come. The user's own call of `step` finds those weights stepped;
+  until it comes, the step is half applied: it is neither saved nor followed by another backward.
+- A step that failed after it changed a weight leaves the weights half stepped: nothing steps or saves them again
+  before weights and state are loaded. One that changed nothing leaves no mark, as a plain run's.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Steps:
         self._early_groups: dict[int, int] = {}
         self._early_sliced: Any = None
         self._early_steps = EarlySteps()
+        self._awaited: list[Unit] = []  # whose steps the user's call of step waits for
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self.chose_residents = False  # whether the user asked for resident units
         self._failed = Outcome()  # of the last step that ended half-way
@@ -265,6 +266,9 @@ class Steps:
                 else:
                     self._submit(unit, work[unit], step, groups, state, outcome)
                     unit.window.drop(unit)
+            awaited, self._awaited = self._awaited, []
+            for unit in awaited:
+                unit.wait_step()
         except BaseException as error:  # of a resident unit, or an interrupt: what has not begun does not begin
             outcome.error = outcome.error or error
             self.wait_thread()
@@ -391,7 +395,7 @@ class Steps:
             else:
                 is_watched = False
         if not is_watched or sliced.makes_numbers(whose, state):
-            unit.wait_step()  # nothing watches gradients that the user made
+            self._awaited.append(unit)  # nothing watches gradients that the user made
 
     def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
         """Give a unit's step to the thread, and return its end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..host.device import Device
 from ..host.room import Room
-from ..steps.steps import Steps
+from ..optim.steps import Steps
 from ..store.store import Store
 from ..stream.gradients import Gradients
 from ..stream.unit import Unit

@@ -10,7 +10,7 @@ from torch import nn
 from ..host.device import Device
 from ..host.memory import Slabs
 from ..host.room import Room
-from ..steps.steps import Steps
+from ..optim.steps import Steps
 from ..store.store import Store
 from ..stream.gradients import Gradients
 from ..stream.unit import Unit

@@ -1,11 +1,11 @@
 """Slabs that all ranks of a machine share: one copy of the model's bytes, which each maps twice.
 
-1. All slabs are ranges of one file without a name (a memfd), gone with the last process that maps it. Ranks allocate in
-   the same order, so a range is the same on all of them without a word. A range takes memory where it is written.
-2. The *truth* is the shared mapping: the device copies from and to it, and steps write it. What the user's tensors are
-   over is a private mapping of the same pages, the *face*: where this process wrote nothing it shows the truth, and
-   what it writes there stays its own. So an edit that each rank makes is not made several times to the same bytes.
-3. `drop` gives up this process's own pages: the face shows the truth again.
+- All slabs are ranges of one file without a name (a memfd), gone with the last process that maps it. Ranks allocate in
+  the same order, so a range is the same on all of them without a word. A range takes memory where it is written.
+- The *truth* is the shared mapping: the device copies from and to it, and steps write it. What the user's tensors are
+  over is a private mapping of the same pages, the *face*: where this process wrote nothing it shows the truth, and
+  what it writes there stays its own. So an edit that each rank makes is not made several times to the same bytes.
+- `drop` gives up this process's own pages: the face shows the truth again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Torn steps: weights and optimizer state of no step, until state is loaded.
 
-1. A step is *torn* if an error ended it when some parameters were stepped, or were being stepped, and others were not.
-   An error before the first or after the last of them tears nothing. One in torch's own loop is left alone: it leaves a
-   plain run's weights half stepped, too; but not where several ranks step a part each.
-2. The optimizer of a torn step is marked, and so is each of its parameters that trains. What is marked is neither
-   stepped nor saved as a checkpoint. It can be read: code that looks at weights after an error finds what is there.
-3. ``load_state_dict`` removes marks: that of an optimizer into which state is loaded, and those of the parameters for
-   which a module loads values. Another optimizer of the same parameters has no mark, and steps once they have none.
-4. Marks belong to the objects, not to a run: they stay when streaming ends, and copies of the objects have none.
+- A step is *torn* if an error ended it when some parameters were stepped, or were being stepped, and others were not.
+  An error before the first or after the last of them tears nothing. One in torch's own loop is left alone: it leaves a
+  plain run's weights half stepped, too; but not where several ranks step a part each.
+- The optimizer of a torn step is marked, and so is each of its parameters that trains. What is marked is neither
+  stepped nor saved as a checkpoint. It can be read: code that looks at weights after an error finds what is there.
+- ``load_state_dict`` removes marks: that of an optimizer into which state is loaded, and those of the parameters for
+  which a module loads values. Another optimizer of the same parameters has no mark, and steps once they have none.
+- Marks belong to the objects, not to a run: they stay when streaming ends, and copies of the objects have none.
 """
 
 from __future__ import annotations
