@@ -69,6 +69,12 @@ class Lazy:
             return result
 
 
+def writes(func: Any) -> bool:
+    """Whether a function of torch writes to its first argument, by its name."""
+    name: str = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
 def shares_bytes(tensor: Tensor, value: Tensor) -> bool:
     """Whether a tensor is over the bytes of a host tensor."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
