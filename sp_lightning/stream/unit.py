@@ -126,7 +126,8 @@ class Unit:
         self._leaves: list[Any] = [weight.leaf for weight in weights]
         self._there = [weight.leaf if weight.is_shard else weight.there for weight in weights]
         self._dispatching: list[Any] = [leaf for leaf in self._leaves if type(leaf) is Absent]  # outside of calls
-        self._sharded = [(index, weight.host) for index, weight in enumerate(weights) if weight.is_shard]
+        # DTensors, and their places among the weights.
+        self.sharded = [(index, weight.host) for index, weight in enumerate(weights) if weight.is_shard]
         self._values = [weight.value for weight in weights]
         self.note_slots()
 
@@ -225,7 +226,7 @@ class Unit:
 
     def _now(self) -> Stamp:
         versions = list(map(stored_version, self._values))
-        for index, host in self._sharded:
+        for index, host in self.sharded:
             versions[index] += stored_version(host)
         return self.epoch, versions
 
@@ -337,7 +338,7 @@ class Unit:
     def lend(self) -> None:
         """Put the leaves into the modules; they bring their bytes where a function gets them."""
         self.bound += 1
-        if self.bound > 1 and not self._sharded:
+        if self.bound > 1 and not self.sharded:
             return  # parameters that were frozen since have told their leaves
         self.trained = 0
         with without_dispatch():
