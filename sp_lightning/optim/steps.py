@@ -29,7 +29,7 @@ from ..errors import UnsupportedError
 from ..host.device import NOT_RECORDED, Device
 from ..store.store import Store
 from ..stream.gradients import GradientBytes, HostGradient, recover
-from ..stream.lazy import grad_of
+from ..stream.lazy import grad_of, own_steps
 from ..stream.leaf import Weight
 from ..stream.parameters import unit_of, weights
 from ..stream.unit import Unit
@@ -59,6 +59,7 @@ class Steps:
         self._early_groups: dict[int, int] = {}
         self._early_sliced: Any = None
         self._early_steps = EarlySteps()
+        self._awaited: list[Unit] = []  # whose steps the user's call of step waits for
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self.chose_residents = False  # whether the user asked for resident units
         self._failed = Outcome()  # of the last step that ended half-way
@@ -178,6 +179,8 @@ class Steps:
         recover()
         if not self._units:  # of a module without parameters
             return None
+        if optimizer not in own_steps:  # but one whose step raised
+            own_steps.clear()
         window = next(iter(self._units)).window
         self._was_in_step, window.is_in_step = window.is_in_step, False  # an optimizer of the user's steps on the host
         if not self._groups(optimizer):
@@ -192,6 +195,8 @@ class Steps:
                     f"optimizer_device='device' steps torch's own {', '.join(names_of_known())};"
                     f" {type(optimizer).__name__} is none of them: step it with optimizer_device='host'"
                 )
+            self._wait_bytes(optimizer)
+            own_steps.append(optimizer)
             return None
         own = args[0]  # a shadow, where the optimizer is another stream's as well
         shadow = shadow_of(own, [])
@@ -207,6 +212,14 @@ class Steps:
             return result
 
         return (shadow, closure_and_step), {}
+
+    @staticmethod
+    def _wait_bytes(optimizer: optim.Optimizer) -> None:
+        """Wait for what an optimizer steps, as what it compiles will not."""
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if isinstance(grad := grad_of(param), HostGradient):
+                grad.plain()  # compiled writes are not seen
+                param.before()
 
     def _take(self, optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
         """Step the streamed weights that have gradients, but for those that were stepped beside backward."""
@@ -253,6 +266,9 @@ class Steps:
                 else:
                     self._submit(unit, work[unit], step, groups, state, outcome)
                     unit.window.drop(unit)
+            awaited, self._awaited = self._awaited, []
+            for unit in awaited:
+                unit.wait_step()
         except BaseException as error:  # of a resident unit, or an interrupt: what has not begun does not begin
             outcome.error = outcome.error or error
             self.wait_thread()
@@ -261,6 +277,7 @@ class Steps:
             raise
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        own_steps.clear()
         if self._units:
             next(iter(self._units)).window.is_in_step = self._was_in_step
         if optimizer in self._adopted and not self._overlap:
@@ -378,7 +395,7 @@ class Steps:
             else:
                 is_watched = False
         if not is_watched or sliced.makes_numbers(whose, state):
-            unit.wait_step()  # nothing watches gradients that the user made
+            self._awaited.append(unit)  # nothing watches gradients that the user made
 
     def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
         """Give a unit's step to the thread, and return its end."""

@@ -6,7 +6,9 @@
    alike edits, so the truth is whole then; at the end of the step the user's own pages are given up.
 3. State is whole in memory that ranks share, too: a checkpoint of any number of ranks is that of one device. Numbers,
    such as a count of steps, are each rank's own.
-4. An optimizer that does not treat each element by itself steps whole weights, on every rank, in its user's copy.
+4. Ranks may begin steps beside their backwards, each of other units: so nothing waits for a step before the user's
+   call of `step`, by which all have begun.
+5. An optimizer that does not treat each element by itself steps whole weights, on every rank, in its user's copy.
 """
 
 from __future__ import annotations
@@ -176,6 +178,9 @@ class SharedSteps(Steps):
         # Steps of whole weights wait for each other, so all ranks take them in one order.
         super().step_beside_backward(optimizer if type(optimizer) in ELEMENTWISE else None)
 
+    def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
+        super().delivered(unit, whose, is_complete and all(map(_has_parts, whose)))  # for the same reason
+
     def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
         """Give this rank's part of a unit's step to the thread, and return the end of all parts (Rule 1)."""
         follow, place, count = self._team.board.follow, f"the step of {unit.name}", len(whose)
@@ -306,6 +311,11 @@ class SharedSteps(Steps):
             mine.peek(weight.host)
 
 
+def _has_parts(weight: Weight) -> bool:
+    """Whether ranks step parts of a weight: a number has none."""
+    return bool(weight.value.ndim)
+
+
 def _is_cut(item: Work) -> bool:
-    """Whether ranks step parts of a weight: a number has none, and no gradient without strides has."""
-    return bool(item.weight.value.ndim) and getattr(item.grad, "layout", torch.strided) is torch.strided
+    """Whether ranks step parts of a weight with this gradient: none without strides has any."""
+    return _has_parts(item.weight) and getattr(item.grad, "layout", torch.strided) is torch.strided

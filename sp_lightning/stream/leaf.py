@@ -196,6 +196,8 @@ class Leaf(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value is self:  # as `module.to()` has it where nothing changes
+            return
         check_form(self.weight, value)
         self.data.copy_(value)
         with without_dispatch():
@@ -228,7 +230,8 @@ class Narrow(Absent):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self.copy_(value)
+        if value is not self:
+            self.copy_(value)
 
     def given_to(self, func: Any) -> Tensor:
         kind = self.device.type

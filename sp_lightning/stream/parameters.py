@@ -28,6 +28,8 @@ from .lazy import (
     data_of,
     found_in,
     grad_of,
+    has_others,
+    in_own_step,
     requires_grad_of,
     set_data,
     set_grad,
@@ -83,9 +85,11 @@ class Watched(Lazy):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA:
+        if func in METADATA or in_own_step():
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
+        if has_others(types):
+            return NotImplemented
         is_own = _is_in_own_call(args[0] if args else None)
         if not is_own and (func in ON_HOST or not _is_inside_step(func, args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)

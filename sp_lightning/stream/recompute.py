@@ -135,9 +135,10 @@ class ForwardBuffer:
     def forget_unchanged(self) -> None:
         """Forget the copy if the forward did not write to the buffer.
 
-        Values are compared, because batch norm writes its statistics behind their versions.
+        Values are compared as well, because batch norm writes its statistics behind their versions.
         """
-        if self._before is not None and torch.equal(self._before, self.tensor):
+        is_unwritten = self.tensor._version == self._version
+        if self._before is not None and is_unwritten and torch.equal(self._before, self.tensor):
             self._before = None
 
     @property

@@ -125,7 +125,8 @@ class Unit:
         self._hosts: list[Any] = [weight.host for weight in weights]
         self._note_leaves()
         self._dispatching: list[Any] = [leaf for leaf in self._leaves if type(leaf) is Absent]  # outside of calls
-        self._sharded = [(index, weight.host) for index, weight in enumerate(weights) if weight.is_shard]
+        # DTensors, and their places among the weights.
+        self.sharded = [(index, weight.host) for index, weight in enumerate(weights) if weight.is_shard]
         self._values = [weight.value for weight in weights]
         self.note_slots()
 
@@ -228,7 +229,7 @@ class Unit:
 
     def _now(self) -> Stamp:
         versions = list(map(stored_version, self._values))
-        for index, host in self._sharded:
+        for index, host in self.sharded:
             versions[index] += stored_version(host)
         return self.epoch, versions
 
@@ -342,7 +343,7 @@ class Unit:
     def lend(self) -> None:
         """Put the leaves into the modules; they bring their bytes where a function gets them."""
         self.bound += 1
-        if self.bound > 1 and not self._sharded:
+        if self.bound > 1 and not self.sharded:
             return  # parameters that were frozen since have told their leaves
         self.trained = 0
         with without_dispatch():

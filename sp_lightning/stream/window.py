@@ -132,9 +132,9 @@ class Window:
         """Put all leaves into the modules: code of the root reads weights of layers that it does not call.
 
         Custom autograd functions get them past the parameters' own dispatch. Those of other streams are among them,
-        such as a teacher's. Weights of several tensors are left out, whose parts do not bring their bytes.
+        such as a teacher's. Weights of several tensors are left out, and shards, which do not bring their bytes.
         """
-        lent = [unit for each in _open for unit in each._units if not unit.wholes]
+        lent = [unit for each in _open for unit in each._units if not (unit.wholes or unit.sharded)]
         for unit in lent:
             unit.lend()
         return lent

@@ -34,14 +34,7 @@ def case(*values, slow=True, **settings):
         case("in sequence", OFFLOAD, kind="foreach", clip=0.1),
         case("in sequence", {"window": 2, "transfer": 2}, kind="several", clip=0.1, accumulate=2),
         case("in sequence", BOTH, accumulate=2, edits=True),
-        pytest.param(
-            "read outside",
-            KEEP,
-            {"accumulate": 2, "freezes": True},
-            marks=pytest.mark.xfail(
-                reason="the process ends where a shard is frozen and read outside of its unit", run=False
-            ),
-        ),
+        case("read outside", KEEP, accumulate=2, freezes=True),
         case("tied", KEEP, accumulate=2, clip=0.1),
         case("sharded loss", OFFLOAD, accumulate=2, clip=0.1),
     ],

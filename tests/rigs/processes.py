@@ -94,7 +94,13 @@ def run(size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> l
     """Run a function on so many ranks; return what each returned."""
     if size not in started:
         started[size] = Processes(size)
-    return started[size].run(function, *args, **kwargs)
+    try:
+        return started[size].run(function, *args, **kwargs)
+    except RankFailed:
+        raise
+    except BaseException:  # the test's time is over: the ranks would run on
+        started[size].close()
+        raise
 
 
 @atexit.register

@@ -488,15 +488,16 @@ def new_weights(program: Program) -> bool:
 def parametrize_linear(scene: Scene, at: int) -> None:
     """In one of three ways; the optimizer has the weights from which the third computes.
 
-    The second makes a parameter over the bytes of another one (section 5), which no step writes any more.
+    The others make a parameter over the bytes of the weight (section 5), which no step writes any more.
     """
     linear = scene.linear(at)
     if parametrize.is_parametrized(linear) or type(linear._parameters.get("weight")) in (wrapped.Coded, type(None)):
         return
     if at % 3 == 0:
         parametrize.register_parametrization(linear, "weight", Times())
-    elif at % 3 == 1:
-        linear.weight.grad = None
+        return
+    linear.weight.grad = None
+    if at % 3 == 1:
         parametrizations.weight_norm(linear)
     else:
         nn.utils.weight_norm(linear)
