@@ -29,7 +29,7 @@ from ..errors import UnsupportedError
 from ..host.device import NOT_RECORDED, Device
 from ..store.store import Store
 from ..stream.gradients import GradientBytes, HostGradient, recover
-from ..stream.lazy import grad_of
+from ..stream.lazy import grad_of, own_steps
 from ..stream.leaf import Weight
 from ..stream.parameters import unit_of, weights
 from ..stream.unit import Unit
@@ -179,6 +179,8 @@ class Steps:
         recover()
         if not self._units:  # of a module without parameters
             return None
+        if optimizer not in own_steps:  # but one whose step raised
+            own_steps.clear()
         window = next(iter(self._units)).window
         self._was_in_step, window.is_in_step = window.is_in_step, False  # an optimizer of the user's steps on the host
         if not self._groups(optimizer):
@@ -193,6 +195,8 @@ class Steps:
                     f"optimizer_device='device' steps torch's own {', '.join(names_of_known())};"
                     f" {type(optimizer).__name__} is none of them: step it with optimizer_device='host'"
                 )
+            self._wait_bytes(optimizer)
+            own_steps.append(optimizer)
             return None
         own = args[0]  # a shadow, where the optimizer is another stream's as well
         shadow = shadow_of(own, [])
@@ -208,6 +212,14 @@ class Steps:
             return result
 
         return (shadow, closure_and_step), {}
+
+    @staticmethod
+    def _wait_bytes(optimizer: optim.Optimizer) -> None:
+        """Wait for what an optimizer steps, as what it compiles will not."""
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if isinstance(grad := grad_of(param), HostGradient):
+                grad.plain()  # compiled writes are not seen
+                param.before()
 
     def _take(self, optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
         """Step the streamed weights that have gradients, but for those that were stepped beside backward."""
@@ -265,6 +277,7 @@ class Steps:
             raise
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        own_steps.clear()
         if self._units:
             next(iter(self._units)).window.is_in_step = self._was_in_step
         if optimizer in self._adopted and not self._overlap:

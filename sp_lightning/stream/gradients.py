@@ -37,7 +37,19 @@ from ..compat.streaming import (
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import NOT_RECORDED, Arrival, Device, Ring, aligned
 from ..host.room import Room
-from .lazy import ARRAYS, METADATA, Lazy, data_of, found_in, grad_of, set_data, set_grad, shares_bytes
+from .lazy import (
+    ARRAYS,
+    METADATA,
+    Lazy,
+    data_of,
+    found_in,
+    grad_of,
+    has_others,
+    in_own_step,
+    set_data,
+    set_grad,
+    shares_bytes,
+)
 from .leaf import Weight, stepped_already, version_of
 from .unit import Unit
 
@@ -232,9 +244,11 @@ class HostGradient(Lazy, Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA:
+        if func in METADATA or in_own_step():
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
+        if has_others(types):
+            return NotImplemented
         if func in DEFERRED:
             answer = DEFERRED[func](*args, **(kwargs or {}))
             if answer is not NotImplemented:
@@ -532,7 +546,12 @@ class Gradients:
             hooked = [weight for weight in came if hooks_of_gradient(weight.host) or weight.is_narrow]
         with torch.no_grad():
             for weight in hooked:  # with dispatch: the weights and gradients that hooks read wait
-                came[weight] = self._hooked(weight, came[weight])
+                window = weight.unit.window
+                was_in_step, window.is_in_step = window.is_in_step, True  # hooks get weights where the gradients are
+                try:
+                    came[weight] = self._hooked(weight, came[weight])
+                finally:
+                    window.is_in_step = was_in_step
 
     def _deliver(self, backward: Backward, unit: Unit, sent: list[tuple[Weight, Any]], is_complete: bool) -> None:
         """Put a unit's gradients into `.grad`, now if a step or a hook of the user's reads them, and tell the steps."""

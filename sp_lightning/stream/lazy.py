@@ -29,6 +29,19 @@ METADATA |= {grad_of, set_grad}
 ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # through which the user may write at any time, unseen
 
 
+own_steps: list[Any] = []  # the optimizer whose own code steps on the host now, if one does
+
+
+def in_own_step() -> bool:
+    """Whether torch compiles code of an optimizer's own step, which has waited for its weights and gradients."""
+    return bool(own_steps) and torch.compiler.is_compiling()
+
+
+def has_others(types: Any) -> bool:
+    """Whether a function got an object that is no tensor and answers first, as those that load when they are read."""
+    return len(types) > 1 and not all(issubclass(kind, Tensor) for kind in types)
+
+
 class Lazy:
     """A mixin for subclasses of Tensor whose functions wait for the bytes.
 
@@ -46,7 +59,7 @@ class Lazy:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        lazy = [] if func in METADATA else list(found_in((args, kwargs), Lazy))
+        lazy = [] if func in METADATA or in_own_step() else list(found_in((args, kwargs), Lazy))
         for tensor in lazy:
             tensor.before()
         with without_dispatch():
@@ -54,6 +67,12 @@ class Lazy:
             for tensor in lazy:
                 tensor.after(func, result)
             return result
+
+
+def writes(func: Any) -> bool:
+    """Whether a function of torch writes to its first argument, by its name."""
+    name: str = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 def shares_bytes(tensor: Tensor, value: Tensor) -> bool:

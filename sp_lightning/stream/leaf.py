@@ -25,7 +25,7 @@ from ..compat.streaming import storage_id, tree_map_only, without_dispatch
 from ..compat.tensors import IS_PARAMETER
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
-from .lazy import METADATA, data_of, found_in
+from .lazy import METADATA, data_of, found_in, requires_grad_of
 from .partition import Slot
 from .whole import Whole
 
@@ -196,6 +196,8 @@ class Leaf(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value is self:  # as `module.to()` has it where nothing changes
+            return
         check_form(self.weight, value)
         self.data.copy_(value)
         with without_dispatch():
@@ -228,7 +230,8 @@ class Narrow(Absent):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self.copy_(value)
+        if value is not self:
+            self.copy_(value)
 
     def given_to(self, func: Any) -> Tensor:
         kind = self.device.type
@@ -372,25 +375,36 @@ class WholeWeight:
         self.name, self.host = whole.name, whole.parameter
         self._form, self._parts, self._device = whole.form, parts, device
         self._slots = slots
-        self._there: Any = None
-        self._first: Any = None  # of its parts on the device
+        self._there: Any = None  # while the modules have it
+
+    @property
+    def unit(self) -> Any:
+        """The unit of its parts."""
+        return self._parts[0].unit
+
+    def on_device(self) -> Any:
+        """Return the weight on the device, to which its unit is brought; whoever keeps it keeps the memory."""
+        if self._there is not None:
+            return self._there
+        self.unit.window.visit(self.unit)
+        made = self._form.whole(iter([part.there for part in self._parts]), self._device)
+        setattr(made, IS_PARAMETER, True)
+        return made
 
     def bind(self) -> None:
         """Put the weight on the device into the modules, with its parts' bytes there."""
-        if self.host.requires_grad:
+        if requires_grad_of(self.host):
             raise UnsupportedError(
                 f"requires_grad of {self.name} was set to True, but it is a {type(self.host).__name__}, which consists"
                 " of several tensors: it can be streamed, but not trained. Train adapters, or a plain parameter"
             )
-        if self._parts[0].there is not self._first:
-            self._first = self._parts[0].there
-            self._there = self._form.whole(iter([part.there for part in self._parts]), self._device)
-            setattr(self._there, IS_PARAMETER, True)
+        self._there = self.on_device()
         self._exchange(self.host, self._there)
 
     def unbind(self) -> None:
         """Put the user's parameter back."""
         self._exchange(self._there, self.host)
+        self._there = None
 
     def _exchange(self, there: Any, given: Any) -> None:
         for slot in self._slots:

@@ -28,11 +28,14 @@ from .lazy import (
     data_of,
     found_in,
     grad_of,
+    has_others,
+    in_own_step,
     requires_grad_of,
     set_data,
     set_grad,
     set_requires_grad,
     shares_bytes,
+    writes,
 )
 from .leaf import NOTHING, Weight, call_with_leaves, check_form, graph_after_close, version_of
 from .shards import on_host
@@ -82,13 +85,15 @@ class Watched(Lazy):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA:
+        if func in METADATA or in_own_step():
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
+        if has_others(types):
+            return NotImplemented
         is_own = _is_in_own_call(args[0] if args else None)
         if not is_own and (func in ON_HOST or not _is_inside_step(func, args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)
-        has_leaves, is_read = False, not _writes(func) and "out" not in (kwargs or {})
+        has_leaves, is_read = False, not writes(func) and "out" not in (kwargs or {})
         units: list[Unit] = []
         hosts: dict[int, Any] = {}  # by the ids of leaves
 
@@ -383,7 +388,7 @@ class HostShard(Watched):
         """Note writes, and have results over the shard's bytes, such as `.data`, wait as well."""
         if (weight := self.weight_of()) is None:
             return
-        if _writes(func):
+        if writes(func):
             weight.unit.epoch += 1  # functions of lists move no version of a DTensor, and `.data` has one of its own
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             is_new = is_dtensor(tensor) and not isinstance(tensor, Watched)
@@ -417,12 +422,6 @@ class HostShard(Watched):
             made = over_spec(local.clone() if is_copy else local, spec_of(this))
             is_parameter = hasattr(this, IS_PARAMETER)
             return nn.Parameter(made, requires_grad_of(this)) if is_parameter else made
-
-
-def _writes(func: Any) -> bool:
-    """Whether a function of torch writes to its first argument, by its name."""
-    name: str = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 HOOKING = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}

@@ -1,7 +1,7 @@
 """A unit's forward that runs again in backward: it finds arguments, buffers and generators as they were.
 
 `torch.utils.checkpoint` does the work. It keeps torch's generators, but neither what a forward changes in place
-(caches, lists, arguments, buffers) nor the generators of Python and NumPy.
+(caches, lists, arguments, buffers) nor the generators of Python and NumPy, nor which weights required gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..compat.streaming import without_dispatch
 from ..errors import ExactnessError
+from .lazy import requires_grad_of
 from .leaf import version_of
 
 # What `copied` leaves as it is: values that do not change, and tensors and modules, which are followed by themselves.
@@ -133,9 +135,10 @@ class ForwardBuffer:
     def forget_unchanged(self) -> None:
         """Forget the copy if the forward did not write to the buffer.
 
-        Values are compared, because batch norm writes its statistics behind their versions.
+        Values are compared as well, because batch norm writes its statistics behind their versions.
         """
-        if self._before is not None and torch.equal(self._before, self.tensor):
+        is_unwritten = self.tensor._version == self._version
+        if self._before is not None and is_unwritten and torch.equal(self._before, self.tensor):
             self._before = None
 
     @property
@@ -178,6 +181,7 @@ class Recompute:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        trained = _trained(self._module)
         generators = _generators()
         again = False
 
@@ -188,7 +192,7 @@ class Recompute:
                     return call(*args, **kwargs)
                 values = [argument.again() for argument in arguments]
                 count = len(values) - len(names)
-                with _as_they_were(buffers, generators):
+                with _as_they_were(buffers, generators), _trained_as_they_were(trained):
                     return call(*values[:count], **dict(zip(names, values[count:], strict=True)))
             finally:
                 policy.is_repeated = before
@@ -230,6 +234,31 @@ def _set_generators(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(states[1])
+
+
+def _trained(module: nn.Module) -> list[tuple[nn.Parameter, bool]]:
+    """Return the parameters in the modules, and whether they require gradients."""
+    with without_dispatch():
+        return [
+            (param, requires_grad_of(param))
+            for each in module.modules()
+            for param in each._parameters.values()
+            if param is not None
+        ]
+
+
+@contextlib.contextmanager
+def _trained_as_they_were(trained: list[tuple[nn.Parameter, bool]]) -> Iterator[None]:
+    """Have parameters that were frozen since, or thawed, require gradients as before the first run, for a while."""
+    with without_dispatch():
+        changed = [(param, trains) for param, trains in trained if requires_grad_of(param) != trains]
+    for param, trains in changed:
+        param.requires_grad_(trains)
+    try:
+        yield
+    finally:
+        for param, trains in changed:
+            param.requires_grad_(not trains)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from .leaf import NOTHING, graph_after_close
 from .residency import Presence
 from .schedule import Schedule
 from .unit import Unit
+from .whole_reads import show_device, show_host
 
 LONGEST = 1 << 15  # visits that are remembered
 LOOKED_AT = 8  # earlier visits of a unit that are compared, by as many visits before each
@@ -96,6 +97,7 @@ class Window:
         self._units, self.room = units, room
         self._schedule = Schedule([unit.nbytes for unit in units], room.window, room.transfer)
         self._streamed = sum(not unit.is_held for unit in units)
+        self._wholes = [whole for unit in units for whole in unit.wholes]
 
     @contextlib.contextmanager
     def using(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -146,6 +148,8 @@ class Window:
             )
         call = Call(self.hold(units), self.is_in_call, self.caller)
         self.is_in_call = True
+        if not call.was_in_call:
+            show_device(self._wholes)
         if graph_task() == -1:
             self.caller = self.thread = threading.get_ident()
         return call
@@ -153,6 +157,8 @@ class Window:
     def end_call(self, call: Call) -> None:
         """Note the end of a call, and let go of its units."""
         self.is_in_call, self.caller = call.was_in_call, call.caller
+        if not call.was_in_call:
+            show_host(self._wholes)
         self.let_go(call.held)
 
     def check_thread(self, where: str) -> None:

@@ -94,7 +94,10 @@ print(json.dumps(said))
     ["keep", *(pytest.param(name, marks=SLOW) for name in ("recompute", "offload", "recompute+offload"))],
 )
 def test_a_plan_says_what_torchs_allocator_will_have_given_out(activations, run, monkeypatch):
-    """Beside cuBLAS's workspaces; the plan is less by what is too small to be planned, such as seeds."""
+    """Beside cuBLAS's workspaces; the plan is less by what is too small to be planned, such as seeds.
+
+    It may be more by the gradient of a tied table, of which the run lets go before it is packed.
+    """
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
     planned, measured = run(
@@ -129,7 +132,7 @@ print(json.dumps([planned, torch.cuda.max_memory_allocated()]))
 """,
         activations,
     )
-    assert planned <= measured <= planned + planned // 1000, (planned, measured)
+    assert planned - planned // 50 <= measured <= planned + planned // 1000, (planned, measured)
 
 
 @pytest.mark.parametrize("nbytes", [1000, pytest.param(2**34, marks=SLOW)])

@@ -15,6 +15,7 @@ import torch
 
 import models
 import parity
+from sp_lightning.errors import ExactnessError
 
 WINDOWS = {"1": 1, "2": 2, "all": 64}
 ACTIVATIONS = ["keep", "recompute", "offload"]
@@ -67,7 +68,12 @@ def check(cell: Cell) -> None:
         "optimizer_overlap": cell.overlap,
         "optimizer_device": cell.optimizer_device,
     }
-    actual = record(cell.settings, parity.streaming_strategy(cell.settings.accelerator, **options))
+    try:
+        actual = record(cell.settings, parity.streaming_strategy(cell.settings.accelerator, **options))
+    except ExactnessError as error:  # which the contract names
+        assert "writes" in case.tags and cell.activations == "recompute"
+        assert "writes to its weights in its forward, which a second forward would repeat" in str(error)
+        return
     parity.compare(expected, actual)
     assert actual.telemetry["fetches"] >= actual.telemetry["units"] > 0
 

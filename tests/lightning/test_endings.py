@@ -389,7 +389,8 @@ def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(copy, error, ac
     way, count = COPIES[copy]
     module, plain = seeded(), seeded()
     fail_once(monkeypatch, *way, count, error("no copy"))
-    with pytest.raises(error, match="no copy"):
+    is_repeated = copy.startswith("up") and error is torch.OutOfMemoryError  # once other units have left the device
+    with contextlib.nullcontext() if is_repeated else pytest.raises(error, match="no copy"):
         fit("streaming", accelerator, module)
     found, trained = weights(module), dict(module.named_parameters())
     matches = [all(torch.equal(step[name], found[name]) for name in trained) for step in finished_steps(accelerator)]

@@ -18,6 +18,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.utilities.load import _lazy_load
 from often import often
 from side_by_side import assert_plain, blocks
 from torch import nn
@@ -551,3 +552,20 @@ def test_a_script_that_names_the_strategy_is_run_by_the_command_line(tmp_path, m
     results = [torch.load(tmp_path / f"{name}.pt") for name in ("plain", "streamed")]
     assert [result.pop("strategy") for result in results] == ["SingleDeviceStrategy", "SuperpipelineFabricStrategy"]
     parity.compare(*(parity.Record([parity.Entry("", *leaf) for leaf in parity.leaves(result)]) for result in results))
+
+
+def test_tensors_that_load_when_they_are_read_are_loaded_into_a_model(device, tmp_path):
+    """As litgpt reads its checkpoints."""
+
+    def loop(fabric):
+        torch.save(blocks().state_dict(), tmp_path / "checkpoint")
+        net = blocks()
+        net, optimizer = fabric.setup(net, adamw(net))
+        net.load_state_dict(_lazy_load(tmp_path / "checkpoint"))
+        for x, *_ in batches(fabric, 2):
+            fabric.backward(net(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        yield trained(net)
+
+    compare(loop, device)

@@ -596,9 +596,8 @@ def test_a_compiled_module_computes_what_it_does_plainly_with_its_blocks_compile
     if compiled is compiled_blocks:
         assert (streaming.graphs, streaming.layers) == (plain.graphs, plain.layers) and plain.graphs < 4
     else:
-        # A layer that is no part of a block is called by itself, and torch compiles no layer of its own alone.
-        assert streaming.layers == plain.layers * 8 // 10 > 0
-        assert streaming.graphs <= plain.graphs + 4
+        assert streaming.layers == plain.layers > 0
+        assert streaming.graphs <= plain.graphs + 8
 
 
 # ---- LightningCLI

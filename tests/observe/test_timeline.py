@@ -41,7 +41,7 @@ def test_of_the_step_before_only_what_runs_on_is_shown():
 def test_a_trace_has_lanes_as_named_threads():
     events = example().trace()["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
-    assert names == ["optim", "host to device", "compute", "optimizer on the host", "host thread waits"]
+    assert names == ["steps", "host to device", "compute", "optimizer on the host", "host thread waits"]
     shown = [(event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
     assert shown[:3] == [("step 7", 0, 5e6), ("blocks.0 weights", 0, 5e5), ("waits for weights", 5e5, 1e5)]
 

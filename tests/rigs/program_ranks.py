@@ -6,6 +6,7 @@ import os
 
 import pretended_nodes
 import processes
+import simccl
 import torch
 import torch.distributed as dist
 from processes import RankFailed
@@ -51,7 +52,8 @@ def ranked(program: Program, streams: bool, accelerator: str) -> parity.Record:
     """Run a program on this rank."""
     rank, size = pretended_nodes.rank(), int(os.environ["WORLD_SIZE"])
     if program.door == "by hand":
-        dist.init_process_group("gloo", rank=rank, world_size=size)
+        backend = simccl.register() if streams and accelerator == "simgpu" else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=size)
     with simulated(accelerator):
         attach = ATTACH[program.door] if streams else None
         return record(program, parity.device_of(accelerator), attach, rank=rank, size=size)

@@ -37,8 +37,8 @@ def place(device: str) -> Iterator[None]:
             patch.setenv("ACCELERATE_TORCH_DEVICE", SIMULATED)
         patch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
         patch.setattr("accelerate.accelerator.is_bf16_available", lambda *_, **__: True)
-        both = "cpu:gloo,simgpu:gloo"  # barriers of accelerate's name a device
-        dist.init_process_group(both if device == "cpu" else importlib.import_module("simccl").register())
+        if not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,simgpu:gloo")  # barriers of accelerate's name a device
         state = importlib.import_module("accelerate.state")
         state.AcceleratorState._reset_state(True)
         state.GradientState._reset_state()

@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import simccl
 import torch
 import torch.distributed as dist
 from side_by_side import inputs, training
@@ -269,7 +270,8 @@ NETS = {"adapted": (adapted, loss_of_vectors), "llama": (llama, loss_of_tokens)}
 def train_on_ranks(options: dict[str, Any] | None, form: str, device: str = "cpu", net: str = "adapted") -> list[Any]:
     """Losses, trained weights and the bytes of the others, of this rank: under DDP without options, else streamed."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    backend = "gloo" if options is None or device == "cpu" else simccl.register()
+    dist.init_process_group(backend, rank=rank, world_size=size)
     torch.manual_seed(0)
     make, loss_of = NETS[net]
     module: Any = make(form)()

@@ -474,6 +474,35 @@ def test_a_buffer_first_written_in_a_later_call_is_refused_under_recompute():
             model(torch.ones(4, 8))
 
 
+class Converts(Block):
+    def forward(self, x):
+        self.up.to(x.dtype)  # as a router of mixtures does, which nothing changes
+        return super().forward(x)
+
+
+def test_a_conversion_in_a_forward_that_changes_nothing_is_no_write():
+    model = Net(Converts)
+    with streamed(model, "cpu", activations="recompute"):
+        model(torch.ones(4, 8)).sum().backward()
+
+
+class WritesTheSame(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(32))
+
+    def forward(self, x):
+        self.shift.copy_(self.shift.clone())
+        return super().forward(x) + self.shift
+
+
+def test_a_buffer_that_gets_the_values_it_has_is_recomputed():
+    model = Net(WritesTheSame)
+    with streamed(model, "cpu", activations="recompute"):
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+
+
 def test_a_tensor_in_a_tuple_written_before_backward_is_refused():
     with streamed(WritesPair(), "cpu", activations="recompute") as handle:
         loss = handle.module(torch.ones(4, 8)).sum()

@@ -124,3 +124,30 @@ def test_muon_and_another_optimizer_share_a_model():
         return seen
 
     check(Program(steps, Net), "simgpu")
+
+
+class Compiled(torch.optim.Optimizer):
+    """A user's own, which compiles what it does with each weight, as the optimizers of torchao do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                torch.compile(self.update, backend="eager", fullgraph=True)(p.detach(), p.grad, mean, group["lr"])
+
+    @staticmethod
+    def update(p, grad, mean, lr):
+        mean.lerp_(grad, 0.5)
+        p.copy_(p.float() - lr * mean)
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.simgpu
+def test_an_optimizer_that_compiles_its_code_steps_as_in_the_plain_run(device):
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):  # for each shape of a weight
+        check(Program(program(Compiled, {}), Net), device)
