@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest import mock
 
 import in_files
 import lightning as L
@@ -163,10 +164,10 @@ def run(case: Case, streamed: bool) -> dict[str, Any]:
     """Train on this rank, and return losses, norms, weights and state."""
     group = begin_group(case.device)
     rank, size = group.rank(), group.size()
-    os.environ["GROUP_RANK"] = str(rank * case.machines // size)
     torch.manual_seed(rank)  # the first rank's weights count
     model = NETS[case.net]()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, GROUP_RANK=str(rank * case.machines // size)))
         if streamed:
             handle = stack.enter_context(stream(model, case.device, group=group, units=blocks_of, **case.options))
             called, no_sync = model, handle.no_sync
@@ -363,7 +364,6 @@ def fabric_differences(case: Case, folder: str) -> list[str]:
 
 def end(how: str, folder: str) -> None:
     """Train until the last rank ends this way; the first one writes when it noticed, and what it was told."""
-    os.environ["GROUP_RANK"] = "0"  # which an earlier run of this process has changed
     group = begin_group("cpu")
     model, last = Language(), group.size() - 1
     begun = time.monotonic()

@@ -75,12 +75,16 @@ def plainly(fabric: Fabric) -> Iterator[Any]:
         optimizer.step()
         net.eval()
         with torch.no_grad():
-            yield net(x)
+            evaluated = net(x)
+            if fabric.is_global_zero:  # whose buffers all have under DDP, and each rank its own here
+                yield evaluated
             next(net.parameters()).mul_(0.99)
             if fabric.is_global_zero:  # alone
                 net.module(x)
         net.train()
-    yield ends(net), state_of(fabric, optimizer), fabric.all_gather(loss.detach())
+    parameters, buffers = ends(net)
+    yield parameters, buffers if fabric.is_global_zero else None
+    yield state_of(fabric, optimizer), fabric.all_gather(loss.detach())
 
 
 def gan(fabric: Fabric) -> Iterator[Any]:
