@@ -105,7 +105,7 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
             (docs/disk.md). "0B": all that can stay does. None: all weights are copied into host memory; with ``disk``,
             what is free less the system's share.
         disk: With one device: a folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``,
-            and then of gradients and weights that train: it lies there in a nameless file while the run lasts, and is
+            and then of weights that train and of gradients: it lies there in a nameless file while the run lasts, and is
             stepped in portions, with the same bits (docs/disk.md).
         timeout: With several devices, how long a rank waits for the others.
         keepalive: With several machines, how long nothing comes of one that counts as lost.

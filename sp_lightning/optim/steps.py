@@ -95,14 +95,14 @@ class Steps:
     def close(self) -> None:
         """Finish all steps."""
         self.thread.shutdown(wait=True)
+        for hook in self._hooks:
+            hook.remove()
         for optimizer, hooks in list(self._adopted.items()):
             for hook in hooks:
                 hook.remove()
             _wait_steps(optimizer)
             optimizer.state = collections.defaultdict(dict, optimizer.state)
             self._place_state(optimizer, is_closing=True)
-        for hook in self._hooks:
-            hook.remove()
 
     # ---- the user's calls of step
 
@@ -381,6 +381,9 @@ class Steps:
         def step() -> None:
             if before is not None:
                 before.result()  # raise its error, which nothing has waited for
+            for item in work:
+                if isinstance(item.grad, GradientBytes):
+                    item.grad.wait_added()  # likewise
             self._step(unit, work, sliced, state)
 
         def run() -> None:
@@ -394,8 +397,8 @@ class Steps:
                 is_watched = is_watched and not grad.is_exposed
             else:
                 is_watched = False
-        if not is_watched or sliced.makes_numbers(whose, state):
-            self._awaited.append(unit)  # nothing watches gradients that the user made
+        if not is_watched or unit.is_exposed or sliced.makes_numbers(whose, state):
+            self._awaited.append(unit)  # nothing watches gradients that the user made, or arrays
 
     def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
         """Give a unit's step to the thread, and return its end."""
@@ -423,12 +426,12 @@ class Steps:
         """Step a unit, unless an error has ended the step of one before it. Runs on the thread."""
         if outcome.error is not None:
             return
-        unit.wait_copy()
         before = [weight.value._version for weight in whose]
         listener = self._counters.listener
         recorded = NOT_RECORDED if listener is None else listener.work("optimizer", unit.name, "step")
         with torch.no_grad(), without_dispatch(), recorded:
             try:
+                unit.wait_copy()
                 step()
                 outcome.note(whose)
             except BaseException as error:

@@ -63,7 +63,10 @@ def maker(listed: Listed) -> Callable[[], nn.Module]:
 
         config = getattr(module, f"{listed.kind}Config")(**listed.sizes)
         with no_init_weights():
-            return getattr(module, listed.model)(config)  # type: ignore[no-any-return]
+            model: Any = getattr(module, listed.model)(config)
+        if hasattr(model, "tie_weights"):
+            model.tie_weights()  # which making initial values would have done
+        return model  # type: ignore[no-any-return]
 
     return make
 

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 import weakref
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from torch import Tensor, nn, optim
 from torch.autograd.graph import increment_version
 
 from ..compat.tensors import is_dtensor
+from ..errors import UnsupportedError
 from ..host.device import Device, aligned
 from ..optim.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
 from ..optim.state import WaitingState
@@ -137,6 +139,10 @@ class Planes:
         """Return the user's tensor for an entry."""
         name = self.optimizer, key
         if name not in self._twins:
+            if len(self._twins) == PLANES:
+                raise UnsupportedError(
+                    f"optimizers keep more than {PLANES} kinds of state for a unit: use fewer at a time"
+                )
             at = self._offset + len(self._twins) * self._size
             self._twins[name] = self.slabs.at(at, self._size)
         if (*name, weight) not in self._faces:
@@ -167,6 +173,7 @@ class SharedSteps(Steps):
         self._planes: dict[Unit, Planes] = {}
         # Optimizers, in the order in which they first stepped.
         self._numbers: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._next = itertools.count()
         self._edited: set[Unit] = set()
 
     def add_unit(self, unit: Unit) -> None:
@@ -201,18 +208,27 @@ class SharedSteps(Steps):
         return ended
 
     def _end(self, unit: Unit, ended: Future[None], error: BaseException | None) -> None:
-        if error is None and unit in self._edited:
+        try:
+            if error is None:
+                self._give_up_edits(unit)
+            self._planes[unit].edited.clear()
+            unit.note_stepped()
+            unit.steps.end()
+        except BaseException as failed:  # whoever waits for the step gets it
+            error = error or failed
+        ended.set_result(None) if error is None else ended.set_exception(error)
+
+    def _give_up_edits(self, unit: Unit) -> None:
+        """Have the user see the truth again, of which what he wrote is part by now."""
+        if unit in self._edited:
             self._edited.discard(unit)
             for weight in unit.weights:
-                if weight.is_narrow:
+                if weight.is_narrow and weight.place is None:
                     self._slabs.twin_of(weight.value).drop()
-            self._slabs.twin_of(unit.slab).drop()
-        for twin in self._planes[unit].edited if error is None else ():
+            if unit.slab.numel():  # some weight of it is not in a file
+                self._slabs.twin_of(unit.slab).drop()
+        for twin in self._planes[unit].edited:
             twin.drop()
-        self._planes[unit].edited.clear()
-        unit.note_stepped()
-        unit.steps.end()
-        ended.set_result(None) if error is None else ended.set_exception(error)
 
     def _submit(self, unit: Unit, *args: Any) -> None:
         if unit.is_edited():
@@ -239,7 +255,9 @@ class SharedSteps(Steps):
     def _state_of(self, unit: Unit, whose: list[Weight], optimizer: optim.Optimizer, state: Any) -> State:
         """Return this rank's parts of weights and of their state."""
         rank, planes = self._team.local_rank, self._planes[unit]
-        planes.optimizer = self._numbers.setdefault(optimizer, len(self._numbers))
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = next(self._next)
+        planes.optimizer = self._numbers[optimizer]
         cuts = [self._team.cut(weight.value.numel()) for weight in whose]
         parts = [WeightPart(weight, cut, rank, self._slabs) for weight, cut in zip(whose, cuts, strict=True)]
         return State(state, planes, parts, cuts, rank)

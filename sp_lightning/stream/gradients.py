@@ -168,12 +168,14 @@ class GradientBytes:
             self.settle()
             self.step = None
         self.norm = None
-        self.adding = worker.submit(self._add, came)
+        self.adding = worker.submit(self._add, came, self.adding)
         if self.is_exposed:
             self.wait_added()  # nothing makes readers of a view wait
 
-    def _add(self, came: GradientBytes) -> None:
+    def _add(self, came: GradientBytes, before: Future[None] | None) -> None:
         """Add another gradient slice by slice: the first one is widened in a core's cache as the second is added."""
+        if before is not None:
+            before.result()  # raise its error: a sum without it is none
         came.arrived.synchronize()
         if self.is_full or self.factors or self.weight.unit.spill is not None:
             total, first = self.true(), None

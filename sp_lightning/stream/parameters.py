@@ -137,6 +137,7 @@ class Watched(Lazy):
             return
         if func in ARRAYS:
             weight.unit.epoch += 1  # the user is about to write
+            weight.unit.is_exposed = True
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if type(tensor) is Tensor and shares_bytes(tensor, weight.value):
                 tensor.__class__ = Alias

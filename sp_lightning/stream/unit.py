@@ -105,6 +105,7 @@ class Unit:
         self.trained = 0  # weights that require grad
         self.calls = 0  # forwards since steps are taken beside backward
         self.epoch = 0
+        self.is_exposed = False  # whether the user may have an array over its bytes, which cannot wait for a step
         self.is_final = False  # stepped beside this backward, which may go on with the bytes on the device
         # The bytes, in this call, of leaves that the user may write behind their versions.
         self.exposed: dict[Weight, Tensor] = {}

@@ -12,6 +12,8 @@ import torch
 from stream_programs import PLACES, Block, Net, cases, check, collected, streamed
 
 from sp_lightning.errors import ExactnessError, TornStepError
+from sp_lightning.optim.steps import Steps
+from sp_lightning.stream.gradients import GradientBytes
 
 PROGRAMS = []
 program = collected(PROGRAMS)
@@ -389,3 +391,48 @@ def test_whoever_reads_state_waits_for_the_pending_step(read):
             handle.steps.thread.submit(time.sleep, 0.1)
             optimizer.step()
             assert READS[read](optimizer.state, weight) == step
+
+
+def slow_steps(monkeypatch):
+    """Have each unit's step begin late."""
+    step = Steps._step
+
+    def late(self, *args):
+        time.sleep(0.05)
+        step(self, *args)
+
+    monkeypatch.setattr(Steps, "_step", late)
+
+
+def test_an_array_kept_over_a_weight_has_the_step_once_it_is_over(monkeypatch):
+    seen = []
+    for streams in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        with streamed(model, "cpu") if streams else contextlib.nullcontext():
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            array = model.blocks[0].up.weight.detach().numpy()
+            slow_steps(monkeypatch)
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            seen.append(torch.from_numpy(array.copy()))
+    assert torch.equal(*seen)
+
+
+def test_a_sum_of_gradients_that_failed_ends_the_step(monkeypatch):
+    add, calls = GradientBytes._add, []
+
+    def fail_once(self, *args):
+        calls.append(self.weight.name)
+        if len(calls) == 1:
+            raise OSError("no room")
+        add(self, *args)
+
+    monkeypatch.setattr(GradientBytes, "_add", fail_once)
+    model = Net()
+    with pytest.raises(OSError, match="no room"), streamed(model, "cpu") as handle:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+        handle.finish_step()
