@@ -105,8 +105,8 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
             (docs/disk.md). "0B": all that can stay does. None: all weights are copied into host memory; with ``disk``,
             what is free less the system's share.
         disk: With one device: a folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``,
-            and then of weights that train and of gradients: it lies there in a nameless file while the run lasts, and is
-            stepped in portions, with the same bits (docs/disk.md).
+            and then of weights that train and of gradients: it lies there in a nameless file while the run lasts, and
+            is stepped in portions, with the same bits (docs/disk.md).
         timeout: With several devices, how long a rank waits for the others.
         keepalive: With several machines, how long nothing comes of one that counts as lost.
         tensor_parallel_size: How many devices have a shard of each layer that the module cuts: its ``configure_model``

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from ..stream.gradients import (
     Stepper,
     norms_by_type,
 )
-from ..stream.lazy import grad_of, set_grad
+from ..stream.lazy import grad_of, set_data, set_grad
 from ..stream.leaf import Weight
 from ..stream.unit import Unit
 from .board import Stage
@@ -112,6 +113,7 @@ class SharedGradients(Gradients):
         self._sums = Ring()
         self._turns: dict[Backward, Turns] = {}
         self._means: dict[Unit, tuple[Twin, dict[Weight, Tensor]]] = {}
+        self._shown: dict[Weight, weakref.ref[Any]] = {}  # the gradient over a mean that the user got last
 
     # ---- turns
 
@@ -161,11 +163,21 @@ class SharedGradients(Gradients):
 
     # ---- exchanges
 
+    def _leave_kept(self, unit: Unit) -> None:
+        """Give means of before that the user has kept memory of their own: ranks write over them after the exchange."""
+        with without_dispatch(), torch.no_grad():
+            for weight in unit.weights:
+                kept = self._shown[weight]() if weight in self._shown else None
+                if kept is not None and kept is not grad_of(weight.host):
+                    set_data(kept, kept.content.true().clone())
+                    kept.content = None
+
     def _begin(self, backward: Backward, turns: Turns, unit: Unit) -> None:
         """Send the parts of a unit's gradients to their ranks."""
         came, is_complete = turns.ready.pop(unit, ({}, False))
         self._prepare(backward, came)
         unit.wait_step()  # which reads the means of before
+        self._leave_kept(unit)
         whose = trained(unit)
         with torch.no_grad(), without_dispatch():
             totals = [self._total(weight, came.get(weight)) for weight in whose]
@@ -326,7 +338,10 @@ class SharedGradients(Gradients):
                 if weight.is_shard and isinstance(content, Mean):
                     weight.deposit(content, is_sum=True)
                 elif isinstance(content, (Mean, ResidentMean)):
-                    set_grad(weight.host, HostGradient.of(content))
+                    shown: Any = HostGradient.of(content)
+                    set_grad(weight.host, shown)
+                    if isinstance(content, Mean):
+                        self._shown[weight] = weakref.ref(shown)
         super()._deposit_all([(weight, made) for weight, made in sent if not isinstance(made, (Mean, ResidentMean))])
 
     def close(self) -> None:

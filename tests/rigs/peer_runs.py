@@ -359,6 +359,32 @@ def fabric_differences(case: Case, folder: str) -> list[str]:
     return unlike(*saved)
 
 
+def kept(touch: str) -> list[int]:
+    """Keep the first batch's gradients; say which of what is seen later differs from DDP, by number."""
+    group, runs = begin_group("cpu"), []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        model, seen, gradients = Language(), [], []
+        handle: Any = stream(model, "cpu", group=group, units=blocks_of) if streamed else contextlib.nullcontext()
+        called = model if streamed else DistributedDataParallel(model)
+        with handle:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(4):
+                called(model.data(torch.Generator().manual_seed(10 * step + group.rank()))).backward()
+                if not step:
+                    gradients = [param.grad for param in model.parameters()]
+                    if touch == "read":
+                        seen += [gradient.sum() for gradient in gradients]
+                if step == 2 and touch == "write":
+                    for gradient in gradients:
+                        gradient.mul_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                seen += [gradient.clone() for gradient in gradients]
+            runs.append([*seen, *(param.detach().clone() for param in model.parameters())])
+    return [number for number, pair in enumerate(zip(*runs, strict=True)) if not torch.equal(*pair)]
+
+
 # ---- ends
 
 
