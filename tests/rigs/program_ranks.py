@@ -42,6 +42,7 @@ def runs_on(device: torch.device, size: int = 2, nodes: int = 1) -> Runs:
 
 def on(device: torch.device, program: Program) -> Program:
     """Return what of a program has the same bits on the CPU: no random numbers, GRU, transforms or autocast's types."""
+    program = program.replace(options=tuple(pair for pair in program.options if pair[0] != "disk"))  # of one device
     if device.type == "cpu":
         return program
     kinds = tuple("Dense" if kind in ("Dropping", "Recurrent") else kind for kind in program.kinds)
