@@ -88,6 +88,7 @@ class Scene:
         self.net, self.device = net, device
         self.module: nn.Module = net  # the LightningModule, or the net
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.hooked: list[nn.Parameter] = []
         self.kept: dict[str, Any] = {}
         self.terms: dict[str, Callable[[Tensor], Tensor]] = {}  # of a batch, which the loss has too
         self.loss: Tensor | None = None  # while its graph is there
@@ -98,10 +99,11 @@ class Scene:
 
     def let_go(self) -> None:
         """Drop what hooks and graphs refer to: no garbage collector sees through autograd's nodes."""
-        for weight in self.net.parameters():
+        for weight in (*self.net.parameters(), *self.hooked):
             for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
                 if hooks:
                     hooks.clear()
+        self.hooked.clear()
         self.kept.clear()
         self.terms.clear()
         self.loss = self.activation = None
@@ -576,8 +578,10 @@ def hooks_weight(register: str, hook: Callable[[Scene, int, Any], Any]) -> Calla
     """Return what registers a hook of a weight, if it is trained."""
 
     def do(scene: Scene, at: int) -> None:
-        if scene.weight(at // 5).requires_grad:
-            getattr(scene.weight(at // 5), register)(lambda found: hook(scene, at, found))
+        weight = scene.weight(at // 5)
+        if weight.requires_grad:
+            scene.hooked.append(weight)
+            getattr(weight, register)(lambda found: hook(scene, at, found))
 
     return do
 
