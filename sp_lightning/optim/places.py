@@ -154,7 +154,7 @@ class ByTrips(OnDevice):
             return torch.empty((), dtype=dtype, device="cpu")
         storage = self._device.slab(like.numel() * dtype.itemsize).untyped_storage()
         with torch.inference_mode(False):
-            made = torch.empty(0, dtype=dtype).set_(storage, 0, like.shape, dense_strides(like))
+            made = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, like.shape, dense_strides(like))
         self.made.append(weakref.ref(made))
         return made
 

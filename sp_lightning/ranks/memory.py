@@ -36,7 +36,7 @@ class Twin(NamedTuple):
         at = tensor.data_ptr() - self.address
         part = self.truth.untyped_storage()[at : at + tensor.numel() * tensor.itemsize]
         with torch.inference_mode(False):
-            return torch.empty(0, dtype=tensor.dtype).set_(part, 0, tensor.shape, tensor.stride())
+            return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(part, 0, tensor.shape, tensor.stride())
 
     def drop(self) -> None:
         """Have the face show the truth again."""
@@ -46,7 +46,7 @@ class Twin(NamedTuple):
         """Make a tensor of this type over the face that is like another one, with a storage of its own."""
         part = self.face.untyped_storage()[at : at + like.numel() * dtype.itemsize]
         with torch.inference_mode(False):
-            return torch.empty(0, dtype=dtype).set_(part, 0, like.shape, like.stride())
+            return torch.empty(0, dtype=dtype, device="cpu").set_(part, 0, like.shape, like.stride())
 
 
 class SharedSlabs(Slabs):

@@ -119,7 +119,7 @@ class ScratchFile(DirectFile):
             weakref.finalize(memory, self._release, offset, size).atexit = False  # which keeps the file until then
             storage = torch.frombuffer(memory, dtype=torch.uint8, count=max(like.nbytes, 1)).untyped_storage()
             self._storages[offset] = storage_id(storage)
-            return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, dense_strides(like))
+            return torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, 0, like.shape, dense_strides(like))
 
     def _release(self, offset: int, size: int) -> None:
         """Have a range free: nothing refers to it. Called by any thread."""

@@ -624,7 +624,7 @@ class Gradients:
             shape, stride, _ = weight.form
             packed.append(typed[grad.dtype].as_strided(shape, stride, at // grad.itemsize))
             alone = storage[at : at + grad.nbytes]  # torch.save writes whole storages
-            views.append(torch.empty(0, dtype=grad.dtype).set_(alone, 0, shape, stride))
+            views.append(torch.empty(0, dtype=grad.dtype, device=alone.device).set_(alone, 0, shape, stride))
         copy_all(packed, [grad for _, grad in dense])
         self._device.down.wait_event(stream.record_event())
         counters, listener = self._device.counters, self._device.counters.listener

@@ -166,7 +166,7 @@ class Alias(Watched, Tensor):
     def keep(self, before: Tensor) -> None:
         """Lie in memory that has what the weight was: the weight is about to get other data."""
         form = self.storage_offset(), self.size(), self.stride()
-        set_data(self, torch.empty(0, dtype=self.dtype).set_(before.untyped_storage(), *form))
+        set_data(self, torch.empty(0, dtype=self.dtype, device=before.device).set_(before.untyped_storage(), *form))
         self.alias_of = None
 
     def after(self, func: Any, result: Any) -> None:

@@ -26,7 +26,7 @@ from ..host.device import Arrival, Device
 from .lazy import set_data
 from .leaf import Absent, Leaf, Weight
 
-NOTHING = torch.empty(0, dtype=torch.uint8)
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 shown: dict[int, Residency] = {}  # by the address of their storage
 
 

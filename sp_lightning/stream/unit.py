@@ -169,7 +169,9 @@ class Unit:
             return
         # A storage of its own: torch.save writes whole storages, and safetensors refuses shared ones.
         part = self.slab.untyped_storage()[weight.at : weight.at + weight.nbytes]
-        weight.wire = torch.empty(0, dtype=weight.dtype).set_(part, 0, host.shape, dense_strides(host.data))
+        weight.wire = torch.empty(0, dtype=weight.dtype, device="cpu").set_(
+            part, 0, host.shape, dense_strides(host.data)
+        )
         self.device.slabs.fill(weight.wire, host.data)
         host.data = self.device.slabs.keep(host.data) if weight.is_narrow else weight.wire
         weight.value = host.detach()
