@@ -365,6 +365,14 @@ class Steps:
             found.append(Work(weight, grad.content if isinstance(grad, HostGradient) else grad, groups[id(weight)]))
         return found
 
+    @staticmethod
+    def _wait_added(work: list[Work]) -> list[GradientBytes]:
+        """Wait for sums of gradients, and raise the error of one that failed; return the gradients that are noted."""
+        noted = [item.grad for item in work if isinstance(item.grad, GradientBytes)]
+        for grad in noted:
+            grad.wait_added()
+        return noted
+
     def _submit(
         self,
         unit: Unit,
@@ -381,9 +389,7 @@ class Steps:
         def step() -> None:
             if before is not None:
                 before.result()  # raise its error, which nothing has waited for
-            for item in work:
-                if isinstance(item.grad, GradientBytes):
-                    item.grad.wait_added()  # likewise
+            self._wait_added(work)
             self._step(unit, work, sliced, state)
 
         def run() -> None:
@@ -452,9 +458,7 @@ class Steps:
         outcome: Outcome,
     ) -> None:
         work = self._noted_work(whose, groups)
-        noted = [grad for _, grad, _ in work if isinstance(grad, GradientBytes)]
-        for grad in noted:
-            grad.wait_added()
+        noted = self._wait_added(work)
         unit.show()
         before = [weight.there._version for weight in whose]
         is_done = False
