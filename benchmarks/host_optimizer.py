@@ -10,6 +10,7 @@ beside a plain loop by the textbook's formula; and the step beside two busy proc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import itertools
 import json
@@ -99,15 +100,18 @@ def spin() -> None:
         pass
 
 
-def busy() -> Iterator[None]:
-    """Run two busy processes between two steps of this generator."""
+@contextlib.contextmanager
+def two_busy_processes() -> Iterator[None]:
+    """Run two processes that compute all the time."""
     processes = [multiprocessing.get_context("spawn").Process(target=spin, daemon=True) for _ in range(2)]
     for process in processes:
         process.start()
     time.sleep(2)
-    yield
-    for process in processes:
-        process.kill()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def main() -> None:
@@ -122,7 +126,7 @@ def main() -> None:
     found["plain loop / step, one core, from its cache"] = ratio(on_all_threads(loops.adam, cached), cached.step, 200)
     torch.set_num_threads(threads)
     alone = statistics.median(seconds(memory.step) for _ in range(ROUNDS))
-    for _ in busy():
+    with two_busy_processes():
         found["step beside two busy processes / alone"] = (
             statistics.median(seconds(memory.step) for _ in range(ROUNDS)) / alone
         )
