@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(types.ModuleType):
-    """This package, in which `plan` and `stream` stay functions though folders have the same names."""
+    """The type of this package: `plan` and `stream` are functions here, although subpackages have these names too."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _PLACES and isinstance(value, types.ModuleType):

@@ -47,7 +47,7 @@ LARGEST = 8  # bytes of an element of state
 
 
 class WeightPart:
-    """This rank's part of a weight, to the slicer a weight with one dimension."""
+    """A weight with one dimension, as slices see it: the elements that this rank steps."""
 
     is_part = False
 
@@ -60,7 +60,7 @@ class WeightPart:
 
 
 class GradientPart(GradientBytes):
-    """This rank's part of a gradient, of which nothing is changed."""
+    """The elements of a gradient that belong to this rank's part; the gradient stays as it is."""
 
     def true(self) -> Tensor:
         self.arrived.synchronize()
