@@ -148,8 +148,12 @@ class Window:
             )
         call = Call(self.hold(units), self.is_in_call, self.caller)
         self.is_in_call = True
-        if not call.was_in_call:
-            show_device(self._wholes)
+        try:
+            if not call.was_in_call:
+                show_device(self._wholes)
+        except BaseException:
+            self.end_call(call)
+            raise
         if graph_task() == -1:
             self.caller = self.thread = threading.get_ident()
         return call
@@ -157,9 +161,11 @@ class Window:
     def end_call(self, call: Call) -> None:
         """Note the end of a call, and let go of its units."""
         self.is_in_call, self.caller = call.was_in_call, call.caller
-        if not call.was_in_call:
-            show_host(self._wholes)
-        self.let_go(call.held)
+        try:
+            if not call.was_in_call:
+                show_host(self._wholes)
+        finally:
+            self.let_go(call.held)
 
     def check_thread(self, where: str) -> None:
         """Raise if a call on another thread is under way. A backward runs on threads of autograd's, while one waits."""
