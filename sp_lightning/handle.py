@@ -36,7 +36,7 @@ from .stream import parameters, residents
 from .stream.activations import Activations
 from .stream.gradients import recover
 from .stream.lazy import set_requires_grad
-from .stream.leaf import Part, Weight, WholeWeight, casts_of, has_form_of
+from .stream.leaf import FUSED, Part, Weight, WholeWeight, casts_of, has_form_of
 from .stream.partition import FoundUnit, partition, slots
 from .stream.preflight import check_memory
 from .stream.preparation import check_moves, materialize, move_buffers, pack_weights
@@ -120,7 +120,8 @@ class Handle:
         first, free = residents.choose(cut, self._slots, asked), residents.free_bytes(self.device)
         streamed = [part for part in cut if not part.resident and part not in first]
         streams = {id(param) for part in streamed for _, param in part.params}
-        self._narrow = streams & casts_of(module, None if options.master_weights else self._wire)
+        casts_to = None if options.master_weights else self._wire
+        self._narrow = streams & casts_of(module, casts_to, self.device.torch_device.type)
         check_memory(module, cut, options, self.device, self._wire_of, trains)
         materialize(module)
         self.units: list[Unit] = []
@@ -425,19 +426,24 @@ class Handle:
         owner = {id(weight.host): weight.unit for weight in self.weights}
         owner |= {id(whole.host): unit for unit in self.units for whole in unit.wholes}
         resident = [unit for unit in self.units if unit.is_held]
-        inside = {module for root in self._entries for module in root.modules()}
+        in_entries = {module for root in self._entries for module in root.modules()}
         for name, module in self.module.named_modules():
-            own = [owner[id(p)] for p in module._parameters.values() if p is not None and id(p) in owner]
+            used = module.parameters() if isinstance(module, FUSED) else module._parameters.values()
+            own = [owner[id(p)] for p in used if p is not None and id(p) in owner]
+            asked = module.layers[:1].parameters() if isinstance(module, nn.TransformerEncoder) else ()
+            inside = {owner[id(p)] for p in module.parameters() if id(p) in owner}
             entry = [self._entries[module]] if module in self._entries else []
-            around = resident if module not in inside else []
+            around = resident if module not in in_entries else []
             units = list(dict.fromkeys([*entry, *own, *around]))
-            if module in self._visits:
-                self._visits[module].units[:] = units
-            elif units or module is self.module:
+            if module not in self._visits and (units or asked or module is self.module):
                 where, compiles = name or type(module).__name__, bool(entry) and self.options.compile_units
                 self._visits[module] = Visit(
                     module, where, units, bool(entry), self.window, self._outermost, module is self.module, compiles
                 )
+            if (visit := self._visits.get(module)) is not None:
+                visit.units[:] = units
+                visit.asked = list(dict.fromkeys(owner[id(p)] for p in asked if id(p) in owner))
+                visit.contains_others = not inside <= {*units}
 
     # ---- between steps
 

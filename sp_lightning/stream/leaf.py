@@ -31,6 +31,7 @@ from .whole import Whole
 
 CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights; they write to none
 CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights in these alone
+FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)  # in evaluation one kernel gets all weights inside
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -340,11 +341,16 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def casts_of(module: nn.Module, dtype: torch.dtype | None) -> set[int]:
-    """Find the parameters that autocast to a type casts wherever their modules use them; return their ids."""
+def casts_of(module: nn.Module, dtype: torch.dtype | None, device: str = "cuda") -> set[int]:
+    """Find the parameters that autocast to a type casts wherever their modules use them; return their ids.
+
+    Fused kernels get uncast weights, except on CUDA, where torch does not use these kernels under autocast.
+    """
     casts: set[int] = set()
     others: set[int] = set()
     for owner in module.modules() if dtype is not None else ():
+        if isinstance(owner, FUSED) and device != "cuda":
+            others.update(map(id, owner.parameters()))
         for name, param in owner._parameters.items():
             if param is not None:
                 is_cast = type(owner) in CAST_IN and name in ("weight", "bias") and param.dtype == torch.float32

@@ -47,6 +47,8 @@ class Visit:
         compiles: bool = False,
     ) -> None:
         self.is_root, self._compiles = is_root, compiles
+        self.contains_others = False  # whether modules inside have weights of other units
+        self.asked: list[Unit] = []  # whose weights the module looks at in evaluation
         self.module, self.units, self.is_entry = module, list(units), is_entry
         self._window, self._policy, self._outermost = window, window.policy, outermost
         self._name = name
@@ -87,6 +89,8 @@ class Visit:
     def _is_inside_its_unit(self) -> bool:
         """Whether a call around this one has all that this one would prepare: most calls of a step are such ones."""
         here = self._policy.device.current_stream()
+        if self.asked:
+            return False
         for unit in self.units:
             if not unit.depth or unit.memory.shown_on != here:
                 return False
@@ -106,7 +110,8 @@ class Visit:
     @not_compiled_itself_hook
     def _called(self, args: Any, kwargs: Any) -> Any:
         is_compiled = compiling_callback() is not None
-        self._lends = self.is_root and not is_compiled and self.compiled is None  # compilers know no absent leaves
+        is_plain = not is_compiled and self.compiled is None  # compilers know no absent leaves
+        self._lends = self.contains_others and not self._window.is_in_call and is_plain
         call = compiling_as_here(self._call) if is_compiled else self._call
         return self._visited(call, args, kwargs)
 
@@ -119,7 +124,8 @@ class Visit:
 
     def _recorded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._policy.saving():
-            opened = [unit for unit in self.units if not unit.depth]
+            units = self.units if self.module.training or not self.asked else [*self.units, *self.asked]
+            opened = [unit for unit in units if not unit.depth]
             if opened or not self.units:
                 return self._inside(call, args, kwargs, opened)
             here = self._policy.device.current_stream()

@@ -182,11 +182,9 @@ def test_a_step_that_overflows_is_skipped_as_in_the_plain_run():
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_the_evaluation_fast_path_of_transformer_encoders(device, padding, context):
-    """Without nested tensors, which torch makes of padded sequences only where it finds weights of its own class."""
-
     def make():
         layer = nn.TransformerEncoderLayer(models.FEATURES, 2, 32, batch_first=True)
-        return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        return nn.TransformerEncoder(layer, 3)  # which packs padded sequences into nested tensors
 
     if padding and device.type == "simgpu":
         pytest.skip("it has no nested tensors")

@@ -59,7 +59,7 @@ def fit(recipe, *arguments, folder="run", steps=2):
 def checkpoint(folder):
     """Read the checkpoint that a run left."""
     (path,) = folder.glob("lightning_logs/version_*/checkpoints/last.ckpt")
-    return torch.load(path, weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def left(folder):

@@ -80,23 +80,3 @@ def test_gradients_are_in_place_as_backward_ends():
     with streamed(model, "cpu"):
         model(torch.ones(4, 8)).sum().backward()
         assert seen == [None] and model.blocks[4].up.weight.grad is not None
-
-
-@torch.no_grad()
-def test_transformer_encoders_make_no_nested_tensors():
-    """torch makes them of padded sequences where the first layer has weights of its own class, and here it has ours."""
-
-    def encoded(enable_nested_tensor, is_streamed):
-        torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=enable_nested_tensor).eval()
-        padding = torch.tensor([[False, False, False], [False, True, True]])
-        x = torch.ones(2, 3, 8)
-        if not is_streamed:
-            return model(x, src_key_padding_mask=padding)
-        with streamed(model, "cpu", units=["TransformerEncoderLayer"]):
-            return model(x, src_key_padding_mask=padding)
-
-    nested = encoded(True, False)
-    assert nested[1, 1:].eq(0).all() and not encoded(True, True)[1, 1:].eq(0).any()
-    assert torch.equal(encoded(True, True), encoded(False, False))
