@@ -84,8 +84,9 @@ class OfProgram:
         begin = time.perf_counter()
         with parity.deterministic_kernels(device):
             found = programs.outcome(programs.stepped_there(self.number), programs.runs_on(programs.prepare(device)))
-        if found.kind == "discarded":
-            return {"left_out": f"{self.case}: {found.what}"}
+        if found.kind not in ("equal", *programs.WRONG):  # discarded, or an error that the contract names
+            end_after_an_error_of_the_device(found.what)
+            return {"left_out": f"{self.case}: {found.kind} {found.what}"}
         difference = None if found.kind == "equal" else f"{found.kind} {found.what}"[:2000]
         end_after_an_error_of_the_device(difference)
         return {**dataclasses.asdict(self), "difference": difference, "seconds": time.perf_counter() - begin}

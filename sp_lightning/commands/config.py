@@ -20,7 +20,7 @@ from ..compat.lightning import add_configured_optimizers, attach_data, combined_
 from ..errors import OptionError
 from .fit import FitCLI
 
-OF_FIT = "ckpt_path", "weights_only"  # itself: they change no plan
+OF_COMMANDS = "ckpt_path", "weights_only", "return_predictions"  # themselves: they change no plan
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ class PlannedCLI(FitCLI):
     """LightningCLI that makes everything but the model, on the CPU."""
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Add arguments that a config of fit may have."""
-        for name in OF_FIT:
+        """Add arguments that configs of commands may have."""
+        for name in OF_COMMANDS:
             parser.add_argument(f"--{name}", type=Any, default=None)
 
     def instantiate_classes(self) -> None:

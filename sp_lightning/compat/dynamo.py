@@ -1,9 +1,9 @@
 """Functions that ``torch.compile`` leaves alone, and what is known of its compilations.
 
 A frame that is compiled ends its graph at a call of a function that is never compiled. Private names (tried with torch
-2.11 and 2.15): ``torch._C._dynamo.eval_frame`` and ``torch._dynamo.callback``. Without them autograd's hooks would be
-compiled, at a cost for each new shape, or each of their calls would take a wrapper; and code that is compiled inside a
-unit would read weights that travel in autocast's type unnoticed.
+2.11 and 2.15): ``torch._C._dynamo.eval_frame`` and ``torch._guards.CompileContext``. Without them autograd's hooks would be
+compiled, at a cost for each new shape, or each of their calls would take a wrapper; code that is compiled inside a unit
+would read weights that travel in autocast's type unnoticed; and compilers would find gradients of the host's at leaves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
+from torch._dynamo import graph_break as end_graph  # a compiler's, where it traces this call; else nothing
 from torch._dynamo.exc import Unsupported as Unsupported  # an error of fullgraph=True
+from torch._guards import CompileContext
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,6 +45,11 @@ def not_compiled_itself_hook(function: F) -> F:
 def not_compiled_itself(function: F) -> F:
     """Keep a function from being compiled; what it calls may be compiled."""
     return cast(F, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+
+
+def is_compiling_here() -> bool:
+    """Whether this thread is in a compiler, which looks at tensors to compile code for them."""
+    return CompileContext.current_compile_id() is not None
 
 
 # Not None if functions that the caller calls are compiled; for callers that are not compiled themselves.

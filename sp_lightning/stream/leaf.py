@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from ..compat.dynamo import end_graph, is_compiling_here
 from ..compat.streaming import storage_id, tree_map_only, without_dispatch
 from ..compat.tensors import IS_PARAMETER
 from ..errors import ExactnessError, UnsupportedError
@@ -178,8 +179,8 @@ class Leaf(nn.Parameter):
 
     @property
     def grad(self) -> Any:
-        """The user's parameter's gradient: between backwards autograd leaves none here."""
-        return self.weight.host.grad
+        """The user's parameter's gradient: between backwards autograd leaves none here. Compilers find none."""
+        return None if is_compiling_here() else self.weight.host.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -215,6 +216,7 @@ class Absent(Leaf):
         with without_dispatch():
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
+            end_graph()
             return call_with_leaves(func, args, kwargs or {})
 
 

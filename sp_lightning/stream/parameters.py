@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import reduce_tensor
 
+from ..compat.dynamo import end_graph, is_compiling_here
 from ..compat.streaming import hooks_of_gradient, storage_id, tree_map_only, without_dispatch
 from ..compat.tensors import IS_PARAMETER, is_dtensor, is_dtensor_class, local_of, over_spec, spec_of
 from ..errors import ExactnessError, UnsupportedError
@@ -88,6 +89,7 @@ class Watched(Lazy):
         if func in METADATA or in_own_step():
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
+        end_graph()
         if has_others(types):
             return NotImplemented
         is_own = _is_in_own_call(args[0] if args else None)
@@ -297,6 +299,8 @@ class HostParameter(Watched, nn.Parameter):
         """The gradient. Torch's own way here is longer, and `zero_grad` takes it twice for each parameter."""
         if backwards:
             recover()
+        if is_compiling_here() and self.device.type != "cpu":
+            return None  # a compiler finds the weight on the device, and would the gradient on the host
         with without_dispatch():
             return grad_of(self)  # type: ignore[no-any-return]
 

@@ -30,6 +30,14 @@ def the_model_is_compiled_in_place(run, model):
 
 
 @program()
+def the_model_is_compiled_anew_while_it_has_gradients(run, model):
+    model.compile(backend="eager")
+    model(run.x(0)).square().mean().backward()
+    with torch.no_grad():
+        return model.eval()(run.x(1))
+
+
+@program()
 def the_model_is_compiled_as_another_module(run, model):
     compiled, optimizer = torch.compile(model, backend="eager"), run.adamw(model.parameters())
     return [run.step(compiled, optimizer, i) for i in range(3)]
