@@ -272,8 +272,7 @@ class Steps:
         except BaseException as error:  # of a resident unit, or an interrupt: what has not begun does not begin
             outcome.error = outcome.error or error
             self.wait_thread()
-            if outcome.versions:
-                self._failed = outcome
+            self._note_failed(outcome)
             raise
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -444,9 +443,13 @@ class Steps:
                 outcome.error, outcome.where = error, unit.name
                 if sliced.has_written or before != [weight.value._version for weight in whose]:
                     outcome.note(whose)
-                if outcome.versions or outcome.is_early:
-                    self._failed = outcome
+                self._note_failed(outcome)
                 raise
+
+    def _note_failed(self, outcome: Outcome) -> None:
+        """Keep the outcome of a step that an error ended, unless it has changed nothing."""
+        if outcome.versions or outcome.is_early:
+            self._failed = outcome
 
     def _step_on_device(
         self,

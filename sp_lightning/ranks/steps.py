@@ -28,6 +28,7 @@ from torch.autograd.graph import increment_version
 from ..compat.tensors import is_dtensor
 from ..errors import UnsupportedError
 from ..host.device import Device, aligned
+from ..optim.half_applied import Outcome
 from ..optim.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
 from ..optim.state import WaitingState
 from ..optim.steps import Steps
@@ -216,7 +217,15 @@ class SharedSteps(Steps):
             unit.steps.end()
         except BaseException as failed:  # whoever waits for the step gets it
             error = error or failed
+        if error is not None:
+            self._note_failed(Outcome(error=error, where=unit.name))
         ended.set_result(None) if error is None else ended.set_exception(error)
+
+    def _note_failed(self, outcome: Outcome) -> None:
+        # Other ranks may have stepped their parts of what this one has not.
+        if self._failed.error is None:
+            self._failed = outcome
+        self._team.fail(outcome.error)
 
     def _give_up_edits(self, unit: Unit) -> None:
         """Have the user see the truth again, of which what he wrote is part by now."""

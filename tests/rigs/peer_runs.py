@@ -29,8 +29,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from torch.utils.data import DataLoader
 
 import sp_lightning
-from sp_lightning.errors import PeerError
+from sp_lightning.errors import PeerError, TornStepError
 from sp_lightning.handle import stream
+from sp_lightning.optim.slices import SlicedOptimizer
 
 DIM = 48
 
@@ -448,3 +449,29 @@ def differ_in_order(steps: int) -> list[str]:
             found.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
     (theirs, plain), (ours, mine) = found
     return [name for name, value in plain.items() if not torch.equal(value, mine[name])] + ["losses"] * (theirs != ours)
+
+
+def fail_in_step(place: str) -> list[str]:
+    """Fail in the last rank's second step of a unit, and go on; return the kinds of errors that this rank gets."""
+    group = begin_group("cpu")
+    model, told, step = Language(), [], SlicedOptimizer.step
+    with stream(model, "cpu", group=group, units=blocks_of) as handle:
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+
+        def fails(own: Any, work: list[Any], *args: Any) -> None:
+            if work[0].weight.unit.name == place:
+                raise MemoryError("no room")
+            step(own, work, *args)
+
+        for second in (False, True):
+            model(model.data(torch.Generator())).backward()
+            is_last = second and group.rank() == group.size() - 1
+            with mock.patch.object(SlicedOptimizer, "step", fails if is_last else step):
+                optimizer.step()
+                handle.steps.wait_thread()
+        for attempt in (handle.finish_step, optimizer.state_dict, handle.saving, optimizer.step):
+            try:
+                attempt()
+            except (MemoryError, PeerError, TornStepError) as error:
+                told.append(type(error).__name__)
+    return told
