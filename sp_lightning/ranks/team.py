@@ -23,13 +23,14 @@ from torch.distributed.constants import default_pg_timeout
 from ..errors import UnsupportedError
 from ..host import sharing
 from ..host.device import Device
+from ..store.spans import elements_of
 from ..stream.unit import Unit
 from .board import Board
-from .cut import Cut
-from .memory import SharedSlabs, counters
+from .shared_slabs import SharedSlabs, counters
 from .watch import KEEPALIVE, Watch
 
 UNITS = 1 << 16  # numbers on the board
+VECTOR = 64  # elements: kernels round a whole vector in another way than the rest
 
 
 class Team:
@@ -83,16 +84,18 @@ class Team:
         group: Any = dist.new_group([all_of_group[rank] for rank in ranks], use_local_synchronization=True)
         return group  # type: ignore[no-any-return]
 
-    def cut(self, numel: int) -> Cut:
-        """Return how a number of elements is cut among the ranks of the machine."""
-        return Cut.of(numel, self.local)
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor without gaps that this rank steps: the last ranks' may be shorter, or empty."""
+        numel, size = tensor.numel(), -(-tensor.numel() // (VECTOR * self.local)) * VECTOR
+        start, stop = (min(rank * size, numel) for rank in (self.local_rank, self.local_rank + 1))
+        return elements_of(tensor, start, stop)
 
     # ---- gradients
 
-    def start_exchange(self, rows: Tensor) -> tuple[Tensor, Any]:
-        """Start to send a row to each rank of the machine; return what will have their rows for this one."""
-        got = torch.empty_like(rows)
-        return got, dist.all_to_all_single(got, rows, group=self._local_group, async_op=True)
+    def start_exchange(self, parts: Tensor) -> tuple[Tensor, Any]:
+        """Start to send a part to each rank of the machine; return what will have their parts for this one."""
+        got = torch.empty_like(parts)
+        return got, dist.all_to_all_single(got, parts, group=self._local_group, async_op=True)
 
     def of_machines(self, part: Tensor, place: str) -> Tensor:
         """Return what all machines have of the same part, a row for each."""
