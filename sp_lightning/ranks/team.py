@@ -124,9 +124,7 @@ class Team:
 
     def check_shards(self, shards: list[str]) -> None:
         """Raise unless all ranks have the same shards of DTensors."""
-        with self._watch.waiting("the model"):
-            all_of_ranks = self._gathered_objects(shards)
-        for rank, others in enumerate(all_of_ranks):
+        for rank, others in enumerate(self._gathered_objects(shards)):
             if others != shards:
                 pairs = zip([*shards, "none"], [*others, "none"], strict=False)
                 own, other = next(pair for pair in pairs if pair[0] != pair[1])
@@ -141,21 +139,20 @@ class Team:
         self._is_on_host = device.is_host
         for unit in units:
             for source in unit.sources:
-                there = source.to(device.torch_device)
-                self._broadcast(there)
-                source.copy_(there)
+                self._take_first(source, self._group, device)
             if not unit.is_resident:
-                if self._across.size() > 1 and not self.local_rank:
-                    self._take_truth(unit, device)
+                is_taken = self._across.size() > 1 and not self.local_rank  # from the first machine
+                narrow = [self.slabs.truth(weight.value) for weight in unit.weights if weight.is_narrow]
+                for truth in [unit.truth, *narrow] if is_taken else ():
+                    self._take_first(truth, self._across, device)
                 unit.note_stepped()
         self.wait(dist.barrier(self._group, async_op=True), "the weights")
 
-    def _take_truth(self, unit: Unit, device: Device) -> None:
-        """Take the bytes of the first machine."""
-        for truth in [unit.truth, *(self.slabs.truth(one.value) for one in unit.weights if one.is_narrow)]:
-            there = truth.to(device.torch_device)
-            self.wait(dist.broadcast(there, group_src=0, group=self._across, async_op=True), "the first weights")
-            truth.copy_(there)
+    def _take_first(self, tensor: Tensor, group: dist.ProcessGroup, device: Device) -> None:
+        """Copy what a group's first rank has to a tensor on the host."""
+        there = tensor.to(device.torch_device)
+        self.wait(dist.broadcast(there, group_src=0, group=group, async_op=True), "the first weights")
+        tensor.copy_(there)
 
     def share_buffers(self, module: nn.Module) -> None:
         """Have the first rank's buffers on all ranks, in one message."""
@@ -164,7 +161,7 @@ class Team:
             return
         with torch.no_grad():
             together = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers])
-            self._broadcast(together)
+            self.wait(dist.broadcast(together, group_src=0, group=self._group, async_op=True), "the buffers of rank 0")
             parts = together.split_with_sizes([buffer.nbytes for buffer in buffers]) if self.rank else ()
             for buffer, part in zip(buffers, parts, strict=False):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
@@ -175,9 +172,6 @@ class Team:
         if self._are_buffers_due:
             self.share_buffers(module)
         self._are_buffers_due = torch.is_grad_enabled() and self.exchanges and self.follows_buffers
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        self.wait(dist.broadcast(tensor, group_src=0, group=self._group, async_op=True), "what rank 0 has")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
