@@ -247,7 +247,7 @@ class SharedGradients(Gradients):
             with self._stream:
                 team.wait(done.work, place)
                 part = message.add(done.got.view(team.local, -1), team.local_rank)
-                part = message.add(team.of_machines(part, place), team.local_rank)
+                part = message.add(team.gathered(part, place, over_machines=True), team.local_rank)
             contents = (self._keep if unit.is_resident else self._bring_down)(unit, message, part, place)
         self.ring.hold(done.sent, [self._stream.record_event()], done.home)
         sent = []

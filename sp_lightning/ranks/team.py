@@ -97,15 +97,9 @@ class Team:
         got = torch.empty_like(parts)
         return got, dist.all_to_all_single(got, parts, group=self._local_group, async_op=True)
 
-    def of_machines(self, part: Tensor, place: str) -> Tensor:
-        """Return what all machines have of the same part, a row for each."""
-        return self._gathered(part, self._across, place)
-
-    def gathered(self, part: Tensor, place: str) -> Tensor:
-        """Return the parts of all ranks of the machine, a row for each."""
-        return self._gathered(part, self._local_group, place)
-
-    def _gathered(self, part: Tensor, group: dist.ProcessGroup, place: str) -> Tensor:
+    def gathered(self, part: Tensor, place: str, over_machines: bool = False) -> Tensor:
+        """Return what ranks of the machine have, a row for each; or what all machines have of the same part."""
+        group = self._across if over_machines else self._local_group
         if group.size() == 1:
             return part.view(1, -1)
         rows = part.new_empty(group.size(), len(part))
