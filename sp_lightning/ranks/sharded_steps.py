@@ -129,6 +129,7 @@ class SharedSteps(Steps):
             if entries := state.peek(weight.host):
                 parts[weight.host] = shared.take(weight, sliced.user, entries)
         sliced.step([self._part(item, sliced.scales) for item in own], cast(Any, parts), self._place)
+        sliced.unscale(own)
         for weight, _, _ in own:
             if made := parts.peek(weight.host):
                 shared.keep(weight, sliced.user, made, state.make(weight.host))

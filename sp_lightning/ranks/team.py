@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
+from ..compat.dynamo import never_compiled
 from ..errors import UnsupportedError
 from ..host import sharing
 from ..host.device import Device
@@ -160,6 +161,7 @@ class Team:
             for buffer, part in zip(buffers, parts, strict=False):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
+    @never_compiled
     def begin_forward(self, module: nn.Module) -> None:
         """Take the first rank's buffers, if that is due (Rule 3)."""
         self._watch.check()

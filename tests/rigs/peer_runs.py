@@ -147,6 +147,8 @@ class Case(NamedTuple):
     steps: int = 4
     device: str = "cpu"
     machines: int = 1  # that are pretended
+    compiled: bool = False
+    scaled: bool = False  # by a GradScaler
 
 
 def begin_group(device: str) -> Any:
@@ -167,13 +169,14 @@ def run(case: Case, streamed: bool) -> dict[str, Any]:
         stack.enter_context(mock.patch.dict(os.environ, GROUP_RANK=str(rank * case.machines // size)))
         if streamed:
             handle = stack.enter_context(stream(model, case.device, group=group, units=blocks_of, **case.options))
-            called, no_sync = model, handle.no_sync
+            called, no_sync = torch.compile(model, backend="eager") if case.compiled else model, handle.no_sync
         else:
             called = DistributedDataParallel(model.to(case.device), find_unused_parameters=True)
             no_sync = called.no_sync
             if size > 2:
                 called.register_comm_hook(None if case.machines == 1 else size // case.machines, sp_lightning.tree_hook)
         optimizer = OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad])
+        scaler = torch.amp.GradScaler("cpu", enabled=case.scaled)
         losses, norms = [], []
         for step in range(case.steps):
             for turn in range(case.accumulated):
@@ -182,11 +185,14 @@ def run(case: Case, streamed: bool) -> dict[str, Any]:
                 waits = no_sync() if turn + 1 < case.accumulated and case.syncs else contextlib.nullcontext()
                 with waits:
                     loss = called(data, skipped)
-                    loss.backward()
+                    scaler.scale(loss).backward()
                 losses.append(loss.item())
             if case.clipped is not None:
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.clipped)))
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
+            if step + 1 == case.steps:  # steps before run on beside what follows
+                gradients = [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
             optimizer.zero_grad()
             if case.edits:
                 with torch.no_grad():
@@ -198,7 +204,7 @@ def run(case: Case, streamed: bool) -> dict[str, Any]:
                                 entry.add_(0.01)
         weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
         state = tree_map_only(Tensor, lambda tensor: tensor.cpu().clone(), optimizer.state_dict())
-    return {"losses": losses, "norms": norms, "weights": weights, "state": state}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights, "state": state}
 
 
 def blocks_of(module: Any) -> list[nn.Module]:
@@ -209,6 +215,8 @@ def differences(case: Case) -> list[str]:
     """Train both ways, and say what differs."""
     plain, ours = run(case, streamed=False), run(case, streamed=True)
     found = [name for name in ("losses", "norms") if plain[name] != ours[name]]
+    pairs = zip(plain["gradients"], ours["gradients"], strict=True)
+    found += ["gradients" for one, other in pairs if not (one is other is None or torch.equal(one, other))]
     found += [name for name, value in plain["weights"].items() if not torch.equal(value, ours["weights"][name])]
     theirs, mine = plain["state"]["state"], ours["state"]["state"]
     if list(theirs) != list(mine):
