@@ -322,3 +322,42 @@ def test_a_forked_process_reads_weights_and_state():
             fine = all(param.isfinite().all() and optimizer.state[param]["step"] == 1 for param in model.parameters())
             os._exit(0 if fine and len(optimizer.state) else 1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+class ReadInBackward(torch.autograd.Function):
+    """A copy of an input, whose gradient a layer scales as the layer is by then."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (kept,) = ctx.kept
+        return grad * (kept.weight if isinstance(kept, torch.nn.Module) else kept).sum(), None
+
+
+class ReadingNet(Net):
+    """Whose backward ends with a look at the last block, which is stepped and evicted by then."""
+
+    keeps_layer = True
+
+    def forward(self, x, skip=()):
+        layer = self.blocks[-1].up
+        x = ReadInBackward.apply(self.emb(x), [layer if self.keeps_layer else layer.weight])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class KeepingNet(ReadingNet):
+    keeps_layer = False
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("make", [ReadingNet, KeepingNet])
+def test_a_backward_that_reads_what_was_stepped_beside_it_is_refused(device, make):
+    compare(device, trained(once, device, None, make), trained(once, device, False, make))
+    with pytest.raises(ExactnessError, match=r"after it was stepped beside the first backward"):
+        trained(once, device, True, make, window=1)
