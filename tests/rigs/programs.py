@@ -275,6 +275,8 @@ def draw_options(dice: random.Random, kinds: tuple[str, ...], quiet: bool) -> di
         options |= {"window": "auto", "memory_budget": BUDGET, "transfer": "auto"}
     if dice.random() < 0.1:
         options["disk"] = True
+    if dice.random() < 0.15:
+        options["resident"] = dice.choice([1, 2])
     return options
 
 
