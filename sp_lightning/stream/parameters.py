@@ -39,7 +39,7 @@ from .lazy import (
     shares_bytes,
     writes,
 )
-from .leaf import NOTHING, Weight, call_with_leaves, check_form, graph_after_close, version_of
+from .leaf import NOTHING, Weight, call_with_leaves, check_form, graph_after_close, has_form_of, version_of
 from .shards import on_host
 from .unit import Unit
 
@@ -142,7 +142,7 @@ class Watched(Lazy):
         if func in ARRAYS:
             weight.unit.epoch += 1  # the user is about to write
             weight.unit.is_exposed = True
-        if func in MOVING and id(self) == id(weight.host) and result.device == weight.leaf.device:
+        if func in MOVING and id(self) == id(weight.host) and has_form_of(weight, result):
             weight.moved = weakref.ref(result)
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if type(tensor) is Tensor and shares_bytes(tensor, weight.value):
@@ -507,7 +507,8 @@ def _write_data(param: HostParameter, data: Tensor) -> None:
         with without_dispatch():
             set_data(param, data)
         return
-    if weight.moved is not None and weight.moved() is data and version_of(data) == 0:
+    is_moved = weight.moved is not None and weight.moved() is data and data.device == weight.leaf.device
+    if is_moved and version_of(data) == 0:
         return  # `module.to()`, which changes nothing in a plain run, where the weight is on the device
     check_form(weight, data)
     param.before()
