@@ -61,7 +61,8 @@ class Steps:
         self._awaited: list[Unit] = []  # whose steps the user's call of step waits for
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self.chose_residents = False  # whether the user asked for resident units
-        self._was_in_step = False  # whether the user's call of step came in the code of a step
+        # Whether the user's call of step came in the code of a step; an optimizer may step another.
+        self._was_in_step: weakref.WeakKeyDictionary[optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -181,7 +182,8 @@ class Steps:
         if optimizer not in own_steps:  # but one whose step raised
             own_steps.clear()
         window = next(iter(self._units)).window
-        self._was_in_step, window.is_in_step = window.is_in_step, False  # an optimizer of the user's steps on the host
+        self._was_in_step[optimizer] = window.is_in_step
+        window.is_in_step = False  # an optimizer of the user's steps on the host
         if not self._groups(optimizer):
             return None
         self.has_stepped = True
@@ -277,7 +279,7 @@ class Steps:
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         own_steps.clear()
         if self._units:
-            next(iter(self._units)).window.is_in_step = self._was_in_step
+            next(iter(self._units)).window.is_in_step = self._was_in_step.pop(optimizer, False)
         if optimizer in self._adopted and not self._overlap:
             _wait_steps(optimizer)
         if optimizer in self._adopted and not is_known(optimizer):
