@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, cast
@@ -25,7 +26,7 @@ from torch.autograd.graph import increment_version
 from ..compat.tensors import is_dtensor
 from ..host.device import Device
 from ..optim.filed import SliceState, ranged
-from ..optim.half_applied import Outcome
+from ..optim.half_applied import mark
 from ..optim.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
 from ..optim.steps import Steps
 from ..store.store import Store
@@ -46,6 +47,8 @@ class SharedSteps(Steps):
         self._team, self._slabs = team, team.slabs
         self._states: dict[Unit, SharedState] = {}
         self._edited: set[Unit] = set()
+        # Who steps a unit's weights last.
+        self._steppers: weakref.WeakValueDictionary[Unit, optim.Optimizer] = weakref.WeakValueDictionary()
 
     def add_unit(self, unit: Unit) -> None:
         super().add_unit(unit)
@@ -87,15 +90,14 @@ class SharedSteps(Steps):
         except BaseException as failed:  # whoever waits for the step gets it
             error = error or failed
         if error is not None:
-            self._note_failed(Outcome(error=error, where=unit.name))
+            self._note_failed(self._steppers.get(unit), unit.name, error)
         ended.set_result(None) if error is None else ended.set_exception(error)
 
-    def _note_failed(self, outcome: Outcome) -> None:
-        # Other ranks may have stepped their parts of what this one has not.
-        if self._failed.error is None:
-            self._failed = outcome
-        if outcome.error is not None:
-            self._team.fail(outcome.error)
+    def _note_failed(self, optimizer: optim.Optimizer | None, where: str, error: BaseException) -> None:
+        """Tell the other ranks, which may have stepped their parts of what this one has not."""
+        self._team.fail(error)
+        if optimizer is not None:
+            mark(optimizer, f"an optimizer step ended half-way, at {where}, by {type(error).__name__}: {error}")
 
     def _show_truth(self, unit: Unit) -> None:
         """Have the user see the truth again, of which the user's edits are part by now."""
@@ -108,10 +110,18 @@ class SharedSteps(Steps):
                 self._slabs.twin_of(unit.slab).drop()
         self._states[unit].show_truth()
 
-    def _submit(self, unit: Unit, *args: Any) -> None:
+    def _step_units(self, work: Any, step: SlicedOptimizer, *args: Any) -> None:
+        try:
+            super()._step_units(work, step, *args)
+        except BaseException as error:  # the others wait for what has not begun here
+            self._note_failed(step.user, "a unit on the device", error)
+            raise
+
+    def _submit(self, unit: Unit, whose: list[Weight], sliced: SlicedOptimizer, *args: Any) -> None:
         if unit.is_edited():
             self._edited.add(unit)
-        super()._submit(unit, *args)
+        self._steppers[unit] = sliced.user
+        super()._submit(unit, whose, sliced, *args)
 
     def _step(self, unit: Unit, work: list[Work], sliced: SlicedOptimizer, state: Any) -> None:
         own = [item for item in work if sliced.is_elementwise and _is_cut(item)]

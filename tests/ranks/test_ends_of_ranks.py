@@ -30,7 +30,7 @@ def test_a_rank_that_is_gone_is_named(how, tmp_path):
 
 
 def test_a_step_that_fails_on_one_rank_is_half_applied_on_all():
-    refused = ["TornStepError"] * 3
+    refused = ["HalfAppliedStepError"] * 3
     for place in ("blocks.0", "blocks.2"):
         assert processes.run(2, peer_runs.fail_in_step, place) == [["PeerError", *refused], ["MemoryError", *refused]]
 

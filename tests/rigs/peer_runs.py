@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 import sp_lightning
-from sp_lightning.errors import PeerError, TornStepError
+from sp_lightning.errors import HalfAppliedStepError, PeerError
 from sp_lightning.handle import stream
 from sp_lightning.optim.slices import SlicedOptimizer
 
@@ -346,6 +346,6 @@ def fail_in_step(place: str) -> list[str]:
         for attempt in (handle.finish_step, optimizer.state_dict, handle.saving, optimizer.step):
             try:
                 attempt()
-            except (MemoryError, PeerError, TornStepError) as error:
+            except (MemoryError, PeerError, HalfAppliedStepError) as error:
                 told.append(type(error).__name__)
     return told
