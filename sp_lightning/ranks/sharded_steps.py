@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 from ..compat.tensors import is_dtensor
 from ..host.device import Device
 from ..optim.filed import SliceState, ranged
-from ..optim.half_applied import mark
+from ..optim.half_applied import Outcome, mark
 from ..optim.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
 from ..optim.steps import Steps
 from ..store.store import Store
@@ -117,11 +117,15 @@ class SharedSteps(Steps):
             self._note_failed(step.user, "a unit on the device", error)
             raise
 
-    def _submit(self, unit: Unit, whose: list[Weight], sliced: SlicedOptimizer, *args: Any) -> None:
+    def _submit(
+        self, unit: Unit, whose: list[Weight], sliced: SlicedOptimizer, groups: Any, state: Any, outcome: Outcome
+    ) -> None:
         if unit.is_edited():
             self._edited.add(unit)
+        for weight in whose:
+            self._states[unit].let_go(weight, sliced.user, state.peek(weight.host) or {})
         self._steppers[unit] = sliced.user
-        super()._submit(unit, whose, sliced, *args)
+        super()._submit(unit, whose, sliced, groups, state, outcome)
 
     def _step(self, unit: Unit, work: list[Work], sliced: SlicedOptimizer, state: Any) -> None:
         own = [item for item in work if sliced.is_elementwise and _is_cut(item)]

@@ -37,18 +37,20 @@ class SharedState:
     """The state of a unit's weights."""
 
     def __init__(self, unit: Unit, team: Team) -> None:
-        self._team, self._places, self._nbytes = team, dict[Weight, int](), 0
+        self._unit, self._team = unit, team
+        self._places, self._nbytes = dict[Weight, int](), 0
         for weight in unit.weights:
             self._places[weight] = self._nbytes
             self._nbytes += aligned(weight.value.numel() * LARGEST)
         self._free = [team.slabs.reserve(self._nbytes) for _ in range(KINDS)]
         self._twins: dict[Any, Twin] = {}  # by optimizer and kind
-        self._entries: dict[Any, Entry] = {}
+        self._entries: dict[Any, dict[str, Entry]] = {}  # by weight and optimizer
         self._edited: list[Twin] = []
 
     def _entry(self, weight: Weight, optimizer: optim.Optimizer, key: str, dtype: torch.dtype) -> Entry:
         kind = weakref.ref(optimizer), key
-        if (weight, kind) not in self._entries:
+        entries = self._entries.setdefault((weight, kind[0]), {})
+        if key not in entries:
             if kind not in self._twins:
                 if not self._free:
                     raise UnsupportedError(
@@ -57,8 +59,17 @@ class SharedState:
                 self._twins[kind] = self._team.slabs.at(self._free.pop(0), self._nbytes)
             twin = self._twins[kind]
             face = twin.tensor(self._places[weight], weight.value, dtype)
-            self._entries[weight, kind] = Entry(twin, face, self._team.part_of(twin.truth_of(face)))
-        return self._entries[weight, kind]
+            entries[key] = Entry(twin, face, self._team.part_of(twin.truth_of(face)))
+        return entries[key]
+
+    def let_go(self, weight: Weight, optimizer: optim.Optimizer, own: dict[str, Any]) -> None:
+        """Give tensors that the user took out of a weight's state memory of their own: a step writes over theirs."""
+        entries = self._entries.get((weight, weakref.ref(optimizer)), {})
+        for key, entry in list(entries.items()):
+            if own.get(key) is not entry.face:
+                self._unit.wait_step()
+                entry.face.data = entry.face.clone()
+                del entries[key]
 
     def take(self, weight: Weight, optimizer: optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's parts of a weight's state, with what the user wrote to it, or put in its place."""

@@ -46,8 +46,8 @@ def test_three_ranks_have_the_bits_of_the_tree(case):
     assert processes.run(3, peer_runs.differences, case) == [[], [], []]
 
 
-@pytest.mark.parametrize("touch", ["none", "read", "write"])
-def test_gradients_that_are_kept_stay_what_they_were(touch):
+@pytest.mark.parametrize("touch", ["none", "read", "write", "state"])
+def test_gradients_and_state_that_are_kept_stay_what_they_were(touch):
     assert processes.run(2, peer_runs.kept, touch) == [[], []]
 
 

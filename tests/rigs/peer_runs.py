@@ -235,7 +235,7 @@ def all_differences(cases: list[Case]) -> list[list[str]]:
 
 
 def kept(touch: str) -> list[int]:
-    """Keep the first batch's gradients; say which of what is seen later differs from DDP, by number."""
+    """Keep the first batch's gradients, or state; say which of what is seen later differs from DDP, by number."""
     group, runs = begin_group("cpu"), []
     for streamed in (False, True):
         torch.manual_seed(0)
@@ -243,8 +243,13 @@ def kept(touch: str) -> list[int]:
         handle: Any = stream(model, "cpu", group=group, units=blocks_of) if streamed else contextlib.nullcontext()
         called = model if streamed else DistributedDataParallel(model)
         with handle:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             for step in range(4):
+                if touch == "state" and step == 1:
+                    state = dict(optimizer.state)
+                    optimizer.state.clear()
+                if touch == "state" and step == 3:
+                    optimizer.state.update(state)
                 called(model.data(torch.Generator().manual_seed(10 * step + group.rank()))).backward()
                 if not step:
                     gradients = [param.grad for param in model.parameters()]
