@@ -247,6 +247,8 @@ def _repeated(visits: list[Visit], ran: list[int], every: list[int]) -> list[Vis
     between = [{order[place - 1], *order[place + 1 : place + 2]} for place, unit in enumerate(order) if unit == middle]
     if not between or any(neighbours != {first, last} for neighbours in between):
         raise LookupError
+    if sum(visit.grown for visit in visits if visit.unit == middle):  # such as a cache, which goes with the output
+        raise LookupError
     found = []
     for visit in visits:
         around = tuple(every[-1] if index == last else index for index in visit.in_use)

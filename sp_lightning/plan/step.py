@@ -66,7 +66,7 @@ def sweep(found: Trace, sizes: Sequence[UnitNumbers], window: int, transfer: int
                 terms = now
             there += visit.grown
             packs.extend(visit.packed)
-            leaving.extend([visit.work.down] * bool(visit.work.down))
+            leaving.extend([visit.leaving] * bool(visit.leaving))
     root, every = sum(size.up_nbytes for size in sizes if size.resident), [*loads[False], *loads[True]]
     terms |= {ROOT: root, "batch": found.batch, "buffers": found.buffers}
     each = len(every) / max(1, sum(not size.resident for size in sizes))

@@ -72,6 +72,7 @@ class Visit:
     in_use: tuple[int, ...] = ()  # units whose code runs around this one
     work: Work = field(default_factory=Work)  # up and down: activations from the host, and to it
     packed: list[int] = field(default_factory=list)  # bytes of gradients that go there, by unit
+    leaving: int = 0  # bytes of what its copies of activations to the host read
     peak: int = 0  # the most bytes beside weights, less those that were there as it began
     grown: int = 0  # bytes there as it ends, less those as it began
 
@@ -158,7 +159,7 @@ class Trace:
         with contextlib.ExitStack() as stack:
             if "offload" in self.setting.activations:
                 trip = _Trip(self, unit)
-                stack.callback(trip.held.clear)
+                stack.callback(trip.close)
                 stack.enter_context(saved_tensors_hooks(trip.pack, trip.unpack))
             if "recompute" in self.setting.activations:
                 return checkpoint(inside, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -261,7 +262,7 @@ class _Trip:
 
     def __init__(self, trace: Trace, unit: int) -> None:
         self._trace, self._unit = trace, unit
-        self.held: list[Tensor] = []  # until the forward ends
+        self._held: dict[int, Tensor] = {}  # by storage, until the forward ends
         self._forms: dict[Any, Any] = {}
         self._needed: Counter[Any] = Counter()
         self._there: dict[Any, Tensor] = {}
@@ -273,9 +274,13 @@ class _Trip:
         if key not in self._forms:
             self._forms[key] = tensor.shape, tensor.stride(), tensor.dtype
             self._trace.visits[-1].work.down += tensor.nbytes
-            self.held.append(tensor.detach())
+            self._held.setdefault(key[0], tensor.detach())
         self._needed[key] += 1
         return key
+
+    def close(self) -> None:
+        self._trace.visits[-1].leaving = sum(aligned(held.untyped_storage().nbytes()) for held in self._held.values())
+        self._held.clear()
 
     def unpack(self, packed: Any) -> Tensor:
         self._trace.enter(self._unit, True)
