@@ -97,6 +97,8 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 args = (args[0], _as_integers(args[1]), *args[2:])
             if writes and not is_fake(tensors[0]):
                 raise UNKNOWN[0](func)  # a value that is not known would be written
+            if func is aten._grouped_mm.default and tensors[0].dtype is torch.float32:  # which its fake one refuses
+                return func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).float()
             return func(*args, **kwargs)
         if not (tensors and writes):
             with contextlib.suppress(*UNKNOWN), self._fake:

@@ -34,6 +34,7 @@ from .fakes import HALVES, FakeTensors, tensors_of
 aten = torch.ops.aten
 FREE = {aten._unsafe_view, aten.set_, aten.resize_, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
 LOOKS_UP = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward}
+PRODUCTS = {**flop_registry, aten._grouped_mm: lambda one, other, *_, **__: 2 * one.numel() * other.shape[-1]}
 # CUDA sums columns of at least so many rows, as for the gradient of a bias, in partial sums of up to 1 MiB for each of
 # its multiprocessors; an A100 has 108.
 TALL, SCRATCH = 1024, 108 << 20
@@ -248,7 +249,7 @@ class Trace:
             scratch = min(8 * read[0].numel(), SCRATCH)
             self._change(scratch)
             self._change(-scratch)
-        visit, count = self.visits[-1], flop_registry.get(operator)
+        visit, count = self.visits[-1], PRODUCTS.get(operator)
         if count is not None and read[0].dtype in HALVES:
             visit.work.flops += count(*args, **kwargs, out_val=out)
         elif count is not None:
