@@ -88,7 +88,6 @@ def plan(
         precision=precision,
         machine=profile,
         target=target,
-        optimizer=optimizer,
         accumulate=accumulate,
         clip=clip or precision == "16-mixed",  # whose scaler looks at all gradients first
         copies=copies,
@@ -96,8 +95,10 @@ def plan(
         nodes=nodes,
     )
     if isinstance(module, str):
-        module, batch, name = listed.made(module, batch, name)
-    return Planner(module, batch, target=target, loss=loss, name=name).plan(job)
+        kind, name = listed.kind_of(module), name or module
+        batch = batch if hasattr(batch, "keys") else listed.batch_of(*kind, batch or 1)
+        module = listed.maker(*kind)
+    return Planner(module, batch, target=target, loss=loss, name=name, optimizer=optimizer).plan(job)
 
 
 def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:

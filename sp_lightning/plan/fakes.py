@@ -2,7 +2,7 @@
 
 Tensors are torch's fake ones (FakeTensorMode), on the CPU, where autograd runs without a device. Small integer tensors
 are real, and so is what is computed of them alone: token ids, masks and grid sizes have values, so ``.item()``,
-``nonzero()`` and a mask as an index have an answer. A number read from other floats, such as a logged loss, is 0.
+``nonzero()`` and a mask as an index have an answer. A number read from other floats, such as a logged loss, is 1.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors, writes = tensors_of((*args, *kwargs.values())), schema_of(func).is_mutable
         if any(map(is_fake, tensors)):
             if func is aten._local_scalar_dense.default and tensors[0].is_floating_point():
-                return 0.0
+                return 1.0
             if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
                 args = (args[0], _as_integers(args[1]), *args[2:])
             if writes and not is_fake(tensors[0]):

@@ -26,7 +26,7 @@ from ..stream.preflight import sizes
 from ..stream.recompute import tensors_in
 from ..stream.residents import choose
 from .fakes import FakeTensors
-from .host import State, optimizers_in, state_of
+from .host import state_share
 from .trace import Setting, Trace, Visit
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
@@ -47,6 +47,7 @@ class PlannedModel:
         target: str,
         loss: Callable[[nn.Module, Any], Any] | None,
         name: str | None,
+        optimizer: Any,
     ) -> None:
         if batch is None:
             raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
@@ -62,8 +63,9 @@ class PlannedModel:
         self.module = self._made(source)
         self.trains = any(p.requires_grad for p in self.module.parameters())
         self.module.train(self.trains)
-        self.state = functools.cache(self._state)
         self.trace = functools.cache(self._trace)
+        with self.tensors.running(), _refusing("the optimizer takes no step without data", "optimizer='AdamW'"):
+            self.state_share = state_share(optimizer, self.module)
 
     # ---- making
 
@@ -99,16 +101,13 @@ class PlannedModel:
                 return source()
 
     def _replace_tensors(self, module: nn.Module) -> None:
-        """Put tensors like them in the place of a module's own, also in optimizers that came with it."""
+        """Put tensors like them in the place of a module's own."""
         made: dict[int, tuple[Tensor, Tensor]] = {}  # with those that they replace, whose ids stay theirs
         for child in list(module.modules()):
             for name, tensor in (*child._parameters.items(), *child._buffers.items()):
                 if tensor is not None:
                     _, new = made.setdefault(id(tensor), (tensor, self._like(tensor)))
                     setattr(child, name, new)
-        for optimizer in optimizers_in(vars(module).get("configure_optimizers", tuple)()):
-            for group in optimizer.param_groups:
-                group["params"] = [made.get(id(p), (p, p))[1] for p in group["params"]]
 
     def _like(self, tensor: Tensor) -> Tensor:
         if consists_of_tensors(tensor):
@@ -131,12 +130,19 @@ class PlannedModel:
         streamed = {id(p) for unit in units if not unit.resident for _, p in unit.params}
         return frozenset(streamed & casts_of(self.module, self._half if casts else None))
 
+    def _sizes(self, units: Sequence[FoundUnit], narrow: frozenset[int]) -> list[UnitNumbers]:
+        """List the bytes of the units on the device."""
+        found = sizes(units, lambda p: torch.bfloat16 if id(p) in narrow else p.dtype, True)
+        return [replace(size, cast=size.parameters) for size in found] if self.masters else found
+
     # ---- a trace
 
     def _trace(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str, rows: int) -> Trace:
         """Return the trace of a step of as many rows, with these options."""
-        units = self._units(classes, resident)
-        setting = Setting(units, self._narrow(units, wire_dtype), self.masters, activations)
+        with warnings.catch_warnings(action="ignore"):  # that tensors without data have no address
+            units = self._units(classes, resident)
+        narrow = self._narrow(units, wire_dtype)
+        setting = Setting(units, self._sizes(units, narrow), narrow, self.masters, activations)
         what = f"{self.name} does not run without a Trainer and without data"
         instead = "another batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
         with _fewer_blocks(self.module, units) as (ran, every), contextlib.suppress(Exception):
@@ -169,21 +175,9 @@ class PlannedModel:
             return self.module(**batch)
         return self.module(*batch) if isinstance(batch, list | tuple) else self.module(batch)
 
-    # ---- bytes
-
-    def _state(self, optimizer: Any) -> State:
-        """Return the state that an optimizer keeps."""
-        with self.tensors.running():
-            return state_of(optimizer, self.module)
-
     def host_nbytes(self, parameter: Tensor) -> int:
         """Return the bytes of a weight on the host."""
         return aligned(parameter.nbytes * (2 if self.masters and parameter.is_floating_point() else 1))
-
-    def sizes(self, setting: Setting) -> list[UnitNumbers]:
-        """List the bytes of the units on the device."""
-        found = sizes(setting.units, lambda p: torch.bfloat16 if id(p) in setting.narrow else p.dtype, True)
-        return [replace(size, cast=size.parameters) for size in found] if self.masters else found
 
 
 @contextlib.contextmanager

@@ -10,11 +10,9 @@ first, and norms.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from ..host.unit_numbers import UnitNumbers
 from ..stream.schedule import Schedule
 from .machines import REACHED, Machine, Reached
 from .trace import Trace, Work
@@ -29,21 +27,17 @@ RING = 2  # units whose gradients, or activations, are on their way down while o
 class Sweep(NamedTuple):
     """The bytes on the device by term at a step's fullest moment, and its loads in forward and in backward."""
 
+    window: int
+    transfer: int
     terms: dict[str, int]
     loads: dict[bool, list[int]]
     up: int  # bytes of these loads
     loads_each: float  # how often a unit is loaded
 
 
-def sweep(found: Trace, sizes: Sequence[UnitNumbers], window: int, transfer: int) -> Sweep:
-    """Take the run's own schedule through the visits of a step.
-
-    Args:
-        found: The visits.
-        sizes: The units' bytes.
-        window: Units on the device at once.
-        transfer: Units exchanged at a time.
-    """
+def sweep(found: Trace, window: int, transfer: int) -> Sweep:
+    """Take the run's own schedule, with this window and transfer, through the visits of a step."""
+    sizes = found.setting.sizes
     schedule = Schedule([size.up_nbytes for size in sizes], window, min(transfer, window))
     trained = [index for index, size in enumerate(sizes) if size.trained]
     order = [visit.unit for visit in found.visits if visit.unit is not None]
@@ -70,7 +64,7 @@ def sweep(found: Trace, sizes: Sequence[UnitNumbers], window: int, transfer: int
     root, every = sum(size.up_nbytes for size in sizes if size.resident), [*loads[False], *loads[True]]
     terms |= {ROOT: root, "batch": found.batch, "buffers": found.buffers}
     each = len(every) / max(1, sum(not size.resident for size in sizes))
-    return Sweep(terms, loads, sum(sizes[index].up_nbytes for index in every), each)
+    return Sweep(window, transfer, terms, loads, sum(sizes[index].up_nbytes for index in every), each)
 
 
 # ---- time

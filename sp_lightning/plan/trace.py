@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..compat.tensors import graph_task, operator_of, schema_of, storage_id
 from ..host.device import dense_strides
-from ..host.unit_numbers import aligned
+from ..host.unit_numbers import UnitNumbers, aligned
 from ..stream.activations import SMALLEST
 from ..stream.partition import FoundUnit
 from ..stream.recompute import tensors_in
@@ -82,6 +82,7 @@ class Setting(NamedTuple):
     """The settings that decide where a step's bytes are."""
 
     units: Sequence[FoundUnit]
+    sizes: Sequence[UnitNumbers]  # of the units, on the device
     narrow: frozenset[int]  # ids of FP32 weights that travel in half precision
     masters: bool  # whether weights are FP32 on the host alone
     activations: str
