@@ -37,13 +37,6 @@ UNKNOWN = needs_values()
 CPU = torch.device("cpu")
 
 
-@contextlib.contextmanager
-def outside() -> Iterator[None]:
-    """Run on plain tensors in this context, whatever modes are in force."""
-    with without_function_modes(), without_dispatch_modes():
-        yield
-
-
 class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which model code runs without data; ``observe`` is called with each operator and its result.
 
@@ -73,7 +66,7 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor
         if not is_fake(tensor) and not tensor.is_meta and _is_known(tensor):
             return tensor.detach().to(dtype, copy=True)
-        with outside():
+        with without_function_modes(), without_dispatch_modes():
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
             return fake_tensor(self._fake, made)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -119,11 +119,9 @@ class Trace:
         self.buffers = sum(self.add(tensor, 0) for tensor in module.buffers())
         self.batch = sum(self.add(tensor, 0) for tensor in tensors_in(batch))
         with self._listening():
-            output = step()
-            loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
-            losses = {id(one): one for one in tensors_in(output if loss is None else loss) if one.requires_grad}
+            losses = _losses(step())  # the rest of an output is gone before backward
             if losses:
-                torch.autograd.backward([*losses.values()], [torch.ones_like(one) for one in losses.values()])
+                torch.autograd.backward(losses, [torch.ones_like(one) for one in losses])
             for index in list(self._came):
                 self._send(index)
 
@@ -259,41 +257,56 @@ class Trace:
             visit.work.moved += _moved(operator, read, made)
 
 
+def _losses(output: Any) -> list[Tensor]:
+    """Return the loss that is, or is in, an output, or else all of it that a backward can begin from."""
+    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
+    return list({id(one): one for one in tensors_in(output if loss is None else loss) if one.requires_grad}.values())
+
+
+class _Moved:
+    """A saved tensor that is on the host between forward and backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.form, self.tensor = (tensor.shape, tensor.stride(), tensor.dtype), tensor
+
+    def fetch(self) -> int:
+        """Make memory for it; return its bytes."""
+        shape, stride, dtype = self.form
+        self.tensor = torch.empty_strided(shape, stride, dtype=dtype)
+        return self.tensor.nbytes
+
+
 class _Trip:
     """A unit's saved tensors on their way to the host and back: all come as the first is needed."""
 
     def __init__(self, trace: Trace, unit: int) -> None:
         self._trace, self._unit = trace, unit
-        self._held: dict[int, Tensor] = {}  # by storage, until the forward ends
-        self._forms: dict[Any, Any] = {}
-        self._needed: Counter[Any] = Counter()
-        self._there: dict[Any, Tensor] = {}
+        self._moved: dict[Any, _Moved] = {}  # until all come back
 
     def pack(self, tensor: Tensor) -> Any:
         if tensor.nbytes < SMALLEST or not self._trace.counts(tensor) or dense_strides(tensor) != tensor.stride():
             return tensor.detach()
         key = storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.dtype
-        if key not in self._forms:
-            self._forms[key] = tensor.shape, tensor.stride(), tensor.dtype
+        if key not in self._moved:
+            self._moved[key] = _Moved(tensor.detach())
             self._trace.visits[-1].work.down += tensor.nbytes
-            self._held.setdefault(key[0], tensor.detach())
-        self._needed[key] += 1
-        return key
+        return self._moved[key]
 
     def close(self) -> None:
-        self._trace.visits[-1].leaving = sum(aligned(held.untyped_storage().nbytes()) for held in self._held.values())
-        self._held.clear()
+        """End the forward: let go of the tensors, which are read until they are down."""
+        storages = {key[0]: moved.tensor.untyped_storage() for key, moved in self._moved.items()}
+        self._trace.visits[-1].leaving = sum(aligned(storage.nbytes()) for storage in storages.values())
+        for moved in self._moved.values():
+            del moved.tensor
 
     def unpack(self, packed: Any) -> Tensor:
         self._trace.enter(self._unit, True)
         if isinstance(packed, Tensor):
             return packed
-        if not self._there:
-            for key, (shape, stride, dtype) in self._forms.items():
-                self._there[key] = torch.empty_strided(shape, stride, dtype=dtype)
-                self._trace.visits[-1].work.up += self._there[key].nbytes
-        self._needed[packed] -= 1
-        return self._there[packed] if self._needed[packed] else self._there.pop(packed)
+        moved, self._moved = self._moved, {}
+        self._trace.visits[-1].work.up += sum(one.fetch() for one in moved.values())
+        tensor: Tensor = packed.tensor
+        return tensor
 
 
 def _moved(operator: Any, read: list[Tensor], made: list[Tensor]) -> float:
