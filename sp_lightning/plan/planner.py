@@ -76,11 +76,12 @@ class Planner:
     def _changes(self, plan: Plan) -> list[Change]:
         """Return the changes that make a run fit, in their order, or where it fits those that are faster."""
         found: list[Change] = []
-        for what, cost, job in self._candidates(plan):
-            try:
-                sized = self.size(job)
-            except SuperpipelineError:
-                continue  # not with the others, or the model cannot run that way
+        least = replace(plan.job, scale=plan.job.scale / plan.rows).with_options(activations=[*LESS][-1])
+        can_fit = not plan.fits_device and (smallest := self._tried(least)) is not None and smallest.fits_device
+        for what, cost, job in _candidates(plan, plan.rows.bit_length() if can_fit else 1):
+            sized = self._tried(job)
+            if sized is None:
+                continue
             slower = sized.step_s * plan.rows / sized.rows / plan.step_s
             if sized.fits and (not plan.fits or slower < 1 / EQUAL):
                 found.append(Change(what, cost, sized.device_nbytes, sized.host_nbytes, sized.step_s, slower))
@@ -88,24 +89,41 @@ class Planner:
                 break
         return sorted(found, key=lambda one: one.slower) if plan.fits else found
 
-    @staticmethod
-    def _candidates(plan: Plan) -> Iterator[tuple[str, str, Job]]:
-        """Yield changes: what to type, what it costs, and the job with it; those that change no bits come first."""
-        job, trains = plan.job, plan.trained > 0
-        if plan.fits:
-            yield f"a batch of {2 * plan.rows} rows", "", replace(job, scale=2 * job.scale)
-            yield "activations='keep'", "more bytes on the device", job.with_options(activations="keep")
-        elif not plan.fits_device:
-            for policy, cost in LESS.items():
-                yield f"activations={policy!r}", cost, job.with_options(activations=policy)
-            yield f"a batch of {plan.rows // 2} rows", "", replace(job, scale=job.scale / 2)
-        elif trains:
-            yield "disk=FOLDER", "state is read and written each step", job.with_options(disk="FOLDER")
-        if not plan.fits and trains and not job.precision.endswith("16-true"):
-            half = replace(job, precision="bf16-true")
-            masters = half.with_options(master_weights=True)
-            yield "precision='bf16-true', master_weights=True", "computed in bf16, stepped in FP32", masters
-            yield "precision='bf16-true'", "weights and state are rounded to bf16", half
+    def _tried(self, job: Job) -> Plan | None:
+        """Plan a job; None if its options do not go together, or the model cannot run that way."""
+        try:
+            return self.size(job)
+        except SuperpipelineError:
+            return None
+
+
+def _candidates(plan: Plan, halvings: int) -> Iterator[tuple[str, str, Job]]:
+    """Yield changes: what to type, what it costs, and the job with it; those that change no bits come first.
+
+    Batches are halved fewer than ``halvings`` times.
+    """
+    job, policy, trains = plan.job, plan.job.options.activations, plan.trained > 0
+    if plan.fits:
+        yield f"a batch of {2 * plan.rows} rows", "", replace(job, scale=2 * job.scale)
+        yield "activations='keep'", "more bytes on the device", job.with_options(activations="keep")
+        return
+    precisions = [("", "", job)]
+    if trains and not job.precision.endswith("16-true"):
+        half = replace(job, precision="bf16-true")
+        masters = half.with_options(master_weights=True)
+        precisions += [("precision='bf16-true', master_weights=True", "computed in bf16, stepped in FP32", masters)]
+        precisions += [("precision='bf16-true'", "weights and state are rounded to bf16", half)]
+    policies = {policy: ""} | ({} if plan.fits_device else LESS) | {policy: ""}
+    disk = {"disk": "FOLDER"} if trains and not plan.fits_host else {}
+    for named, rounding, base in precisions:
+        for halved in range(1 if named else halvings):
+            for less, cost in policies.items():
+                rows = plan.rows >> halved
+                batch = f"a batch of {rows} row{'s' * (rows > 1)}" if halved else ""
+                what = [named, batch, f"activations={less!r}" if cost else "", "disk=FOLDER" if disk else ""]
+                costs = [rounding, cost, "state is read and written each step" if disk else ""]
+                changed = replace(base, scale=base.scale / 2**halved).with_options(activations=less, **disk)
+                yield ", ".join(filter(None, what)), ", ".join(filter(None, costs)), changed
 
 
 # ---- bytes
