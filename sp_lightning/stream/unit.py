@@ -265,6 +265,8 @@ class Unit:
             self.load(here)
         if self.steps.last is not None and (self._stamp is None or not self.is_final):
             self.wait_step()
+        if self.is_final and self._stamp == self._now():  # loaded again, after the step
+            raise stepped_already(self.name)
         if here != self.memory.shown_on:
             assert self._stamp is not None
             self.memory.show(here, self._stamp[1])
