@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dtensor
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
-from ..host.unit_numbers import UnitNumbers, aligned
+from ..host.unit_numbers import aligned
 from ..stream.leaf import casts_of
 from ..stream.partition import FoundUnit, UnitSpec, partition, slots
 from ..stream.preflight import sizes
@@ -118,34 +118,28 @@ class PlannedModel:
         like = self.tensors.adopt(tensor.detach(), self._dtype if tensor.is_floating_point() else None)
         return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
-    def _units(self, classes: UnitSpec, resident: Any) -> list[FoundUnit]:
+    def _setting(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str) -> Setting:
         """Cut the module as the options say; units that are never evicted are part of the resident rest."""
         cut = partition(self.module, list(classes) if isinstance(classes, tuple) else classes)
         first = choose(cut, slots(self.module), 0 if resident == "auto" else resident)
-        return [replace(unit, resident=True) if unit in first else unit for unit in cut]
-
-    def _narrow(self, units: Sequence[FoundUnit], wire_dtype: str) -> frozenset[int]:
-        """Return the ids of weights that travel as autocast casts them."""
-        casts = self._mixed and wire_dtype == "auto"
-        streamed = {id(p) for unit in units if not unit.resident for _, p in unit.params}
-        return frozenset(streamed & casts_of(self.module, self._half if casts else None))
-
-    def _sizes(self, units: Sequence[FoundUnit], narrow: frozenset[int]) -> list[UnitNumbers]:
-        """List the bytes of the units on the device."""
+        units = [replace(unit, resident=True) if unit in first else unit for unit in cut]
+        casts = casts_of(self.module, self._half if self._mixed and wire_dtype == "auto" else None)
+        narrow = frozenset(casts & {id(p) for unit in units if not unit.resident for _, p in unit.params})
         found = sizes(units, lambda p: torch.bfloat16 if id(p) in narrow else p.dtype, True)
-        return [replace(size, cast=size.parameters) for size in found] if self.masters else found
+        if self.masters:
+            found = [replace(size, cast=size.parameters) for size in found]
+        return Setting(units, found, narrow, self.masters, activations)
 
     # ---- a trace
 
     def _trace(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str, rows: int) -> Trace:
         """Return the trace of a step of as many rows, with these options."""
-        with warnings.catch_warnings(action="ignore"):  # that tensors without data have no address
-            units = self._units(classes, resident)
-        narrow = self._narrow(units, wire_dtype)
-        setting = Setting(units, self._sizes(units, narrow), narrow, self.masters, activations)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that tensors without data have no address
+            setting = self._setting(classes, resident, wire_dtype, activations)
         what = f"{self.name} does not run without a Trainer and without data"
-        instead = "another batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
-        with _fewer_blocks(self.module, units) as (ran, every), contextlib.suppress(Exception):
+        instead = "another batch, or loss=, a function that takes the module and a batch and returns the loss"
+        with _fewer_blocks(self.module, setting.units) as (ran, every), contextlib.suppress(Exception):
             found = self._traced(setting, rows)
             found.visits = _repeated(found.visits, ran, every)
             return found
