@@ -5,8 +5,8 @@
   driver faults in untouched pages one by one.
 - A slab is unlocked once: by `unlock_all`, with its last tensor, or as the interpreter ends.
 - A forked process does not get locked pages, which the kernel would copy for each worker of a data loader.
-- Where several processes share slabs (ranks/memory.py), what this one reads and writes is another mapping of the same
-  pages than their *truth*, which travels and is stepped. Here both are one.
+- Where several processes share slabs (ranks/shared_slabs.py), what this one reads and writes is another mapping of the
+  same pages than their *truth*, which travels and is stepped. Here both are one.
 """
 
 from __future__ import annotations

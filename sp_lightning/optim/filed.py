@@ -55,13 +55,9 @@ class Part:
 
     def stand_in(self) -> Any:
         """Return the work of an optimizer that steps the range as a whole weight."""
-        weight, grad = copy.copy(self.item.weight), self.item.grad
-        weight.value = self.value.here
-        wire = self.item.weight.wire
-        weight.wire = elements_of(wire, self.start, self.stop) if weight.is_narrow else weight.value
-        content = GradientSlice(weight, self.grad.here, IdleEvent(), None)  # type: ignore[arg-type]
-        content.factors = list(grad.factors)
-        return self.item._replace(weight=weight, grad=content)
+        weight, value = self.item.weight, self.value.here
+        wire = elements_of(weight.wire, self.start, self.stop) if weight.is_narrow else value
+        return ranged(self.item, value, wire, self.grad.here)
 
     def state(self) -> dict[str, Any]:
         """Return the range's state; numbers are copied."""
@@ -107,6 +103,17 @@ class GradientSlice(GradientBytes):
 
     def room(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
+
+
+def ranged(item: Any, value: Any, wire: Any, raw: Any) -> Any:
+    """Return the work of an optimizer that steps a range of a weight's elements, and of its gradient, as a weight."""
+    weight = copy.copy(item.weight)
+    weight.value, weight.wire = value, wire
+    if not isinstance(item.grad, GradientBytes):
+        return item._replace(weight=weight, grad=raw)
+    content = GradientSlice(weight, raw, IdleEvent(), None)
+    content.factors = list(item.grad.factors)
+    return item._replace(weight=weight, grad=content)
 
 
 class StepWindow(list[Span]):

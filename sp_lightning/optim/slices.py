@@ -148,6 +148,13 @@ class SlicedOptimizer:
         """Whether the step divides gradients by the scale of a GradScaler."""
         return bool(self._scaling)
 
+    def unscale(self, work: list[Work]) -> None:
+        """Divide gradients, of which ranges were stepped, by the scale of a GradScaler, as a fused kernel does."""
+        scale = self._scaling_here.get("grad_scale")
+        if scale is not None and not self._scaling_here.get("found_inf", 0):
+            for _, grad, _ in work:
+                (grad.true() if isinstance(grad, GradientBytes) else grad).div_(scale)
+
     def makes_numbers(self, whose: list[Weight], state: WaitingState) -> bool:
         """Whether the step makes numbers of torch's default type, which a forward beside the step may change."""
         if isinstance(self.user, (optim.SGD, optim.ASGD)):

@@ -42,10 +42,9 @@ class Item(NamedTuple):
 class Board:
     """The numbers of all ranks of a machine."""
 
-    def __init__(self, numbers: Tensor, rank: int, alarm: Watch) -> None:
+    def __init__(self, numbers: Tensor, rank: int, watch: Watch) -> None:
         """Share numbers, a row for each rank."""
-        self._numbers, self._rank, self._alarm = numbers, rank, alarm
-        self._items: list[Item] = []
+        self._numbers, self._rank, self._watch = numbers, rank, watch
         self._begun: list[tuple[Callable[[], Any], Item]] = []
         self._change, self._is_closed = threading.Condition(), False
         self._counts: dict[int, int] = {}
@@ -72,44 +71,39 @@ class Board:
     # ---- on the thread
 
     def _run(self) -> None:
+        items: list[Item] = []
         pause = SHORTEST
         while True:
+            self._watch.note("board", items[0].place if items else None)
             with self._change:
-                if not self._items:
-                    self._alarm.note("board", None)
-                while not (self._items or self._begun or self._is_closed):
+                while not (items or self._begun or self._is_closed):
                     self._change.wait()
                 begun, self._begun = self._begun, []
-            for before, item in begun:
-                self._begin(before, item)
-            if self._look() or begun:
-                pause = SHORTEST
-                continue
-            if (error := self._alarm.error) is not None or self._is_closed:
-                for item in self._items:
+            left = self._left([*items, *(item for before, item in begun if self._begin(before, item))])
+            if (error := self._watch.error) is not None or self._is_closed:
+                while left:
+                    item = left.pop()
                     item.reached.set_exception(error or RuntimeError(f"closed before all ranks came to {item.place}"))
-                self._items.clear()
                 if self._is_closed:
                     return
-            if self._items:
-                self._alarm.note("board", self._items[0].place)
-                time.sleep(pause := min(2 * pause, LONGEST))
+            pause = SHORTEST if begun or len(left) < len(items) else min(2 * pause, LONGEST)
+            if items := left:
+                time.sleep(pause)
 
-    def _begin(self, before: Callable[[], Any], item: Item) -> None:
+    def _begin(self, before: Callable[[], Any], item: Item) -> bool:
+        """Raise this rank's number; return whether that is done."""
         try:
             before()
             self._numbers[self._rank, item.column] = item.target
-            self._items.append(item)
+            return True
         except BaseException as error:
             item.reached.set_exception(error)
-
-    def _look(self) -> bool:
-        """Complete what all ranks have reached; return whether there was any."""
-        if not (items := self._items):
             return False
-        lowest = self._numbers[:, [item.column for item in items]].amin(0).tolist()
-        self._items = [item for item, low in zip(items, lowest, strict=True) if low < item.target]
+
+    def _left(self, items: list[Item]) -> list[Item]:
+        """Complete what all ranks have reached; return the others."""
+        lowest = self._numbers[:, [item.column for item in items]].amin(0).tolist() if items else []
         for item, low in zip(items, lowest, strict=True):
             if low >= item.target:
                 item.reached.set_result(None)
-        return len(self._items) < len(items)
+        return [item for item, low in zip(items, lowest, strict=True) if low < item.target]

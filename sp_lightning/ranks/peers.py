@@ -9,8 +9,8 @@ from ..store.store import Store
 from ..stream.gradients import Gradients
 from ..stream.unit import Unit
 from .alone import Alone
-from .gradients import SharedGradients
-from .steps import SharedSteps
+from .reduction import SharedGradients
+from .sharded_steps import SharedSteps
 from .team import Team
 
 

@@ -20,16 +20,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
+from ..compat.dynamo import never_compiled
 from ..errors import UnsupportedError
 from ..host import sharing
 from ..host.device import Device
+from ..store.spans import elements_of
 from ..stream.unit import Unit
 from .board import Board
-from .cut import Cut
-from .memory import SharedSlabs, counters
+from .shared_slabs import SharedSlabs, counters
 from .watch import KEEPALIVE, Watch
 
 UNITS = 1 << 16  # numbers on the board
+VECTOR = 64  # elements: kernels round a whole vector in another way than the rest
 
 
 class Team:
@@ -83,26 +85,22 @@ class Team:
         group: Any = dist.new_group([all_of_group[rank] for rank in ranks], use_local_synchronization=True)
         return group  # type: ignore[no-any-return]
 
-    def cut(self, numel: int) -> Cut:
-        """Return how a number of elements is cut among the ranks of the machine."""
-        return Cut.of(numel, self.local)
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a tensor without gaps that this rank steps: the last ranks' may be shorter, or empty."""
+        numel, size = tensor.numel(), -(-tensor.numel() // (VECTOR * self.local)) * VECTOR
+        start, stop = (min(rank * size, numel) for rank in (self.local_rank, self.local_rank + 1))
+        return elements_of(tensor, start, stop)
 
     # ---- gradients
 
-    def start_exchange(self, rows: Tensor) -> tuple[Tensor, Any]:
-        """Start to send a row to each rank of the machine; return what will have their rows for this one."""
-        got = torch.empty_like(rows)
-        return got, dist.all_to_all_single(got, rows, group=self._local_group, async_op=True)
+    def start_exchange(self, parts: Tensor) -> tuple[Tensor, Any]:
+        """Start to send a part to each rank of the machine; return what will have their parts for this one."""
+        got = torch.empty_like(parts)
+        return got, dist.all_to_all_single(got, parts, group=self._local_group, async_op=True)
 
-    def of_machines(self, part: Tensor, place: str) -> Tensor:
-        """Return what all machines have of the same part, a row for each."""
-        return self._gathered(part, self._across, place)
-
-    def gathered(self, part: Tensor, place: str) -> Tensor:
-        """Return the parts of all ranks of the machine, a row for each."""
-        return self._gathered(part, self._local_group, place)
-
-    def _gathered(self, part: Tensor, group: dist.ProcessGroup, place: str) -> Tensor:
+    def gathered(self, part: Tensor, place: str, over_machines: bool = False) -> Tensor:
+        """Return what ranks of the machine have, a row for each; or what all machines have of the same part."""
+        group = self._across if over_machines else self._local_group
         if group.size() == 1:
             return part.view(1, -1)
         rows = part.new_empty(group.size(), len(part))
@@ -121,9 +119,7 @@ class Team:
 
     def check_shards(self, shards: list[str]) -> None:
         """Raise unless all ranks have the same shards of DTensors."""
-        with self._watch.waiting("the model"):
-            all_of_ranks = self._gathered_objects(shards)
-        for rank, others in enumerate(all_of_ranks):
+        for rank, others in enumerate(self._gathered_objects(shards)):
             if others != shards:
                 pairs = zip([*shards, "none"], [*others, "none"], strict=False)
                 own, other = next(pair for pair in pairs if pair[0] != pair[1])
@@ -138,21 +134,20 @@ class Team:
         self._is_on_host = device.is_host
         for unit in units:
             for source in unit.sources:
-                there = source.to(device.torch_device)
-                self._broadcast(there)
-                source.copy_(there)
+                self._take_first(source, self._group, device)
             if not unit.is_resident:
-                if self._across.size() > 1 and not self.local_rank:
-                    self._take_truth(unit, device)
+                is_taken = self._across.size() > 1 and not self.local_rank  # from the first machine
+                narrow = [self.slabs.truth(weight.value) for weight in unit.weights if weight.is_narrow]
+                for truth in [unit.truth, *narrow] if is_taken else ():
+                    self._take_first(truth, self._across, device)
                 unit.note_stepped()
         self.wait(dist.barrier(self._group, async_op=True), "the weights")
 
-    def _take_truth(self, unit: Unit, device: Device) -> None:
-        """Take the bytes of the first machine."""
-        for truth in [unit.truth, *(self.slabs.truth(one.value) for one in unit.weights if one.is_narrow)]:
-            there = truth.to(device.torch_device)
-            self.wait(dist.broadcast(there, group_src=0, group=self._across, async_op=True), "the first weights")
-            truth.copy_(there)
+    def _take_first(self, tensor: Tensor, group: dist.ProcessGroup, device: Device) -> None:
+        """Copy what a group's first rank has to a tensor on the host."""
+        there = tensor.to(device.torch_device)
+        self.wait(dist.broadcast(there, group_src=0, group=group, async_op=True), "the first weights")
+        tensor.copy_(there)
 
     def share_buffers(self, module: nn.Module) -> None:
         """Have the first rank's buffers on all ranks, in one message."""
@@ -161,20 +156,18 @@ class Team:
             return
         with torch.no_grad():
             together = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers])
-            self._broadcast(together)
+            self.wait(dist.broadcast(together, group_src=0, group=self._group, async_op=True), "the buffers of rank 0")
             parts = together.split_with_sizes([buffer.nbytes for buffer in buffers]) if self.rank else ()
             for buffer, part in zip(buffers, parts, strict=False):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
+    @never_compiled
     def begin_forward(self, module: nn.Module) -> None:
         """Take the first rank's buffers, if that is due (Rule 3)."""
         self._watch.check()
         if self._are_buffers_due:
             self.share_buffers(module)
         self._are_buffers_due = torch.is_grad_enabled() and self.exchanges and self.follows_buffers
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        self.wait(dist.broadcast(tensor, group_src=0, group=self._group, async_op=True), "what rank 0 has")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -42,8 +42,7 @@ class Watch:
         name = group.group_name
         self._store = store_within(f"superpipeline {name} {next(_numbers[name])}")
         self.error: PeerError | None = None
-        self._places: dict[str, tuple[str, float]] = {}  # where threads wait, and since when
-        self._flying: collections.deque[tuple[Any, str, float]] = collections.deque()  # on the device's streams
+        self._waits: dict[Any, tuple[str, float]] = {}  # where threads and the device's streams wait, and since when
         self._place, self._beat, self._failed = "the start", 0, ""
         self._signs = {rank: ("", time.monotonic()) for rank in range(self._size) if rank != self._rank}
         others = {rank: process for rank, process in enumerate(processes) if process is not None}
@@ -55,47 +54,41 @@ class Watch:
 
     # ---- waits
 
-    def note(self, who: str, place: str | None) -> None:
-        """Note where a thread waits; None: it does not."""
+    def note(self, who: Any, place: str | None) -> None:
+        """Note where somebody waits, by a name or as work on the device's streams; None: no longer."""
         if place is None:
-            self._places.pop(who, None)
-        elif self._places.get(who, ("",))[0] != place:
-            self._places[who] = place, time.monotonic()
+            self._waits.pop(who, None)
+        elif self._waits.get(who, ("",))[0] != place:
+            self._waits[who] = place, time.monotonic()
             self._place = place
-
-    @contextlib.contextmanager
-    def waiting(self, place: str) -> Iterator[None]:
-        """Note where this rank waits. The backend's error becomes one that names a rank."""
-        self.check()
-        self.note("collective", place)
-        begun = time.monotonic()
-        try:
-            yield
-        except PeerError:
-            raise
-        except (dist.DistError, RuntimeError) as error:
-            end = time.monotonic() + self._keepalive + 2 * PULSE  # for others to say why they ended
-            while self.error is None and time.monotonic() < end:
-                time.sleep(PULSE / 5)
-            with contextlib.suppress(dist.DistError, RuntimeError):  # the store may have ended, too
-                self.error = self.error or self._look(place, begun)
-            raise (self.error or PeerError(f"rank {self._rank} at {place}: {error}")) from error
-        finally:
-            self.note("collective", None)
 
     def wait(self, work: Any, place: str, is_on_host: bool) -> None:
         """Wait for a collective on the host, or have the device's stream wait, while the watch looks at the work."""
+        self.check()
         if not is_on_host:
-            self.check()
-            self._flying.append((work, place, time.monotonic()))
+            self.note(work, place)
             work.wait()
             return
-        with self.waiting(place):
+        self.note("collective", place)
+        try:
             while not work.is_completed():
                 with contextlib.suppress(RuntimeError):
                     work.wait(timedelta(seconds=PULSE))
                 self.check()
             work.wait()
+        except PeerError:
+            raise
+        except (dist.DistError, RuntimeError) as error:
+            raise self._cause(place, error) from error
+        finally:
+            self.note("collective", None)
+
+    def _cause(self, place: str, error: Exception) -> PeerError:
+        """Return the backend's error as one that names a rank, once others have said why they ended."""
+        since = time.monotonic()
+        while self.error is None and time.monotonic() < since + self._keepalive + 2 * PULSE:
+            time.sleep(PULSE / 5)
+        return self.error or self._look(place, since) or PeerError(f"rank {self._rank} at {place}: {error}")
 
     def check(self) -> None:
         """Raise if another rank is gone."""
@@ -106,7 +99,7 @@ class Watch:
         """Tell the other ranks of an error, unless they caused it. Safe twice."""
         if not isinstance(error, PeerError):
             self._failed = self._failed or f"{type(error).__name__}: {error}"
-            self._post_safely()
+            self._post()
 
     def close(self) -> None:
         """End. The others raise if they wait for this rank, or will. Safe twice."""
@@ -117,44 +110,43 @@ class Watch:
         for descriptor in self._ends:
             os.close(descriptor)
         self._failed = self._failed or ENDED
-        self._post_safely()
+        self._post()
 
     # ---- signs
 
-    def _post(self) -> None:
-        with self._lock:
+    def _post(self) -> bool:
+        """Say where this rank is; return whether the store is there: it ends with its rank."""
+        with self._lock, contextlib.suppress(dist.DistError, RuntimeError):
             self._beat += 1
-            sign = json.dumps([self._beat, self._place, self._failed])
-            self._store.set(f"at/{self._rank}", sign)
-
-    def _post_safely(self) -> None:
-        with contextlib.suppress(dist.DistError, RuntimeError):  # the store has ended with its rank
-            self._post()
+            self._store.set(f"at/{self._rank}", json.dumps([self._beat, self._place, self._failed]))
+            return True
+        return False
 
     def _run(self) -> None:
         while not self._end.wait(PULSE):
-            try:
-                while self._flying and self._flying[0][0].is_completed():
-                    self._flying.popleft()
-                self._post()
-                places = [*self._places.values(), *(one[1:] for one in list(self._flying)[:1])]
-                for place, since in places:
-                    if time.monotonic() - since > 2 * PULSE and self.error is None:
-                        self.error = self._look(place, since)
-                if self.error is not None and self._flying:
-                    self._group.abort()  # the device's kernels end, and the host's next wait for them raises
-            except (dist.DistError, RuntimeError) as error:
-                self.error = self.error or PeerError(
-                    f"rank {self._rank} at {self._place}: the store of rank 0 is gone ({error})"
-                )
+            if not self._post():
+                self.error = self.error or self._without_store()
                 return
+            for who, (place, since) in list(self._waits.items()):
+                if isinstance(who, dist.Work) and who.is_completed():
+                    self.note(who, None)
+                elif self.error is None and time.monotonic() - since > 2 * PULSE:
+                    self.error = self._look(place, since)
+            if self.error is not None and any(isinstance(who, dist.Work) for who in list(self._waits)):
+                self._group.abort()  # the device's kernels end, and the host's next wait for them raises
+
+    def _without_store(self) -> PeerError:
+        return PeerError(f"rank {self._rank} at {self._place}: the store of rank 0 is gone")
 
     def _look(self, place: str, since: float) -> PeerError | None:
         """Find out which rank does not come."""
         here, now = f"rank {self._rank} waits at {place}", time.monotonic()
         ended = {self._ends[descriptor] for descriptor in select.select(list(self._ends), [], [], 0)[0]}
         for other, (sign, seen) in self._signs.items():
-            text = self._store.get(f"at/{other}").decode() if self._store.check([f"at/{other}"]) else ""
+            try:
+                text = self._store.get(f"at/{other}").decode() if self._store.check([f"at/{other}"]) else ""
+            except (dist.DistError, RuntimeError):
+                return self._without_store()
             if text != sign:
                 self._signs[other], seen = (text, now), now
             _, at, failed = json.loads(text or '[0, "no place yet", ""]')

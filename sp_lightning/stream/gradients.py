@@ -82,6 +82,8 @@ class GradientBytes:
     `raw` has the truth, times `factors`; it is `full` once that has its bytes.
     """
 
+    is_mean = False  # whether it is a mean over ranks, to which nothing was added
+
     def __init__(self, weight: Weight, raw: Tensor, arrived: Arrival, norm: Tensor | None) -> None:
         self.weight, self.raw, self.arrived = weight, raw, arrived
         if raw.device.type == "cpu" and raw.dtype == weight.value.dtype and not weight.unit.is_resident:
@@ -167,7 +169,7 @@ class GradientBytes:
         if self.factors or self.step is not None:
             self.settle()
             self.step = None
-        self.norm = None
+        self.norm, self.is_mean = None, False
         self.adding = worker.submit(self._add, came, self.adding)
         if self.is_exposed:
             self.wait_added()  # nothing makes readers of a view wait
@@ -229,7 +231,7 @@ class DeviceGradientBytes(GradientBytes):
         here = self.weight.unit.device.current_stream()
         came.arrived.wait(here)
         self.raw.add_(came.raw.to(self.raw.device))
-        self.arrived, self.norm = here.record_event(), None
+        self.arrived, self.norm, self.is_mean = here.record_event(), None, False
 
 
 class HostGradient(Lazy, Tensor):

@@ -10,7 +10,9 @@ SLOW = pytest.mark.slow
 CASES = [
     Case("tied", "fused", accumulated=2, clipped=0.3, device="simgpu"),
     Case("frozen", "sgd", options={"window": 1}),
+    Case("plain", "fused", scaled=True),
     Case("skipping", "adamw", accumulated=2, edits=True),
+    Case("pictures", "sgd", device="simgpu", compiled=True),
     Case("pictures", "foreach", device="simgpu", options={"window": 1, "activations": "recompute+offload"}),
     Case("plain", "adamw", accumulated=2, syncs=False),
     Case("skipping", "adafactor", edits=True, device="simgpu", options={"host_memory": "pageable"}),
@@ -32,14 +34,14 @@ PRODUCT = [
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES[:4], *(pytest.param(case, marks=SLOW) for case in CASES[4:])],
+    [*CASES[:5], *(pytest.param(case, marks=SLOW) for case in CASES[5:])],
     ids=lambda case: f"{case.net}-{case.optimizer}-{case.device}",
 )
 def test_two_ranks_have_the_bits_of_ddp(case):
     assert processes.run(2, peer_runs.differences, case) == [[], []]
 
 
-@pytest.mark.parametrize("case", [CASES[2], *(pytest.param(case, marks=SLOW) for case in CASES if case.machines == 1)])
+@pytest.mark.parametrize("case", [CASES[3], *(pytest.param(case, marks=SLOW) for case in CASES if case.machines == 1)])
 def test_three_ranks_have_the_bits_of_the_tree(case):
     assert processes.run(3, peer_runs.differences, case) == [[], [], []]
 

@@ -29,5 +29,11 @@ def test_a_rank_that_is_gone_is_named(how, tmp_path):
     assert re.match(message, told["message"])
 
 
+def test_a_step_that_fails_on_one_rank_is_half_applied_on_all():
+    refused = ["HalfAppliedStepError"] * 3
+    for place in ("blocks.0", "blocks.2"):
+        assert processes.run(2, peer_runs.fail_in_step, place) == [["PeerError", *refused], ["MemoryError", *refused]]
+
+
 def test_ranks_may_differ_in_order_and_in_what_they_evaluate():
     assert processes.run(2, peer_runs.differ_in_order, 3) == [[], []]

@@ -11,7 +11,7 @@ import parity
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 SLOW = pytest.mark.slow
-OFTEN = "ema", "edits, accumulation, clipping"
+OFTEN = "adversaries", "ema"
 OPTIONS = [{"window": 1}, {"window": 2, "activations": "recompute"}, {"window": 3, "transfer": 2}, {}]
 
 

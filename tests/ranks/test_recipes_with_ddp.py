@@ -36,15 +36,6 @@ def test_a_recipe_gives_the_result_of_ddp(recipe, tmp_path):
 
 
 @SLOW
-@pytest.mark.parametrize("recipe", ["finetune_llm", "lora_llm"])
-def test_a_recipe_goes_on_from_ddps_checkpoint_as_ddp_does(recipe, tmp_path):
-    saving = "--trainer.callbacks+=ranked_recipes.AfterOneEpoch", ranked_recipes.PLAIN
-    processes.run(2, ranked_recipes.fit, str(tmp_path), recipe, *saving)
-    for rank in zip(*both(tmp_path, ranked_recipes.fit, recipe, f"--ckpt_path={tmp_path}/half.ckpt"), strict=True):
-        parity.compare(*rank)
-
-
-@SLOW
 def test_answers_are_those_of_ddp(tmp_path):
     plain, ours = both(tmp_path, ranked_recipes.answers, "--data.batch_size=3")
     prompts = (ranked_recipes.ROOT / "examples/data/prompts.jsonl").read_text().splitlines()

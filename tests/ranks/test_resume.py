@@ -52,11 +52,9 @@ def test_another_number_of_nodes_and_devices_resumes_and_plain_lightning_does(op
     parity.compare(plain, run(sizes, sides, tmp_path, optimizer, nodes=nodes))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["plain", "streaming"])
+@pytest.mark.parametrize("first", ["plain", pytest.param("streaming", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "optimizer",
-    ["adamw", "adafactor", "two"],
+    "optimizer", ["adamw", *(pytest.param(one, marks=pytest.mark.slow) for one in ("adafactor", "two"))]
 )
 def test_plain_lightning_and_the_strategy_resume_from_one_another(first, optimizer, tmp_path):
     sizes = (1, 2, 2)

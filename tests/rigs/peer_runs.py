@@ -17,20 +17,17 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import in_files
-import lightning as L
 import simccl
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies import DDPStrategy as FabricDDP
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_map_only
 
 import sp_lightning
-from sp_lightning.errors import PeerError
+from sp_lightning.errors import HalfAppliedStepError, PeerError
 from sp_lightning.handle import stream
+from sp_lightning.optim.slices import SlicedOptimizer
 
 DIM = 48
 
@@ -150,6 +147,8 @@ class Case(NamedTuple):
     steps: int = 4
     device: str = "cpu"
     machines: int = 1  # that are pretended
+    compiled: bool = False
+    scaled: bool = False  # by a GradScaler
 
 
 def begin_group(device: str) -> Any:
@@ -170,13 +169,14 @@ def run(case: Case, streamed: bool) -> dict[str, Any]:
         stack.enter_context(mock.patch.dict(os.environ, GROUP_RANK=str(rank * case.machines // size)))
         if streamed:
             handle = stack.enter_context(stream(model, case.device, group=group, units=blocks_of, **case.options))
-            called, no_sync = model, handle.no_sync
+            called, no_sync = torch.compile(model, backend="eager") if case.compiled else model, handle.no_sync
         else:
             called = DistributedDataParallel(model.to(case.device), find_unused_parameters=True)
             no_sync = called.no_sync
             if size > 2:
                 called.register_comm_hook(None if case.machines == 1 else size // case.machines, sp_lightning.tree_hook)
         optimizer = OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad])
+        scaler = torch.amp.GradScaler("cpu", enabled=case.scaled)
         losses, norms = [], []
         for step in range(case.steps):
             for turn in range(case.accumulated):
@@ -185,11 +185,14 @@ def run(case: Case, streamed: bool) -> dict[str, Any]:
                 waits = no_sync() if turn + 1 < case.accumulated and case.syncs else contextlib.nullcontext()
                 with waits:
                     loss = called(data, skipped)
-                    loss.backward()
+                    scaler.scale(loss).backward()
                 losses.append(loss.item())
             if case.clipped is not None:
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.clipped)))
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
+            if step + 1 == case.steps:  # steps before run on beside what follows
+                gradients = [None if p.grad is None else p.grad.cpu().clone() for p in model.parameters()]
             optimizer.zero_grad()
             if case.edits:
                 with torch.no_grad():
@@ -201,7 +204,7 @@ def run(case: Case, streamed: bool) -> dict[str, Any]:
                                 entry.add_(0.01)
         weights = {name: value.cpu().clone() for name, value in model.state_dict().items()}
         state = tree_map_only(Tensor, lambda tensor: tensor.cpu().clone(), optimizer.state_dict())
-    return {"losses": losses, "norms": norms, "weights": weights, "state": state}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights, "state": state}
 
 
 def blocks_of(module: Any) -> list[nn.Module]:
@@ -212,6 +215,8 @@ def differences(case: Case) -> list[str]:
     """Train both ways, and say what differs."""
     plain, ours = run(case, streamed=False), run(case, streamed=True)
     found = [name for name in ("losses", "norms") if plain[name] != ours[name]]
+    pairs = zip(plain["gradients"], ours["gradients"], strict=True)
+    found += ["gradients" for one, other in pairs if not (one is other is None or torch.equal(one, other))]
     found += [name for name, value in plain["weights"].items() if not torch.equal(value, ours["weights"][name])]
     theirs, mine = plain["state"]["state"], ours["state"]["state"]
     if list(theirs) != list(mine):
@@ -227,136 +232,6 @@ def differences(case: Case) -> list[str]:
 def all_differences(cases: list[Case]) -> list[list[str]]:
     """Say of each case what differs."""
     return [differences(case) for case in cases]
-
-
-# ---- through a Trainer
-
-
-class Trained(L.LightningModule):
-    """A net of these, under a Trainer."""
-
-    def __init__(self, case: Case, by_hand: bool) -> None:
-        super().__init__()
-        self.net, self.case = NETS[case.net](), case
-        self.automatic_optimization = not by_hand
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        loss = self.net(batch, SKIPPED[(index * 3 + self.global_rank * 2) % 5] if self.case.net == "skipping" else ())
-        self.losses.append(loss.item())
-        self.log("loss", loss, sync_dist=True, on_epoch=True)
-        if not self.automatic_optimization:
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-            self.manual_backward(loss)
-            for optimizer in self.optimizers():
-                optimizer.step()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        params = [p for p in self.net.parameters() if p.requires_grad]
-        if self.automatic_optimization:
-            return OPTIMIZERS[self.case.optimizer](params)
-        return [OPTIMIZERS[self.case.optimizer](params[:5]), OPTIMIZERS["sgd"](params[5:])]
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["losses"] = self.losses
-
-
-def fit(
-    case: Case,
-    streamed: bool,
-    folder: str,
-    precision: str = "32-true",
-    by_hand: bool = False,
-    source: str | None = None,
-    batches: int | None = None,
-    devices: int | None = None,
-) -> dict[str, Any]:
-    """Train under a Trainer on this rank; return the checkpoint, and what was logged."""
-    size = devices or int(os.environ["WORLD_SIZE"])
-    plain = HookedDDP if size > 2 else DDPStrategy
-    strategy: Any = plain(find_unused_parameters=True) if size > 1 else "auto"
-    if streamed:
-        strategy = sp_lightning.SuperpipelineStrategy(units=lambda module: list(module.net.blocks), **case.options)
-    L.seed_everything(0, verbose=False)
-    module = Trained(case, by_hand)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=size,
-        precision=precision,
-        max_steps=case.steps,
-        accumulate_grad_batches=case.accumulated,
-        gradient_clip_val=case.clipped,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    data = [module.net.data(torch.Generator().manual_seed(seed)) for seed in range(size * (batches or 20))]
-    trainer.fit(module, DataLoader(data, batch_size=None, shuffle=False), ckpt_path=source)
-    path = os.path.join(folder, f"{'ours' if streamed else 'plain'}.ckpt")
-    trainer.save_checkpoint(path)
-    saved = torch.load(path, weights_only=False)
-    os.environ["WORLD_SIZE"] = str(size)  # which Lightning forgets
-    return {"losses": module.losses, "logged": dict(trainer.logged_metrics), "path": path, "saved": saved}
-
-
-class HookedDDP(DDPStrategy):
-    """DDP with the hook that sums as the strategy does, on every device: Lightning registers hooks on CUDA only."""
-
-    def _register_ddp_hooks(self) -> None:
-        self.model.register_comm_hook(None, sp_lightning.tree_hook)
-
-
-def fit_differences(case: Case, folder: str, **settings: Any) -> list[str]:
-    """Train both ways under a Trainer, and say what differs."""
-    plain, ours = (fit(case, streamed, folder, **settings) for streamed in (False, True))
-    found = [name for name in ("losses", "logged") if plain[name] != ours[name]]
-    return found + unlike(plain["saved"], ours["saved"])
-
-
-def unlike(plain: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Say what of two checkpoints differs."""
-    found = []
-    for part in ("state_dict", "optimizer_states", "loops"):
-        for (path, one), (_, other) in zip(*(tree_flatten_with_path(of[part])[0] for of in (plain, ours)), strict=True):
-            if not (torch.equal(one, other) if isinstance(one, Tensor) else one == other):
-                found.append(part + keystr(path))
-    return found
-
-
-def fabric_differences(case: Case, folder: str) -> list[str]:
-    """Train under Fabric, with accumulation, and say what differs from DDP."""
-    size = int(os.environ["WORLD_SIZE"])
-    saved = []
-    for streamed in (False, True):
-        strategy: Any = FabricDDP(find_unused_parameters=True)
-        if streamed:
-            strategy = sp_lightning.SuperpipelineFabricStrategy(units=lambda module: list(module.blocks))
-        fabric = L.Fabric(strategy=strategy, accelerator="cpu", devices=size)
-        fabric.launch()
-        torch.manual_seed(fabric.global_rank)
-        net = NETS[case.net]()
-        model, optimizer = fabric.setup(net, OPTIMIZERS[case.optimizer](net.parameters()))
-        for step in range(case.steps):
-            for turn in range(case.accumulated):
-                data = net.data(torch.Generator().manual_seed(100 * step + 10 * turn + fabric.global_rank))
-                with fabric.no_backward_sync(model, enabled=turn + 1 < case.accumulated):
-                    fabric.backward(model(data))
-            fabric.clip_gradients(model, optimizer, max_norm=0.3)
-            optimizer.step()
-            optimizer.zero_grad()
-        path = os.path.join(folder, f"fabric-{streamed}.ckpt")
-        fabric.save(path, {"state_dict": model, "optimizer_states": optimizer, "loops": {}})
-        fabric.barrier()
-        saved.append(torch.load(path, weights_only=False))
-        if streamed:
-            strategy.teardown()
-        os.environ["WORLD_SIZE"] = str(size)
-    return unlike(*saved)
 
 
 def kept(touch: str) -> list[int]:
@@ -448,3 +323,29 @@ def differ_in_order(steps: int) -> list[str]:
             found.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
     (theirs, plain), (ours, mine) = found
     return [name for name, value in plain.items() if not torch.equal(value, mine[name])] + ["losses"] * (theirs != ours)
+
+
+def fail_in_step(place: str) -> list[str]:
+    """Fail in the last rank's second step of a unit, and go on; return the kinds of errors that this rank gets."""
+    group = begin_group("cpu")
+    model, told, step = Language(), [], SlicedOptimizer.step
+    with stream(model, "cpu", group=group, units=blocks_of) as handle:
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+
+        def fails(own: Any, work: list[Any], *args: Any) -> None:
+            if work[0].weight.unit.name == place:
+                raise MemoryError("no room")
+            step(own, work, *args)
+
+        for second in (False, True):
+            model(model.data(torch.Generator())).backward()
+            is_last = second and group.rank() == group.size() - 1
+            with mock.patch.object(SlicedOptimizer, "step", fails if is_last else step):
+                optimizer.step()
+                handle.steps.wait_thread()
+        for attempt in (handle.finish_step, optimizer.state_dict, handle.saving, optimizer.step):
+            try:
+                attempt()
+            except (MemoryError, PeerError, HalfAppliedStepError) as error:
+                told.append(type(error).__name__)
+    return told

@@ -19,7 +19,7 @@ def count() -> int:
 def rank() -> int:
     """Return this rank's number among those of all nodes."""
     here = int(os.environ["WORLD_SIZE"]) // count()
-    return int(os.environ["NODE_RANK"]) * here + int(os.environ["LOCAL_RANK"])
+    return int(os.environ.get("NODE_RANK", 0)) * here + int(os.environ["LOCAL_RANK"])
 
 
 @contextlib.contextmanager

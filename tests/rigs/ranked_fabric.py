@@ -25,7 +25,7 @@ Loop = Callable[[Fabric], Iterator[Any]]
 
 
 class Net(nn.Module):
-    """Blocks with a batch norm, dropout and a part that a rank may skip."""
+    """Blocks with a batch norm, and dropout."""
 
     def __init__(self, width: int = 16, out: int = 8) -> None:
         super().__init__()
@@ -35,10 +35,9 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(0.2)
         self.head = nn.Linear(width, out)
 
-    def forward(self, x: Tensor, skipped: int | None = None) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            if number != skipped:
-                x = block(x)
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
         return self.head(self.dropout(x))
 
 
@@ -46,10 +45,10 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.01, foreach=False)
 
 
-def batches(fabric: Fabric, shuffle: bool = False) -> Any:
+def batches(fabric: Fabric) -> Any:
     """This rank's share, by Fabric's own sampler."""
     rows = torch.randn(DATA, 16, generator=torch.Generator().manual_seed(7))
-    return fabric.setup_dataloaders(torch.utils.data.DataLoader(rows, batch_size=4, shuffle=shuffle))
+    return fabric.setup_dataloaders(torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True))
 
 
 def ends(*modules: nn.Module) -> list[Any]:
@@ -59,32 +58,6 @@ def ends(*modules: nn.Module) -> list[Any]:
 
 def state_of(fabric: Fabric, optimizer: Any) -> Any:
     return optimizer.state_dict()["state"]
-
-
-def plainly(fabric: Fabric) -> Iterator[Any]:
-    """Skips blocks, evaluates, clips, and writes to gradients and weights."""
-    net = Net()
-    net, optimizer = fabric.setup(net, adamw(net))
-    for step, x in enumerate(batches(fabric, shuffle=True)):
-        loss = net(x, 1 + (fabric.global_rank + step) % 3).square().mean()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        fabric.backward(loss)
-        yield loss, fabric.all_reduce(loss.detach().clone())
-        yield [p.grad for p in net.parameters()]
-        fabric.clip_gradients(net, optimizer, **({"max_norm": 0.1} if step % 2 else {"clip_val": 0.01}))
-        optimizer.step()
-        net.eval()
-        with torch.no_grad():
-            evaluated = net(x)
-            if fabric.is_global_zero:  # whose buffers all have under DDP, and each rank its own here
-                yield evaluated
-            next(net.parameters()).mul_(0.99)
-            if fabric.is_global_zero:  # alone
-                net.module(x)
-        net.train()
-    parameters, buffers = ends(net)
-    yield parameters, buffers if fabric.is_global_zero else None
-    yield state_of(fabric, optimizer), fabric.all_gather(loss.detach())
 
 
 def gan(fabric: Fabric) -> Iterator[Any]:
@@ -159,7 +132,7 @@ def refused() -> str:
         strategy.teardown()
 
 
-LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (plainly, gan, resuming)}
+LOOPS: dict[str, Loop] = {loop.__name__: loop for loop in (gan, resuming)}
 
 
 class TreeDDP(DDPStrategy):

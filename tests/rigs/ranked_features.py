@@ -91,32 +91,6 @@ class Scheduled(Plain):
         self.see([group["lr"] for group in self.trainer.optimizers[0].param_groups])
 
 
-class Edits(Plain):
-    """Writes to weights, gradients and optimizer state, in the same way on every rank."""
-
-    def on_after_backward(self) -> None:
-        for parameter in next(self.net.children()).parameters():
-            if parameter.grad is not None:
-                parameter.grad.data.clamp_(-0.05, 0.05)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in list(self.net.parameters())[::2]:
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        parameters = list(self.net.parameters())
-        with torch.no_grad():
-            parameters[0].mul_(0.999)
-        parameters[1].data.clamp_(-0.1, 0.1)
-        parameters[4].detach().numpy()[1] *= 1.01
-        state = self.trainer.optimizers[0].state
-        if len(state) == len(parameters):
-            state[parameters[0]]["exp_avg"].mul_(0.9)
-            state[parameters[6]]["exp_avg"] = state[parameters[6]]["exp_avg"] * 1.1
-        self.see(dict(self.net.named_parameters()))
-
-
 class HasOddParameters(Plain):
     """Has complex weights, one without elements, and one without dimensions."""
 
@@ -129,38 +103,6 @@ class HasOddParameters(Plain):
     def training_step(self, batch: Any, batch_index: int) -> Tensor:
         loss = super().training_step(batch, batch_index) * self.factor * (1 + self.global_rank)
         return loss + (self.phases.abs() - 1).square().mean() + self.nothing.sum()
-
-
-class GeneratesOnOneRank(Plain):
-    """Runs the model on the first rank alone, between steps and within one."""
-
-    def generate(self, batch: Any) -> None:
-        with torch.no_grad():
-            self.see(self.case.predict(self.net, batch))
-
-    def training_step(self, batch: Any, batch_index: int) -> Tensor:
-        if self.trainer.is_global_zero:
-            self.generate(batch)
-        loss = super().training_step(batch, batch_index)
-        if self.trainer.is_global_zero:
-            self.generate(batch)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
-        with torch.no_grad():
-            next(self.net.parameters()).mul_(1.01)
-        if self.trainer.is_global_zero:
-            self.generate(batch)
-
-    def on_train_epoch_end(self) -> None:
-        if self.global_rank == self.trainer.world_size - 1:
-            self.generate(self.trainer.strategy.batch_to_device(self.case.batch(99)))
-
-
-class FreezesInTheMiddle(Plain):
-    def on_train_epoch_start(self) -> None:
-        for part in [self.net.stem, *self.net.blocks[1:3]]:
-            part.requires_grad_(self.current_epoch != 1)
 
 
 class Finetuning(BaseFinetuning):
@@ -257,18 +199,6 @@ class Adversaries(Plain):
             self.untoggle_optimizer(optimizer)
 
 
-class TwoBackwards(Adversaries):
-    """Two backwards of one graph before the steps."""
-
-    def step_by_hand(self, loss: Tensor) -> None:
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss, retain_graph=True)
-        self.manual_backward(loss * 0.5)
-        for optimizer in self.optimizers():
-            optimizer.step()
-
-
 class AccumulatesByHand(Adversaries):
     """Accumulates by hand, with `no_sync` in all but the last."""
 
@@ -299,20 +229,6 @@ class Regularised(Plain):
         return loss
 
 
-class NormsOfGradients(Plain):
-    """Logs norms, clips by itself, and has hooks on parameters."""
-
-    def on_fit_start(self) -> None:
-        self.net.stem.weight.register_hook(lambda grad: grad * 0.5)
-        self.net.head.weight.register_post_accumulate_grad_hook(lambda p: None)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.see(torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]))
-
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.see(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3))
-
-
 class AveragedCallback(EMAWeightAveraging):
     def __init__(self) -> None:
         super().__init__(decay=0.7, update_every_n_steps=1)
@@ -331,7 +247,6 @@ class Feature:
     optimizer: str = "adamw"
     callbacks: Callable[[], list[Callback]] = list
     settings: dict[str, Any] = field(default_factory=dict)
-    ours: dict[str, Any] = field(default_factory=dict)
     under_ddp: Callable[..., Plain] | None = None  # where DDP needs other code for the same
     callbacks_under_ddp: Callable[[], list[Callback]] | None = None
     on_the_cpu_only: str = ""  # why
@@ -348,9 +263,6 @@ FEATURES = {
         settings={"epochs": 4, "batches": 3},
     ),
     "early stopping": Feature(Scheduled, callbacks=early, settings={"epochs": 5, "enable_checkpointing": True}),
-    "edits, accumulation, clipping": Feature(Edits, settings={"accumulate": 2, "clip": ("norm", 0.1), "batches": 6}),
-    "generation": Feature(GeneratesOnOneRank, "batch_norm", settings={"epochs": 2}),
-    "freezing": Feature(FreezesInTheMiddle, settings={"epochs": 3}),
     "finetuning": Feature(
         FinetunedByCallback,
         callbacks=lambda: [Finetuning()],
@@ -364,7 +276,6 @@ FEATURES = {
         Measures, settings={"epochs": 2}, on_the_cpu_only="gloo gathers no metric from a simulated device"
     ),
     "adversaries": Feature(Adversaries, settings={"epochs": 2}),
-    "two backwards": Feature(TwoBackwards),
     "accumulation by hand": Feature(AccumulatesByHand, settings={"batches": 6}),
     "growing accumulation": Feature(
         optimizer="sgd",
@@ -372,7 +283,6 @@ FEATURES = {
         settings={"batches": 5, "epochs": 2},
     ),
     "regulariser, accumulation": Feature(Regularised, settings={"batches": 9, "accumulate": 3}),
-    "norms": Feature(NormsOfGradients),
     "odd parameters": Feature(HasOddParameters, settings={"clip": ("norm", 0.1)}),
     "lbfgs": Feature(NormsInValidation, "batch_norm", "lbfgs"),
 }
@@ -393,7 +303,7 @@ def run(name: str, options: dict[str, Any] | None, accelerator: str = "cpu") -> 
     record = ranked_runs.record(
         make,
         case,
-        None if options is None else {**feature.ours, **options},
+        options,
         accelerator,
         callbacks=callbacks(),
         **feature.settings,

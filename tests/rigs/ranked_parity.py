@@ -5,12 +5,10 @@ The simulated device computes by the CPU's kernels, so that one run under DDP is
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from typing import Any
 
-import pretended_nodes
 import processes
 
 import parity
@@ -38,20 +36,14 @@ def check(
     options: dict[str, Any],
     accelerator: str = "cpu",
     size: int = 2,
-    nodes: int = 1,
-    around: Callable[..., Any] | None = None,
     **settings: Any,
 ) -> list[parity.Record]:
     """Run a function of ranked_*.py under DDP and under the strategy; raise Difference where a rank's records differ.
 
-    ``nodes``: on so many the strategy's ranks pretend to be. ``around``: what calls the function under the strategy
-    instead.
-
     Returns the records under the strategy.
     """
     expected = plain(size, function, name, **settings)
-    called = functools.partial(around or functools.partial(pretended_nodes.trainer, nodes), function)
-    found = processes.run(size, called, name, options, accelerator=accelerator, **settings)
+    found = processes.run(size, function, name, options, accelerator=accelerator, **settings)
     for rank, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
         try:
             parity.compare(without_the_devices_generator(theirs), without_the_devices_generator(ours))

@@ -37,14 +37,6 @@ class Losses(L.Callback):
         Losses.seen.append(parity.Entry("at the end", "random numbers", torch.get_rng_state()))
 
 
-class AfterOneEpoch(L.Callback):
-    """Saves a checkpoint after the first epoch."""
-
-    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint("half.ckpt")
-
-
 def fit(folder: str, recipe: str, *arguments: str, steps: int = 3) -> parity.Record:
     """Train a recipe on this rank; return what it lost and what its checkpoint holds."""
     run(folder, "fit", recipe, f"--trainer.max_steps={steps}", "--trainer.callbacks+=ranked_recipes.Losses", *arguments)

@@ -20,7 +20,7 @@ import sp_lightning
 STEPS, DIES_AT = 8, 5
 
 
-def main(folder: pathlib.Path, victim: int) -> None:
+def main(folder: pathlib.Path, victim: int | None = None) -> None:
     torch.set_num_threads(1)
     nodes, case = pretended_nodes.count(), models.case("mlp")
     L.seed_everything(0, verbose=False)
@@ -47,4 +47,4 @@ def main(folder: pathlib.Path, victim: int) -> None:
 
 if __name__ == "__main__":
     with pretended_nodes.pretending(int(os.environ["GROUP_RANK"])):  # torchrun's number of the node
-        main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
+        main(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -41,7 +41,7 @@ from sp_lightning.host.unit_numbers import aligned
 
 HOST = torch.device("cpu")
 WORDS = 31  # an odd number: two ranks have shards of different sizes
-width = 16  # of all models
+WIDTH = 16  # of all models
 
 
 class Block(nn.Module):
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 def stack() -> nn.Module:
     return nn.Sequential(
-        nn.Embedding(WORDS, width), *(Block(width) for _ in range(4)), nn.Linear(width, WORDS, bias=False)
+        nn.Embedding(WORDS, WIDTH), *(Block(WIDTH) for _ in range(4)), nn.Linear(WIDTH, WORDS, bias=False)
     )
 
 
@@ -86,7 +86,7 @@ def unevenly(mesh: DeviceMesh, hidden: int = 4) -> nn.Module:
     """Layers that the ranks cannot share evenly: of three, the last one has no element of some."""
     model = stack()
     for block in list(model)[1:5]:
-        block.up, block.down = nn.Linear(width, hidden), nn.Linear(hidden, width)  # type: ignore[assignment]
+        block.up, block.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)  # type: ignore[assignment]
         parallelize_module(block, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
     return model
 
@@ -238,8 +238,10 @@ def train(
     edits: bool = False,
     freezes: bool = False,
     seed: int = 1,
+    called: Any = None,
+    no_sync: Callable[[], Any] = contextlib.nullcontext,
 ) -> Iterator[tuple[str, Any]]:
-    """Train a model, and yield what is seen after each step."""
+    """Train a model, perhaps by what wraps it, and yield what is seen after each step."""
     draw = torch.Generator().manual_seed(seed)
     names = {parameter: name for name, parameter in model.named_parameters()}
     for step in range(steps):
@@ -247,12 +249,15 @@ def train(
             list(names)[4].requires_grad_(step == 1)
         for batch in range(accumulate):
             words = torch.randint(WORDS, (3, 8), generator=draw).to(device)
-            with loss_parallel() if sharded_loss else contextlib.nullcontext():
-                loss = F.cross_entropy(model(words).flatten(0, 1), words.flatten())
+            with (
+                no_sync() if batch + 1 < accumulate else contextlib.nullcontext(),
+                loss_parallel() if sharded_loss else contextlib.nullcontext(),
+            ):
+                loss = F.cross_entropy((called or model)(words).flatten(0, 1), words.flatten())
                 loss.backward()  # type: ignore[no-untyped-call]
             yield from seen(f"{step}.{batch} loss", loss)
         if clip is not None:
-            yield from seen(f"{step} norm", nn.utils.clip_grad_norm_(names, clip))
+            yield from seen(f"{step} norm", nn.utils.clip_grad_norm_(as_dtensors(model), clip))
         if edits:
             edit_gradients(model)
         for name, parameter in model.named_parameters():
@@ -324,11 +329,18 @@ def connect(backend: str) -> None:
         dist.init_process_group(backend, rank=rank, world_size=world)
 
 
-def made(name: str, mesh: DeviceMesh, wide: int = 16) -> nn.Module:
-    global width
-    width = wide
+def made(name: str, mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(0)
     return MAKERS[name](mesh)
+
+
+def error_of(attempt: Callable[[], Any]) -> str:
+    """Return the typed error of an attempt."""
+    try:
+        attempt()
+    except sp_lightning.errors.SuperpipelineError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -347,25 +359,22 @@ def compare(
     clip: float | None = None,
     edits: bool = False,
     freezes: bool = False,
-    changed: bool = False,
-    wide: int = 16,
     grouped: bool = False,
 ) -> dict[str, Any]:
     """Train a model plainly and streamed; return the names of what differs, and figures.
 
     ``grouped``: as one of a data axis that has no other rank.
-    ``changed``: with another number of batches in the streamed run, for a test of this function.
     """
     theirs, ours, device = begin(simulated)
     sharded_loss = name == "sharded loss"
-    plain = made(name, theirs, wide)
+    plain = made(name, theirs)
     expected = dict(train(plain, optimizers(plain, kind), HOST, steps, accumulate, clip, sharded_loss, edits, freezes))
-    model = made(name, ours, wide)
+    model = made(name, ours)
     count = sum(aligned(local(parameter).nbytes) for parameter in model.parameters())
     group = dist.new_subgroups(1)[0] if grouped else None
     with sp_lightning.stream(model, device, group=group, **({"window": 1} | options)) as handle:
         stepped_by = optimizers(model, kind)
-        found = dict(train(model, stepped_by, device, steps, accumulate + changed, clip, sharded_loss, edits, freezes))
+        found = dict(train(model, stepped_by, device, steps, accumulate, clip, sharded_loss, edits, freezes))
         stats = handle.stats()
         starts = [(unit.slab.data_ptr(), unit.slab.numel()) for unit in handle.units if not unit.is_resident]
         slabs = sum(size for _, size in starts)
@@ -457,48 +466,10 @@ def as_dtensors(model: nn.Module) -> list[Tensor]:
     return found or list(model.parameters())
 
 
-def plainly_named(name: str) -> str:
-    return name.replace("parametrizations.", "").replace(".original", "").replace("module.", "")
-
-
-def train_both_ways(
-    model: nn.Module,
-    called: Any,
-    stepped_by: list[torch.optim.Optimizer],
-    seed: int,
-    device: torch.device,
-    no_sync: Any,
-    steps: int,
-    accumulate: int,
-    clip: float | None,
-    sharded_loss: bool,
-) -> Iterator[tuple[str, Tensor]]:
-    """Train with data of this seed, and yield this rank's part of everything."""
-    draw = torch.Generator().manual_seed(seed)
-    for step in range(steps):
-        for batch in range(accumulate):
-            words = torch.randint(WORDS, (3, 8), generator=draw).to(device)
-            with no_sync() if batch + 1 < accumulate else contextlib.nullcontext():
-                with loss_parallel() if sharded_loss else contextlib.nullcontext():
-                    loss = F.cross_entropy(called(words).flatten(0, 1), words.flatten())
-                    loss.backward()  # type: ignore[no-untyped-call]
-            yield f"{step}.{batch} loss", local(loss).detach().cpu().clone()
-        if clip is not None:
-            yield from seen(f"{step} norm", nn.utils.clip_grad_norm_(as_dtensors(model), clip))
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        for name, parameter in trained.items():
-            assert parameter.grad is not None
-            yield f"{step} gradient of {plainly_named(name)}", local(parameter.grad).detach().cpu().clone()
-        for optimizer in stepped_by:
-            optimizer.step()
-            optimizer.zero_grad()
-        for name, parameter in model.named_parameters():
-            yield f"{step} {plainly_named(name)}", local(parameter).detach().cpu().clone()
-    names = {parameter: name for name, parameter in trained.items()}
-    for optimizer in stepped_by:
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                yield f"{key} of {plainly_named(names[parameter])}", local(value).detach().cpu().clone()
+def parts(found: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+    """Return this rank's parts of what is seen, by the names that they have without parametrizations."""
+    plainly = ((name.replace("parametrizations.", "").replace(".original", ""), value) for name, value in found)
+    return {name: value for name, value in plainly if not name.endswith(" as")}
 
 
 def grid(simulated: bool, data: int = 2) -> tuple[DeviceMesh, DeviceMesh, torch.device]:
@@ -516,58 +487,24 @@ def compare_on_a_grid(
     options: dict[str, Any],
     kind: str = "loop",
     accumulate: int = 1,
-    steps: int = 3,
     clip: float | None = None,
-    resumes: bool = False,
     data: int = 2,
-    wide: int = 16,
 ) -> dict[str, Any]:
-    """Train on ranks in two axes: under DDP over shards, and streamed with the group of the data axis.
-
-    ``resumes``: with a new model for each half, which goes on from the state of the one before.
-    """
+    """Train on ranks in two axes: under DDP over shards, and streamed with the group of the data axis."""
     theirs, ours, device = grid(simulated, data)
-    replica = theirs["dp"].get_local_rank()
-    how = steps, accumulate, clip, name == "sharded loss"
-
-    def halves(half: Callable[[Any, int], Iterator[tuple[str, Tensor]]]) -> dict[str, Tensor]:
-        found, state = {}, None
-        for part in range(1 + resumes):
-            for key, value in half(state, 10 * part + replica):
-                if key == "state":
-                    state = value
-                else:
-                    found[f"{part}: {key}"] = value
-        return found
-
-    def trained(model: nn.Module, state: Any, *run: Any) -> Iterator[tuple[str, Any]]:
+    how = 3, accumulate, clip, name == "sharded loss"
+    plain, group, replica = unwrapped(made(name, theirs["tp"])), theirs["dp"].get_group(), theirs["dp"].get_local_rank()
+    ddp = nn.parallel.DistributedDataParallel(plain, process_group=group, find_unused_parameters=name == "skipping")
+    if data > 2:
+        ddp.register_comm_hook(group, sp_lightning.tree_hook)
+    under_ddp = {"seed": replica, "called": ddp, "no_sync": ddp.no_sync}
+    expected = parts(train(plain, optimizers(plain, kind), HOST, *how, **under_ddp))
+    model = made(name, ours["tp"])
+    with sp_lightning.stream(model, device, group=ours["dp"].get_group(), **({"window": 1} | options)) as handle:
         stepped_by = optimizers(model, kind)
-        if state is not None:
-            model.load_state_dict(state[0])
-            for optimizer, loaded in zip(stepped_by, state[1], strict=True):
-                optimizer.load_state_dict(loaded)
-        yield from train_both_ways(model, run[0], stepped_by, *run[1:], *how)
-        yield "state", copy.deepcopy((model.state_dict(), [optimizer.state_dict() for optimizer in stepped_by]))
-
-    def plainly(state: Any, seed: int) -> Iterator[tuple[str, Any]]:
-        plain = unwrapped(made(name, theirs["tp"], wide))
-        group, unused = theirs["dp"].get_group(), name == "skipping"
-        ddp = nn.parallel.DistributedDataParallel(plain, process_group=group, find_unused_parameters=unused)
-        if data > 2:
-            ddp.register_comm_hook(group, sp_lightning.tree_hook)
-        yield from trained(plain, state, ddp, seed, HOST, ddp.no_sync)
-
-    figures: dict[str, Any] = {}
-
-    def streamed(state: Any, seed: int) -> Iterator[tuple[str, Any]]:
-        model = made(name, ours["tp"], wide)
-        with sp_lightning.stream(model, device, group=ours["dp"].get_group(), **({"window": 1} | options)) as handle:
-            yield from trained(model, state, model, seed, device, handle.no_sync)
-            figures["shared"] = (handle.team.slabs is not None) == (data > 1)
-            figures["fetches"] = handle.stats()["fetches"]
-
-    expected, found = halves(plainly), halves(streamed)
-    return {"differ": difference(expected, found), "seen": len(expected), **figures}
+        found = parts(train(model, stepped_by, device, *how, seed=replica, no_sync=handle.no_sync))
+        shared, fetches = (handle.team.slabs is not None) == (data > 1), handle.stats()["fetches"]
+    return {"differ": difference(expected, found), "seen": len(expected), "shared": shared, "fetches": fetches}
 
 
 def units_where_one_rank_has_nothing() -> list[Any]:
@@ -583,23 +520,16 @@ def mixed_up() -> str:
     """Return the error where the ranks of a group have different shards of the same shape."""
     mesh, _, device = grid(False)
     model = made("in blocks", mesh["tp"])
-    try:
-        sp_lightning.stream(model, device, group=mesh["tp"].get_group())
-    except sp_lightning.errors.SuperpipelineError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("it was streamed")
+    return error_of(lambda: sp_lightning.stream(model, device, group=mesh["tp"].get_group()))
 
 
 def refused(name: str, options: dict[str, Any]) -> str:
     """Return the error of an attempt to stream, and check that it left a plain model."""
     mesh, _, device = begin(False)
     model = made(name, mesh)
-    try:
-        sp_lightning.stream(model, device, **options)
-    except sp_lightning.errors.SuperpipelineError as error:
-        dict(train(model, optimizers(model, "loop"), device, 1, 1, None, False))
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("it was streamed")
+    error = error_of(lambda: sp_lightning.stream(model, device, **options))
+    dict(train(model, optimizers(model, "loop"), device, 1, 1, None, False))
+    return error
 
 
 def refused_by_fabric() -> str:
@@ -609,35 +539,23 @@ def refused_by_fabric() -> str:
     with mock.patch.dict(os.environ):
         fabric = L.Fabric(strategy="superpipeline", accelerator="cpu", devices=mesh.size())
         fabric.launch()
-        try:
-            fabric.setup(model)
-        except sp_lightning.errors.SuperpipelineError as error:
-            dict(train(model, optimizers(model, "loop"), device, 1, 1, None, False))
-            return f"{type(error).__name__}: {error}"
-        finally:
-            fabric.strategy.teardown()
-    raise AssertionError("it was streamed")
+        error = error_of(lambda: fabric.setup(model))
+        dict(train(model, optimizers(model, "loop"), device, 1, 1, None, False))
+        fabric.strategy.teardown()
+    return error
 
 
 def refused_on_another_device() -> str:
     begin(True)
     model = made("in blocks", init_device_mesh("cpu", (dist.get_world_size(),)))
-    try:
-        sp_lightning.stream(model, "simgpu:0")
-    except sp_lightning.errors.SuperpipelineError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("it was streamed")
+    return error_of(lambda: sp_lightning.stream(model, "simgpu:0"))
 
 
 def refused_without_a_backend_for_the_host() -> str:
     importlib.import_module("simccl").register()
     connect("simgpu:simccl")  # as "nccl" is for cuda alone
     model = made("in blocks", init_device_mesh("simgpu", (dist.get_world_size(),)))
-    try:
-        sp_lightning.stream(model, "simgpu:0")
-    except sp_lightning.errors.SuperpipelineError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("it was streamed")
+    return error_of(lambda: sp_lightning.stream(model, "simgpu:0"))
 
 
 def misused(how: str) -> str:
@@ -648,7 +566,8 @@ def misused(how: str) -> str:
     weight: Any = list(model)[1].norm.weight
     if how == "hook from before":
         weight.register_post_accumulate_grad_hook(lambda p: None)
-    try:
+
+    def misuse() -> None:
         with sp_lightning.stream(model, device, window=1):
             if how == "hook":
                 weight.register_hook(lambda grad: grad)
@@ -665,9 +584,8 @@ def misused(how: str) -> str:
             else:
                 weight.grad = torch.zeros_like(weight)  # replicated, where a partial sum comes
                 model(words).sum().backward()
-    except sp_lightning.errors.SuperpipelineError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("nothing was raised")
+
+    return error_of(misuse)
 
 
 def marked() -> tuple[list[bool], str]:
@@ -683,11 +601,7 @@ def marked() -> tuple[list[bool], str]:
     before = model[1].norm.weight.sum()  # type: ignore[index, union-attr, operator]
     with sp_lightning.stream(model, device, window=1):
         found = [vars(p).get("number") == i and known[i]() is p for i, p in enumerate(model.parameters())]
-        try:
-            before.backward()  # type: ignore[operator]
-        except sp_lightning.errors.SuperpipelineError as error:
-            return found, f"{type(error).__name__}: {error}"
-    raise AssertionError("nothing was raised")
+        return found, error_of(before.backward)  # type: ignore[operator]
 
 
 def of_some(streams: bool) -> list[Tensor | None]:

@@ -132,8 +132,4 @@ def refused(what: str) -> str:
         if what == "fully sharded":
             mesh: Any = fabric.strategy.device_mesh  # type: ignore[attr-defined]
             model = fully_shard(sharded.made("in sequence", mesh["tensor_parallel"]), mesh=mesh["data_parallel"])
-        try:
-            fabric.setup_module(model)
-        except sp_lightning.errors.SuperpipelineError as error:
-            return f"{type(error).__name__}: {error}"
-    raise AssertionError("it was streamed")
+        return sharded.error_of(lambda: fabric.setup_module(model))

@@ -94,11 +94,6 @@ class SharedSlabs(Slabs):
         """Return the slab over whose face a tensor is."""
         return self._twins[bisect_right(self._twins, tensor.data_ptr(), key=lambda twin: twin.address) - 1]
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is over the face of a slab."""
-        twin = self.twin_of(tensor) if self._twins else None
-        return twin is not None and 0 <= tensor.data_ptr() - twin.address < len(twin.face)
-
     def truth(self, tensor: Tensor) -> Tensor:
         return self.twin_of(tensor).truth_of(tensor)
 

@@ -1,0 +1,307 @@
+"""Gradients of several ranks: each unit's are summed on the devices, and each rank brings a part of the means down.
+
+1. A unit's gradients lie one after the other in a message, which is cut into as many parts as the machine has ranks:
+   each rank sums one and brings it down, into memory that all of them share.
+2. Units are exchanged in one order on all ranks, from the last to the first: a unit waits for its turn. The end of
+   backward sends the rest, with zeros for what this rank has not reached.
+3. One small message at the end says which weights any rank has reached: the others keep their `.grad`.
+4. As under DDP, what is in `.grad` is added before the exchange: the sum of backwards that were not exchanged, or the
+   mean of one that was.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compat.streaming import without_dispatch
+from ..compat.tensors import local_of
+from ..errors import UnsupportedError
+from ..host.device import NOT_RECORDED, Device, Ring, aligned
+from ..stream.gradients import (
+    Backward,
+    DeviceGradientBytes,
+    GradientBytes,
+    Gradients,
+    HostGradient,
+    Stepper,
+    norms_by_type,
+)
+from ..stream.lazy import grad_of, set_data, set_grad
+from ..stream.leaf import Weight
+from ..stream.unit import Unit
+from .board import Stage
+from .shared_slabs import Twin
+from .sums import tree
+from .team import Team
+
+FLYING = 2  # exchanges under way
+
+
+class Everywhere(NamedTuple):
+    """The arrival of the parts of all ranks of the machine."""
+
+    reached: Future[None]
+
+    def wait(self, stream: Any) -> None:
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        self.reached.result()
+
+
+class Message:
+    """How the gradients of a unit lie in a message, those of one type beside each other."""
+
+    def __init__(self, whose: Sequence[Weight], ranks: int) -> None:
+        self.whose, self.places, self.nbytes = whose, list[int](), 0
+        self.types: dict[torch.dtype, slice] = {}  # where gradients of a type lie
+        for weight in whose:
+            first = self.types.get(weight.value.dtype, slice(self.nbytes, 0)).start
+            self.places.append(self.nbytes)
+            self.nbytes += aligned(weight.value.nbytes)
+            self.types[weight.value.dtype] = slice(first, self.nbytes)
+        self.size = aligned(-(-self.nbytes // ranks))  # of a part
+        self.means: Twin | None = None  # the memory of the means, which ranks share
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the gradients in a message."""
+        parts = zip(self.whose, self.places, strict=True)
+        values = [(weight.value, flat[at : at + weight.value.nbytes]) for weight, at in parts]
+        return [part.view(value.dtype).as_strided(value.shape, value.stride()) for value, part in values]
+
+    def add(self, rows: Tensor, part: int) -> Tensor:
+        """Add what ranks have of a part, a row for each, in the order of the tree; in the memory of the first."""
+        first = part * self.size
+        for dtype, where in self.types.items():
+            start, stop = (min(max(at - first, 0), self.size) for at in (where.start, where.stop))
+            tree([row[start:stop].view(dtype) for row in rows])
+        return rows[0]
+
+
+class Exchanged(NamedTuple):
+    """A unit whose gradients are under way."""
+
+    unit: Unit
+    message: Message
+    reached: list[bool]  # by this rank
+    is_complete: bool
+    sent: Tensor
+    home: Any  # the stream of that memory
+    got: Tensor  # this rank's part, a row of each rank
+    work: Any
+
+
+class Turns:
+    """The exchanges of one backward."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.left = collections.deque(unit for unit in reversed(units) if trained(unit))
+        self.ready: dict[Unit, tuple[dict[Weight, Tensor], bool]] = {}
+        self.under_way: collections.deque[Exchanged] = collections.deque()
+        self.reached: list[bool] = []  # of all weights that were sent
+        self.unsure: list[tuple[int, Unit, Weight, Any]] = []  # which only other ranks may have reached
+
+
+def trained(unit: Unit) -> tuple[Weight, ...]:
+    """Return the weights of a unit whose gradients are exchanged."""
+    whose = [weight for weight in unit.weights if weight.host.requires_grad and not weight.is_part]
+    return tuple(sorted(whose, key=lambda weight: str(weight.value.dtype)))
+
+
+class SharedGradients(Gradients):
+    """Takes the leaves' gradients to the user's parameters, as means over all ranks."""
+
+    def __init__(self, device: Device, steps: Stepper, team: Team, units: list[Unit]) -> None:
+        super().__init__(device, steps)
+        self._team, self._units = team, units
+        self._stream = device.new_stream()  # on which parts are summed, beside backward
+        self._sums = Ring()
+        self._turns: dict[Backward, Turns] = {}
+        self._messages: dict[tuple[Weight, ...], Message] = {}
+        self._shown: dict[Weight, weakref.ref[Any]] = {}  # the gradient over a mean that the user got last
+
+    # ---- turns
+
+    def _flush(self, backward: Backward, unit: Unit, came: dict[Weight, Tensor], is_complete: bool) -> None:
+        turns = self._turns_of(backward)
+        if turns is None or unit not in turns.left:
+            super()._flush(backward, unit, came, is_complete)
+            return
+        turns.ready[unit] = came, is_complete
+        while turns.left and turns.left[0] in turns.ready:
+            self._begin(backward, turns, turns.left.popleft())
+
+    def _turns_of(self, backward: Backward) -> Turns | None:
+        """Return the exchanges of a backward; None: there are none."""
+        if backward not in self._turns and self._team.exchanges:
+            self._turns[backward] = Turns(self._units)
+        return self._turns.get(backward)
+
+    def end(self, backward: Backward) -> None:
+        with contextlib.ExitStack() as ends:
+            ends.callback(super().end, backward)
+            turns = self._turns_of(backward)
+            ends.callback(self._turns.pop, backward, None)
+            if turns is not None and not self._team.has_failed:
+                for unit, came in backward.came.items():
+                    turns.ready.setdefault(unit, (came, False))
+                backward.came.clear()
+                while turns.left:
+                    self._begin(backward, turns, turns.left.popleft())
+                while turns.under_way:
+                    self._land(backward, turns, turns.under_way.popleft())
+                self._settle_unreached(backward, turns)
+
+    def _settle_unreached(self, backward: Backward, turns: Turns) -> None:
+        """Deliver the gradients that only other ranks have, in one message (Rule 3)."""
+        flags = torch.tensor(turns.reached, dtype=torch.uint8, device=self._device.torch_device)
+        self._team.wait(self._team.start_maximum(flags), "the end of a backward")
+        if not turns.unsure:
+            return
+        reached = flags.tolist()
+        by_unit: dict[Unit, list[tuple[Weight, Any]]] = {}
+        for at, unit, weight, content in turns.unsure:
+            if reached[at]:
+                by_unit.setdefault(unit, []).append((weight, content))
+        for unit, sent in by_unit.items():
+            self._deliver(backward, unit, sent, is_complete=False)
+
+    # ---- exchanges
+
+    def _leave_kept(self, unit: Unit) -> None:
+        """Give means of before that the user has kept memory of their own: ranks write over them after the exchange."""
+        with without_dispatch(), torch.no_grad():
+            for weight in unit.weights:
+                kept = self._shown[weight]() if weight in self._shown else None
+                if kept is not None and kept is not grad_of(weight.host):
+                    set_data(kept, kept.content.true().clone())
+                    kept.content = None
+
+    def _message_of(self, unit: Unit) -> Message:
+        """Return how the unit's gradients are exchanged, with memory for the means if it is new (on all ranks)."""
+        if (whose := trained(unit)) not in self._messages:
+            message = self._messages[whose] = Message(whose, self._team.local)
+            if not unit.is_resident:
+                message.means = self._team.slabs.twin_of(self._device.slab(message.nbytes))
+        return self._messages[whose]
+
+    def _begin(self, backward: Backward, turns: Turns, unit: Unit) -> None:
+        """Send the parts of a unit's gradients to their ranks."""
+        came, is_complete = turns.ready.pop(unit, ({}, False))
+        self._prepare(backward, came)
+        unit.wait_step()  # which reads the means of before
+        self._leave_kept(unit)
+        with torch.no_grad(), without_dispatch():
+            message = self._message_of(unit)
+            reached = [weight in came or self._is_local(weight) for weight in message.whose]
+            sent = self._device.empty(message.size * self._team.local)
+            for weight, place in zip(message.whose, message.views(sent), strict=True):
+                total = self._total(weight, came.get(weight))
+                place.zero_() if total is None else place.copy_(total)
+            for dtype, where in message.types.items():
+                sent[where].view(dtype).mul_(1.0 / self._team.size)  # as DDP divides
+            here = self._device.current_stream()
+            self._stream.wait_event(here.record_event())
+            with self._stream:
+                got, work = self._team.start_exchange(sent)
+        turns.under_way.append(Exchanged(unit, message, reached, is_complete, sent, here, got, work))
+        while len(turns.under_way) > FLYING:
+            self._land(backward, turns, turns.under_way.popleft())
+
+    @staticmethod
+    def _is_local(weight: Weight) -> bool:
+        """Whether `.grad` has what was not exchanged yet."""
+        there = grad_of(weight.host)
+        return there is not None and not getattr(getattr(there, "content", None), "is_mean", False)
+
+    @staticmethod
+    def _total(weight: Weight, came: Tensor | None) -> Tensor | None:
+        """Add what is in `.grad` (Rule 4)."""
+        there = grad_of(weight.host)
+        for tensor in (there, came):
+            if tensor is not None and tensor.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"{weight.name} got a sparse gradient, which several devices do not sum: set sparse=False"
+                )
+        if there is None:
+            return came
+        content = getattr(there, "content", None)
+        if content is None:
+            before: Tensor = (local_of(there) if weight.is_shard else there).to(weight.there.device)
+        else:
+            before = content.on_device()
+        return before if came is None else before + came.to(before.dtype)
+
+    def _land(self, backward: Backward, turns: Turns, done: Exchanged) -> None:
+        """Sum what came, and start to bring this rank's part of the means down."""
+        unit, message, team, place = done.unit, done.message, self._team, f"the gradients of {done.unit.name}"
+        with torch.no_grad(), without_dispatch(), torch.inference_mode(False):
+            with self._stream:
+                team.wait(done.work, place)
+                part = message.add(done.got.view(team.local, -1), team.local_rank)
+                part = message.add(team.gathered(part, place, over_machines=True), team.local_rank)
+            contents = (self._keep if unit.is_resident else self._bring_down)(unit, message, part, place)
+        self.ring.hold(done.sent, [self._stream.record_event()], done.home)
+        sent = []
+        for weight, reached, content in zip(message.whose, done.reached, contents, strict=True):
+            content.is_mean = True
+            if reached:
+                sent.append((weight, content))
+            else:
+                turns.unsure.append((len(turns.reached), unit, weight, content))
+            turns.reached.append(reached)
+        self._deliver(backward, unit, sent, done.is_complete)
+
+    def _keep(self, unit: Unit, message: Message, part: Tensor, place: str) -> list[Any]:
+        """Gather whole means on the device."""
+        here = self._device.current_stream()
+        with self._stream:
+            means = self._team.gathered(part, place)
+            here.wait_event(self._stream.record_event())
+        self._device.keep_for(means, here)
+        whole = list(zip(message.whose, message.views(means.view(-1)), strict=True))
+        norms, arrived = norms_by_type(whole), here.record_event()
+        return [DeviceGradientBytes(weight, mean, arrived, norms[weight]) for weight, mean in whole]
+
+    def _bring_down(self, unit: Unit, message: Message, part: Tensor, place: str) -> list[Any]:
+        """Copy this rank's part of the means to the memory that all ranks share."""
+        means, first = message.means, self._team.local_rank * message.size
+        assert means is not None
+        means.drop()  # the user's changes of the means of before
+        target = means.truth[first : min(first + message.size, message.nbytes)]
+        self._device.down.wait_event(self._stream.record_event())
+        counters, listener = self._device.counters, self._device.counters.listener
+        counters.bytes_down += target.nbytes
+        recorded = NOT_RECORDED if listener is None else listener.work("down", unit.name, "gradients", target.nbytes)
+        arrived = self._device.send_down(target, part[: target.nbytes], recorded)
+        self._sums.hold(part, [arrived], self._stream)
+        everywhere = Everywhere(self._team.board.follow(Stage.ARRIVED, unit.index, 1, place, arrived.synchronize))
+        faces = [means.tensor(at, w.value, w.value.dtype) for w, at in zip(message.whose, message.places, strict=True)]
+        return [GradientBytes(*named, everywhere, None) for named in zip(message.whose, faces, strict=True)]
+
+    def _deposit_all(self, sent: list[tuple[Weight, Any]]) -> None:
+        """Make means the parameters' gradients: what was there is part of them (Rule 4)."""
+        local = []
+        with without_dispatch(), torch.no_grad():
+            for weight, content in sent:
+                if not getattr(content, "is_mean", False):
+                    local.append((weight, content))
+                elif weight.is_shard:
+                    weight.deposit(content, is_sum=True)
+                else:
+                    shown: Any = HostGradient.of(content)
+                    set_grad(weight.host, shown)
+                    self._shown[weight] = weakref.ref(shown)
+        super()._deposit_all(local)
+
+    def close(self) -> None:
+        super().close()
+        self._sums.close()

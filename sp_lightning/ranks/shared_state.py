@@ -1,0 +1,92 @@
+"""Optimizer state of a unit's weights in memory that ranks share: whole for the user, in parts for steps.
+
+Each kind of state of each optimizer has a range of the memory, in the order in which steps first make it. The ranges
+are reserved with the unit, because ranks step units in different orders.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from ..errors import UnsupportedError
+from ..host.device import aligned
+from ..optim.filed import is_shaped
+from ..stream.leaf import Weight
+from ..stream.unit import Unit
+from .shared_slabs import Twin
+from .team import Team
+
+KINDS = 64  # that a unit may have
+LARGEST = 8  # bytes of an element of state
+
+
+class Entry:
+    """A tensor of a weight's state."""
+
+    def __init__(self, twin: Twin, face: Tensor, part: Tensor) -> None:
+        self.twin, self.face = twin, face  # the user has the face
+        self.part = part  # this rank's, of the truth
+        self.version = face._version  # until the user writes to it
+
+
+class SharedState:
+    """The state of a unit's weights."""
+
+    def __init__(self, unit: Unit, team: Team) -> None:
+        self._team, self._places, self._nbytes = team, dict[Weight, int](), 0
+        for weight in unit.weights:
+            self._places[weight] = self._nbytes
+            self._nbytes += aligned(weight.value.numel() * LARGEST)
+        self._free = [team.slabs.reserve(self._nbytes) for _ in range(KINDS)]
+        self._twins: dict[Any, Twin] = {}  # by optimizer and kind
+        self._entries: dict[Any, Entry] = {}
+        self._edited: list[Twin] = []
+
+    def _entry(self, weight: Weight, optimizer: optim.Optimizer, key: str, dtype: torch.dtype) -> Entry:
+        kind = weakref.ref(optimizer), key
+        if (weight, kind) not in self._entries:
+            if kind not in self._twins:
+                if not self._free:
+                    raise UnsupportedError(
+                        f"optimizers keep more than {KINDS} kinds of state for a unit: use fewer at a time"
+                    )
+                self._twins[kind] = self._team.slabs.at(self._free.pop(0), self._nbytes)
+            twin = self._twins[kind]
+            face = twin.tensor(self._places[weight], weight.value, dtype)
+            self._entries[weight, kind] = Entry(twin, face, self._team.part_of(twin.truth_of(face)))
+        return self._entries[weight, kind]
+
+    def take(self, weight: Weight, optimizer: optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's parts of a weight's state, with what the user wrote to it, or put in its place."""
+        parts = dict(own)
+        for key, value in own.items():
+            if not is_shaped(value, weight.value):
+                continue
+            entry = self._entry(weight, optimizer, key, value.dtype)
+            if value is not entry.face or value._version != entry.version:
+                if value.stride() != entry.face.stride():
+                    value = torch.empty_like(entry.face).copy_(value)
+                entry.part.copy_(self._team.part_of(value))
+                entry.version = entry.face._version
+                self._edited.append(entry.twin)
+            own[key], parts[key] = entry.face, entry.part
+        return parts
+
+    def keep(self, weight: Weight, optimizer: optim.Optimizer, made: dict[str, Any], own: dict[str, Any]) -> None:
+        """Put what a step made of this rank's parts into the user's state."""
+        for key, value in made.items():
+            own[key] = value
+            if isinstance(value, Tensor) and value.ndim:
+                entry = self._entry(weight, optimizer, key, value.dtype)
+                if value is not entry.part:
+                    entry.part.copy_(value)
+                own[key] = entry.face
+
+    def show_truth(self) -> None:
+        """Have the user see the truth again, of which the user's edits are part by now."""
+        while self._edited:
+            self._edited.pop().drop()
