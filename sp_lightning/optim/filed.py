@@ -167,7 +167,7 @@ class FiledSteps:
 
     def _goes_in_windows(self, item: Any, state: Any, step: Any) -> bool:
         value, own, grad = item.weight.value, state.peek(item.weight.host) or {}, item.grad
-        if not (step.is_elementwise and isinstance(grad, GradientBytes) and value.numel()) or None in own.values():
+        if not (step.is_elementwise and isinstance(grad, GradientBytes) and value.numel() > 1) or None in own.values():
             return False
         shaped = [entry for entry in own.values() if is_shaped(entry, value)]
         others = [entry for entry in own.values() if isinstance(entry, Tensor) and entry.ndim]

@@ -136,7 +136,7 @@ class DirectFile:
         if not self.is_direct:
             os.posix_fadvise(self.fd, begin, nbytes, os.POSIX_FADV_DONTNEED)
 
-    def failed(self, offset: int, number: int, writes: bool) -> DiskError:
+    def failed(self, offset: int, number: int, writes: bool) -> Exception:
         """Make the error of a transfer."""
         return DiskError(path=self.path, offset=offset, errno=number, writes=writes, outcome=self.outcome)
 

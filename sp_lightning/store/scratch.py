@@ -130,9 +130,12 @@ class ScratchFile(DirectFile):
         """Return the first byte of a tensor that fills whole blocks of the file; None if it is no such tensor."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
-        offset = tensor.data_ptr() - self._flat.data_ptr()
-        is_here = 0 <= offset < self._end and offset % BLOCK == 0
-        return offset if is_here and tensor.stride() == dense_strides(tensor) else None
+        return self.offset_at(tensor.data_ptr()) if tensor.stride() == dense_strides(tensor) else None
+
+    def offset_at(self, address: int) -> int | None:
+        """Return the place in the file of an address at which a block of it begins; None if none does."""
+        offset = address - self._flat.data_ptr()
+        return offset if 0 <= offset < self._end and offset % BLOCK == 0 else None
 
     def forget(self) -> None:
         """Have reads of all tensors raise: this is a forked process."""
