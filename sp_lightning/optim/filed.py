@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from ..host.device import IdleEvent
 from ..store.direct import blocks
-from ..store.spans import Span, cut, elements_of
+from ..store.spans import Span, Window, cut, elements_of
 from ..store.store import Store
 from ..stream.gradients import GradientBytes
 
@@ -109,7 +109,7 @@ class GradientSlice(GradientBytes):
         return torch.empty_like(like)
 
 
-class StepWindow(list[Span]):
+class StepWindow(Window):
     """The spans of some parts."""
 
     def __init__(self, parts: list[Part]) -> None:
