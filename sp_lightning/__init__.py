@@ -61,6 +61,10 @@ class _Package(types.ModuleType):
             return  # Python puts a module into its package when it is imported
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> Any:
+        """Pickle by name, as other modules in functions that Ray sends to its workers."""
+        return importlib.import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
 register_when_imported()

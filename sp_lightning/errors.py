@@ -75,7 +75,7 @@ class SourceFileError(SuperpipelineError, RuntimeError):
     """A file that weights are read from is not the file that it was when they were loaded."""
 
 
-class TornStepError(SuperpipelineError, RuntimeError):
+class HalfAppliedStepError(SuperpipelineError, RuntimeError):
     """Weights and optimizer state are those of no step, because a step failed half done: load a checkpoint."""
 
 

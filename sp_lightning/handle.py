@@ -26,7 +26,6 @@ from .host.device import Device
 from .host.recorder import Recorder
 from .host.room import Room
 from .host.telemetry import Stats
-from .optim import torn_step
 from .optim.figures import explaining, stats_of
 from .options import Options
 from .ranks.alone import Alone
@@ -149,7 +148,6 @@ class Handle:
             if first and isinstance(error, torch.OutOfMemoryError):
                 raise residents.too_many(self.device, first, free) from error
             raise
-        torn_step.notice_loads(module)
         open_handles.add(self)
 
     # ---- what doors call
@@ -206,8 +204,7 @@ class Handle:
             with self.explaining():
                 yield
         except BaseException as error:
-            if count := self.steps.half_applied:
-                torn_step.tear(optimizer, count, error)  # for whoever saves or steps after the end of the stream
+            self.steps.left_by(error)
             raise
         finally:
             self.steps.step_beside_backward(None)

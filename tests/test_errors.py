@@ -34,7 +34,7 @@ def test_an_option_error_survives_pickling_whatever_was_found(protocol):
         (errors.UnsupportedError, RuntimeError),
         (errors.ExactnessError, RuntimeError),
         (errors.SourceFileError, RuntimeError),
-        (errors.TornStepError, RuntimeError),
+        (errors.HalfAppliedStepError, RuntimeError),
         (errors.MeasurementError, RuntimeError),
     ],
 )

@@ -1,9 +1,10 @@
 """Functions that ``torch.compile`` leaves alone, and what is known of its compilations.
 
 A frame that is compiled ends its graph at a call of a function that is never compiled. Private names (tried with torch
-2.11 and 2.15): ``torch._C._dynamo.eval_frame`` and ``torch._guards.CompileContext``. Without them autograd's hooks would be
-compiled, at a cost for each new shape, or each of their calls would take a wrapper; code that is compiled inside a unit
-would read weights that travel in autocast's type unnoticed; and compilers would find gradients of the host's at leaves.
+2.11 and 2.15): ``torch._C._dynamo.eval_frame`` and ``torch._guards.CompileContext``. Without them autograd's hooks
+would be compiled, at a cost for each new shape, or each of their calls would take a wrapper; code that is compiled
+inside a unit would read weights that travel in autocast's type unnoticed; and compilers would find gradients on the
+host at weights on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch._dynamo import graph_break as end_graph  # a compiler's, where it traces this call; else nothing
+from torch._dynamo import graph_break as graph_break  # ends a graph where a compiler traces the call
 from torch._dynamo.exc import Unsupported as Unsupported  # an error of fullgraph=True
 from torch._guards import CompileContext
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a Trainer's run: what is written and read, with bars where it takes long; none of a torn step."""
+"""The checkpoints of a Trainer's run: what is written and read, with bars where it takes long."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import TornStepError
+from ..errors import HalfAppliedStepError
 from ..observe.progress import waiting
-from ..optim import torn_step
+from ..optim.half_applied import why_refused
 from ..stream.preparation import materialize
 from .callback import SuperpipelineCallback
 from .checkpoint_io import MappedCheckpointIO, WholeFiles, size_so_far
@@ -102,12 +102,12 @@ class TrainerCheckpoints(Strategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint as the base class does, with a progress bar if it takes long.
 
-        In the middle of a step that is an error. Of a torn step nothing is saved: while Lightning handles an exception
-        the log says so, else it is an error.
+        In the middle of a step that is an error. Of a half-applied step nothing is saved: while Lightning handles an
+        exception the log says so, else it is an error.
         """
         if why := self._why_not_saved("optimizer_states" in checkpoint):
             if not self._handles_exception:
-                raise TornStepError(why)
+                raise HalfAppliedStepError(why)
             log.error("superpipeline: %s was not saved, since %s", os.fspath(filepath), why)
             return
         ours = self._callback
@@ -123,10 +123,10 @@ class TrainerCheckpoints(Strategy):
         try:
             if self._streaming is not None:
                 self._streaming.saving()
-        except TornStepError as error:
+        except HalfAppliedStepError as error:
             return str(error)
         module: Any = self.lightning_module
-        return torn_step.why_not_saved([module, *(self.optimizers if with_optimizers else ())])
+        return why_refused([module, *(self.optimizers if with_optimizers else ())])
 
     @property
     def _handles_exception(self) -> bool:
@@ -141,9 +141,7 @@ class TrainerCheckpoints(Strategy):
         """
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
-        if (why := self._why_not_saved()) is not None:
-            if not torn_step.why_not_saved([self.lightning_module, *self.optimizers]):  # else it was said
-                log.error("superpipeline: no checkpoint is saved of this exception, since %s", why)
+        if self._why_not_saved() is not None:  # which the log has
             self._withheld = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
             for callback in self._withheld:
                 trainer.callbacks.remove(callback)  # Lightning is at an earlier place of this very list

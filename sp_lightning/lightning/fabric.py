@@ -27,11 +27,11 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from ..compat.lightning import EmptyInit, is_setting_up
-from ..errors import OptionError, TornStepError, UnsupportedError
+from ..errors import HalfAppliedStepError, OptionError, UnsupportedError
 from ..handle import Handle
 from ..handles import close_all, close_dropped
 from ..host.device import check_supported
-from ..optim import torn_step
+from ..optim.half_applied import why_refused
 from ..options import Options
 from ..ranks.peers import Peers
 from ..ranks.watch import KEEPALIVE
@@ -276,8 +276,8 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint as the base class does, but none of a half-applied step."""
         parts = (part for part in state.values() if isinstance(part, (nn.Module, Optimizer)))
-        if why := torn_step.why_not_saved(parts):
-            raise TornStepError(why)
+        if why := why_refused(parts):
+            raise HalfAppliedStepError(why)
         for handle in self.handles:
             handle.saving()
         kind: Any = FabricModelParallelStrategy if self._axes.has_shards else FabricBaseStrategy

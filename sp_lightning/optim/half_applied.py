@@ -1,44 +1,124 @@
-"""Half-applied steps: some weights were stepped, and others were not, or not yet."""
+"""Half-applied steps: some weights were stepped, and others were not, or not yet.
+
+- An error that ends a step after it changed a weight leaves weights and optimizer state of no step. So does an
+  exception between a backward, beside which weights were stepped, and the user's call of the step.
+- Nothing steps or saves the optimizer then, nor the weights that train with it, until state was loaded into both: by
+  the optimizer's `load_state_dict`, and by writing each of the weights. They can be read. Another optimizer of the same
+  weights steps once these are loaded.
+- This belongs to the objects, not to a stream: it holds when streaming has ended, and copies of the objects are free.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
-from ..errors import ExactnessError, TornStepError
+from ..compat.streaming import without_dispatch
+from ..errors import ExactnessError, HalfAppliedStepError
 from ..stream.gradients import GradientBytes
-from ..stream.lazy import grad_of
+from ..stream.lazy import grad_of, stored_version
 from ..stream.leaf import Weight, stepped_already
+
+log = logging.getLogger(__name__)
+
+NO_STEP = "weights and optimizer state are those of no step, and nothing steps or saves them"
+GO_ON = (
+    "Load the last checkpoint into both to go on: Trainer.fit(ckpt_path=...), Fabric.load, or load_state_dict() of the"
+    " module and of its optimizer"
+)
+_left: list[HalfApplied] = []
+
+
+@dataclass(eq=False)
+class HalfApplied:
+    """A step that was half applied, with what it left of no step."""
+
+    why: str
+    optimizer: weakref.ref[optim.Optimizer] | None  # None: state was loaded into it
+    versions: dict[int, tuple[weakref.ref[Tensor], int]]  # of its weights, by their ids, as the step left them
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the optimizer or a weight is of no step, and still there."""
+        kept = [weight() for weight, _ in self.versions.values()]
+        return (self.optimizer is not None and self.optimizer() is not None) or any(map(self.has_left, kept))
+
+    def has_left(self, one: Any) -> bool:
+        """Whether an optimizer or a weight is of no step."""
+        if isinstance(one, optim.Optimizer):
+            return self.optimizer is not None and self.optimizer() is one
+        weight, version = self.versions.get(id(one), (None, 0))
+        return one is not None and weight is not None and weight() is one and _version(one) == version
+
+
+def mark(optimizer: optim.Optimizer, why: str) -> None:
+    """Note that an optimizer's step was half applied."""
+    if _why([optimizer]):
+        return  # the same error was met before
+    log.error("superpipeline: %s: %s", why, NO_STEP)
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    versions = {id(param): (weakref.ref(param), _version(param)) for param in params}
+    _left.append(HalfApplied(why, weakref.ref(optimizer), versions))
+
+
+def note_loaded(optimizer: optim.Optimizer) -> None:
+    """Note that state was loaded into an optimizer."""
+    for step in _left:
+        if step.has_left(optimizer):
+            step.optimizer = None
+
+
+def why_refused(parts: Iterable[nn.Module | optim.Optimizer]) -> str | None:
+    """Say why modules and optimizers are neither stepped nor saved; None if they may be."""
+    ones: list[Any] = []
+    for part in parts if _left else ():
+        ones += part.parameters() if isinstance(part, nn.Module) else [part]
+    why = _why(ones)
+    return why and f"{why}: {NO_STEP}. {GO_ON}"
+
+
+def check_step(optimizer: optim.Optimizer, *_: Any) -> None:
+    """Raise if an optimizer or one of its weights is of no step. A hook of optimizers after the end of a stream."""
+    weights = (param for group in optimizer.param_groups for param in group["params"])
+    if _left and (why := _why([optimizer, *weights])):
+        raise HalfAppliedStepError(f"{why}: {NO_STEP}. {GO_ON}")
+
+
+def outlive(optimizer: optim.Optimizer) -> None:
+    """Have a plain optimizer of no step refuse to step, at the end of its stream."""
+    if _why([optimizer]):
+        optimizer.register_step_pre_hook(check_step)
+        optimizer.register_load_state_dict_post_hook(note_loaded)
+
+
+def _why(ones: Iterable[Any]) -> str | None:
+    _left[:] = [step for step in _left if step.is_alive]
+    return next((step.why for one in ones for step in _left if step.has_left(one)), None)
+
+
+def _version(weight: Any) -> Any:
+    with without_dispatch():
+        return stored_version(weight)
 
 
 @dataclass
 class Outcome:
     """The outcome of a step of several units, of which an error ends those that have not begun."""
 
-    versions: dict[Weight, int] = field(default_factory=dict)  # of the weights that it changed, after that
-    error: BaseException | None = None
-    where: str = ""  # the unit of the error
     is_early: bool = False  # beside a backward: an error leaves the step half applied, as others are marked as stepped
-    has_state: bool = False  # whether state was loaded since
+    has_changed: bool = False  # whether a weight was changed
+    error: BaseException | None = None
 
-    def note(self, whose: list[Weight]) -> None:
-        """Note that weights were changed."""
-        self.versions.update({weight: weight.value._version for weight in whose})
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether state was loaded, and all weights that were changed have been written since."""
-        return self.has_state and all(weight.value._version != version for weight, version in self.versions.items())
-
-    def check(self) -> None:
-        """Raise if an error ended the step, and weights and state were not loaded since."""
-        if self.error is not None and not self.is_replaced:
-            raise TornStepError(
-                f"an optimizer step ended half-way, at {self.where}, by {type(self.error).__name__}: {self.error}."
-                " Weights and optimizer state are those of no step: load the last checkpoint into both"
-            ) from self.error
+    def failed(self, optimizer: optim.Optimizer, where: str, error: BaseException) -> None:
+        """Note an error, with the unit of it."""
+        self.error = self.error or error
+        if self.has_changed or self.is_early:
+            mark(optimizer, f"an optimizer step ended half-way, at {where}, by {type(error).__name__}: {error}")
 
 
 class EarlySteps:
@@ -98,15 +178,24 @@ class EarlySteps:
         self._stepper = None
 
     def check(self) -> None:
-        """Raise if weights were stepped whose step the user has not called, unless weights and state were loaded."""
-        if self.stepped and self.outcome.is_replaced:
-            self._forget()
+        """Raise if weights were stepped whose step the user has not called."""
         if self.stepped:
-            raise TornStepError(
-                "an exception came between a backward, beside which weights were stepped, and optimizer.step(): weights"
-                " and optimizer state are those of no step. Load the last checkpoint into both, or set"
-                " optimizer_overlap=False"
+            raise HalfAppliedStepError(
+                "weights were stepped beside a backward, and optimizer.step() has not come with their gradients: "
+                f"{NO_STEP}. {GO_ON}. optimizer_overlap=False steps nothing beside backward"
             )
+
+    def left_by(self, error: BaseException) -> None:
+        """Note that an exception came before the user's call of the step."""
+        if self.stepped and self._stepper is not None:
+            total = sum(map(len, self._params))
+            mark(
+                self._stepper,
+                f"{type(error).__name__} came between a backward, beside which the optimizer had already stepped"
+                f" {len(self.stepped)} of {total} parameters, and optimizer.step(); optimizer_overlap=False keeps such"
+                " an exception from changing any parameter",
+            )
+            self._forget()
 
 
 def _numbers(optimizer: optim.Optimizer) -> Any:

@@ -34,11 +34,10 @@ from ..stream.leaf import Weight
 from ..stream.parameters import unit_of, weights
 from ..stream.unit import Unit
 from .filed import FiledSteps
-from .half_applied import EarlySteps, Outcome
+from .half_applied import EarlySteps, Outcome, check_step, note_loaded, outlive
 from .places import ByTrips, OnDevice, OnHost, Place
 from .slices import COUNTS, SlicedOptimizer, Work, counts_on_device, is_known, names_of_known, shadow_of
 from .state import WaitingState
-from .torn_step import check_step
 
 
 class Steps:
@@ -62,8 +61,8 @@ class Steps:
         self._awaited: list[Unit] = []  # whose steps the user's call of step waits for
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self.chose_residents = False  # whether the user asked for resident units
-        self._failed = Outcome()  # of the last step that ended half-way
-        self._was_in_step = False  # whether the user's call of step came in the code of a step
+        # Whether the user's call of step came in the code of a step; an optimizer may step another.
+        self._was_in_step: weakref.WeakKeyDictionary[optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -101,6 +100,7 @@ class Steps:
             for hook in hooks:
                 hook.remove()
             _wait_steps(optimizer)
+            outlive(optimizer)
             optimizer.state = collections.defaultdict(dict, optimizer.state)
             self._place_state(optimizer, is_closing=True)
 
@@ -171,7 +171,7 @@ class Steps:
             state.update((key, value.cpu()) for key, value in state.items() if isinstance(value, Tensor))
 
     def _loaded(self, optimizer: optim.Optimizer) -> None:
-        self._failed.has_state = self._early_steps.outcome.has_state = True
+        note_loaded(optimizer)
         self.place_state(optimizer)
 
     def _before(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -182,11 +182,11 @@ class Steps:
         if optimizer not in own_steps:  # but one whose step raised
             own_steps.clear()
         window = next(iter(self._units)).window
-        self._was_in_step, window.is_in_step = window.is_in_step, False  # an optimizer of the user's steps on the host
+        self._was_in_step[optimizer] = window.is_in_step
+        window.is_in_step = False  # an optimizer of the user's steps on the host
         if not self._groups(optimizer):
             return None
         self.has_stepped = True
-        self.check_whole()
         check_step(optimizer)
         self.adopt(optimizer)
         if not is_known(optimizer):  # it may look at all weights at once
@@ -257,10 +257,11 @@ class Steps:
                 for _, grad, _ in self._noted_work(work[unit], groups):
                     if isinstance(grad, GradientBytes):
                         grad.arrived.synchronize()
-        outcome = Outcome()
+        outcome, where = Outcome(), ""
         self._counters.held_steps += self._overlap and not all(unit.is_resident for unit in work)
         try:
             for unit in sorted(work, key=lambda unit: (not unit.is_resident, unit.index)):
+                where = unit.name
                 if unit.is_resident:
                     self._step_on_device(unit, work[unit], step, groups, state, outcome)
                 else:
@@ -272,14 +273,13 @@ class Steps:
         except BaseException as error:  # of a resident unit, or an interrupt: what has not begun does not begin
             outcome.error = outcome.error or error
             self.wait_thread()
-            if outcome.versions:
-                self._failed = outcome
+            outcome.failed(step.user, where, error)
             raise
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         own_steps.clear()
         if self._units:
-            next(iter(self._units)).window.is_in_step = self._was_in_step
+            next(iter(self._units)).window.is_in_step = self._was_in_step.pop(optimizer, False)
         if optimizer in self._adopted and not self._overlap:
             _wait_steps(optimizer)
         if optimizer in self._adopted and not is_known(optimizer):
@@ -307,11 +307,6 @@ class Steps:
         """Give the entries of state that the steps will make the order of a plain run, not that of backward."""
         state: Any = optimizer.state
         state.guess([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
-
-    @property
-    def half_applied(self) -> int:
-        """How many weights were stepped beside a backward, for which the user's call of `step` has not come."""
-        return len(self._early_steps.stepped)
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
         """Step a unit's weights now, if their gradients are final."""
@@ -343,14 +338,15 @@ class Steps:
 
     # ---- half-applied steps
 
-    def check_whole(self) -> None:
-        """Raise if a step ended half-way, and weights and state were not loaded since."""
-        self._failed.check()
-
     def check_applied(self) -> None:
         """Raise if a step is half applied: weights and state may not be saved."""
-        self._failed.check()
         self._early_steps.check()
+        for optimizer in self._adopted:
+            check_step(optimizer)
+
+    def left_by(self, error: BaseException) -> None:
+        """Note that an exception ended a closure or a step of the user's."""
+        self._early_steps.left_by(error)
 
     def _check_saving(self, optimizer: optim.Optimizer) -> None:
         _wait_steps(optimizer)
@@ -439,13 +435,11 @@ class Steps:
             try:
                 unit.wait_copy()
                 step()
-                outcome.note(whose)
+                outcome.has_changed = True
             except BaseException as error:
-                outcome.error, outcome.where = error, unit.name
-                if sliced.has_written or before != [weight.value._version for weight in whose]:
-                    outcome.note(whose)
-                if outcome.versions or outcome.is_early:
-                    self._failed = outcome
+                has_moved = before != [weight.value._version for weight in whose]
+                outcome.has_changed = outcome.has_changed or sliced.has_written or has_moved
+                outcome.failed(sliced.user, unit.name, error)
                 raise
 
     def _step_on_device(
@@ -475,8 +469,7 @@ class Steps:
             if is_done or before != [weight.there._version for weight in whose]:
                 for weight in whose:
                     unit.keep_write(weight)
-                outcome.where = unit.name
-                outcome.note(whose)
+                outcome.has_changed = True
 
 
 def _wait_steps(optimizer: optim.Optimizer) -> None:

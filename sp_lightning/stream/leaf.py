@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..compat.dynamo import end_graph, is_compiling_here
+from ..compat.dynamo import graph_break, is_compiling_here
 from ..compat.streaming import storage_id, tree_map_only, without_dispatch
 from ..compat.tensors import IS_PARAMETER
 from ..errors import ExactnessError, UnsupportedError
@@ -92,6 +92,7 @@ class Weight:
         self.uses = 0  # gradients that came through what was lent
         self.is_half_applied = False  # stepped beside a backward, and the user has not called the step yet
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
+        self.moved: weakref.ref[Tensor] | None = None  # the copy that the user made last by `weight.to(device)`
         # The user's views of the host's bytes, by their ids.
         self.aliases: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -216,7 +217,7 @@ class Absent(Leaf):
         with without_dispatch():
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
-            end_graph()
+            graph_break()
             return call_with_leaves(func, args, kwargs or {})
 
 

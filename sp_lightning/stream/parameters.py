@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import reduce_tensor
 
-from ..compat.dynamo import end_graph, is_compiling_here
+from ..compat.dynamo import graph_break, is_compiling_here
 from ..compat.streaming import hooks_of_gradient, storage_id, tree_map_only, without_dispatch
 from ..compat.tensors import IS_PARAMETER, is_dtensor, is_dtensor_class, local_of, over_spec, spec_of
 from ..errors import ExactnessError, UnsupportedError
@@ -38,7 +39,7 @@ from .lazy import (
     shares_bytes,
     writes,
 )
-from .leaf import NOTHING, Weight, call_with_leaves, check_form, graph_after_close, version_of
+from .leaf import NOTHING, Weight, call_with_leaves, check_form, graph_after_close, has_form_of, version_of
 from .shards import on_host
 from .unit import Unit
 
@@ -49,6 +50,7 @@ PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignor
 # Functions that make a tensor like a weight, and record nothing; the last one makes state as Adagrad is constructed.
 MAKING = {torch.rand_like, torch.randn_like, torch.randint_like, torch.full_like}
 FREEZING = {Tensor.requires_grad_, set_requires_grad}
+MOVING = {Tensor.to, Tensor.cuda}  # functions by which modules move their parameters
 STRIDING = {Tensor.as_strided, torch.as_strided}
 
 # Functions that are about the bytes on the host, also where autograd would record them.
@@ -89,7 +91,7 @@ class Watched(Lazy):
         if func in METADATA or in_own_step():
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
-        end_graph()
+        graph_break()
         if has_others(types):
             return NotImplemented
         is_own = _is_in_own_call(args[0] if args else None)
@@ -140,6 +142,8 @@ class Watched(Lazy):
         if func in ARRAYS:
             weight.unit.epoch += 1  # the user is about to write
             weight.unit.is_exposed = True
+        if func in MOVING and id(self) == id(weight.host) and has_form_of(weight, result):
+            weight.moved = weakref.ref(result)
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if type(tensor) is Tensor and shares_bytes(tensor, weight.value):
                 tensor.__class__ = Alias
@@ -503,6 +507,9 @@ def _write_data(param: HostParameter, data: Tensor) -> None:
         with without_dispatch():
             set_data(param, data)
         return
+    is_moved = weight.moved is not None and weight.moved() is data and data.device == weight.leaf.device
+    if is_moved and version_of(data) == 0:
+        return  # `module.to()`, which changes nothing in a plain run, where the weight is on the device
     check_form(weight, data)
     param.before()
     weight.unit.epoch += 1

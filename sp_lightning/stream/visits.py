@@ -138,7 +138,7 @@ class Visit:
         """Call the module while its units are on the device and bound."""
         window = self._window
         bound: list[tuple[Unit, list[int]]] = []
-        lent: list[Unit] = []
+        lent: list[Unit] | None = None
         noted = window.begin_call(opened)
         try:
             if self._lends:
@@ -153,8 +153,8 @@ class Visit:
                 for unit in opened:
                     unit.depth = 0
                     unit.unbind()
-                for unit in lent:
-                    unit.unbind()
+                if lent is not None:
+                    window.take_back(lent)
                 for unit, versions in bound:
                     if written := unit.written_since(versions):
                         self._keep_writes(unit, written)

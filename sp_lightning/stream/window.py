@@ -132,12 +132,20 @@ class Window:
         """Put all leaves into the modules: code of the root reads weights of layers that it does not call.
 
         Custom autograd functions get them past the parameters' own dispatch. Those of other streams are among them,
-        such as a teacher's. Weights of several tensors are left out, and shards, which do not bring their bytes.
+        such as a teacher's. Shards, which do not bring their bytes, are left out. Weights of several tensors stay in
+        the modules, and are read on the device.
         """
         lent = [unit for each in _open for unit in each._units if not (unit.wholes or unit.sharded)]
         for unit in lent:
             unit.lend()
+        show_device(self._wholes)
         return lent
+
+    def take_back(self, lent: Sequence[Unit]) -> None:
+        """Put the user's parameters back into the modules."""
+        for unit in lent:
+            unit.unbind()
+        show_host(self._wholes)
 
     def begin_call(self, units: Sequence[Unit]) -> Call:
         """Hold units, and note the call of a streamed module."""
@@ -148,12 +156,6 @@ class Window:
             )
         call = Call(self.hold(units), self.is_in_call, self.caller)
         self.is_in_call = True
-        try:
-            if not call.was_in_call:
-                show_device(self._wholes)
-        except BaseException:
-            self.end_call(call)
-            raise
         if graph_task() == -1:
             self.caller = self.thread = threading.get_ident()
         return call
@@ -161,11 +163,7 @@ class Window:
     def end_call(self, call: Call) -> None:
         """Note the end of a call, and let go of its units."""
         self.is_in_call, self.caller = call.was_in_call, call.caller
-        try:
-            if not call.was_in_call:
-                show_host(self._wholes)
-        finally:
-            self.let_go(call.held)
+        self.let_go(call.held)
 
     def check_thread(self, where: str) -> None:
         """Raise if a call on another thread is under way. A backward runs on threads of autograd's, while one waits."""

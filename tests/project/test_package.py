@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import pickle
 import re
 import shutil
 import subprocess
@@ -98,6 +99,13 @@ def test_import_registers_the_strategy_and_does_nothing_else():
 
 
 # ---- layout
+
+
+def test_the_package_is_pickled_by_name():
+    """As part of a function that is sent to another process."""
+    import sp_lightning
+
+    assert pickle.loads(pickle.dumps(sp_lightning)) is sp_lightning
 
 
 def test_top_level_holds_what_a_stranger_expects():

@@ -132,15 +132,21 @@ def lies_beyond(program: Program) -> Iterator[str]:
     several = program.loss == "of two calls" or not USES_TWICE.isdisjoint(program.kinds)
     if program.is_mixed and program.door in ("fabric", "hf") and (several or program.does("loss: ", "weight: tie")):
         yield "autocast's cache for weights that are used more than once"
+    if program.does("end: ") and program.does("keep: ", "keep: with its graph"):
+        yield "a view from one run in the next, which moves weights, as Module.to() would"
+    if program.door == "hf" and program.optimizer == "own" and program.does("weight: of a new layer"):
+        yield "a default that accelerate gives an optimizer's groups as it moves its state"
 
 
 def may_be_refused(program: Program) -> bool:
     """Whether section 4 names a typed error for something that a program does."""
     quantised = "Quantised" in program.kinds  # where an option does not take it
+    rounds = bool(program.option.get("resident")) and program.optimizer == "adafactor"  # otherwise on the host
     writes = "Writing" in program.kinds and refuses_writes(program)
     reads = "Reentrant" in program.kinds and program.loss == "of weights too"  # a second gradient after the inner one
     return (
         quantised
+        or rounds
         or writes
         or (reads and steps_early(program))
         or any(FEATURES[act.feature].error(program) for act in program.acts)
@@ -275,6 +281,8 @@ def draw_options(dice: random.Random, kinds: tuple[str, ...], quiet: bool) -> di
         options |= {"window": "auto", "memory_budget": BUDGET, "transfer": "auto"}
     if dice.random() < 0.1:
         options["disk"] = True
+    if dice.random() < 0.15:
+        options["resident"] = dice.choice([1, 2])
     return options
 
 

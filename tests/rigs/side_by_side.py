@@ -120,8 +120,6 @@ def training(
 
 def fit(make, strategy, device, ckpt_path=None, **options):
     """The module after a short fit, plain if there is no strategy; with the list `losses` for it to fill."""
-    if device.type == "simgpu":
-        importlib.import_module("simgpu.lightning")
     torch.manual_seed(0)
     module = make()
     module.losses = []
@@ -132,6 +130,8 @@ def fit(make, strategy, device, ckpt_path=None, **options):
 
 def make_trainer(strategy, device, **options):
     """A quiet Trainer, of the plain strategy if there is none."""
+    if device.type == "simgpu":
+        importlib.import_module("simgpu.lightning")
     return L.Trainer(
         strategy=strategy or parity.plain_strategy(device.type),
         accelerator=device.type,

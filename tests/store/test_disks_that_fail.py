@@ -14,7 +14,7 @@ from stream_programs import Net, stream
 from test_training_from_disk import Wide
 from torch import nn
 
-from sp_lightning.errors import DiskError, HostMemoryError, OptionError, TornStepError
+from sp_lightning.errors import DiskError, HalfAppliedStepError, HostMemoryError, OptionError
 from sp_lightning.store import direct, pipeline, scratch
 
 
@@ -145,9 +145,9 @@ def test_a_step_that_fails_half_way_is_neither_stepped_on_nor_saved(call, at, mo
             with pytest.raises(DiskError, match="Input/output error"):
                 optimizer.step()
                 handle.finish_step()
-        with pytest.raises(TornStepError, match="ended half-way"):
+        with pytest.raises(HalfAppliedStepError, match="ended half-way"):
             optimizer.state_dict()
-        with pytest.raises(TornStepError, match="ended half-way"):
+        with pytest.raises(HalfAppliedStepError, match="ended half-way"):
             optimizer.step()
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])

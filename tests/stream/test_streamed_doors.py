@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from stream_programs import Net, compare, streamed
 from streamed import StreamStrategy
 
-from sp_lightning.errors import ExactnessError, TornStepError
+from sp_lightning.errors import ExactnessError, HalfAppliedStepError
 
 
 def beside_backward(model, optimizer, handle):
@@ -92,7 +92,7 @@ def test_a_half_applied_step_is_not_saved_after_the_run(tmp_path):
     module = Module(fails_at=2)
     with pytest.raises(ZeroDivisionError):
         fit(module, StreamStrategy("cpu", window=1, optimizer_overlap=True), tmp_path)
-    with pytest.raises(TornStepError, match="load a checkpoint"):
+    with pytest.raises(HalfAppliedStepError, match="Load the last checkpoint"):
         module.trainer.save_checkpoint(tmp_path / "after.ckpt")
     assert not list(tmp_path.rglob("*.ckpt"))
 

@@ -7,7 +7,7 @@ import torch
 from often import often
 from stream_programs import Block, Net, Run, compare, device_named, streamed
 
-from sp_lightning.errors import ExactnessError, TornStepError
+from sp_lightning.errors import ExactnessError, HalfAppliedStepError
 from sp_lightning.optim import compiled
 
 
@@ -270,17 +270,15 @@ def test_a_backward_that_ends_half_way_leaves_a_step_half_applied(error):
     state, weights = (copy.deepcopy(one.state_dict()) for one in (optimizer, model))
     with streamed(model, "cpu") as handle:
         model.error = error
-        handle.steps.step_beside_backward(optimizer)
-        with pytest.raises(error):
+        with pytest.raises(error), handle.stepping(optimizer, True):
             model(torch.ones(4, 8)).square().mean().backward()
-        handle.steps.step_beside_backward(None)
         model.error = None
         for go_on in (
             lambda: handle.steps.step_beside_backward(optimizer),
             handle.steps.check_applied,
             optimizer.state_dict,
         ):
-            with pytest.raises(TornStepError, match="Load the last checkpoint"):
+            with pytest.raises(HalfAppliedStepError, match="Load the last checkpoint"):
                 go_on()
         optimizer.zero_grad()
         model.load_state_dict(weights)
@@ -302,7 +300,7 @@ def test_a_step_without_the_gradients_that_were_stepped_is_refused():
     with streamed(model, "cpu") as handle:
         half_stepped(handle, model, optimizer)
         optimizer.zero_grad()
-        with pytest.raises(TornStepError, match="Load the last checkpoint"):
+        with pytest.raises(HalfAppliedStepError, match="Load the last checkpoint"):
             optimizer.step()
 
 
@@ -322,3 +320,42 @@ def test_a_forked_process_reads_weights_and_state():
             fine = all(param.isfinite().all() and optimizer.state[param]["step"] == 1 for param in model.parameters())
             os._exit(0 if fine and len(optimizer.state) else 1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+class ReadInBackward(torch.autograd.Function):
+    """A copy of an input, whose gradient a layer scales as the layer is by then."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (kept,) = ctx.kept
+        return grad * (kept.weight if isinstance(kept, torch.nn.Module) else kept).sum(), None
+
+
+class ReadingNet(Net):
+    """Whose backward ends with a look at the last block, which is stepped and evicted by then."""
+
+    keeps_layer = True
+
+    def forward(self, x, skip=()):
+        layer = self.blocks[-1].up
+        x = ReadInBackward.apply(self.emb(x), [layer if self.keeps_layer else layer.weight])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class KeepingNet(ReadingNet):
+    keeps_layer = False
+
+
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
+@pytest.mark.parametrize("make", [ReadingNet, KeepingNet])
+def test_a_backward_that_reads_what_was_stepped_beside_it_is_refused(device, make):
+    compare(device, trained(once, device, None, make), trained(once, device, False, make))
+    with pytest.raises(ExactnessError, match=r"after it was stepped beside the first backward"):
+        trained(once, device, True, make, window=1)

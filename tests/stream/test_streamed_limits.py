@@ -3,7 +3,6 @@
 import pytest
 import torch
 from stream_programs import Block, Net, Program, check, streamed
-from torch import nn
 
 from sp_lightning.errors import UnsupportedError
 

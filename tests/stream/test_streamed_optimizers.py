@@ -3,7 +3,7 @@
 import pytest
 import torch
 from often import often
-from stream_programs import Net, Program, check
+from stream_programs import Net, Program, check, streamed
 from torch import nn
 
 OPTIMIZERS = {
@@ -151,3 +151,29 @@ def test_an_optimizer_that_compiles_its_code_steps_as_in_the_plain_run(device):
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=64):  # for each shape of a weight
         check(Program(program(Compiled, {}), Net), device)
+
+
+class Around(torch.optim.Optimizer):
+    """A user's own, which steps another one and then adds to the weights."""
+
+    def __init__(self, params, lr):
+        self.inner = torch.optim.SGD(params, lr)
+        super().__init__(self.inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self):
+        self.inner.step()
+        for group in self.param_groups:
+            torch._foreach_mul_(group["params"], 0.99)
+
+
+@pytest.mark.simgpu
+def test_an_optimizer_that_steps_another_one_does_so_within_a_step():
+    check(Program(program(Around, {}), Net), "simgpu")
+    model = Net()
+    with streamed(model, "simgpu") as handle, handle.scope("train"):
+        optimizer = Around(model.parameters(), 0.1)
+        model(torch.ones(4, 8, device="simgpu")).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert model.blocks[0].up.weight.square().device.type == "simgpu"  # as a training step goes on

@@ -30,6 +30,19 @@ def average_by_a_callback_s_lists(run, model):
 
 
 @program()
+def read_as_arrays_before_a_second_derivative(run, model):
+    def step(model, optimizer, i):
+        x = run.x(i).requires_grad_()
+        loss = model(x).square().mean()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        arrays = [param.detach().cpu().numpy() for param in model.parameters()]
+        assert all(array.size for array in arrays)
+        return run.train(model(run.x(i)).square().mean() + grad.square().sum(), optimizer)
+
+    return run.loop(model, step)
+
+
+@program()
 def sharpness_aware(run, model):
     def step(model, optimizer, i):
         model(run.x(i)).square().mean().backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stream_programs import PLACES, Block, Net, cases, check, collected, streamed
 
-from sp_lightning.errors import ExactnessError, TornStepError
+from sp_lightning.errors import ExactnessError, HalfAppliedStepError
 from sp_lightning.optim.steps import Steps
 from sp_lightning.stream.gradients import GradientBytes
 
@@ -277,9 +277,9 @@ def test_a_step_that_failed_half_way_is_neither_stepped_on_nor_saved(monkeypatch
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with streamed(model, "cpu"):
         failed_after_one_unit(monkeypatch, model, optimizer)
-        with pytest.raises(TornStepError, match=r"half-way, at blocks\.0, by MemoryError"):
+        with pytest.raises(HalfAppliedStepError, match=r"half-way, at blocks\.0, by MemoryError"):
             optimizer.step()
-        with pytest.raises(TornStepError, match="load the last checkpoint"):
+        with pytest.raises(HalfAppliedStepError, match="Load the last checkpoint"):
             optimizer.state_dict()
 
 
@@ -290,7 +290,7 @@ def test_loading_both_weights_and_state_ends_a_half_applied_step(monkeypatch):
     with streamed(model, "cpu"):
         failed_after_one_unit(monkeypatch, model, optimizer)
         optimizer.load_state_dict(state)
-        with pytest.raises(TornStepError):
+        with pytest.raises(HalfAppliedStepError):
             optimizer.step()
         model.load_state_dict(weights)
         optimizer.step()
@@ -323,7 +323,7 @@ def test_an_interrupt_between_units_is_a_step_half_applied(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
         monkeypatch.undo()
-        with pytest.raises(TornStepError, match="half-way"):
+        with pytest.raises(HalfAppliedStepError, match="half-way"):
             optimizer.step()
 
 

@@ -290,6 +290,7 @@ def read_by_aliases_that_are_kept(run, model):
     state = model.state_dict()
     for i in range(4):
         run.step(model, optimizer, i)
+        model.to(run.device)  # where it is in the plain run
         seen.append(torch.cat([alias.cpu() for alias in aliases]))
         seen.append([value.clone() for value in state.values()])
     return seen
