@@ -33,7 +33,6 @@ from ..host.memory import keep_from_forks
 from ..options import format_both
 from .direct import BLOCK, IN_MEMORY, DirectFile, Mount, blocks, mount_of
 
-STACKED = ("overlay", "aufs")
 COPIES_ON_WRITE = ("btrfs", "zfs", "bcachefs", "nilfs2")
 GET_FLAGS, SET_FLAGS, NO_COPY = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
 ALLOWED = "a folder on a local disk of this machine"
@@ -196,7 +195,7 @@ def _nameless(folder: str, mount: Mount) -> int:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error
-    if mount.kind in (*COPIES_ON_WRITE, *STACKED):
+    if mount.kind in COPIES_ON_WRITE:
         import fcntl  # which Windows has not
 
         flags = array.array("l", [0])
@@ -205,8 +204,7 @@ def _nameless(folder: str, mount: Mount) -> int:
             flags[0] |= NO_COPY
             fcntl.ioctl(fd, SET_FLAGS, flags)
         except OSError as error:
-            if mount.kind in COPIES_ON_WRITE:
-                os.close(fd)
-                allowed = f"{ALLOWED}; this one is on {mount.kind}, which copies what is written"
-                raise OptionError(argument="disk", found=folder, allowed=allowed) from error
+            os.close(fd)
+            allowed = f"{ALLOWED}; this one is on {mount.kind}, which copies what is written"
+            raise OptionError(argument="disk", found=folder, allowed=allowed) from error
     return fd
