@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sp_lightning.plan.machines import REACHED, Machine, Reached
-from sp_lightning.plan.step import Bytes, Run, StepCost, step_time
+from sp_lightning.plan.step import NOTHING, Bytes, Run, StepCost, step_time
 from sp_lightning.plan.trace import Work
 
 RESULTS = pathlib.Path(__file__).with_name("results")
@@ -38,21 +38,33 @@ HOST = 143e9
 # machine was measured for Hugging Face's Trainer: it has the medians of the others.
 SPOILT, LATER = ("peers-nvidia-h200.json", 0), 1
 
+ONE_CORE = 12e9  # bytes/s of a norm that torch computes on one core
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The bytes of host memory that a step of a version costs for each parameter; nothing runs beside the last two."""
+
+    stepped: Bytes = NOTHING  # by the optimizer
+    landed: Bytes = NOTHING  # when gradients are down
+    clipped: Bytes = NOTHING  # then, if they are clipped: norms, and the factor
+    clipped_by_one: Bytes = NOTHING  # the same by one core
+    on_device: float = 0.0  # of device memory, for a step there
+
+
 # What a step costs in each version. FP32 gradients are made of those that came down in half precision (2 + 4), clipped
 # by two passes (4, and 8 for the product), and stepped (28, and 2 for a wire copy). Steps of torch's fused kernels cast
 # weights apart (4 + 2). From 70ed76e on gradients stay narrow: no pass widens them, and the step takes the factor.
-WIDE = StepCost(
-    landed=Bytes(6, 0), norm=Bytes(4, 0), norm_by_one=Bytes(0, 4), scaled=Bytes(8, 8), stepped=Bytes(30, 28)
-)
+WIDE = Cost(landed=Bytes(6, 0), clipped=Bytes(12, 8), clipped_by_one=Bytes(0, 4), stepped=Bytes(30, 28))
 COSTS = {
-    "35907c1": replace(WIDE, norm=Bytes(0, 0), norm_by_one=Bytes(4, 4)),  # all norms on one core
+    "35907c1": replace(WIDE, clipped=Bytes(8, 8), clipped_by_one=Bytes(4, 4)),  # all norms on one core
     "63d205d": WIDE,
     "63d205d fused": replace(WIDE, stepped=Bytes(34, 28)),
-    "70ed76e": StepCost(norm=Bytes(2, 0), norm_by_one=Bytes(0, 4), scaled=Bytes(0, 8), stepped=Bytes(28, 28)),
+    "70ed76e": Cost(clipped=Bytes(2, 8), clipped_by_one=Bytes(0, 4), stepped=Bytes(28, 28)),
     # Plain runs, on the device: norm and product (12), weights and gradients cast (18), and the optimizer, by torch's
     # operators for lists (80) or fused (28).
-    "plain": StepCost(on_device=12 + 18 + 80),
-    "plain fused": StepCost(on_device=12 + 18 + 28),
+    "plain": Cost(on_device=12 + 18 + 80),
+    "plain fused": Cost(on_device=12 + 18 + 28),
 }
 
 
@@ -117,12 +129,20 @@ class Row:
     device_peak: int
     machine: Machine
     run: Run
+    cost: Cost
     training: bool
 
     def predicted_s(self, reached: Reached) -> float:
-        """Return the step's time by lanes."""
+        """Return the step's time by lanes, and by the passes that clipping made then."""
         works = MODELS[self.model].works(self.rows * self.length, self.length, self.training, self.window)
-        return step_time(*works, self.machine, self.run, reached).seconds
+        cost, trained, cores = self.cost, works[2].plus(works[3]), reached.step * self.machine.cores_bytes_per_s
+        landed, alone = cost.landed, 0.0
+        if self.run.clip:
+            alone = (landed.of(trained) + cost.clipped.of(trained)) / cores + cost.clipped_by_one.of(trained) / ONE_CORE
+            landed = NOTHING
+        stepped = Bytes(cost.stepped.half + landed.half, cost.stepped.full + landed.full)
+        run = replace(self.run, cost=StepCost(stepped=stepped, on_device=cost.on_device))
+        return alone + step_time(*works, self.machine, run, reached).seconds
 
 
 def measured() -> list[Row]:
@@ -156,14 +176,22 @@ def _row(name: str, file: dict[str, Any], result: dict[str, Any], row: dict[str,
     window = row["options"].get("window")
     kind = ("plain" if window is None else commit) + " fused" * trainer
     run = Run(
-        cost=COSTS[kind],
+        cost=StepCost(),
         clip=setting["clip"] is not None,
         overlap="none" if commit == "35907c1" else "forward",  # a callback made the next forward wait there
     )
     label = f"{name.removesuffix('-nvidia-h200.json')}: {result['label']}, {row['label']}"
     sizes = setting["model"], setting["batch"], setting["seq"]
     return Row(
-        label, *sizes, window, row["step_s"]["median"], row["device_peak"], machine, run, not setting["inference"]
+        label,
+        *sizes,
+        window,
+        row["step_s"]["median"],
+        row["device_peak"],
+        machine,
+        run,
+        COSTS[kind],
+        not setting["inference"],
     )
 
 

@@ -4,10 +4,12 @@
 
 A stack of layers with so many FP32 parameters, which lie in a file, is trained on a few tokens by AdamW on the CPU, by
 processes of their own, one after another: in memory as a whole, and with ``disk=`` and a ``host_budget`` of a half and
-of a quarter of what that took. Each enters a memory cgroup of its own once it has imported its libraries, so that all
-it takes from there on counts: anonymous and shared memory, locked or not. With a budget the cgroup has a limit of 1.05
-times the budget; the page cache, which the kernel gives up where memory is short, is within it too. Where no cgroup can
-be made (that takes root), the memory is sampled from ``/proc``, that of the libraries included, and nothing is limited.
+of a quarter of what that took. Those with a budget save after half of the steps, are killed at a random time of the
+next two, and another process resumes and ends. Each enters a memory cgroup of its own once it has imported its
+libraries, so that all it takes from there on counts: anonymous and shared memory, locked or not. With a budget the
+cgroup has a limit of 1.05 times the budget; the page cache, which the kernel gives up where memory is short, is within
+it too. Where no cgroup can be made (that takes root), the memory is sampled from ``/proc``, that of the libraries
+included, and nothing is limited.
 
 Before each run the kernel drops what it has of the file from the page cache. Printed are, for each run: the most memory
 beside its budget, the swap that was used, the seconds of a step (the median after the first, which makes state) beside
@@ -15,7 +17,7 @@ those in memory, the bytes that a step reads and writes, and whether weights and
 
 ``--peer deepspeed`` trains the same weights on the same batches by DeepSpeed's ZeRO-Infinity as well, with weights and
 state on the disk, without a limit and under the same limits, and its memory and time are printed beside those of the
-run in memory. Its first loss has to be that of the others to four digits; its bits are its own. Other peers do not
+run in memory. Its last loss has to be that of the others to four digits; its bits are its own. Other peers do not
 train from a disk: accelerate's `disk_offload` serves inference.
 """
 
@@ -27,6 +29,8 @@ import hashlib
 import json
 import math
 import os
+import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -66,7 +70,7 @@ def main() -> None:
         whole = measured(given, None)
         say("in memory", whole, whole)
         for name, part in PARTS.items():
-            say(name, measured(given, whole["peak"] // part), whole)
+            say(name, killed_and_resumed(given, whole["peak"] // part, whole["seconds"]), whole)
         for name, part in {"no limit": 0, **PARTS}.items() if options.peer else ():
             budget = whole["peak"] // part if part else None
             say(f"{options.peer}, {name}", measured({**given, "peer": options.peer}, budget), whole)
@@ -79,6 +83,18 @@ def make(layers: int, path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(path), str(layers), str(WIDTH)], check=True)
 
 
+def killed_and_resumed(given: dict[str, Any], budget: int, seconds: float) -> dict[str, Any]:
+    """Run a process that saves and is killed, and another one that resumes; return the most memory of both."""
+    path = Path(given["folder"]) / "last.ckpt"
+    given = {**given, "saves": str(path)}
+    first = measured({**given, "dies": random.uniform(0, 2 * seconds)}, budget)
+    if first["failed"] != -signal.SIGKILL or not path.exists():
+        return first
+    second = measured(given, budget)
+    path.unlink()
+    return {"saved": first["saved"], **second, "peak": max(first["peak"], second["peak"])}
+
+
 def measured(given: dict[str, Any], budget: int | None) -> dict[str, Any]:
     """Run a process, in a cgroup with a limit if it has a budget, and return what it says, and its most memory."""
     drop(Path(given["folder"]) / "weights.pt")
@@ -89,9 +105,10 @@ def measured(given: dict[str, Any], budget: int | None) -> dict[str, Any]:
             assert process.stdout is not None
             lines = process.stdout.read().splitlines()
             taken = memory.end()
+    said = json.loads(lines[-1]) if lines else {}
     if process.returncode:
-        return {"budget": budget, **taken, "failed": process.returncode}
-    return {"budget": budget, "is_limited": group is not None, **taken, **json.loads(lines[-1])}
+        return {"budget": budget, **taken, **said, "failed": process.returncode}
+    return {"budget": budget, "is_limited": group is not None, **taken, **said}
 
 
 def drop(path: Path) -> None:
@@ -175,6 +192,7 @@ def with_a_window(given: dict[str, Any]) -> dict[str, Any]:
     from torch import nn
 
     from sp_lightning.handle import stream
+    from sp_lightning.lightning.checkpoint_io import MappedCheckpointIO
 
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # what it imports counts as libraries'
     enter(given)
@@ -187,9 +205,16 @@ def with_a_window(given: dict[str, Any]) -> dict[str, Any]:
     options["wire_dtype"] = "auto" if given["autocast"] else "as-is"
     if given["budget"] is not None:
         options |= {"disk": given["folder"], "host_budget": given["budget"]}
-    seconds, losses, moved = [], [], []
+    seconds, losses, moved, saves = [], [], [], given.get("saves", "")
+    is_resumed = os.path.exists(saves)
     with stream(net, "cpu", **options) as handle:
-        for number in range(given["steps"]):
+        if is_resumed:
+            checkpoint = torch.load(saves, mmap=True)
+            net.load_state_dict(checkpoint["weights"])
+            optimizer.load_state_dict(checkpoint["state"])
+            handle.loaded(optimizer)
+            del checkpoint
+        for number in range(given["steps"] // 2 * is_resumed, given["steps"]):
             before, begin = handle.stats(), time.perf_counter()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=given["autocast"]):
                 loss = net(batch(number)).float().square().mean()
@@ -200,12 +225,19 @@ def with_a_window(given: dict[str, Any]) -> dict[str, Any]:
             losses.append(loss.item())
             seconds.append(time.perf_counter() - begin)
             moved.append({name: handle.stats()[name] - before[name] for name in ("disk_read", "disk_written")})
+            if saves and not is_resumed and number + 1 == given["steps"] // 2:
+                begin = time.perf_counter()
+                MappedCheckpointIO().save_checkpoint(
+                    {"weights": net.state_dict(), "state": optimizer.state_dict()}, saves
+                )
+                print(json.dumps({"saved": os.path.getsize(saves) / (time.perf_counter() - begin)}), flush=True)
+                threading.Timer(given["dies"], os.kill, (os.getpid(), signal.SIGKILL)).start()
         digest = hashlib.sha256()
         for parameter in net.parameters():
             digest.update(parameter.detach().numpy().tobytes())
             for value in optimizer.state[parameter].values():
                 digest.update(value.numpy().tobytes())
-    return {"seconds": statistics.median(seconds[1:]), "loss": losses[0], **moved[-1], "bits": digest.hexdigest()}
+    return {"seconds": statistics.median(seconds[1:]), "loss": losses[-1], **moved[-1], "bits": digest.hexdigest()}
 
 
 def with_deepspeed(given: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +269,7 @@ def with_deepspeed(given: dict[str, Any]) -> dict[str, Any]:
         engine.step()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - begin)
-    return {"seconds": statistics.median(seconds[1:]), "loss": losses[0]}
+    return {"seconds": statistics.median(seconds[1:]), "loss": losses[-1]}
 
 
 def deepspeed_config(given: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -287,10 +319,12 @@ def say(name: str, found: dict[str, Any], whole: dict[str, Any]) -> None:
     said += [f"swap {found['swap'] / 1e9:.2f} GB", f"step {found['seconds'] / whole['seconds']:.2f} of that in memory"]
     if "bits" in found:
         said.append(f"reads {found['disk_read'] / 1e9:.2f} GB and writes {found['disk_written'] / 1e9:.2f} GB")
+        if "saved" in found:
+            said.append(f"saved at {found['saved'] / 1e9:.2f} GB/s, killed, resumed")
         said.append("bits equal" if found["bits"] == whole["bits"] else "bits DIFFERENT")
     else:
         is_same = math.isclose(found["loss"], whole["loss"], rel_tol=1e-4)
-        said.append("the same first loss" if is_same else f"ANOTHER first loss: {found['loss']}, {whole['loss']}")
+        said.append("the same last loss" if is_same else f"ANOTHER last loss: {found['loss']}, {whole['loss']}")
     print("; ".join(said), flush=True)
 
 

@@ -61,14 +61,16 @@ class Needs:
 
 def needs(model: str, way: str) -> dict[str, Needs]:
     """Return what a model takes in one of these ways on each card; its traces serve all cards."""
-    make = listed.maker(listed.LISTED[MODELS[model]])
-    batch = listed.batch_of(listed.LISTED[MODELS[model]], 1, TOKENS)
+    kind = listed.kind_of(MODELS[model])
+    make = listed.maker(*kind)
+    batch = listed.batch_of(*kind, 1, TOKENS)
     planner = Planner(
         adapted(make) if way == "adapters, bf16" else make,
         batch,
         target="cuda",
         loss=None,
         name=model,
+        optimizer=None,
     )
     found = {}
     for card in CARDS:

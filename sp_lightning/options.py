@@ -103,8 +103,8 @@ class Options:
         if self.window != "auto" and self.transfer != "auto" and self.transfer > self.window:
             raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
         self._normalise("resident", _resident(self.resident))
-        self._normalise("memory_budget", _budget("memory_budget", self.memory_budget, "> 0"))
-        self._normalise("host_budget", _budget("host_budget", self.host_budget, ">= 0"))
+        self._normalise("memory_budget", nbytes_or_none("memory_budget", self.memory_budget, "> 0"))
+        self._normalise("host_budget", nbytes_or_none("host_budget", self.host_budget, ">= 0"))
         self._normalise("disk", _folder("disk", self.disk))
         self._normalise("units", _units(self.units))
         check_choice("activations", self.activations, ACTIVATIONS)
@@ -187,7 +187,8 @@ def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None
         raise OptionError(argument=argument, found=value, allowed="one of " + ", ".join(map(repr, choices)))
 
 
-def _budget(argument: str, value: object, bound: Literal["> 0", ">= 0"]) -> int | None:
+def nbytes_or_none(argument: str, value: object, bound: Literal["> 0", ">= 0"]) -> int | None:
+    """Return the bytes that a user gave as an int or as text with a unit; None stays None."""
     if value is None:
         return None
     nbytes = parse_bytes(value, argument) if isinstance(value, str) else value

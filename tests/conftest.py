@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 import time
-import zlib
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read with torch; else threads spin while they wait, as others run
 
@@ -19,6 +18,7 @@ import hypothesis.configuration
 import nullcuda
 import pytest
 import torch
+from often import is_in_shard
 
 gc.disable()  # until all is imported and collected: nothing of it is garbage
 torch.set_num_threads(1)  # decides a sum's last bit, and holds only from before the first use
@@ -76,19 +76,11 @@ def pytest_addoption(parser):
     parser.addoption("--shard", metavar="2/3", help="only the second of three shares of the tests, by their names")
 
 
-def keep_shard(config, items):
-    """Deselects the tests of other shards: a test's name alone says in which it is."""
-    number, count = map(int, config.getoption("shard").split("/"))
-    mine, others = [], []
-    for item in items:
-        (mine if zlib.crc32(item.nodeid.encode()) % count == number - 1 else others).append(item)
-    items[:] = mine
-    config.hook.pytest_deselected(items=others)
-
-
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("shard"):
-        keep_shard(config, items)
+    if shard := config.getoption("shard"):
+        others = [item for item in items if not is_in_shard(item.nodeid, shard)]
+        items[:] = [item for item in items if is_in_shard(item.nodeid, shard)]
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_runtest_logfinish():
@@ -123,6 +115,22 @@ def null_cuda():
     except ImportError as error:
         Unavailable(error).stop()
     return nullcuda.environment
+
+
+@pytest.fixture
+def arithmetic():
+    """The simulated device rounds as CUDA does, and what was found out about another rounding is forgotten."""
+    from sp_lightning.optim import compiled
+
+    def forget():
+        compiled._is_same.cache_clear()
+        compiled.alike.clear()
+
+    forget()
+    with simgpu.cuda_arithmetic():
+        yield
+        torch.accelerator.synchronize()
+    forget()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from sp_lightning.errors import OptionError
-from sp_lightning.options import Options, format_both, format_bytes, format_seconds, parse_bytes
+from sp_lightning.options import Bytes, Options, format_both, format_bytes, format_seconds, parse_bytes
 
 
 def find_blocks(module):
@@ -45,43 +45,59 @@ def test_an_unknown_option_is_refused_with_the_known_ones():
     refused("an option must be one of window, transfer, .*, got 'windw'", windw=3)
 
 
-@pytest.mark.parametrize("name", ["window", "transfer"])
-@pytest.mark.parametrize(("value", "expected"), [(1, 1), (7, 7), ("7", 7), ("auto", "auto")])
-def test_a_count_is_an_int_or_auto(name, value, expected):
-    assert getattr(Options.parse(**{name: value}), name) == expected
+ACCEPTED = {
+    "window": [(1, 1), (7, 7), ("7", 7), ("auto", "auto")],
+    "transfer": [(1, 1), ("1", 1), ("auto", "auto")],
+    "resident": [(0, 0), ("3", 3), ("auto", "auto"), ("8GiB", Bytes(8 << 30))],
+    "memory_budget": [(None, None), (1, 1), ("1024B", 1024), ("10GiB", 10 * 2**30), ("10 GB", 10**10)],
+    "host_budget": [(None, None), (0, 0), ("0B", 0), ("0", 0), ("48GiB", 48 * 2**30)],
+    "units": [
+        *[("auto", "auto"), ("Block", ("Block",)), (" Block ", ("Block",)), (["Block", "Head"], ("Block", "Head"))],
+        *[(("Block",), ("Block",)), (find_blocks, find_blocks)],
+        (collections.UserList(["Block", "Head"]), ("Block", "Head")),  # as a config's list is
+    ],
+    **dict.fromkeys(SWITCHES, ((True, True), (False, False), ("true", True), ("False", False))),
+}
 
 
-@pytest.mark.parametrize("name", ["window", "transfer"])
-@pytest.mark.parametrize("value", [0, -1, True, False, 2.0, "0", "-1", "2.0", "many", "", "²", None, [2]])
-def test_any_other_count_is_refused(name, value):
-    refused(re.escape(f"{name} must be an int >= 1 or 'auto', got {value!r}"), **{name: value})
+@pytest.mark.parametrize("name, value, expected", [(name, *pair) for name in ACCEPTED for pair in ACCEPTED[name]])
+def test_a_value_means(name, value, expected):
+    found = getattr(Options.parse(**{name: value}), name)
+    assert found == expected and type(found) is type(expected)
+
+
+COUNT = "must be an int >= 1 or 'auto'"
+REFUSED = {
+    "window": (COUNT, [0, -1, True, False, 2.0, "0", "-1", "2.0", "many", "", "²", None, [2]]),
+    "transfer": (COUNT, [0, True, "many", None]),
+    "resident": ("", [-1, "many", True, 1.5, None]),
+    "memory_budget": ("must be None or bytes > 0", [0, -5, True, 1.5, "0", "0GiB", "0.1B", b"10GiB"]),
+    "host_budget": ("must be None or bytes >= 0", [-1, True, False, 1.5, b"10GiB"]),
+    "disk": ("must be None, or the path of a folder on a local disk", ["", 3, True, b"/nvme", [], ["a"], {"a"}]),
+    "units": (
+        "must be 'auto', a sequence of class names or a callable",
+        ["", " ", [], (), [""], ["Block", 3], [nn.Linear], nn.Linear, 3, None, {"Block"}, {"Block": 1}, b"Block"],
+    ),
+    "activations": (
+        "must be one of 'keep', 'recompute', 'offload', 'recompute+offload'",
+        ["drop", "Keep", None, True, ["keep"]],
+    ),
+    "host_memory": ("must be one of 'auto', 'pinned', 'pageable'", ["disk", "", None, True, ["auto"]]),
+    **dict.fromkeys(SWITCHES, ("must be True or False", [0, 1, "yes", "", None])),
+}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name in REFUSED for value in REFUSED[name][1]])
+def test_any_other_value_is_refused(name, value):
+    refused(f"{name} {re.escape(REFUSED[name][0])}.*, got {re.escape(repr(value))}", **{name: value})
+
+
+def test_an_iterator_of_names_is_refused():
+    refused("units must be 'auto', .*, got <generator", units=(name for name in ["Block"]))
 
 
 def test_transfer_larger_than_window_is_refused():
     refused(r"transfer must be at most window \(3\), got 4", window="3", transfer=4)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(None, None), (1, 1), ("1024B", 1024), ("10GiB", 10 * 2**30), ("10 GB", 10**10), ("512MiB", 2**29)],
-)
-def test_a_memory_budget_is_bytes(value, expected):
-    assert Options.parse(memory_budget=value).memory_budget == expected
-
-
-@pytest.mark.parametrize("value", [0, -5, True, 1.5, "0", "0GiB", "0.1B", b"10GiB"])
-def test_a_budget_without_bytes_is_refused(value):
-    refused("memory_budget must be None or bytes > 0" + ".*, got " + re.escape(repr(value)), memory_budget=value)
-
-
-@pytest.mark.parametrize(("value", "expected"), [(None, None), (0, 0), ("0B", 0), ("0", 0), ("48GiB", 48 * 2**30)])
-def test_a_host_budget_is_bytes_and_may_be_none(value, expected):
-    assert Options.parse(host_budget=value).host_budget == expected
-
-
-@pytest.mark.parametrize("value", [-1, True, False, 1.5, b"10GiB"])
-def test_a_host_budget_that_is_no_number_of_bytes_is_refused(value):
-    refused("host_budget must be None or bytes >= 0.*, got " + re.escape(repr(value)), host_budget=value)
 
 
 def test_a_disk_is_the_path_of_a_folder_and_may_be_none(tmp_path, monkeypatch):
@@ -91,66 +107,8 @@ def test_a_disk_is_the_path_of_a_folder_and_may_be_none(tmp_path, monkeypatch):
     assert Options.parse(disk=None).disk is None
 
 
-@pytest.mark.parametrize("value", ["", 3, True, b"/nvme", [], ["a"], {"a"}])
-def test_a_disk_that_is_no_path_is_refused(value):
-    said = "disk must be None, or the path of a folder on a local disk, got "
-    refused(re.escape(said + repr(value)), disk=value)
-
-
 def test_a_budget_that_is_no_size_is_refused():
     refused("memory_budget must be a size with its unit, .*, got '10 gigs'", memory_budget="10 gigs")
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("auto", "auto"),
-        ("Block", ("Block",)),
-        (" Block ", ("Block",)),
-        (["Block", "Head"], ("Block", "Head")),
-        (("Block",), ("Block",)),
-        (collections.UserList(["Block", "Head"]), ("Block", "Head")),  # as a config's list is
-        (find_blocks, find_blocks),
-    ],
-)
-def test_units_are_auto_or_class_names_or_a_callable(value, expected):
-    assert Options.parse(units=value).units == expected
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *["", " ", [], (), [""], ["Block", 3], [nn.Linear], nn.Linear, 3, None, {"Block"}, {"Block": 1}, b"Block"],
-        (name for name in ["Block"]),
-    ],
-)
-def test_any_other_units_are_refused(value):
-    refused(
-        "units must be 'auto', a sequence of class names or a callable.*, got " + re.escape(repr(value)), units=value
-    )
-
-
-@pytest.mark.parametrize("value", ["drop", "Keep", None, True, ["keep"]])
-def test_any_other_activation_policy_is_refused(value):
-    match = re.escape(f"activations must be one of 'keep', 'recompute', 'offload', 'recompute+offload', got {value!r}")
-    refused(match, activations=value)
-
-
-@pytest.mark.parametrize("value", ["disk", "", None, True, ["auto"]])
-def test_any_other_host_memory_is_refused(value):
-    refused(re.escape(f"host_memory must be one of 'auto', 'pinned', 'pageable', got {value!r}"), host_memory=value)
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), ("true", True), ("False", False)])
-def test_a_switch_is_a_truth_value(name, value, expected):
-    assert getattr(Options.parse(**{name: value}), name) is expected
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("value", [0, 1, "yes", "", None])
-def test_any_other_switch_is_refused(name, value):
-    refused(re.escape(f"{name} must be True or False, got {value!r}"), **{name: value})
 
 
 @pytest.mark.parametrize(

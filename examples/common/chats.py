@@ -19,7 +19,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from .checkpoints import read_jsonl
+from .checkpoints import read_jsonl, there
 
 logger = logging.getLogger(__name__)
 IGNORED = -100  # a label that no loss counts
@@ -95,7 +95,7 @@ class ChatData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         from transformers import AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(self.trainer.lightning_module.checkpoint)
+        self.tokenizer = AutoTokenizer.from_pretrained(there(self.trainer.lightning_module.checkpoint))
         self.train_blocks = self.blocks(self.hparams.path)
         self.val_blocks = self.blocks(self.hparams.val_path) if self.hparams.val_path else []
 

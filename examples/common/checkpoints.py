@@ -9,12 +9,21 @@ from typing import Any
 import torch
 
 from sp_lightning.errors import OptionError
+from sp_lightning.hf.hub import why_not_there
 
 
 def planned() -> bool:
     """Whether tensors are made without data here, as for ``python -m sp_lightning plan --config``."""
     made = torch.empty(0)
     return made.is_meta or type(made) is not torch.Tensor
+
+
+def there(name: str) -> str:
+    """Return the name of a checkpoint, unless it can be read neither here nor from the hub."""
+    if reason := why_not_there(name):
+        allowed = f"a checkpoint's directory, or its name on the hub ({reason})"
+        raise OptionError(argument="model.name_or_path", found=name, allowed=allowed)
+    return name
 
 
 def load(auto_class: Any, name: str, dtype: str = "float32", **options: Any) -> Any:

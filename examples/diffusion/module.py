@@ -12,7 +12,7 @@ from torchvision.io import decode_image
 from torchvision.transforms.v2.functional import center_crop, resize
 
 from ..common import tiny
-from ..common.checkpoints import keep_trained, read_jsonl
+from ..common.checkpoints import keep_trained, read_jsonl, there
 
 
 class FineTuneDiffusion(L.LightningModule):
@@ -42,7 +42,7 @@ class FineTuneDiffusion(L.LightningModule):
             return
         dtype = getattr(torch, self.hparams.dtype)
         with torch.device("cpu"):
-            self.pipeline = StableDiffusion3Pipeline.from_pretrained(self.checkpoint, dtype=dtype)
+            self.pipeline = StableDiffusion3Pipeline.from_pretrained(there(self.checkpoint), dtype=dtype)
             self.encoders = torch.nn.ModuleList(
                 one for name, one in self.pipeline.components.items() if name.startswith("text_encoder") and one
             )

@@ -12,7 +12,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from ..common import tiny
-from ..common.checkpoints import load
+from ..common.checkpoints import load, there
 
 
 class FineTuneVision(L.LightningModule):
@@ -99,7 +99,7 @@ class ImageData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         from transformers import AutoImageProcessor
 
-        self.processor = AutoImageProcessor.from_pretrained(self.trainer.lightning_module.checkpoint)
+        self.processor = AutoImageProcessor.from_pretrained(there(self.trainer.lightning_module.checkpoint))
         size = self.hparams.image_size
         to_numbers = [
             v2.ToImage(),

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ..common import tiny
-from ..common.checkpoints import keep_trained, load, read_jsonl
+from ..common.checkpoints import keep_trained, load, read_jsonl, there
 
 
 class FineTuneVLM(L.LightningModule):
@@ -80,7 +80,7 @@ class CaptionData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         from transformers import AutoProcessor
 
-        self.processor = AutoProcessor.from_pretrained(self.trainer.lightning_module.checkpoint)
+        self.processor = AutoProcessor.from_pretrained(there(self.trainer.lightning_module.checkpoint))
         self.path = Path(self.hparams.path or f"{tiny.squares()}/captions.jsonl")
         self.records = read_jsonl(self.path)
 

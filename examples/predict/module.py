@@ -10,7 +10,7 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 from ..common import tiny
-from ..common.checkpoints import load, planned, read_jsonl
+from ..common.checkpoints import load, planned, read_jsonl, there
 
 
 class Generate(L.LightningModule):
@@ -93,7 +93,7 @@ class PromptData(L.LightningDataModule):
         from transformers import AutoTokenizer
 
         name = self.trainer.lightning_module.checkpoint
-        self.tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        self.tokenizer = AutoTokenizer.from_pretrained(there(name), padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         rows = [
             {"record": record, "input_ids": self.tokens(record["prompt"])} for record in read_jsonl(self.hparams.path)

@@ -115,10 +115,16 @@ def _maker(cli: Any) -> Callable[[], Any]:
         module.setup("fit")
         module.configure_model()
         add_configured_optimizers(cli)
-        strategy.setup_optimizers(cli.trainer)
-        module.configure_optimizers = lambda: strategy.optimizers
-        for optimizer in strategy.optimizers:
-            optimizer.step = lambda closure=None: None if closure is None else closure()
+        own = module.configure_optimizers
+
+        def configure() -> Any:
+            module.configure_optimizers = own
+            strategy.setup_optimizers(cli.trainer)
+            for optimizer in strategy.optimizers:
+                optimizer.step = lambda closure=None: None if closure is None else closure()
+            return strategy.optimizers
+
+        module.configure_optimizers = configure
         module.log = module.log_dict = lambda *_, **__: None
         return module
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 from typing import Any
 
 from ..errors import OptionError
@@ -54,6 +55,7 @@ def main(args: argparse.Namespace) -> int:
     if args.machine == "list":
         _list_machines()
         return 0
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # what a change raises is told of, or left out
     gc.freeze()  # to look for cycles among all that was imported takes a fifth of a plan's time
     run = given(args, [*OF_RUN, "clip", *(name for name in OPTIONS if name not in OF_MACHINE)])
     run = _of_config(args, run) if args.config else _of_model(**run)

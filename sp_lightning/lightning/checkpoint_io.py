@@ -11,17 +11,23 @@ import zipfile
 from collections.abc import Callable, Container, Iterator
 from typing import IO, Any
 
+import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch.utils.serialization import config
 
 from ..compat.lightning import is_local, local_name
 from ..errors import SuperpipelineError
+from ..host.memory import private_mapping
+from ..store import scratch
+from ..store.direct import BLOCK, DirectFile, mount_of
 from .names import ModelParallelStrategy, TorchCheckpointIO
 
 log = logging.getLogger(__name__)
 
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes
 _UNDER_WAY: dict[str, IO[bytes]] = {}  # files that are being written, by the paths that they will have
+COPIED = 32 << 20  # bytes that are copied at a time from a scratch file
 CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # raised by file systems without fsync
 
 
@@ -39,7 +45,14 @@ class MappedCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or local is None:
             return super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         with new_file(local) as file:
-            torch.save(checkpoint, file)
+            if not scratch.files:
+                torch.save(checkpoint, file)
+                return
+            settings: Any = config  # for whole blocks, and without sums, which would read all through the mapping
+            settings = settings.patch({"save.storage_alignment": BLOCK, "save.compute_crc32": False})
+            target: Any = _FromScratch(file)
+            with settings, contextlib.closing(target):
+                torch.save(checkpoint, target)
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Map a local checkpoint into memory; leave remote files and torch's old format to Lightning."""
@@ -51,6 +64,43 @@ class MappedCheckpointIO(TorchCheckpointIO):
         # whose file is gone would kill the process.
         others = {key: value for key, value in checkpoint.items() if key not in self.copied_later}
         return {**checkpoint, **apply_to_collection(others, torch.Tensor, on_host)}
+
+
+class _Target(DirectFile):
+    """A file that is written, whose errors are the system's."""
+
+    def failed(self, offset: int, number: int, writes: bool) -> Exception:
+        return OSError(number, os.strerror(number), self.path) if writes else super().failed(offset, number, writes)
+
+
+class _FromScratch:
+    """A file that torch saves to; whole blocks of scratch files are copied to it past the page cache."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.flush = file, file.flush
+        self._target = _Target(str(file.name), os.dup(file.fileno()), mount_of(file.fileno()).kind)
+        self._target.open_directly(os.O_RDWR, lambda fd: True)
+        self._memory = private_mapping(COPIED)
+
+    def write(self, data: memoryview) -> None:
+        """Write what comes next."""
+        at, whole = self._file.tell(), len(data) // BLOCK * BLOCK
+        address = numpy.frombuffer(data, numpy.uint8).ctypes.data
+        found = ((source, source.offset_at(address)) for source in list(scratch.files.values()))
+        source, offset = next((place for place in found if place[1] is not None), (None, 0))
+        if source is not None and offset is not None and at % BLOCK == 0:
+            self._file.flush()
+            for first in range(0, whole, COPIED):
+                nbytes = min(COPIED, whole - first)
+                source.read(memoryview(self._memory), offset + first, nbytes)
+                self._target.write(memoryview(self._memory), at + first, nbytes)
+            self._file.seek(at + whole)
+            data = data[whole:]
+        self._file.write(data)
+
+    def close(self) -> None:
+        """Close what is not the caller's."""
+        self._target.close()
 
 
 class WholeFiles:

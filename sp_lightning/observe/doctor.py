@@ -30,7 +30,7 @@ from ..host.machine import (
 )
 from ..optim.compiled import why_none
 from ..options import check_writable, format_bytes
-from ..store.direct import mount_of, rotates
+from ..store.direct import Mount, mount_of
 from ..store.scratch import no_local_disk
 
 PIN_TRIED = 1 << 30  # bytes that are page-locked for a trial, and at most a quarter of the free memory
@@ -271,7 +271,22 @@ def _examine_disk(folder: str) -> Disk:
         folder=str(path),
         filesystem=mount.kind,
         elsewhere=elsewhere,
-        rotates=rotates(mount),
+        rotates=_rotates(mount),
         write_bytes_per_s=rate,
         free_nbytes=free,
     )
+
+
+def _rotates(mount: Mount) -> bool:
+    """Whether the system says that a mount's disk rotates; of a virtual one it does not know."""
+    device = mount.device
+    if not os.major(device):  # of several disks, of which the table has one
+        with contextlib.suppress(OSError):
+            device = os.stat(mount.source).st_rdev
+    here = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    if "virt" in os.path.realpath(here):
+        return False
+    for queue in (f"{here}/queue", f"{here}/../queue"):  # of the disk, or of the one that has this partition
+        with contextlib.suppress(OSError), open(f"{queue}/rotational") as file:
+            return file.read().strip() == "1"
+    return False

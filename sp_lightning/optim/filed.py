@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from ..host.device import IdleEvent
 from ..store.direct import blocks
-from ..store.spans import Span, cut, elements_of
+from ..store.spans import Span, Window, cut, elements_of
 from ..store.store import Store
 from ..stream.gradients import GradientBytes
 
@@ -116,7 +116,7 @@ def ranged(item: Any, value: Any, wire: Any, raw: Any) -> Any:
     return item._replace(weight=weight, grad=content)
 
 
-class StepWindow(list[Span]):
+class StepWindow(Window):
     """The spans of some parts."""
 
     def __init__(self, parts: list[Part]) -> None:
@@ -174,7 +174,7 @@ class FiledSteps:
 
     def _goes_in_windows(self, item: Any, state: Any, step: Any) -> bool:
         value, own, grad = item.weight.value, state.peek(item.weight.host) or {}, item.grad
-        if not (step.is_elementwise and isinstance(grad, GradientBytes) and value.numel()) or None in own.values():
+        if not (step.is_elementwise and isinstance(grad, GradientBytes) and value.numel() > 1) or None in own.values():
             return False
         shaped = [entry for entry in own.values() if is_shaped(entry, value)]
         others = [entry for entry in own.values() if isinstance(entry, Tensor) and entry.ndim]

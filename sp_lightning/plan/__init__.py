@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import OptionError
 from ..host.device import find
 from ..host.rates import measured
-from ..options import HOST_MEMORY, Options, check_choice, is_int, parse_bytes
+from ..options import HOST_MEMORY, Options, check_choice, is_int, nbytes_or_none
 from . import listed
 from .machines import REACHED, Machine, machine_named
 from .planner import Planner
@@ -79,16 +79,15 @@ def plan(
         allowed = "'bf16-true' or '16-true' with master_weights=True"
         raise OptionError(argument="precision", found=precision, allowed=allowed)
     profile, target = _machine(machine, device, precision)
-    if device_memory is not None:
-        profile = replace(profile, device_nbytes=_nbytes(device_memory, "device_memory"))
-    if host_memory is not None:
-        profile = replace(profile, host_nbytes=_nbytes(host_memory, "host_memory"))
+    there: dict[str, Any] = {
+        "device_nbytes": nbytes_or_none("device_memory", device_memory, "> 0"),
+        "host_nbytes": nbytes_or_none("host_memory", host_memory, "> 0"),
+    }
     job = Job(
         options=chosen,
         precision=precision,
-        machine=profile,
+        machine=replace(profile, **{name: nbytes for name, nbytes in there.items() if nbytes is not None}),
         target=target,
-        optimizer=optimizer,
         accumulate=accumulate,
         clip=clip or precision == "16-mixed",  # whose scaler looks at all gradients first
         copies=copies,
@@ -96,8 +95,10 @@ def plan(
         nodes=nodes,
     )
     if isinstance(module, str):
-        module, batch, name = listed.made(module, batch, name)
-    return Planner(module, batch, target=target, loss=loss, name=name).plan(job)
+        kind, name = listed.kind_of(module), name or module
+        batch = batch if hasattr(batch, "keys") else listed.batch_of(*kind, batch or 1)
+        module = listed.maker(*kind)
+    return Planner(module, batch, target=target, loss=loss, name=name, optimizer=optimizer).plan(job)
 
 
 def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
@@ -111,11 +112,3 @@ def _machine(given: Machine | str, device: torch.device | str | None, precision:
     dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
     rates = measured(found, dtype, REACHED.down_cost)
     return Machine(name="here", **rates._asdict()), target or found.type
-
-
-def _nbytes(given: int | str, argument: str) -> int:
-    nbytes = parse_bytes(given, argument) if isinstance(given, str) else given
-    if not is_int(nbytes) or nbytes < 1:
-        allowed = 'bytes, at least 1: an int, or text with a unit such as "10GiB"'
-        raise OptionError(argument=argument, found=given, allowed=allowed)
-    return nbytes

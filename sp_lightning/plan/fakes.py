@@ -2,7 +2,7 @@
 
 Tensors are torch's fake ones (FakeTensorMode), on the CPU, where autograd runs without a device. Small integer tensors
 are real, and so is what is computed of them alone: token ids, masks and grid sizes have values, so ``.item()``,
-``nonzero()`` and a mask as an index have an answer. A number read from other floats, such as a logged loss, is 0.
+``nonzero()`` and a mask as an index have an answer. A number read from other floats, such as a logged loss, is 1.
 """
 
 from __future__ import annotations
@@ -37,13 +37,6 @@ UNKNOWN = needs_values()
 CPU = torch.device("cpu")
 
 
-@contextlib.contextmanager
-def outside() -> Iterator[None]:
-    """Run on plain tensors in this context, whatever modes are in force."""
-    with without_function_modes(), without_dispatch_modes():
-        yield
-
-
 class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which model code runs without data; ``observe`` is called with each operator and its result.
 
@@ -73,7 +66,7 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor
         if not is_fake(tensor) and not tensor.is_meta and _is_known(tensor):
             return tensor.detach().to(dtype, copy=True)
-        with outside():
+        with without_function_modes(), without_dispatch_modes():
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
             return fake_tensor(self._fake, made)
 
@@ -92,11 +85,13 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors, writes = tensors_of((*args, *kwargs.values())), schema_of(func).is_mutable
         if any(map(is_fake, tensors)):
             if func is aten._local_scalar_dense.default and tensors[0].is_floating_point():
-                return 0.0
+                return 1.0
             if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
                 args = (args[0], _as_integers(args[1]), *args[2:])
             if writes and not is_fake(tensors[0]):
                 raise UNKNOWN[0](func)  # a value that is not known would be written
+            if func is aten._grouped_mm.default and tensors[0].dtype is torch.float32:  # which its fake one refuses
+                return func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).float()
             return func(*args, **kwargs)
         if not (tensors and writes):
             with contextlib.suppress(*UNKNOWN), self._fake:

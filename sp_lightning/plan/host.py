@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..compat.modules import tree_leaves
 from ..errors import OptionError
-from ..host.unit_numbers import STATES, state_nbytes
 from ..store.placement import UnitBytes, choose
-from .fakes import outside
 
-NAMES = *STATES, "Adafactor"
 TRAINED = "state", "weights", "gradients"  # terms that a step reads from a file, and writes
-SIDE = 64  # of the weight by which the state of an optimizer that is not torch's is measured
-
-
-class State(NamedTuple):
-    """The parameters that an optimizer steps, and the state that it keeps."""
-
-    share: float  # bytes of state for each byte of the weights that it steps
-    stepped: frozenset[int]  # ids of parameters
 
 
 @dataclass(frozen=True)
@@ -37,44 +27,46 @@ class OnDisk:
     written: int
 
 
-def state_of(optimizer: Any, module: nn.Module) -> State:
-    """Return the state of an optimizer: of a name, a class, a function of parameters, or None for the module's own."""
-    if optimizer is None and not hasattr(module, "configure_optimizers"):
-        optimizer = "AdamW"
-    if isinstance(optimizer, str):
-        name = next((name for name in NAMES if name.lower() == optimizer.lower()), None)
-        if name is None:
-            allowed = f"one of {', '.join(NAMES)}; or a class or a function of parameters"
-            raise OptionError(argument="optimizer", found=optimizer, allowed=allowed)
-        optimizer = getattr(torch.optim, name)
+def state_share(optimizer: Any, module: nn.Module) -> float:
+    """Return the bytes of state for each byte of weights that train, by a step of one weight of each shape.
+
+    Args:
+        optimizer: A name, a class, a function of parameters, or None for the module's own, or else AdamW.
+        module: The module.
+    """
     trained = [p for p in module.parameters() if p.requires_grad]
-    if optimizer is not None and not trained:
-        return State(0.0, frozenset())
-    made = optimizers_in(module.configure_optimizers() if optimizer is None else optimizer(trained))  # type: ignore[operator]
-    stepped = {id(p): p.nbytes for one in made for group in one.param_groups for p in group["params"]}
-    return State(sum(map(_state_nbytes, made)) / max(1, sum(stepped.values())), frozenset(stepped))
+    if not trained:
+        return 0.0
+    if optimizer is None and hasattr(module, "configure_optimizers"):
+        made = module.configure_optimizers()  # type: ignore[operator]
+    else:
+        made = (_kind(optimizer or "AdamW") if optimizer is None or isinstance(optimizer, str) else optimizer)(trained)
+    optimizers = [one for one in tree_leaves(made) if isinstance(one, Optimizer)]
+    return sum(map(_state_nbytes, optimizers)) / sum(p.nbytes for p in trained)
 
 
-def optimizers_in(found: Any) -> list[torch.optim.Optimizer]:
-    """List the optimizers in what ``configure_optimizers`` returned."""
-    return [one for one in tree_leaves(found) if isinstance(one, torch.optim.Optimizer)]
+def _kind(name: str) -> Any:
+    """Return one of torch's optimizers."""
+    kinds = {key: kind for key, kind in vars(torch.optim).items() if isinstance(kind, type) and kind is not Optimizer}
+    found = next((kind for key, kind in kinds.items() if key.lower() == name.lower()), None)
+    if found is None:
+        allowed = f"one of {', '.join(kinds)}; or a class or a function of parameters"
+        raise OptionError(argument="optimizer", found=name, allowed=allowed)
+    return found
 
 
-def _state_nbytes(optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes of state; of an optimizer that is not torch's, by a step of a small weight."""
-    known = state_nbytes(optimizer)
-    if known is not None:
-        return known
-    takes = inspect.signature(type(optimizer)).parameters
-    arguments = {name: value for name, value in optimizer.defaults.items() if name in takes}
-    with outside(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        weight = nn.Parameter(torch.ones(SIDE, SIDE))
-        weight.grad = torch.ones_like(weight)
-        small = type(optimizer)([weight], **arguments)
-        small.step()
-        stored = [value.nbytes for value in small.state[weight].values() if isinstance(value, Tensor) and value.dim()]
-    nbytes = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-    return float(sum(stored) / weight.nbytes * nbytes)
+def _state_nbytes(optimizer: Optimizer) -> int:
+    """Return the bytes of state, by a step of one weight of each shape in the place of all."""
+    stepped: list[tuple[nn.Parameter, int]] = []
+    for group in optimizer.param_groups:
+        alike = Counter((p.shape, p.dtype) for p in group["params"] if p.requires_grad)
+        group["params"] = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in alike]
+        stepped += zip(group["params"], alike.values(), strict=True)
+    for weight, _ in stepped:
+        weight.grad = torch.empty_like(weight)
+    type(optimizer).step(optimizer)
+    states = [(value, count) for weight, count in stepped for value in optimizer.state[weight].values()]
+    return sum(count * value.nbytes for value, count in states if isinstance(value, Tensor) and value.dim())
 
 
 def placed(

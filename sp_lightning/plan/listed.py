@@ -12,6 +12,8 @@ from torch import nn
 from ..errors import OptionError
 
 TOKENS = 2048  # in a row, by default
+IMAGE = 224  # height and width of an image, if the configuration has none
+BY_PYTHON = "sp_lightning.plan(make_model, batch) plans others, by Python"
 
 
 class Listed(NamedTuple):
@@ -43,39 +45,41 @@ LISTED = {
 }
 
 
-def made(name: str, batch: Any, title: str | None) -> tuple[Callable[[], nn.Module], Any, str]:
-    """Return the function that makes a listed model, a batch, and the model's name."""
+def kind_of(name: str) -> tuple[Any, Any]:
+    """Return a listed model's class, and its configuration."""
     if name not in LISTED:
         allowed = f"a module, a function that makes one, or one of {', '.join(LISTED)}"
         raise OptionError(argument="module", found=name, allowed=allowed)
-    if batch is None or isinstance(batch, int):
-        batch = batch_of(LISTED[name], batch or 1, None)
-    return maker(LISTED[name]), batch, title or name
+    kind, model, sizes = LISTED[name]
+    module = importlib.import_module(f"transformers.models.{kind.lower()}.modeling_{kind.lower()}")
+    return getattr(module, model), getattr(module, f"{kind}Config")(**sizes)
 
 
-def maker(listed: Listed) -> Callable[[], nn.Module]:
-    """Return the function that makes the model, without initial values."""
-    kind = listed.kind.lower()
-    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+def maker(kind: Any, config: Any) -> Callable[[], nn.Module]:
+    """Return the function that makes a model of transformers, without initial values."""
 
     def make() -> nn.Module:
         from transformers.initialization import no_init_weights
 
-        config = getattr(module, f"{listed.kind}Config")(**listed.sizes)
         with no_init_weights():
-            model: Any = getattr(module, listed.model)(config)
+            model: nn.Module = kind(config)
         if hasattr(model, "tie_weights"):
-            model.tie_weights()  # which making initial values would have done
-        return model  # type: ignore[no-any-return]
+            model.tie_weights()  # type: ignore[operator]  # which making initial values would have done
+        return model
 
     return make
 
 
-def batch_of(listed: Listed, rows: int, length: int | None) -> dict[str, torch.Tensor]:
-    """Make a batch of texts or images."""
-    if listed.kind == "ViT":
-        if length is not None:
-            raise OptionError(argument="seq", found=length, allowed="left out for a model that takes images")
-        return {"pixel_values": torch.zeros(rows, 3, 224, 224), "labels": torch.zeros(rows, dtype=torch.long)}
-    tokens = torch.ones(rows, length or TOKENS, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens}
+def batch_of(kind: Any, config: Any, rows: int, tokens: int | None = None) -> dict[str, torch.Tensor]:
+    """Make a batch of texts, which are their own labels if the model predicts words, or of images."""
+    if kind.main_input_name == "pixel_values":
+        if tokens is not None:
+            raise OptionError(argument="seq", found=tokens, allowed="left out for a model that takes images")
+        size = getattr(config, "image_size", IMAGE)
+        height, width = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.zeros(rows, getattr(config, "num_channels", 3), height, width)}
+    if kind.main_input_name != "input_ids":
+        raise OptionError(argument="model", found=kind.__name__, allowed=f"a model of texts or images ({BY_PYTHON})")
+    texts = torch.ones(rows, tokens or TOKENS, dtype=torch.long)
+    predicts = any(head in kind.__name__ for head in ("LM", "Generation"))
+    return {"input_ids": texts} | ({"labels": texts} if predicts else {})

@@ -49,7 +49,6 @@ class Reached:
     matrix: float = 0.752  # share of the rate of large products: a model's are smaller, and attention is slower
     step: float = 0.737  # share of a plain pass's rate that cores reach in a step: it divides, and has seven arrays
     down_cost: float = 1.33  # bytes of host memory that a byte to the host moves: its line is claimed, then written
-    one_core: float = 12e9  # bytes/s of a norm, which torch computes on one core
 
 
 REACHED = Reached()

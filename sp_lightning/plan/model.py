@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dtensor
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
-from ..host.unit_numbers import UnitNumbers, aligned
+from ..host.unit_numbers import aligned
 from ..stream.leaf import casts_of
 from ..stream.partition import FoundUnit, UnitSpec, partition, slots
 from ..stream.preflight import sizes
 from ..stream.recompute import tensors_in
 from ..stream.residents import choose
 from .fakes import FakeTensors
-from .host import State, optimizers_in, state_of
+from .host import state_share
 from .trace import Setting, Trace, Visit
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
@@ -47,6 +47,7 @@ class PlannedModel:
         target: str,
         loss: Callable[[nn.Module, Any], Any] | None,
         name: str | None,
+        optimizer: Any,
     ) -> None:
         if batch is None:
             raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
@@ -62,8 +63,9 @@ class PlannedModel:
         self.module = self._made(source)
         self.trains = any(p.requires_grad for p in self.module.parameters())
         self.module.train(self.trains)
-        self.state = functools.cache(self._state)
         self.trace = functools.cache(self._trace)
+        with self.tensors.running(), _refusing("the optimizer takes no step without data", "optimizer='AdamW'"):
+            self.state_share = state_share(optimizer, self.module)
 
     # ---- making
 
@@ -99,16 +101,13 @@ class PlannedModel:
                 return source()
 
     def _replace_tensors(self, module: nn.Module) -> None:
-        """Put tensors like them in the place of a module's own, also in optimizers that came with it."""
+        """Put tensors like them in the place of a module's own."""
         made: dict[int, tuple[Tensor, Tensor]] = {}  # with those that they replace, whose ids stay theirs
         for child in list(module.modules()):
             for name, tensor in (*child._parameters.items(), *child._buffers.items()):
                 if tensor is not None:
                     _, new = made.setdefault(id(tensor), (tensor, self._like(tensor)))
                     setattr(child, name, new)
-        for optimizer in optimizers_in(vars(module).get("configure_optimizers", tuple)()):
-            for group in optimizer.param_groups:
-                group["params"] = [made.get(id(p), (p, p))[1] for p in group["params"]]
 
     def _like(self, tensor: Tensor) -> Tensor:
         if consists_of_tensors(tensor):
@@ -119,27 +118,28 @@ class PlannedModel:
         like = self.tensors.adopt(tensor.detach(), self._dtype if tensor.is_floating_point() else None)
         return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
-    def _units(self, classes: UnitSpec, resident: Any) -> list[FoundUnit]:
+    def _setting(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str) -> Setting:
         """Cut the module as the options say; units that are never evicted are part of the resident rest."""
         cut = partition(self.module, list(classes) if isinstance(classes, tuple) else classes)
         first = choose(cut, slots(self.module), 0 if resident == "auto" else resident)
-        return [replace(unit, resident=True) if unit in first else unit for unit in cut]
-
-    def _narrow(self, units: Sequence[FoundUnit], wire_dtype: str) -> frozenset[int]:
-        """Return the ids of weights that travel as autocast casts them."""
-        casts = self._mixed and wire_dtype == "auto"
-        streamed = {id(p) for unit in units if not unit.resident for _, p in unit.params}
-        return frozenset(streamed & casts_of(self.module, self._half if casts else None))
+        units = [replace(unit, resident=True) if unit in first else unit for unit in cut]
+        casts = casts_of(self.module, self._half if self._mixed and wire_dtype == "auto" else None)
+        narrow = frozenset(casts & {id(p) for unit in units if not unit.resident for _, p in unit.params})
+        found = sizes(units, lambda p: torch.bfloat16 if id(p) in narrow else p.dtype, True)
+        if self.masters:
+            found = [replace(size, cast=size.parameters) for size in found]
+        return Setting(units, found, narrow, self.masters, activations)
 
     # ---- a trace
 
     def _trace(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str, rows: int) -> Trace:
         """Return the trace of a step of as many rows, with these options."""
-        units = self._units(classes, resident)
-        setting = Setting(units, self._narrow(units, wire_dtype), self.masters, activations)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that tensors without data have no address
+            setting = self._setting(classes, resident, wire_dtype, activations)
         what = f"{self.name} does not run without a Trainer and without data"
-        instead = "another batch (--data), or loss=, a function that takes the module and a batch and returns the loss"
-        with _fewer_blocks(self.module, units) as (ran, every), contextlib.suppress(Exception):
+        instead = "another batch, or loss=, a function that takes the module and a batch and returns the loss"
+        with _fewer_blocks(self.module, setting.units) as (ran, every), contextlib.suppress(Exception):
             found = self._traced(setting, rows)
             found.visits = _repeated(found.visits, ran, every)
             return found
@@ -169,21 +169,9 @@ class PlannedModel:
             return self.module(**batch)
         return self.module(*batch) if isinstance(batch, list | tuple) else self.module(batch)
 
-    # ---- bytes
-
-    def _state(self, optimizer: Any) -> State:
-        """Return the state that an optimizer keeps."""
-        with self.tensors.running():
-            return state_of(optimizer, self.module)
-
     def host_nbytes(self, parameter: Tensor) -> int:
         """Return the bytes of a weight on the host."""
         return aligned(parameter.nbytes * (2 if self.masters and parameter.is_floating_point() else 1))
-
-    def sizes(self, setting: Setting) -> list[UnitNumbers]:
-        """List the bytes of the units on the device."""
-        found = sizes(setting.units, lambda p: torch.bfloat16 if id(p) in setting.narrow else p.dtype, True)
-        return [replace(size, cast=size.parameters) for size in found] if self.masters else found
 
 
 @contextlib.contextmanager
@@ -246,6 +234,8 @@ def _repeated(visits: list[Visit], ran: list[int], every: list[int]) -> list[Vis
     order = [visit.unit for visit in visits]
     between = [{order[place - 1], *order[place + 1 : place + 2]} for place, unit in enumerate(order) if unit == middle]
     if not between or any(neighbours != {first, last} for neighbours in between):
+        raise LookupError
+    if sum(visit.grown for visit in visits if visit.unit == middle):  # such as a cache, which goes with the output
         raise LookupError
     found = []
     for visit in visits:

@@ -20,7 +20,6 @@ class Job:
     precision: str
     machine: Machine
     target: str  # the device type whose kernels count
-    optimizer: Any = None
     accumulate: int = 1
     clip: bool = False
     copies: int = 0

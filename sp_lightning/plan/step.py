@@ -4,17 +4,15 @@ Of the time four lanes decide: compute, copies from host to device, copies from 
 move bytes in the host's memory. Copies take what they need of that memory; the cores get what is left, as far as they
 can use it. A disk and a network have lanes of their own. A step is a forward and a backward, in each of which the
 busiest lane decides, and what nothing runs beside: the first unit, whose gradients come last and which is needed
-first, and norms.
+first.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from ..host.unit_numbers import UnitNumbers
 from ..stream.schedule import Schedule
 from .machines import REACHED, Machine, Reached
 from .trace import Trace, Work
@@ -29,21 +27,17 @@ RING = 2  # units whose gradients, or activations, are on their way down while o
 class Sweep(NamedTuple):
     """The bytes on the device by term at a step's fullest moment, and its loads in forward and in backward."""
 
+    window: int
+    transfer: int
     terms: dict[str, int]
     loads: dict[bool, list[int]]
     up: int  # bytes of these loads
     loads_each: float  # how often a unit is loaded
 
 
-def sweep(found: Trace, sizes: Sequence[UnitNumbers], window: int, transfer: int) -> Sweep:
-    """Take the run's own schedule through the visits of a step.
-
-    Args:
-        found: The visits.
-        sizes: The units' bytes.
-        window: Units on the device at once.
-        transfer: Units exchanged at a time.
-    """
+def sweep(found: Trace, window: int, transfer: int) -> Sweep:
+    """Take the run's own schedule, with this window and transfer, through the visits of a step."""
+    sizes = found.setting.sizes
     schedule = Schedule([size.up_nbytes for size in sizes], window, min(transfer, window))
     trained = [index for index, size in enumerate(sizes) if size.trained]
     order = [visit.unit for visit in found.visits if visit.unit is not None]
@@ -66,11 +60,11 @@ def sweep(found: Trace, sizes: Sequence[UnitNumbers], window: int, transfer: int
                 terms = now
             there += visit.grown
             packs.extend(visit.packed)
-            leaving.extend([visit.work.down] * bool(visit.work.down))
+            leaving.extend([visit.leaving] * bool(visit.leaving))
     root, every = sum(size.up_nbytes for size in sizes if size.resident), [*loads[False], *loads[True]]
     terms |= {ROOT: root, "batch": found.batch, "buffers": found.buffers}
     each = len(every) / max(1, sum(not size.resident for size in sizes))
-    return Sweep(terms, loads, sum(sizes[index].up_nbytes for index in every), each)
+    return Sweep(window, transfer, terms, loads, sum(sizes[index].up_nbytes for index in every), each)
 
 
 # ---- time
@@ -97,11 +91,7 @@ NOTHING = Bytes()
 class StepCost:
     """Bytes of memory that a step costs for each parameter, by kind of pass over them."""
 
-    landed: Bytes = NOTHING  # by the cores, when gradients are down
-    added: Bytes = NOTHING  # the same where gradients of several batches are added
-    norm: Bytes = NOTHING  # then, if gradients are clipped, by all cores
-    norm_by_one: Bytes = NOTHING  # the same by one core
-    scaled: Bytes = NOTHING  # by the cores, for the factor of clipping
+    added: Bytes = NOTHING  # by the cores, where gradients of several batches are added
     stepped: Bytes = NOTHING  # by the cores
     on_device: float = 0.0  # of device memory, for a step there
     up: float = 0.0  # that go up for a step on the device
@@ -158,8 +148,7 @@ def step_time(
         run: What runs beside what.
         reached: The rates that a step reaches on any machine.
     """
-    cost, landing = run.cost, run.cost.added if run.accumulate > 1 else run.cost.landed
-    rates = _Rates(machine, run, reached)
+    cost, rates = run.cost, _Rates(machine, run, reached)
     seconds = rates.seconds
     step, first = (
         one.plus(
@@ -167,23 +156,20 @@ def step_time(
         )
         for one in (step, first)
     )
-    every = step.plus(first)
     sweep = seconds(forward) + seconds(backward)
-    landed, stepped = landing.of(every), cost.stepped.of(step)
+    stepped, added = cost.stepped.of(step), cost.added.of(step.plus(first)) if run.accumulate > 1 else 0.0
     alone = seconds(replace(first, up=0)) + seconds(Work(up=first.up))
     serial = cost.stepped.of(first) / rates.cores
     if run.clip:
-        of_norm = cost.norm.of(every) + cost.scaled.of(every)
-        serial += seconds(Work(), landed + of_norm)
-        serial += cost.norm_by_one.of(every) / reached.one_core
+        serial += seconds(Work(), added)
         beside = seconds(forward.plus(step), stepped) + seconds(backward)
     else:
-        beside = max(sweep, seconds(forward.plus(backward).plus(step), landed + stepped))
+        beside = max(sweep, seconds(forward.plus(backward).plus(step), added + stepped))
     if run.overlap == "none":
-        beside = sweep + seconds(step, stepped + (0 if run.clip else landed))
-    more = (run.accumulate - 1) * (sweep + alone + seconds(Work(), landed))
+        beside = sweep + seconds(step, stepped + (0 if run.clip else added))
+    more = (run.accumulate - 1) * (sweep + alone + seconds(Work(), added))
     whole = forward.plus(backward).plus(Work(up=first.up, down=first.down)).times(run.accumulate).plus(step)
-    busy = rates.lanes(whole, stepped + cost.stepped.of(first) + run.accumulate * landed)
+    busy = rates.lanes(whole, stepped + cost.stepped.of(first) + run.accumulate * added)
     return StepTime(more + beside + alone + serial, max(busy, key=busy.__getitem__), busy)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..compat.tensors import graph_task, operator_of, schema_of, storage_id
 from ..host.device import dense_strides
-from ..host.unit_numbers import aligned
+from ..host.unit_numbers import UnitNumbers, aligned
 from ..stream.activations import SMALLEST
 from ..stream.partition import FoundUnit
 from ..stream.recompute import tensors_in
@@ -34,6 +34,7 @@ from .fakes import HALVES, FakeTensors, tensors_of
 aten = torch.ops.aten
 FREE = {aten._unsafe_view, aten.set_, aten.resize_, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
 LOOKS_UP = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward}
+PRODUCTS = {**flop_registry, aten._grouped_mm: lambda one, other, *_, **__: 2 * one.numel() * other.shape[-1]}
 # CUDA sums columns of at least so many rows, as for the gradient of a bias, in partial sums of up to 1 MiB for each of
 # its multiprocessors; an A100 has 108.
 TALL, SCRATCH = 1024, 108 << 20
@@ -72,6 +73,7 @@ class Visit:
     in_use: tuple[int, ...] = ()  # units whose code runs around this one
     work: Work = field(default_factory=Work)  # up and down: activations from the host, and to it
     packed: list[int] = field(default_factory=list)  # bytes of gradients that go there, by unit
+    leaving: int = 0  # bytes of what its copies of activations to the host read
     peak: int = 0  # the most bytes beside weights, less those that were there as it began
     grown: int = 0  # bytes there as it ends, less those as it began
 
@@ -80,6 +82,7 @@ class Setting(NamedTuple):
     """The settings that decide where a step's bytes are."""
 
     units: Sequence[FoundUnit]
+    sizes: Sequence[UnitNumbers]  # of the units, on the device
     narrow: frozenset[int]  # ids of FP32 weights that travel in half precision
     masters: bool  # whether weights are FP32 on the host alone
     activations: str
@@ -116,11 +119,9 @@ class Trace:
         self.buffers = sum(self.add(tensor, 0) for tensor in module.buffers())
         self.batch = sum(self.add(tensor, 0) for tensor in tensors_in(batch))
         with self._listening():
-            output = step()
-            loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
-            losses = {id(one): one for one in tensors_in(output if loss is None else loss) if one.requires_grad}
+            losses = _losses(step())  # the rest of an output is gone before backward
             if losses:
-                torch.autograd.backward([*losses.values()], [torch.ones_like(one) for one in losses.values()])
+                torch.autograd.backward(losses, [torch.ones_like(one) for one in losses])
             for index in list(self._came):
                 self._send(index)
 
@@ -158,7 +159,7 @@ class Trace:
         with contextlib.ExitStack() as stack:
             if "offload" in self.setting.activations:
                 trip = _Trip(self, unit)
-                stack.callback(trip.held.clear)
+                stack.callback(trip.close)
                 stack.enter_context(saved_tensors_hooks(trip.pack, trip.unpack))
             if "recompute" in self.setting.activations:
                 return checkpoint(inside, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -247,7 +248,7 @@ class Trace:
             scratch = min(8 * read[0].numel(), SCRATCH)
             self._change(scratch)
             self._change(-scratch)
-        visit, count = self.visits[-1], flop_registry.get(operator)
+        visit, count = self.visits[-1], PRODUCTS.get(operator)
         if count is not None and read[0].dtype in HALVES:
             visit.work.flops += count(*args, **kwargs, out_val=out)
         elif count is not None:
@@ -256,37 +257,56 @@ class Trace:
             visit.work.moved += _moved(operator, read, made)
 
 
+def _losses(output: Any) -> list[Tensor]:
+    """Return the loss that is, or is in, an output, or else all of it that a backward can begin from."""
+    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
+    return list({id(one): one for one in tensors_in(output if loss is None else loss) if one.requires_grad}.values())
+
+
+class _Moved:
+    """A saved tensor that is on the host between forward and backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.form, self.tensor = (tensor.shape, tensor.stride(), tensor.dtype), tensor
+
+    def fetch(self) -> int:
+        """Make memory for it; return its bytes."""
+        shape, stride, dtype = self.form
+        self.tensor = torch.empty_strided(shape, stride, dtype=dtype)
+        return self.tensor.nbytes
+
+
 class _Trip:
     """A unit's saved tensors on their way to the host and back: all come as the first is needed."""
 
     def __init__(self, trace: Trace, unit: int) -> None:
         self._trace, self._unit = trace, unit
-        self.held: list[Tensor] = []  # until the forward ends
-        self._forms: dict[Any, Any] = {}
-        self._needed: Counter[Any] = Counter()
-        self._there: dict[Any, Tensor] = {}
+        self._moved: dict[Any, _Moved] = {}  # until all come back
 
     def pack(self, tensor: Tensor) -> Any:
         if tensor.nbytes < SMALLEST or not self._trace.counts(tensor) or dense_strides(tensor) != tensor.stride():
             return tensor.detach()
         key = storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.dtype
-        if key not in self._forms:
-            self._forms[key] = tensor.shape, tensor.stride(), tensor.dtype
+        if key not in self._moved:
+            self._moved[key] = _Moved(tensor.detach())
             self._trace.visits[-1].work.down += tensor.nbytes
-            self.held.append(tensor.detach())
-        self._needed[key] += 1
-        return key
+        return self._moved[key]
+
+    def close(self) -> None:
+        """End the forward: let go of the tensors, which are read until they are down."""
+        storages = {key[0]: moved.tensor.untyped_storage() for key, moved in self._moved.items()}
+        self._trace.visits[-1].leaving = sum(aligned(storage.nbytes()) for storage in storages.values())
+        for moved in self._moved.values():
+            del moved.tensor
 
     def unpack(self, packed: Any) -> Tensor:
         self._trace.enter(self._unit, True)
         if isinstance(packed, Tensor):
             return packed
-        if not self._there:
-            for key, (shape, stride, dtype) in self._forms.items():
-                self._there[key] = torch.empty_strided(shape, stride, dtype=dtype)
-                self._trace.visits[-1].work.up += self._there[key].nbytes
-        self._needed[packed] -= 1
-        return self._there[packed] if self._needed[packed] else self._there.pop(packed)
+        moved, self._moved = self._moved, {}
+        self._trace.visits[-1].work.up += sum(one.fetch() for one in moved.values())
+        tensor: Tensor = packed.tensor
+        return tensor
 
 
 def _moved(operator: Any, read: list[Tensor], made: list[Tensor]) -> float:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -61,21 +60,6 @@ def mount_of(file: int | str) -> Mount:
     return Mount("", status.st_dev)
 
 
-def rotates(mount: Mount) -> bool:
-    """Whether the system says that a mount's disk rotates; of a virtual one it does not know."""
-    device = mount.device
-    if not os.major(device):  # of several disks, of which the table has one
-        with contextlib.suppress(OSError):
-            device = os.stat(mount.source).st_rdev
-    here = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
-    if "virt" in os.path.realpath(here):
-        return False
-    for queue in (f"{here}/queue", f"{here}/../queue"):  # of the disk, or of the one that has this partition
-        with contextlib.suppress(OSError), open(f"{queue}/rotational") as file:
-            return file.read().strip() == "1"
-    return False
-
-
 def blocks(nbytes: int) -> int:
     """Round a number of bytes up to whole blocks."""
     return -(-nbytes // BLOCK) * BLOCK
@@ -111,10 +95,6 @@ class DirectFile:
 
     # ---- details
 
-    @property
-    def is_direct(self) -> bool:
-        return self._direct is not None
-
     def _move(
         self, call: Callable[..., int], memory: memoryview, begin: int, nbytes: int, writes: bool = False
     ) -> None:
@@ -133,10 +113,10 @@ class DirectFile:
                 self.check()
                 raise self.failed(begin + done, errno.ENOSPC if writes else errno.ENODATA, writes)
             done += count
-        if not self.is_direct:
+        if self._direct is None:
             os.posix_fadvise(self.fd, begin, nbytes, os.POSIX_FADV_DONTNEED)
 
-    def failed(self, offset: int, number: int, writes: bool) -> DiskError:
+    def failed(self, offset: int, number: int, writes: bool) -> Exception:
         """Make the error of a transfer."""
         return DiskError(path=self.path, offset=offset, errno=number, writes=writes, outcome=self.outcome)
 
@@ -162,3 +142,12 @@ class DirectFile:
             self.filesystem or "an unknown filesystem",
             why,
         )
+
+
+class FileRange(NamedTuple):
+    """A range of a file, and the place of its bytes in memory."""
+
+    file: DirectFile
+    offset: int
+    nbytes: int
+    at: int

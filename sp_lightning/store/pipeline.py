@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from torch import Tensor
 from ..host.device import NOT_RECORDED, Arrival, Device
 from ..host.staging import StagedCopy
 from ..host.telemetry import Counters
-from .direct import BLOCK, DirectFile, blocks
+from .direct import BLOCK, DirectFile, FileRange, blocks
+from .scratch import ScratchFile
+from .spans import Window
 
 MOST = 64 << 20  # bytes of a buffer: threads wait in the kernel so long that one in Python does not delay them
 LEAST = 16 << 20
@@ -46,25 +48,6 @@ class Buffer(NamedTuple):
 
     flat: Tensor
     memory: memoryview
-
-
-class FileRange(NamedTuple):
-    """A range of a file, and the place of its bytes in memory."""
-
-    file: DirectFile
-    offset: int
-    nbytes: int
-    at: int
-
-
-class Window(Protocol):
-    """Ranges of files that are in a buffer together."""
-
-    def ranges(self, writes: bool) -> list[FileRange]:
-        """List what is read before the work, or written after it."""
-
-    def show(self, buffer: Buffer) -> None:
-        """Note the buffer, which has what was read."""
 
 
 W = TypeVar("W", bound=Window)
@@ -150,7 +133,7 @@ class Pipeline:
     # ---- up
 
     def send_up(
-        self, flat: Tensor, pieces: Sequence[Piece], files: Sequence[DirectFile], before: Arrival, name: str
+        self, flat: Tensor, pieces: Sequence[Piece], files: Sequence[DirectFile], others: Sequence[Arrival], name: str
     ) -> FileFill:
         """Start to read pieces into a unit's memory on the device, behind what the up stream has queued.
 
@@ -158,7 +141,7 @@ class Pipeline:
             flat: The memory.
             pieces: What is read.
             files: All files whose bytes the memory has, which are checked after the last read.
-            before: The copy of the rest, of which the returned one is the end as well.
+            others: The copies of the rest, of which the returned one is the end as well.
             name: The unit's.
         """
         fill, begin = FileFill(self._counters), self._device.up.record_event()
@@ -176,9 +159,11 @@ class Pipeline:
                             flat[at : at + nbytes].copy_(buffer.flat[first : first + nbytes], non_blocking=True)
                 for file in files:
                     file.check()
-                before.wait(self._stream)
+                for other in others:
+                    other.wait(self._stream)
                 fill.queued.set_result(self._stream.record_event())
-                before.synchronize()
+                for other in others:
+                    other.synchronize()
                 fill.done.set_result(None)
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # the device's own error, which each wait for it raises
@@ -249,8 +234,8 @@ class Pipeline:
 
     # ---- windows
 
-    def windows(self, todo: Iterable[W]) -> Generator[W, None, None]:
-        """Yield windows whose ranges were read, and write them when the next one is asked for.
+    def windows(self, file: ScratchFile, todo: Iterable[W]) -> Generator[W, None, None]:
+        """Yield windows whose spans of a file were read, and write them when the next one is asked for.
 
         Those after it are read meanwhile. All is written at the end. The caller closes this generator, also after an
         error of its own: then all buffers are free, and no transfer is under way.
@@ -261,14 +246,15 @@ class Pipeline:
         try:
             while True:
                 while len(ahead) < COUNT - 1 and (window := next(following, None)) is not None:
-                    ahead.append((window, self._reader.submit(self._fetch, window.ranges(False))))
+                    window.place(file)
+                    ahead.append((window, self._reader.submit(self._fetch, window.ranges(file, False))))
                 if not ahead:
                     break
                 window, read = ahead[0]
-                window.show(read.result())
+                window.show(read.result().flat)
                 yield window
                 ahead.popleft()
-                writes.append(self._writer.submit(self._store, read.result(), window.ranges(True)))
+                writes.append(self._writer.submit(self._store, read.result(), window.ranges(file, True)))
                 while writes and writes[0].done():
                     writes.popleft().result()
             while writes:

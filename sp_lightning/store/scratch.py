@@ -33,7 +33,6 @@ from ..host.memory import keep_from_forks
 from ..options import format_both
 from .direct import BLOCK, IN_MEMORY, DirectFile, Mount, blocks, mount_of
 
-STACKED = ("overlay", "aufs")
 COPIES_ON_WRITE = ("btrfs", "zfs", "bcachefs", "nilfs2")
 GET_FLAGS, SET_FLAGS, NO_COPY = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
 ALLOWED = "a folder on a local disk of this machine"
@@ -130,9 +129,12 @@ class ScratchFile(DirectFile):
         """Return the first byte of a tensor that fills whole blocks of the file; None if it is no such tensor."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
-        offset = tensor.data_ptr() - self._flat.data_ptr()
-        is_here = 0 <= offset < self._end and offset % BLOCK == 0
-        return offset if is_here and tensor.stride() == dense_strides(tensor) else None
+        return self.offset_at(tensor.data_ptr()) if tensor.stride() == dense_strides(tensor) else None
+
+    def offset_at(self, address: int) -> int | None:
+        """Return the place in the file of an address at which a block of it begins; None if none does."""
+        offset = address - self._flat.data_ptr()
+        return offset if 0 <= offset < self._end and offset % BLOCK == 0 else None
 
     def forget(self) -> None:
         """Have reads of all tensors raise: this is a forked process."""
@@ -193,7 +195,7 @@ def _nameless(folder: str, mount: Mount) -> int:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error
-    if mount.kind in (*COPIES_ON_WRITE, *STACKED):
+    if mount.kind in COPIES_ON_WRITE:
         import fcntl  # which Windows has not
 
         flags = array.array("l", [0])
@@ -202,8 +204,7 @@ def _nameless(folder: str, mount: Mount) -> int:
             flags[0] |= NO_COPY
             fcntl.ioctl(fd, SET_FLAGS, flags)
         except OSError as error:
-            if mount.kind in COPIES_ON_WRITE:
-                os.close(fd)
-                allowed = f"{ALLOWED}; this one is on {mount.kind}, which copies what is written"
-                raise OptionError(argument="disk", found=folder, allowed=allowed) from error
+            os.close(fd)
+            allowed = f"{ALLOWED}; this one is on {mount.kind}, which copies what is written"
+            raise OptionError(argument="disk", found=folder, allowed=allowed) from error
     return fd

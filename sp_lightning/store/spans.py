@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .direct import BLOCK, blocks
-from .pipeline import Buffer, FileRange
+from .direct import BLOCK, FileRange, blocks
 from .scratch import ScratchFile
 
 
@@ -23,7 +22,6 @@ class Span:
     stop: int
     is_written: bool = True
     at: int = -1  # place in the buffer; -1: the tensor is in memory
-    is_read: bool = True
     here: Tensor | None = None  # the elements, while the window is worked on
 
     @property
@@ -36,33 +34,32 @@ def elements_of(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor.as_strided((stop - start,), (1,), tensor.storage_offset() + start)
 
 
-class SpanWindow:
+class Window(list[Span]):
     """Spans that are in memory together."""
 
-    def __init__(self, file: ScratchFile, spans: Sequence[Span]) -> None:
-        self.file, self.spans = file, spans
-        at = 0
-        for span in spans:
-            span.is_read = span.tensor is not None
+    def place(self, file: ScratchFile) -> None:
+        """Give spans of a file, and rooms, their places in a buffer; the others stay where they are."""
+        end = 0
+        for span in self:
             if span.tensor is None or file.offset_of(span.tensor) is not None:
-                span.at, at = at, at + blocks(span.nbytes)
+                span.at, end = end, end + blocks(span.nbytes)
             else:
                 span.here = elements_of(span.tensor, span.start, span.stop)
 
-    def show(self, buffer: Buffer) -> None:
+    def show(self, flat: Tensor) -> None:
         """Note the buffer, which has what was read."""
-        for span in self.spans:
+        for span in self:
             if span.at >= 0:
-                span.here = buffer.flat[span.at : span.at + span.nbytes].view(span.dtype)
+                span.here = flat[span.at : span.at + span.nbytes].view(span.dtype)
 
-    def ranges(self, writes: bool) -> list[FileRange]:
+    def ranges(self, file: ScratchFile, writes: bool) -> list[FileRange]:
         """List what is read before the work, or written after it."""
         found = []
-        for span in self.spans:
-            if span.at >= 0 and span.tensor is not None and (span.is_written if writes else span.is_read):
-                first = self.file.offset_of(span.tensor)
+        for span in self:
+            if span.at >= 0 and span.tensor is not None and (span.is_written or not writes):
+                first = file.offset_of(span.tensor)
                 assert first is not None
-                found.append(FileRange(self.file, first + span.start * span.dtype.itemsize, span.nbytes, span.at))
+                found.append(FileRange(file, first + span.start * span.dtype.itemsize, span.nbytes, span.at))
         return found
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,17 +18,19 @@ from ..host import malloc
 from ..host.device import Arrival, Device
 from ..host.machine import headroom, host_memory
 from ..options import format_bytes
-from .direct import DirectFile, blocks
-from .pipeline import BUFFERS, FileFill, FileRange, Pipeline, buffer_nbytes, pieces_of
+from .direct import BLOCK, DirectFile, FileRange, blocks
+from .pipeline import BUFFERS, FileFill, Pipeline, buffer_nbytes, pieces_of
 from .placement import Placement, UnitBytes, choose, may_move
 from .scratch import ScratchFile, check_folder, scratch_in
 from .sources import Found, SourceFile, find, written
-from .spans import Span, SpanWindow, cut
+from .spans import Span, Window, cut
 
 log = logging.getLogger(__name__)
 
-S = TypeVar("S", bound=Sequence[Span])
+W = TypeVar("W", bound=Window)
 BESIDE = 4  # times the largest unit: one that arrives, the gradients of one, and two packs of them
+
+TENSORS = 5  # of a weight, at most: itself, two numbers of state, and its gradient as it came and as it is read
 
 
 class Place(NamedTuple):
@@ -37,21 +38,6 @@ class Place(NamedTuple):
 
     file: DirectFile
     offset: int
-
-
-class Several:
-    """The end of several copies."""
-
-    def __init__(self, copies: Sequence[Arrival]) -> None:
-        self._copies = copies
-
-    def wait(self, stream: Any) -> None:
-        for copy in self._copies:
-            copy.wait(stream)
-
-    def synchronize(self) -> None:
-        for copy in self._copies:
-            copy.synchronize()
 
 
 class FiledWeights:
@@ -84,7 +70,7 @@ class FiledWeights:
         for weight in self._written:
             here = weight.value.as_strided((weight.value.numel(),), (1,)).view(torch.uint8)
             copies.append(self._device.send_up(flat[weight.at : weight.at + weight.nbytes], here))
-        self._last = self._pipeline.send_up(flat, self._pieces, self._files, Several(copies), self._name)
+        self._last = self._pipeline.send_up(flat, self._pieces, self._files, copies, self._name)
         return self._last
 
     def _look(self) -> None:
@@ -164,7 +150,10 @@ class Store:
         if placement.is_in_memory:
             return
         if self._disk is not None and placement.disk:
-            self._scratch = scratch_in(self._disk, self._disk_nbytes(units, wire_of))
+            moving = [param for index in placement.gradients for _, param in units[index] if may_move(param)]
+            wide = sum(param.nbytes for param in moving if wire_of(param) is not param.dtype)  # gradients that are read
+            ends = TENSORS * BLOCK * sum(map(len, units))  # of tensors' last blocks
+            self._scratch = scratch_in(self._disk, placement.disk + wide + ends)
         malloc.by_themselves()  # or what the model frees would stay with the process, beside the budget
         self._pipeline = Pipeline(self._device, nbytes)
         log.info(
@@ -175,22 +164,6 @@ class Store:
             format_bytes(placement.host),
             format_bytes(placement.by_term["buffers"]),
         )
-
-    def _disk_nbytes(
-        self, units: Sequence[Sequence[tuple[str, nn.Parameter]]], wire_of: Callable[[Any], torch.dtype]
-    ) -> int:
-        """Count the bytes of the scratch file, in whole blocks."""
-        total, placed = 0, self.placement
-        for index, unit in enumerate(units):
-            for _, param in unit:
-                if not may_move(param):
-                    continue
-                is_cast = wire_of(param) is not param.dtype
-                total += 2 * blocks(param.nbytes) * (index in placed.state)
-                total += blocks(param.nbytes) * (index in placed.weights)
-                total += blocks(param.numel() * wire_of(param).itemsize) * (index in placed.gradients)
-                total += blocks(param.nbytes) * is_cast * (index in placed.gradients)
-        return total
 
     def _not_met(self, budget: int) -> HostMemoryError:
         """Make the error of a budget that is less than what has to be in memory."""
@@ -274,7 +247,7 @@ class Store:
         types = [tensor.dtype for tensor in tensors]
         assert self._pipeline is not None
         ranges = cut(target.numel(), types, self._pipeline.nbytes)
-        windows = ([Span(one, one.dtype, *ends, is_written=one is target) for one in tensors] for ends in ranges)
+        windows = (Window(Span(one, one.dtype, *ends, one is target) for one in tensors) for ends in ranges)
         with contextlib.closing(self.fetch(windows)) as fetched:
             for window in fetched:
                 work(*[span.here for span in window])
@@ -286,23 +259,13 @@ class Store:
         assert self._pipeline is not None
         return self._pipeline.nbytes
 
-    def fetch(self, windows: Iterable[S]) -> Generator[S, None, None]:
-        """Yield lists of spans while their elements are in memory; written they are when the next one is asked for.
+    def fetch(self, windows: Iterable[W]) -> Generator[W, None, None]:
+        """Yield windows while their elements are in memory; written they are when the next one is asked for.
 
         The caller closes this generator.
         """
         assert self._pipeline is not None and self._scratch is not None
-        file = self._scratch
-        given: collections.deque[S] = collections.deque()
-
-        def todo() -> Iterator[SpanWindow]:
-            for spans in windows:
-                given.append(spans)
-                yield SpanWindow(file, spans)
-
-        with contextlib.closing(self._pipeline.windows(todo())) as shown:
-            for _ in shown:
-                yield given.popleft()
+        return self._pipeline.windows(self._scratch, windows)
 
     # ---- gradients: what a device offers for those in memory
 

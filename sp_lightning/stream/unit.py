@@ -466,9 +466,13 @@ class ResidentUnit(Unit):
         """Copy up what the host has written; the memory and the leaves stay."""
         self._stamp = self._now()
         with without_dispatch(), torch.no_grad(), torch.inference_mode(False):
-            for weight in self.weights:
-                if not weight.is_ahead:
-                    self._on_device(weight).copy_(weight.value)
+            for weight, version in zip(self.weights, self._stamp[1], strict=True):
+                if weight.is_ahead:
+                    continue
+                # A graph of a backward that is differentiated may have the memory, which is not to change in vain.
+                there, new = self._on_device(weight), weight.value.to(self.memory.flat.device)
+                if version != weight.shown or not torch.equal(_bytes_of(there), _bytes_of(new)):
+                    there.copy_(new)
             show_versions(self.weights, self._stamp[1])
 
     def evict(self) -> None:

@@ -68,12 +68,12 @@ def test_batch_precision_and_options_are_those_of_the_run():
 
 def test_the_model_is_made_with_its_arguments_and_optimizer():
     module = find("--model.width", "32")["module"]()
+    assert [type(one) for one in module.configure_optimizers()] == [torch.optim.AdamW]
     before = [parameter.clone() for parameter in module.parameters()]
     assert module.net[0].out_features == 32
     module.training_step([torch.ones(2, 8)], 0).backward()  # which logs nothing
     module.optimizers().step()
     assert all(map(torch.equal, before, module.parameters()))
-    assert [type(one) for one in module.configure_optimizers()] == [torch.optim.AdamW]
 
 
 @pytest.mark.parametrize("freezes", ["true", "false"])

@@ -6,12 +6,10 @@ import os
 
 import processes
 import pytest
-import torch
 import wrapped
 from lightning.pytorch.callbacks import ModelCheckpoint
-from side_by_side import check, fit, make_trainer
+from side_by_side import check, fit
 
-import models
 import parity
 
 # Window and activations
@@ -64,7 +62,7 @@ def test_two_ranks_train_adapters_over_one_host_copy_of_a_quantised_base(device,
         assert [parity.difference(*pair) for pair in zip(theirs, ours, strict=True)] == [None] * len(theirs)
 
 
-# --- Checkpoints, and predictions
+# --- Checkpoints
 
 
 @parity.product(("nf4", "memory", "cpu"), form=wrapped.TRAINED, place=["memory", "file"], device=parity.DEVICES)
@@ -84,25 +82,3 @@ def test_checkpoints_of_adapters_resume_both_ways(device, form, place, tmp_path)
     assert len(first.losses) == 2
     for other in others:
         wrapped.compare(first, other)
-
-
-@parity.product(
-    ("int8-dynamic", "memory", "simgpu"),
-    form=list(wrapped.FORMS),
-    place=["memory", "file"],
-    device=parity.DEVICES,
-)
-def test_a_trainer_predicts_with_a_quantised_base(device, form, place):
-    wrapped.skip_unless_computed(form, device)
-
-    def answers(strategy, make):
-        torch.manual_seed(0)
-        batches = torch.utils.data.DataLoader([models.vectors(i) for i in range(5)], batch_size=None)
-        found = make_trainer(strategy, device).predict(wrapped.Module(form, make), batches)
-        return [one.cpu() for one in found]
-
-    make = wrapped.filed if place == "file" else wrapped.adapted
-    options = {"window": 1} | ({"host_budget": "0B"} if place == "file" else {})
-    expected = answers(None, make)
-    found = answers(parity.streaming_strategy(device.type, **options), make)
-    assert len(found) == 5 and all(map(torch.equal, expected, found))

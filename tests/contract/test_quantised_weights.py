@@ -13,11 +13,8 @@ from often import often
 from side_by_side import check, inputs, observe, training
 from torch import nn
 
-import models
 import parity
 import sp_lightning
-
-ACTIVATIONS = ["keep", "recompute", "offload", "recompute+offload"]
 
 
 @parity.product(form=list(wrapped.FORMS), device=parity.DEVICES)
@@ -45,77 +42,6 @@ def test_a_quantised_base_takes_its_bytes(form, monkeypatch):
     streamed = nbytes - after["resident_root_bytes"]
     assert streamed <= after["host_weight_bytes"] < 1.05 * nbytes
     assert streamed * 5 / 6 <= after["bytes_up"] - before["bytes_up"] < 1.05 * streamed  # a unit may be there already
-
-
-@pytest.mark.parametrize("form", often(["nf4", "coded", "int8"]))
-def test_a_quantised_base_stays_in_its_file(form):
-    net, other, (x,) = wrapped.adapted(form)(), wrapped.adapted(form)(), inputs("cpu", 1)
-    torch.save(net.state_dict(), "base.pt")
-    other.load_state_dict(torch.load("base.pt", mmap=True, weights_only=False), assign=True)
-    other.requires_grad_(False)
-    with torch.no_grad():
-        expected = net(x)
-        with sp_lightning.stream(other, "cpu", window=1, host_budget="0B") as handle:
-            assert torch.equal(other(x), expected)
-            nbytes = sum(part.nbytes for p in other.parameters() for part in wrapped.parts(p))
-            assert handle.stats()["disk_read"] > 0.9 * nbytes
-
-
-class Expert(nn.Module):
-    def __init__(self, form):
-        super().__init__()
-        self.up, self.down = (
-            wrapped.Adapted(wrapped.WIDTH, wrapped.HIDDEN, form),
-            wrapped.Adapted(wrapped.HIDDEN, wrapped.WIDTH, form),
-        )
-
-    def forward(self, x):
-        return self.down(nn.functional.gelu(self.up(x)))
-
-
-class Mixture(nn.Module):
-    """Each row goes to one of the experts that its router knows, which are the first of them."""
-
-    def __init__(self, form, count=6, routed=2):
-        super().__init__()
-        self.router = nn.Linear(wrapped.WIDTH, routed)
-        self.experts = nn.ModuleList(Expert(form) for _ in range(count))
-
-    def forward(self, x):
-        share, choice = self.router(x).softmax(-1).max(-1)
-        mixed = torch.zeros_like(x)
-        for index in choice.unique().tolist():
-            (rows,) = (choice == index).nonzero(as_tuple=True)
-            mixed = mixed.index_add(0, rows, share[rows, None] * self.experts[index](x[rows]))
-        return x + mixed
-
-
-def mixture(form):
-    net = models.Stack(Mixture(form) for _ in range(3))
-    net.stem, net.head = nn.Linear(models.FEATURES, wrapped.WIDTH), nn.Linear(wrapped.WIDTH, models.CLASSES)
-    return net
-
-
-@pytest.mark.simgpu
-def test_only_routed_experts_of_four_bits_go_to_the_device():
-    import simgpu
-
-    wrapped.quantise(nn.Linear(wrapped.WIDTH, wrapped.HIDDEN), "nf4")  # skips where it cannot be made
-    net, (x,) = mixture("nf4"), inputs("cpu", 1)
-    expert = sum(part.nbytes for p in net.blocks[0].experts[0].parameters() for part in wrapped.parts(p))
-    plain = sum(4 * p.numel() for p in net.blocks[0].experts[0].parameters())
-    assert expert < plain / 4
-    with sp_lightning.stream(net, "simgpu", units=["Expert"], window=1), torch.no_grad():
-        net(x.to("simgpu"))
-        chosen = []
-        for block in net.blocks:
-            for index, one in enumerate(block.experts):
-                one.register_forward_pre_hook(lambda module, _, index=index: chosen.append(index))
-        with simgpu.trace() as traced:
-            net(x.to("simgpu"))
-        sent = sum(op.nbytes for op in traced if op.name == "copy H2D")
-    assert 3 <= len(chosen) <= 6 and set(chosen) <= {0, 1}
-    assert (len(chosen) - 1) * expert <= sent < 1.05 * len(chosen) * expert + 4096  # the last one is there already
 
 
 # --- Reads outside of a weight's unit

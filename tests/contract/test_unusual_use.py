@@ -1,18 +1,21 @@
-"""What users do to a module while it streams: all has the bits of the plain run."""
+"""What users do to a module while it streams: all has the bits of the plain run, or is a typed error."""
 
 from __future__ import annotations
 
 import threading
 
+import lightning as L
 import pytest
 import torch
 from often import often
-from side_by_side import blocks, check, inputs, kept, squares, training
-from streamed import streaming
+from side_by_side import blocks, check, fit, inputs, squares, training
+from stream_programs import streamed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
+import parity
+from sp_lightning.errors import ExactnessError, UnsupportedError
 
 
 class Asking(models.Block):
@@ -33,7 +36,7 @@ def test_inside_a_unit_a_weight_tells_what_the_plain_runs_does(device):
 
     expected = told(models.Stack(Asking() for _ in range(3)).to(device))
     net = models.Stack(Asking() for _ in range(3))
-    with streaming(net, device, window=1):
+    with streamed(net, device):
         assert told(net) == expected
 
 
@@ -170,7 +173,7 @@ def test_hooks_of_weights_that_got_no_gradient_are_the_users_again_after_streami
     net = models.stack_of(Experts)()
     calls, weight = [], net.blocks[0].experts[0].weight
     hooks = [weight.register_hook(calls.append), weight.register_post_accumulate_grad_hook(calls.append)]
-    with streaming(net, device):
+    with streamed(net, device):
         for sign in (1, -1):
             net(sign * torch.ones(2, models.FEATURES, device=device)).sum().backward()
     assert list(weight._backward_hooks.values()) == list(weight._post_accumulate_grad_hooks.values()) == [calls.append]
@@ -217,22 +220,6 @@ def test_sparse_tensors_in_a_forward(activations):
 # --- Streams, threads, data
 
 
-def test_forward_and_backward_in_another_thread(device):
-    def run(net, device):
-        seen = []
-
-        def work():
-            seen.extend(kept(item) for item in training()(net, device))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        yield seen
-        yield from training()(net, device)
-
-    check(blocks, run, device)
-
-
 def test_forward_in_one_thread_and_backward_in_another(device):
     def run(net, device):
         for x in inputs(device):
@@ -245,7 +232,16 @@ def test_forward_in_one_thread_and_backward_in_another(device):
     check(blocks, run, device)
 
 
-# --- Parts of the module that are called by themselves
+# --- Where arguments are
+
+
+def test_a_batch_on_the_host_moves_with_the_call(device):
+    net, x = blocks(), models.vectors(0)[0]
+    with streamed(net, device):
+        output = net(x)
+        hidden = net.blocks[0](torch.ones(1, models.WIDTH))
+    assert output.device == device and hidden.device == device
+    assert torch.equal(output.cpu(), net.to(device)(x.to(device)).cpu())
 
 
 class Packing(nn.Module):
@@ -296,3 +292,106 @@ def test_weights_that_are_frozen_between_two_forwards_of_one_backward(freeze, th
         yield loss
 
     check(blocks, run, device, window=2)
+
+
+def test_gradients_of_many_losses_at_once(device):
+    def run(net, device):
+        weights = [net.blocks[1].up.weight, net.head.bias]
+        for x in inputs(device):
+            out = net(x).sum(0)
+            ones = torch.eye(len(out), device=device)
+            yield torch.autograd.grad(out, weights, grad_outputs=ones, is_grads_batched=True)
+
+    check(blocks, run, device)
+
+
+# --- Weights that become others within a step
+
+
+class ConvertsInItsStep(L.LightningModule):
+    """Gives its weights another memory format where a step is under way."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when = when
+        self.net = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)))
+
+    def convert(self, now):
+        if now == self.when:
+            self.net[1].to(memory_format=torch.channels_last)
+
+    def training_step(self, batch, index):
+        self.convert("before the forward")
+        loss = self.net(batch[0].view(1, 3, 4, 4)).square().mean()
+        self.convert("after it")
+        return loss
+
+    def on_before_zero_grad(self, optimizer):
+        self.convert("in a hook")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("when", ["before the forward", "after it", "in a hook"])
+def test_weights_that_get_other_strides_within_a_step_are_an_error(device, when):
+    strategy = parity.streaming_strategy(device.type, window=1, units=["Conv2d"])
+    with pytest.raises((ExactnessError, UnsupportedError), match=r"net.1.weight.* strides"):
+        fit(lambda: ConvertsInItsStep(when), strategy, device)
+
+
+class Retypes(nn.Linear):
+    other = staticmethod(torch.Tensor.half)
+
+    def forward(self, x):
+        self.weight.data = self.other(self.weight.data)
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+@pytest.mark.parametrize("other", [torch.Tensor.half, lambda data: data[:1], torch.Tensor.flatten])
+def test_a_weight_that_gets_another_type_or_shape_is_an_error(device, other, monkeypatch):
+    monkeypatch.setattr(Retypes, "other", staticmethod(other))
+    net = nn.Sequential(*(Retypes(5, 5) for _ in range(3)))
+    with streamed(net, device, units=["Retypes"]):
+        with pytest.raises((ExactnessError, UnsupportedError), match=r"0.weight.* torch.float32 [(\[]5, 5"):
+            net(torch.ones(2, 5, device=device))
+        assert net[0].weight.dtype is torch.float32 and net[0].weight.shape == (5, 5)
+
+
+# --- Precision, and kernels that read weights otherwise
+
+
+class Overflowing(models.ZooModule):
+    """Has a batch whose scaled gradients are infinite."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return loss * 1e36 if index == 1 else loss
+
+
+@pytest.mark.simgpu
+def test_a_step_that_overflows_is_skipped_as_in_the_plain_run():
+    settings = {"accelerator": "simgpu", "precision": "16-mixed", "clip": ("norm", 0.1)}
+    parity.check(models.case("mlp"), {"window": 1}, **settings, kind=Overflowing)
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_evaluation_fast_path_of_transformer_encoders(device, padding, context):
+    def make():
+        layer = nn.TransformerEncoderLayer(models.FEATURES, 2, 32, batch_first=True)
+        return nn.TransformerEncoder(layer, 3)  # which packs padded sequences into nested tensors
+
+    if padding and device.type == "simgpu":
+        pytest.skip("it has no nested tensors")
+
+    def run(net, device):
+        mask = torch.arange(models.LENGTH).expand(models.BATCH, -1) >= torch.tensor([[8], [5], [3], [1]])
+        net.eval()
+        with context():
+            for index in range(2):
+                yield net(
+                    models.sequences(index)[0].to(device), src_key_padding_mask=mask.to(device) if padding else None
+                )
+
+    check(make, run, device)

@@ -8,7 +8,6 @@ import functools
 import pickle
 import types
 
-import accelerate
 import hf_runs
 import pytest
 import torch
@@ -18,7 +17,6 @@ from hf_runs import compare, llama, rows
 from torch import nn
 from torch.utils.data import DataLoader
 
-import parity
 import sp_lightning.hf
 
 
@@ -269,82 +267,3 @@ def test_a_model_that_is_prepared_already_streams_in_a_later_context_and_so_do_i
     (expected, _), (found, streamed) = in_contexts(False, **settings), in_contexts(True, **settings)
     assert streamed == [2 if "copies" in settings else 1] * 2
     assert all(map(torch.equal, expected, found))
-
-
-class Wrapper(torch.optim.Optimizer):
-    """Shows nothing of the state of the optimizer inside."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    param_groups = property(lambda self: self.inner.param_groups)
-    defaults = property(lambda self: self.inner.defaults)
-
-    def state_dict(self):
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state):
-        self.inner.load_state_dict(state)
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-    def zero_grad(self, set_to_none=True):
-        self.inner.zero_grad(set_to_none)
-
-
-class TiedHead(nn.Module):
-    """Reads a weight, and where that is, beside its blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(64, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4))
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = x + block(x)
-        scale = torch.ones(16, device=self.embed.weight.device)
-        return nn.functional.linear(x * scale, self.embed.weight)
-
-
-def compiled_by_blocks(folder, mixed):
-    plugin = accelerate.utils.TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
-    accelerator = Accelerator(dynamo_plugin=plugin, mixed_precision=mixed)
-    net = TiedHead()
-    optimizer = torch.optim.SGD(net.parameters(), 0.05)
-    made, optimizer = accelerator.prepare(net, optimizer)
-    for index, row in enumerate(rows()):
-        if index == 2:
-            layer = net.blocks[1][0]  # units are made anew
-            layer.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
-        loss = made(row["input_ids"][None].to(accelerator.device)).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield f"loss {index}", loss
-    assert made is not net
-    yield "weights", accelerator.unwrap_model(made, keep_torch_compile=False).state_dict()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
-@pytest.mark.parametrize("mixed", ["no", "bf16"])
-def test_a_model_of_which_accelerate_compiles_each_block_leaves_the_bits_of_the_stock_run(mixed, device, tmp_path):
-    compare(functools.partial(compiled_by_blocks, mixed=mixed), tmp_path, window=1)
-
-
-def test_an_optimizer_inside_of_another_is_loaded(tmp_path):
-    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    with sp_lightning.hf.streaming(window=1):
-        accelerator = Accelerator(cpu=True)
-        model, optimizer = accelerator.prepare(net, Wrapper(torch.optim.AdamW(net.parameters())))
-        accelerator.backward(model(torch.ones(2, 8)).sum())
-        optimizer.step()
-        accelerator.save_state(str(tmp_path))
-        saved = copy.deepcopy(optimizer.state_dict())
-        optimizer.optimizer.inner.state.clear()
-        accelerator.load_state(str(tmp_path))
-        loaded = dict(parity.leaves(optimizer.state_dict()))
-    assert all(parity.difference(leaf, loaded[path]) is None for path, leaf in parity.leaves(saved))

@@ -1,7 +1,6 @@
 """The callback: there when the user added none, silent unless it is to log, and without effect on what is trained."""
 
 import functools
-import importlib
 import json
 import re
 from dataclasses import replace
@@ -21,7 +20,6 @@ from sp_lightning.lightning import callback
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 CASE = models.case("mlp")
 LOGGING = functools.partial(sp_lightning.SuperpipelineCallback, log_metrics=True)
-QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 1, "max_epochs": 1}
 
 
 class Kept(Logger):
@@ -48,12 +46,9 @@ class Second(Callback):
     pass
 
 
-def trainer_of(callbacks=(), logger=False, **options):
-    if options.get("accelerator") == "simgpu":
-        importlib.import_module("simgpu.lightning")
-    options = {"enable_checkpointing": False, "accelerator": "cpu", **QUIET, **options}
-    strategy = parity.streaming_strategy(options["accelerator"], window=2)
-    return L.Trainer(strategy=strategy, callbacks=[*callbacks], logger=logger, devices=1, **options)
+def trainer_of(callbacks=(), logger=False, accelerator="cpu", **options):
+    options = {"limit_val_batches": 1, "max_epochs": 1, "callbacks": [*callbacks], "logger": logger, **options}
+    return parity.make_trainer(parity.streaming_strategy(accelerator, window=2), accelerator, **options)
 
 
 def fit(callbacks=(), logger=False, batches=4, **options):
@@ -214,6 +209,7 @@ def test_a_batch_shows_its_samples_and_tokens(batch, figures):
         ({"timeline_steps": ["5"]}, "timeline_steps must be one or more ints >= 0, got \\['5'\\]"),
         ({"timeline_steps": ()}, "timeline_steps must be one or more ints >= 0"),
         ({"timeline_steps": [-1]}, "timeline_steps must be one or more ints >= 0"),
+        ({"plan": "llama-8b"}, r"plan must be None or a plan from sp_lightning.plan\(\)"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, said):
@@ -249,13 +245,6 @@ def test_the_progress_bar_shows_memory_and_waiting(bar):
 
 def said(caplog):
     return [record.getMessage() for record in caplog.records if record.name.startswith("lightning")]
-
-
-def test_a_plan_is_what_plan_returned():
-    with pytest.raises(
-        sp_lightning.errors.OptionError, match=r"plan must be None or a plan from sp_lightning.plan\(\)"
-    ):
-        sp_lightning.SuperpipelineCallback(plan="llama-8b")
 
 
 def test_without_matplotlib_there_is_a_trace_and_a_warning(tmp_path, monkeypatch, caplog):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import zipfile
 
-import lightning as L
 import pytest
 import torch
 from often import often
 from side_by_side import sgd, squares
 
 import models
-import parity
 import sp_lightning
 
 adapted = models.stack_of(models.AdaptedBlock)
@@ -80,55 +77,3 @@ def test_a_tied_weight_is_saved_once(device):
     expected = saved(make().state_dict())
     with sp_lightning.stream(make(), device, window=1) as handle:
         assert saved(handle.module.state_dict()) == expected
-
-
-# --- Lightning's files
-
-
-class Saving(models.ZooModule):
-    """Saves the adapters alone if it is told to."""
-
-    def __init__(self, only_adapters):
-        self.only_adapters = only_adapters
-        super().__init__(models.case("adapters"))
-
-    def on_save_checkpoint(self, checkpoint):
-        if self.only_adapters:
-            names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
-            checkpoint["state_dict"] = {name: checkpoint["state_dict"][name] for name in names}
-
-
-def checkpoint_of(strategy, device, path, only_adapters, weights_only):
-    if device.type == "simgpu":
-        importlib.import_module("simgpu.lightning")
-    L.seed_everything(0, verbose=False)
-    module = Saving(only_adapters)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator=device.type,
-        devices=1,
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    loader = models.loader(module.case, 2)
-    trainer.fit(module, loader, loader)
-    trainer.save_checkpoint(path, weights_only=weights_only)
-    return tensor_bytes(path)
-
-
-@pytest.mark.parametrize("only_adapters", [False, True])
-@pytest.mark.parametrize("weights_only", [False, True])
-def test_a_checkpoint_is_as_large_as_plain_lightnings(device, tmp_path, only_adapters, weights_only):
-    strategies = parity.plain_strategy(device.type), parity.streaming_strategy(device.type, window=1)
-    plain, streamed = (
-        checkpoint_of(strategy, device, tmp_path / f"{index}.ckpt", only_adapters, weights_only)
-        for index, strategy in enumerate(strategies)
-    )
-    assert plain == streamed
-    trainable = [p.nbytes for p in adapted().parameters() if p.requires_grad]
-    saved_weights = sum(trainable) if only_adapters else sum(p.nbytes for p in adapted().parameters())
-    adamw_state = 0 if weights_only else 2 * sum(trainable) + 4 * len(trainable)
-    assert plain[0] == saved_weights + adamw_state

@@ -23,6 +23,7 @@ SIDES = {
     "on disk": lambda accelerator: parity.streaming_strategy(accelerator, window=2, host_budget="0B", disk=os.getcwd()),
 }
 CROSSINGS = [(one, other) for one in SIDES for other in SIDES if (one, other) != ("plain", "plain")]
+SIDES["auto"] = parity.streaming_strategy
 CASE = models.case("mlp")
 
 
@@ -60,11 +61,8 @@ class Filtered(Module):
 
 
 def make_trainer(side, accelerator="cpu", **options):
-    if accelerator == "simgpu":
-        import simgpu.lightning  # noqa: F401
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    options = {"enable_checkpointing": False, "max_epochs": 2, "limit_val_batches": 2, **quiet, **options}
-    return L.Trainer(strategy=SIDES[side](accelerator), accelerator=accelerator, devices=1, **options)
+    options = {"max_epochs": 2, "limit_val_batches": 2, **options}
+    return parity.make_trainer(SIDES[side](accelerator), accelerator, **options)
 
 
 def fit(side, accelerator="cpu", make_module=Module, ckpt_path=None, batches=4, save=None, **options):
@@ -85,14 +83,6 @@ def state_of(trainer, module):
     return dict(parity.leaves({"weights": dict(module.state_dict()), "optimizers": optimizers, "rates": schedulers}))
 
 
-def assert_same(expected, actual):
-    assert expected.keys() == actual.keys()
-    for name, value in expected.items():
-        found = actual[name]
-        value, found = (item.cpu() if isinstance(item, torch.Tensor) else item for item in (value, found))
-        assert not (wrong := parity.difference(value, found)), f"{name}: {wrong}"
-
-
 def tensors(checkpoint):
     return {path: value for path, value in parity.leaves(checkpoint) if isinstance(value, torch.Tensor)}
 
@@ -106,7 +96,7 @@ def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(write
         fit(first, accelerator, max_steps=6, save=tmp_path / "middle.ckpt")
         return state_of(*fit(second, accelerator, ckpt_path=tmp_path / "middle.ckpt"))
 
-    assert_same(interrupted("plain", "plain"), interrupted(writer, reader))
+    parity.assert_same(interrupted("plain", "plain"), interrupted(writer, reader))
 
 
 @BOTH
@@ -116,9 +106,9 @@ def test_states_of_other_optimizers_cross_over(optimizer, side, accelerator, tmp
     make_module = functools.partial(Module, optimizer)
     expected = state_of(*fit("plain", accelerator, make_module))
     fit(side, accelerator, make_module, max_epochs=1, save=tmp_path / "first.ckpt")
-    assert_same(expected, state_of(*fit("plain", accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
+    parity.assert_same(expected, state_of(*fit("plain", accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
     fit("plain", accelerator, make_module, max_epochs=1, save=tmp_path / "first.ckpt")
-    assert_same(expected, state_of(*fit(side, accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
+    parity.assert_same(expected, state_of(*fit(side, accelerator, make_module, ckpt_path=tmp_path / "first.ckpt")))
 
 
 @pytest.mark.parametrize("make_module", often([Module, Filtered, Adapted]))
@@ -135,7 +125,19 @@ def test_files_hold_the_same_bytes(make_module, tmp_path):
     for ours, theirs in zip(streaming, plain, strict=True):
         actual, expected = (torch.load(path, weights_only=False) for path in (ours, theirs))
         assert list(actual) == list(expected)
-        assert_same(tensors(expected), tensors(actual))
+        parity.assert_same(tensors(expected), tensors(actual))
+
+
+def test_a_resumed_run_starts_from_the_window_that_was_chosen(tmp_path, caplog):
+    first, _ = fit("auto", "simgpu", save=tmp_path / "auto.ckpt")
+    chosen = first.strategy.handle.stats()["window"]
+    with caplog.at_level("INFO", "sp_lightning"):
+        resumed, _ = fit("auto", "simgpu", ckpt_path=tmp_path / "auto.ckpt", max_epochs=3)
+    assert f"window 1 -> {chosen}: as in the run that is resumed" in caplog.text
+    assert resumed.strategy.handle.stats()["window"] == chosen > 1
+    fixed, _ = fit("streaming", "simgpu", ckpt_path=tmp_path / "auto.ckpt", max_epochs=3, save=tmp_path / "fixed.ckpt")
+    assert fixed.strategy.handle.stats()["window"] == 2
+    assert "SuperpipelineCallback" not in str(torch.load(tmp_path / "fixed.ckpt")["callbacks"])
 
 
 # ---- where what was loaded lies
@@ -154,7 +156,7 @@ def test_a_file_is_mapped_not_read_and_only_what_is_copied_out_of_it(tmp_path):
     fit("plain", max_epochs=1, save=tmp_path / "end.ckpt", callbacks=[Scores()])
     checkpoint = make_trainer("streaming").strategy.load_checkpoint(tmp_path / "end.ckpt")
     plain = make_trainer("plain").strategy.load_checkpoint(tmp_path / "end.ckpt")
-    assert_same(tensors(plain), tensors(checkpoint))
+    parity.assert_same(tensors(plain), tensors(checkpoint))
     assert list(plain) == list(checkpoint)
     everything = set(tensors(checkpoint))
     file = {str(tmp_path / "end.ckpt")}
@@ -178,7 +180,7 @@ def test_what_was_loaded_outlives_its_file(tmp_path):
             path.write_bytes(b"")
 
     expected = state_of(*fit("plain"))
-    assert_same(expected, state_of(*fit("streaming", ckpt_path=path, callbacks=[Overwriting()])))
+    parity.assert_same(expected, state_of(*fit("streaming", ckpt_path=path, callbacks=[Overwriting()])))
 
 
 @pytest.mark.parametrize("inner", [None, TorchCheckpointIO()])
@@ -202,7 +204,7 @@ def test_the_users_checkpoint_io_is_used(inner, tmp_path):
 def test_a_file_that_is_not_local_is_written_and_read_by_lightning():
     expected = state_of(*fit("plain"))
     fit("streaming", max_epochs=1, save="memory://checkpoints/end.ckpt")
-    assert_same(expected, state_of(*fit("streaming", ckpt_path="memory://checkpoints/end.ckpt")))
+    parity.assert_same(expected, state_of(*fit("streaming", ckpt_path="memory://checkpoints/end.ckpt")))
 
 
 def test_a_missing_file_is_the_error_that_it_is_plainly(tmp_path):
@@ -211,14 +213,6 @@ def test_a_missing_file_is_the_error_that_it_is_plainly(tmp_path):
 
 
 # ---- written in the middle of things
-
-
-@BOTH
-def test_a_checkpoint_loads_into_a_module_by_itself(accelerator, tmp_path):
-    """No Trainer, no strategy: what was written while weights streamed is a plain file."""
-    _, module = fit("streaming", accelerator, save=tmp_path / "end.ckpt")
-    loaded = Module.load_from_checkpoint(tmp_path / "end.ckpt", map_location="cpu")
-    assert_same(dict(module.state_dict()), dict(loaded.state_dict()))
 
 
 def limit_files_to(nbytes):

@@ -18,20 +18,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import models
 import parity
 from sp_lightning.errors import HalfAppliedStepError
+from sp_lightning.host.device import DeviceMemoryError
 from sp_lightning.stream.gradients import Gradients
 from sp_lightning.stream.unit import Unit
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), "simgpu"])
 CASE = models.case("batch_norm")
-QUIET = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "max_epochs": 1,
-    "limit_val_batches": 2,
-}
 SCALING = GradScaler._unscale_grads_
 
 
@@ -117,12 +110,10 @@ class Module(models.ZooModule):
 
 
 def fit(side, accelerator, module, batches=4, optimizer_overlap=True, ckpt_path=None, **options):
-    if accelerator == "simgpu":
-        import simgpu.lightning  # noqa: F401
     strategy = parity.plain_strategy(accelerator)
     if side == "streaming":
         strategy = parity.streaming_strategy(accelerator, window=2, optimizer_overlap=optimizer_overlap)
-    trainer = L.Trainer(strategy=strategy, accelerator=accelerator, devices=1, **{**QUIET, **options})
+    trainer = parity.make_trainer(strategy, accelerator, max_epochs=1, limit_val_batches=2, **options)
     loaders = models.loader(CASE, batches), models.loader(CASE, 2)
     L.seed_everything(1, verbose=False)
     before = world(module)
@@ -162,12 +153,6 @@ def weights(module):
     return {name: value.detach().clone().cpu() for name, value in module.state_dict().items()}
 
 
-def assert_same(expected, actual):
-    assert expected.keys() == actual.keys()
-    for name, value in expected.items():
-        assert not (wrong := parity.difference(value, actual[name])), f"{name}: {wrong}"
-
-
 def left_on_device(expected=None):
     """What the device holds; `expected`, if that is so within a moment: autograd's thread lets go of graphs late."""
     gc.collect()
@@ -201,8 +186,8 @@ def test_after_a_failure_weights_are_those_of_the_plain_run_and_so_is_the_next_r
     expected = run_on("plain", accelerator, place)
     allocated = accelerator == "simgpu" and left_on_device()
     actual = run_on("streaming", accelerator, place)
-    assert_same(expected[0], actual[0])
-    assert_same(expected[1], actual[1])
+    parity.assert_same(expected[0], actual[0])
+    parity.assert_same(expected[1], actual[1])
     if accelerator == "simgpu":
         assert left_on_device(allocated) == allocated
 
@@ -308,11 +293,18 @@ def test_a_module_of_such_a_step_goes_on_from_a_checkpoint_and_from_nothing_else
         fit("streaming", accelerator, module, ckpt_path=last)
         plain = Overlapping(fails_at=None)
         fit("plain", accelerator, plain, ckpt_path=last)
-        assert_same(weights(plain), weights(module))
+        parity.assert_same(weights(plain), weights(module))
     else:
         module.load_state_dict(torch.load(last, weights_only=False)["state_dict"])
         module.trainer.optimizers[0].load_state_dict(module.trainer.optimizers[0].state_dict())
         fit("streaming", accelerator, module).save_checkpoint(tmp_path / "good.ckpt")
+
+
+def test_without_overlap_a_step_that_failed_is_saved(tmp_path):
+    module = seeded("backward")
+    with pytest.raises(Boom):
+        fit("streaming", "cpu", module, optimizer_overlap=False)
+    module.trainer.save_checkpoint(tmp_path / "after.ckpt")
 
 
 @pytest.fixture
@@ -324,29 +316,19 @@ def interrupts():
 
 @BOTH
 @pytest.mark.parametrize("place", often(["backward", "forward", "on_train_batch_end"]))
-def test_ctrl_c(place, accelerator, interrupts):
-    def interrupted(side):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        with mock_error(FailingBackward):
-            return run_on(side, accelerator, place, KeyboardInterrupt, raised=SystemExit)
-
-    expected, actual = interrupted("plain"), interrupted("streaming")
-    assert_same(expected[0], actual[0])
-    assert_same(expected[1], actual[1])
-
-
-@contextlib.contextmanager
-def mock_error(function):
-    backward = function.backward
-
+def test_ctrl_c(place, accelerator, interrupts, monkeypatch):
     def interrupt(ctx, grad):
         raise KeyboardInterrupt
 
-    function.backward = staticmethod(interrupt)
-    try:
-        yield
-    finally:
-        function.backward = backward
+    def interrupted(side):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return run_on(side, accelerator, place, KeyboardInterrupt, raised=SystemExit)
+
+    monkeypatch.setattr(FailingBackward, "backward", staticmethod(interrupt))
+
+    expected, actual = interrupted("plain"), interrupted("streaming")
+    parity.assert_same(expected[0], actual[0])
+    parity.assert_same(expected[1], actual[1])
 
 
 # ---- what a plain run cannot fail in: the copies
@@ -399,7 +381,18 @@ def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(copy, error, ac
     module.train()  # Lightning leaves a module whose validation failed as it was in there
     fit("plain", accelerator, plain)
     fit("streaming", accelerator, module)
-    assert_same(weights(plain), weights(module))
+    parity.assert_same(weights(plain), weights(module))
+
+
+def test_a_backward_that_fills_the_device_is_told_what_makes_room(monkeypatch):
+    import simgpu
+
+    def fill(ctx, grad):
+        torch.empty(simgpu.config.capacity, dtype=torch.uint8, device=grad.device)
+
+    monkeypatch.setattr(FailingBackward, "backward", staticmethod(fill))
+    with pytest.raises(DeviceMemoryError, match=r"the window of 2 took .* to make room: activations='recompute'"):
+        fit("streaming", "simgpu", seeded("backward"))
 
 
 @pytest.mark.parametrize("place", ["handle.Room", "handle.Visit"])

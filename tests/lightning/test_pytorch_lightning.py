@@ -49,19 +49,8 @@ class Module(pl.LightningModule):
 
 
 def trainer(folder, package=pl, **options):
-    return package.Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": 1,
-            "logger": False,
-            "max_epochs": 2,
-            "default_root_dir": folder,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "enable_checkpointing": False,
-            **options,
-        }
-    )
+    given = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "default_root_dir": folder}
+    return package.Trainer(**{**given, **parity.QUIET, **options})
 
 
 def outcome(folder, strategy, case="mlp", ckpt=None, save=None, **options):
@@ -73,12 +62,6 @@ def outcome(folder, strategy, case="mlp", ckpt=None, save=None, **options):
         ours.save_checkpoint(save)
     predictions = ours.predict(module, models.loader(module.case, 2))
     return [dict(module.named_parameters()), ours.optimizers[0].state_dict(), predictions, ours.callback_metrics]
-
-
-def assert_same(one, other):
-    for (where, a), (there, b) in zip(parity.leaves(one, ""), parity.leaves(other, ""), strict=True):
-        same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        assert where == there and same, where
 
 
 OPTIONS = [
@@ -93,7 +76,7 @@ OPTIONS = [
 @pytest.mark.parametrize("case", often(["adapters", "mlp"]))
 def test_a_fit_has_the_plain_runs_bits(tmp_path, case, options):
     ours = strategies().SuperpipelineStrategy(window=1)
-    assert_same(outcome(tmp_path, "auto", case, **options), outcome(tmp_path, ours, case, **options))
+    parity.assert_same(outcome(tmp_path, "auto", case, **options), outcome(tmp_path, ours, case, **options))
     assert ours.handle.closed and ours.handle.stats()["bytes_up"] > 0
 
 
@@ -103,10 +86,10 @@ def test_a_run_is_resumed(tmp_path, saves, loads):
         return strategies().SuperpipelineStrategy(window=1) if side == "ours" else side
 
     outcome(tmp_path, strategy(saves), save=tmp_path / "half.ckpt", max_epochs=1)
-    assert_same(outcome(tmp_path, "auto"), outcome(tmp_path, strategy(loads), ckpt=tmp_path / "half.ckpt"))
+    parity.assert_same(outcome(tmp_path, "auto"), outcome(tmp_path, strategy(loads), ckpt=tmp_path / "half.ckpt"))
 
 
-def test_a_checkpoint_goes_to_the_other_package_and_to_fabric(tmp_path):
+def test_a_checkpoint_goes_to_the_other_package(tmp_path):
     expected = outcome(tmp_path, "auto")
     outcome(tmp_path, strategies().SuperpipelineStrategy(window=1), save=tmp_path / "half.ckpt", max_epochs=1)
     torch.manual_seed(1)
@@ -114,17 +97,7 @@ def test_a_checkpoint_goes_to_the_other_package_and_to_fabric(tmp_path):
     module.configure_optimizers = lambda: Module.configure_optimizers(module)
     lightnings = trainer(tmp_path, L, strategy=sp_lightning.SuperpipelineStrategy(window=1))
     lightnings.fit(module, models.loader(module.case, 4), ckpt_path=tmp_path / "half.ckpt")
-    assert_same(expected[:2], [dict(module.named_parameters()), lightnings.optimizers[0].state_dict()])
-
-    import lightning_fabric
-
-    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, strategy=strategies().SuperpipelineFabricStrategy())
-    other = Module()
-    wrapped, _ = fabric.setup(other, torch.optim.AdamW(other.parameters()))
-    fabric.load(tmp_path / "half.ckpt", {"state_dict": wrapped}, strict=False)
-    saved = torch.load(tmp_path / "half.ckpt", weights_only=False)["state_dict"]
-    assert_same(saved, wrapped.state_dict())
-    fabric.strategy.teardown()
+    parity.assert_same(expected[:2], [dict(module.named_parameters()), lightnings.optimizers[0].state_dict()])
 
 
 def test_the_name_is_registered_and_the_callback_reports(tmp_path):
@@ -171,24 +144,19 @@ def test_both_packages_have_the_same_names():
         assert one is not other or name == "rank_zero_info", name
 
 
-@pytest.mark.parametrize("package, strategies", [(pl, "sp_lightning.pytorch_lightning"), (L, "sp_lightning")])
-def test_the_command_line_of_both_takes_the_strategy_by_its_class(package, strategies, tmp_path):
-    cli = importlib.import_module(f"{package.__name__}.{'pytorch.' if package is L else ''}cli")
-    module = Module if package is pl else Drawn
+def test_the_command_line_takes_the_strategy_by_its_class(tmp_path):
+    cli = importlib.import_module("pytorch_lightning.cli")
+    ours = "sp_lightning.pytorch_lightning"
     given = f"""
 trainer:
   accelerator: cpu
   strategy:
-    class_path: {strategies}.SuperpipelineStrategy
+    class_path: {ours}.SuperpipelineStrategy
     init_args: {{window: 2}}
   callbacks:
-    - class_path: {strategies}.SuperpipelineCallback
+    - class_path: {ours}.SuperpipelineCallback
 """
     (tmp_path / "config.yaml").write_text(given)
-    made = cli.LightningCLI(module, run=False, args=["--config", str(tmp_path / "config.yaml")])
+    made = cli.LightningCLI(Module, run=False, args=["--config", str(tmp_path / "config.yaml")])
     assert made.trainer.strategy.options.window == 2
-    assert type(made.trainer.strategy) is importlib.import_module(strategies).SuperpipelineStrategy
-
-
-class Drawn(L.LightningModule):
-    """A module without arguments."""
+    assert type(made.trainer.strategy) is importlib.import_module(ours).SuperpipelineStrategy

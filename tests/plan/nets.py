@@ -125,6 +125,14 @@ def _llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def _mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
+    config = MixtralConfig(vocab_size=8192, num_key_value_heads=2, num_local_experts=4, use_cache=False, **sizes)
+    return MixtralForCausalLM(config)
+
+
 def _bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -158,6 +166,7 @@ NETS = {
         _sum,
     ),
     "llama": Net(_llama, _tokens, _named),
+    "mixtral": Net(_mixtral, _tokens, _named),
     "bert": Net(_bert, _tokens, _named),
     "vit": Net(_vit, _images, _named),
 }

@@ -40,7 +40,7 @@ MACHINE = Machine(
     disk_duplex=1,
     network_bytes_per_s=2,
 )
-EXACT = Reached(matrix=1, step=1, down_cost=1, one_core=20)
+EXACT = Reached(matrix=1, step=1, down_cost=1)
 NONE = Work()
 
 
@@ -94,13 +94,6 @@ def test_steps_run_beside_backward_unless_they_are_clipped():
     works, cost = (Work(flops=10), Work(flops=100), STEP), StepCost(stepped=Bytes(0, 900))
     assert seconds(*works, cost=cost) == 110
     assert seconds(*works, cost=cost, clip=True) == 100 + 90  # beside the next forward alone
-
-
-def test_a_norm_on_one_core_holds_everything_up():
-    works = (Work(flops=4), Work(flops=4), STEP)
-    cost = StepCost(norm=Bytes(0, 5), norm_by_one=Bytes(0, 4), scaled=Bytes(0, 8))
-    assert seconds(*works, clip=True, cost=cost) == pytest.approx(8 + 10 * 4 / 20 + 10 * (5 + 8) / 100)
-    assert seconds(*works, cost=cost) == 8
 
 
 def test_without_overlap_steps_come_after_backward():

@@ -1,8 +1,6 @@
 """What the package promises before any of it is used: what an import costs, where things lie, README's commands."""
 
-import ast
 import fnmatch
-import functools
 import importlib.util
 import json
 import os
@@ -12,9 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 
 import pytest
+from often import is_in_shard
 
 ROOT = pathlib.Path(__file__).parents[2]
 OPTIONAL = ("transformers", "torchvision", "matplotlib")
@@ -24,7 +22,7 @@ def python(source):
     """The output of a fresh interpreter; it may cache bytecode, as a user's does."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", textwrap.dedent(source)]
+    command = [sys.executable, "-c", source]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -41,61 +39,36 @@ def loaded(path):
 # ---- import
 
 
-@functools.cache
-def after_lightning():
-    """What comes of each of these in a process of its own, in which torch and Lightning have been imported before."""
-    output = python(f"""
-        import contextlib
-        import io
-        import json
-        import logging
-        import os
-        import runpy
-        import sys
-        import warnings
+LOOK = """
+import contextlib, io, json, logging, os, runpy, sys, warnings
+import lightning.pytorch
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
 
-        import lightning.pytorch
-        import torch
-        from lightning.pytorch.strategies import StrategyRegistry
+def world():
+    threads, seed, dtype = torch.get_num_threads(), torch.initial_seed(), torch.get_default_dtype()
+    handlers = len(logging.getLogger().handlers)
+    return dict(os.environ), threads, seed, dtype, handlers, list(warnings.filters)
 
-        def world():
-            threads, seed, dtype = torch.get_num_threads(), torch.initial_seed(), torch.get_default_dtype()
-            handlers = len(logging.getLogger().handlers)
-            return dict(os.environ), threads, seed, dtype, handlers, list(warnings.filters)
-
-        def run_import():
-            import sp_lightning
-
-        def run_help():
-            sys.argv[1:] = ["--help"]
-            runpy.run_module("sp_lightning", run_name="__main__")
-
-        for run in (run_import, run_help):
-            if not os.fork():
-                modules, strategies, before = set(sys.modules), set(StrategyRegistry), world()
-                with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-                    run()
-                assert "sp_lightning" in sys.modules
-                optional = [name for name in set(sys.modules) - modules if name.split(".")[0] in {OPTIONAL}]
-                found = optional, list(set(StrategyRegistry) - strategies), world() == before
-                print(json.dumps([run.__name__, *found]), flush=True)
-                os._exit(0)
-            os.wait()
-    """)
-    return {name: found for name, *found in map(json.loads, output.splitlines())}
-
-
-@pytest.mark.parametrize("run", ["run_import", "run_help"])
-@pytest.mark.slow
-def test_neither_import_nor_help_brings_an_optional_package(run):
-    optional, _, _ = after_lightning()[run]
-    assert optional == []
+modules, strategies, before = set(sys.modules), set(StrategyRegistry), world()
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    {0}
+assert "sp_lightning" in sys.modules
+optional = [name for name in set(sys.modules) - modules if name.split(".")[0] in {1}]
+print(json.dumps([optional, list(set(StrategyRegistry) - strategies), world() == before]))
+"""
+HELP = "sys.argv[1:] = ['--help']; runpy.run_module('sp_lightning', run_name='__main__')"
 
 
 @pytest.mark.slow
 def test_import_registers_the_strategy_and_does_nothing_else():
-    _, strategies, same = after_lightning()["run_import"]
-    assert strategies == ["superpipeline"] and same
+    """Neither does it bring an optional package."""
+    assert json.loads(python(LOOK.format("import sp_lightning", OPTIONAL))) == [[], ["superpipeline"], True]
+
+
+@pytest.mark.slow
+def test_help_brings_no_optional_package():
+    assert json.loads(python(LOOK.format(HELP, OPTIONAL)))[0] == []
 
 
 # ---- layout
@@ -207,50 +180,9 @@ def test_a_tag_that_does_not_agree_with_version_and_changelog_builds_nothing(clo
     assert said in done.stderr and done.returncode == 1 and not (clone / "dist").exists()
 
 
-def of_conftest(*names):
-    """These functions of tests/conftest.py."""
-    text = (ROOT / "tests/conftest.py").read_text()
-    return "\n\n".join(
-        ast.get_source_segment(text, node) for node in ast.parse(text).body if getattr(node, "name", "") in names
-    )
-
-
-SHARDED = f"""import zlib
-
-
-{of_conftest("pytest_addoption", "keep_shard")}
-
-
-def pytest_collection_modifyitems(config, items):
-    keep_shard(config, items)
-"""
-
-
-@pytest.mark.slow
-def test_each_slow_test_is_in_one_shard(tmp_path):
-    names = [f"test_{number}" for number in range(40)]
-    tests = "\n".join(f"@pytest.mark.slow\ndef {name}(): pass\n" for name in names)
-    for path, text in {"conftest.py": SHARDED, "pytest.ini": "[pytest]\nmarkers = slow", "test_it.py": tests}.items():
-        (tmp_path / path).write_text(f"import pytest\n{text}" if path == "test_it.py" else text)
-    found = []
-    for number in range(1, 5):
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "-v",
-            "-m",
-            "slow",
-            "--shard",
-            f"{number}/4",
-        ]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        shard = re.findall(r"::(\w+) PASSED", done.stdout)
-        assert 0 < len(shard) < len(names), done.stdout
-        found += shard
-    assert sorted(found) == sorted(names)
+def test_each_test_is_in_one_shard():
+    for name in map(str, range(40)):
+        assert sum(is_in_shard(name, f"{number}/4") for number in range(1, 5)) == 1
 
 
 # ---- benchmarks/race_deletions.py

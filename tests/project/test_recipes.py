@@ -360,6 +360,15 @@ def test_a_recipe_is_planned_without_weights(recipe, said, capsys):
 
 
 @SLOW
+@pytest.mark.parametrize("recipe", ["finetune_vlm", "diffusion", "lora_llm --model.base_bits=4"])
+def test_a_recipe_of_pictures_or_of_packed_weights_is_planned(recipe, capsys):
+    name, *more = recipe.split()
+    with contextlib.suppress(SystemExit):
+        cli.main(["plan", f"--config=examples/{name}/config.yaml", "--machine", "rtx4070", *more])
+    assert ": fits" in capsys.readouterr().out
+
+
+@SLOW
 def test_the_command_that_a_full_host_is_offered_runs():
     from examples.common import tiny
     from sp_lightning.host import remedies

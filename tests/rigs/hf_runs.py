@@ -197,7 +197,7 @@ def record(run: Run, folder: pathlib.Path, options: dict[str, Any] | None) -> tu
                 found["fetches"] = value.counts
             else:
                 value = torch.as_tensor(value) if hasattr(value, "__array__") else value
-                entries += [parity.Entry(where, path, parity.keep(leaf)) for path, leaf in parity.leaves(value)]
+                entries += parity.seen(where, value)
         if options is not None:
             found["held_steps"] = [handle.stats()["held_steps"] for handle in stream.handles]
             found["units"] = [handle.stats()["units"] for handle in stream.handles]
@@ -208,7 +208,6 @@ def record(run: Run, folder: pathlib.Path, options: dict[str, Any] | None) -> tu
             assert_plain_but_prepared(model)
         del models, stream
     gc.collect()
-    entries = [e._replace(value=e.value.cpu() if isinstance(e.value, torch.Tensor) else e.value) for e in entries]
     return parity.Record(entries), found
 
 

@@ -28,9 +28,9 @@ def freeze(net: nn.Module, trained: int = 3) -> nn.Module:
     return net
 
 
-def put(net: nn.Module, folder: str | None = None, files: int = 2, all_of_it: bool = False) -> list[str]:
-    """Moves frozen parameters, or all, into files: neighbours in turns, so that units and pages are shared."""
-    found = [p for p in net.parameters() if (all_of_it or not p.requires_grad) and p.numel() and is_dense(p.data)]
+def put(net: nn.Module, folder: str | None = None, files: int = 2) -> list[str]:
+    """Moves frozen parameters into files: neighbours in turns, so that units and pages are shared."""
+    found = [p for p in net.parameters() if not p.requires_grad and p.numel() and is_dense(p.data)]
     folder = folder or tempfile.mkdtemp(dir=os.getcwd())
     paths = []
     for part in range(files):
@@ -95,12 +95,3 @@ def filed(case: models.Case, dtype: torch.dtype | None = None) -> models.Case:
 
 def made_by(case: models.Case, make: Callable[[], Any]) -> models.Case:
     return dataclasses.replace(case, make=make)
-
-
-def in_files(net: nn.Module) -> int:
-    """How many bytes of a net's frozen parameters lie in files, as far as the kernel says."""
-    from sp_lightning.store.sources import find
-
-    frozen = [p for p in net.parameters() if not p.requires_grad]
-    found = find(frozen)
-    return sum(p.nbytes for p in frozen if id(p) in found)

@@ -42,6 +42,7 @@ from torch import Tensor
 import models
 
 See = Literal["step", "backward"]
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 class Difference(AssertionError):
@@ -62,6 +63,9 @@ class Record:
 
     entries: list[Entry]
     telemetry: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.entries = [e._replace(value=e.value.cpu()) if isinstance(e.value, Tensor) else e for e in self.entries]
 
     def __getitem__(self, key: tuple[str, str]) -> Any:
         return next(entry.value for entry in self.entries if (entry.where, entry.what) == key)
@@ -97,8 +101,6 @@ def record(
         make_loader: Number of batches -> data; the module's own case if None.
         trainer_options: Arguments of the Trainer, stronger than those given here.
     """
-    if accelerator == "simgpu":
-        importlib.import_module("simgpu.lightning")
     # Both the seed and what deterministic kernels need travel in environment variables.
     with tempfile.TemporaryDirectory() as root, mock.patch.dict(os.environ), deterministic_kernels(accelerator):
         L.seed_everything(0, verbose=False)
@@ -106,8 +108,6 @@ def record(
         make_loader = make_loader or functools.partial(models.loader, module.case)
         observer = Observer(module)
         options = {
-            "accelerator": accelerator,
-            "devices": 1,
             "precision": precision,
             "max_epochs": epochs,
             "accumulate_grad_batches": accumulate,
@@ -115,18 +115,22 @@ def record(
             "gradient_clip_val": clip and clip[1],
             "callbacks": [*callbacks, *([GradientsAfterBackward(observer)] if see == "backward" else [])],
             "default_root_dir": root,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
         }
-        trainer = L.Trainer(strategy=strategy, **(options | trainer_options))
+        trainer = make_trainer(strategy, accelerator, **(options | trainer_options))
         L.seed_everything(1, verbose=False)
         with observer.watching(trainer):
             trainer.fit(module, make_loader(batches), make_loader(2))
         observer.add_result(trainer)
         observer.add_predictions(trainer.predict(module, make_loader(2)))
         return observer.record()
+
+
+def make_trainer(strategy: Any, accelerator: str = "cpu", **options: Any) -> L.Trainer:
+    """Make a Trainer of one device that writes and shows nothing, unless these options say otherwise."""
+    if accelerator == "simgpu":
+        importlib.import_module("simgpu.lightning")
+    options = {"devices": 1, **QUIET, **options}
+    return L.Trainer(strategy=strategy, accelerator=accelerator, **options)
 
 
 @contextlib.contextmanager
@@ -277,8 +281,7 @@ class Observer:
             self.begin(f"prediction {index}").add("output", prediction)
 
     def record(self) -> Record:
-        seen = ((moment.where, what, value) for moment in self.moments for what, value in moment.values)
-        entries = [Entry(*at, value.cpu() if isinstance(value, Tensor) else value) for *at, value in seen]
+        entries = [Entry(moment.where, what, value) for moment in self.moments for what, value in moment.values]
         return Record(entries, self.telemetry)
 
 
@@ -368,6 +371,16 @@ def compare(expected: Record, actual: Record) -> None:
                 raise Difference(f"{theirs.where}: {theirs.what}: {found}")
         else:
             raise Difference(misplaced(expected, actual, theirs, ours))
+
+
+def seen(where: str, value: Any, path: str = "") -> list[Entry]:
+    """A nested value as it is now."""
+    return [Entry(where, at, keep(leaf)) for at, leaf in leaves(value, path)]
+
+
+def assert_same(expected: Any, actual: Any) -> None:
+    """Raise Difference at the first difference of two nested values, wherever their tensors are."""
+    compare(Record(seen("", expected)), Record(seen("", actual)))
 
 
 def misplaced(expected: Record, actual: Record, theirs: Entry | None, ours: Entry | None) -> str:
@@ -466,7 +479,6 @@ def check(
     *,
     accelerator: str = "cpu",
     optimizer: str = "adamw",
-    make_callbacks: Callable[[], Sequence[L.Callback]] = tuple,
     kind: Callable[..., models.ZooModule] = models.ZooModule,
     **options: Any,
 ) -> dict[str, Any]:
@@ -474,14 +486,13 @@ def check(
 
     Args:
         strategy_options: Arguments of the SuperpipelineStrategy.
-        make_callbacks: Makes each of the two runs' callbacks.
         kind: Makes each of the two runs' modules, of the case and with the optimizer's name.
         options: Further arguments of `record`.
     """
 
     def run(strategy: Strategy) -> Record:
         make_module = functools.partial(kind, case, optimizer=optimizer)
-        return record(make_module, strategy, accelerator=accelerator, callbacks=make_callbacks(), **options)
+        return record(make_module, strategy, accelerator=accelerator, **options)
 
     expected = run(plain_strategy(accelerator))
     actual = run(streaming_strategy(accelerator, **strategy_options))

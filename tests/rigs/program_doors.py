@@ -93,20 +93,20 @@ OTHER_KERNELS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # which ra
 class Run:
     """One run of a program: its model and optimizers, what its code does in each moment, and what it saw.
 
-    ``attach``: makes what streams at this door; None: a plain run. ``observes``: whether what code sees is kept.
+    ``observes``: whether what code sees is kept.
     """
 
     def __init__(
         self,
         program: Program,
         device: torch.device,
-        attach: Callable[..., Any] | None,
+        streams: bool,
         observes: bool = True,
         folder: str = ".",
         rank: int = 0,
         size: int = 1,
     ) -> None:
-        self.program, self.device, self.attach, self.observes = program, device, attach, observes
+        self.program, self.device, self.streams, self.observes = program, device, streams, observes
         self.folder, self.rank, self.size = folder, rank, size
         self.begun = 0  # batches
         self.raised: list[Exception] = []
@@ -148,7 +148,7 @@ class Run:
             elif leg and program.has_trainer:
                 for alias in ("view", "state", "gradient"):
                     self.scene.kept.pop(alias, None)
-            yield ends[leg - 1] if leg else 0, end, self.attach is not None and leg not in plain, resumes
+            yield ends[leg - 1] if leg else 0, end, self.streams and leg not in plain, resumes
 
     def options(self) -> dict[str, Any]:
         """The options of streaming; a group beside them where there are ranks."""
@@ -289,7 +289,7 @@ class Run:
         for where, what, value in self._seen:
             for path, leaf in parity.leaves(value, ""):
                 name = f"{what} {path}" if path else what
-                entries.append(parity.Entry(where, name, leaf.cpu() if isinstance(leaf, Tensor) else leaf))
+                entries.append(parity.Entry(where, name, leaf))
         return parity.Record(entries, {"raised": [f"{type(error).__name__}: {error}" for error in self.raised]})
 
     def _collect(self) -> None:
@@ -314,9 +314,8 @@ class Loop:
         """Have the net where it computes, and make its optimizers; return what calls it."""
         run, call, self.no_sync = self.run, self.run.scene.net, contextlib.nullcontext
         if streams:
-            assert run.attach is not None
             group = {"group": dist.group.WORLD} if run.size > 1 else {}
-            handle = run.attach(call, run.device, **run.options(), **group)
+            handle = ATTACH[run.program.door](call, run.device, **run.options(), **group)
             stack.callback(handle.close)
             self.no_sync = handle.no_sync if run.size > 1 else self.no_sync
         else:
@@ -493,8 +492,7 @@ def fabric_of(run: Run, streams: bool) -> Any:
 
     alone: dict[str, Any] = {"device": run.device} if run.size == 1 else {}
     if streams:
-        assert run.attach is not None
-        strategy: Any = run.attach(**alone, **run.options())
+        strategy: Any = ATTACH[run.program.door](**alone, **run.options())
     else:
         strategy = SingleDeviceStrategy(**alone) if run.size == 1 else TreeDDP(find_unused_parameters=True)
     precision: Any = run.program.precision
@@ -567,8 +565,7 @@ def trainer_of(run: Run, end: int, streams: bool, saved: str | None) -> Any:
     program, lightning = run.program, package(run.program.door)
     alone: dict[str, Any] = {"device": run.device} if run.size == 1 else {}
     if streams:
-        assert run.attach is not None
-        strategy = run.attach(**alone, **run.options())
+        strategy = ATTACH[run.program.door](**alone, **run.options())
     elif run.size == 1:
         strategy = lightning.strategies.SingleDeviceStrategy(**alone)
     else:
@@ -710,8 +707,7 @@ def by_hf(run: Run) -> None:
             ):
                 stack.enter_context(mock.patch(name, lambda *_, **__: True))
             if streams:
-                assert run.attach is not None
-                stack.enter_context(run.attach(**run.options()))
+                stack.enter_context(ATTACH[run.program.door](**run.options()))
             trainer = hf_trainer(run, end)
             trainer.train(resume_from_checkpoint=resumes)  # from the newest in its folder
             if run.program.predicts:
@@ -826,11 +822,11 @@ ATTACH: dict[str, Callable[..., Any]] = {
 }
 
 
-def record(program: Program, device: torch.device, attach: Callable[..., Any] | None, **rest: Any) -> parity.Record:
-    """Run a program, streamed if there is something that attaches; return what it left and what its code saw."""
+def record(program: Program, device: torch.device, streams: bool, **rest: Any) -> parity.Record:
+    """Run a program, plainly or streamed; return what it left and what its code saw."""
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = Run(program, device, attach, folder=folder, **rest)
+        run = Run(program, device, streams, folder=folder, **rest)
         torch.manual_seed(1)
         if device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()

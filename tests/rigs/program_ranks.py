@@ -10,7 +10,7 @@ import simccl
 import torch
 import torch.distributed as dist
 from processes import RankFailed
-from program_doors import ATTACH, record
+from program_doors import record
 from programs import Program, Runs, with_kinds
 from ranked_runs import simulated
 
@@ -56,5 +56,4 @@ def ranked(program: Program, streams: bool, accelerator: str) -> parity.Record:
         backend = simccl.register() if streams and accelerator == "simgpu" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size)
     with simulated(accelerator):
-        attach = ATTACH[program.door] if streams else None
-        return record(program, parity.device_of(accelerator), attach, rank=rank, size=size)
+        return record(program, parity.device_of(accelerator), streams, rank=rank, size=size)

@@ -4,10 +4,9 @@
                                     [--ranks [COUNT]] [--nodes COUNT]
     python tests/rigs/programs.py --from FIRST --count COUNT [--jobs COUNT] ...
 
-`draw` makes a program within sections 1 to 4 of the contract. `outcome`
-compares its two runs, one after the other, and `shrink` cuts a program for as long as they differ. The second form runs
-many, each in a process that is ended if it hangs, and prints those that are not equal. `run` is for code that attaches
-by something else: ``run(70, door="by hand", attach=handle.stream)``, on the command line ``--attach package:function``.
+`draw` makes a program within sections 1 to 4 of the contract. `outcome` compares its two runs, one after the other, and
+`shrink` cuts a program for as long as they differ. The second form runs many, each in a process that is ended if it
+hangs, and prints those that are not equal.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import argparse
 import collections
 import dataclasses
 import faulthandler
-import importlib
 import logging
 import os
 import random
@@ -30,7 +28,7 @@ from typing import Any, NamedTuple
 import forks
 import torch
 from lightning import seed_everything
-from program_doors import ATTACH, DOORS, HOOKS, MIXED, OPTIMIZERS, OTHER_KERNELS, record
+from program_doors import DOORS, HOOKS, MIXED, OPTIMIZERS, OTHER_KERNELS, record
 from program_features import FEATURES, MOMENTS, cannot_ask, refuses_writes, steps_early, writes_wrongly
 from program_nets import USES_TWICE, WITHIN
 
@@ -335,14 +333,9 @@ WRONG = ("differs", "refused", "races")
 Runs = Callable[[Program, bool], parity.Record]  # of a program, plain or streamed
 
 
-def runs_on(device: torch.device, attach: Callable[..., Any] | None = None) -> Runs:
-    """Return what runs a program in this process, streamed by what the door uses, or by `attach`."""
-
-    def runs(program: Program, streams: bool) -> parity.Record:
-        it = on(device, program)
-        return record(it, device, (attach or ATTACH[it.door]) if streams else None)
-
-    return runs
+def runs_on(device: torch.device) -> Runs:
+    """Return what runs a program in this process."""
+    return lambda program, streams: record(on(device, program), device, streams)
 
 
 def alone_on(device: torch.device) -> Runs:
@@ -373,16 +366,6 @@ def answer(asked: str, told: str) -> None:
     except Exception as error:
         found = type(error)(*error.args)
     torch.save(found, told)
-
-
-def run(
-    number: int,
-    door: str | None = None,
-    attach: Callable[..., Any] | None = None,
-    device: str = "cpu",
-) -> Outcome:
-    """Run a program plainly, and then streamed: at this door, by what `attach` makes, as the door's own in ATTACH."""
-    return outcome(draw(number, door=door), runs_on(parity.device_of(device), attach))
 
 
 def on(device: torch.device, program: Program) -> Program:
@@ -500,18 +483,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--device", choices=parity.DEVICES, default="cpu")
     parser.add_argument("--door", choices=DOORS)
-    parser.add_argument("--attach", help="package:function, in place of what the door uses")
     parser.add_argument("--ranks", type=int, nargs="?", const=2, help="a program of ranks, two or more, beside DDP")
     parser.add_argument("--nodes", type=int, default=1, help="on so many pretended nodes")
     parser.add_argument("--shrink", action="store_true")
     given = parser.parse_args()
     if given.number is None and given.jobs > 0:
         return run_many(given)
-    device, attach = prepare(given.device), None
-    if given.attach:
-        package, _, function = given.attach.partition(":")
-        attach = getattr(importlib.import_module(package), function)
-    runs = runs_on(device, attach)
+    device = prepare(given.device)
+    runs = runs_on(device)
     if given.ranks:
         import program_ranks  # which imports this file
 

@@ -7,38 +7,14 @@ otherwise on the device, it has not. A sum or a product of two numbers alone has
 import contextlib
 
 import torch
-from torch.optim.adam import adam
 
 import simgpu  # noqa: F401  # torch has the device from here on
 
 
-def _otherwise(result):
-    return torch.nextafter(result, torch.zeros((), device=result.device, dtype=result.dtype))
-
-
 def _norm(self, order=2, dim=None, keepdim=False, dtype=None):
     assert order == 2 and dim is None
-    return _otherwise((self * self).sum().sqrt())
-
-
-def _fused(self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, **options):
-    """Step in torch's loop instead."""
-    assert not (options.pop("grad_scale", None) or options.pop("found_inf", None))
-    adam(
-        list(self), list(grads), list(exp_avgs), list(exp_avg_sqs), list(max_exp_avg_sqs), list(state_steps),
-        foreach=False, **options,
-    )  # fmt: skip
-
-
-OPERATORS = {
-    "_fused_adam_": _fused,
-    "add_.Tensor": lambda self, other, alpha=1: self + other if alpha == 1 else _otherwise(self + other * alpha),
-    "addcdiv_": lambda self, one, other, value=1: _otherwise(self + one / other * value),
-    "addcmul_": lambda self, one, other, value=1: _otherwise(self + one * other * value),
-    "lerp_.Scalar": lambda self, end, weight: _otherwise(self + (end - self) * weight),
-    "linalg_vector_norm": _norm,
-    "mul_.Tensor": lambda self, other: _otherwise(self * other),  # no real device's, but what `Rprop` has
-}
+    result = (self * self).sum().sqrt()
+    return torch.nextafter(result, torch.zeros((), device=result.device, dtype=result.dtype))
 
 
 @contextlib.contextmanager
@@ -60,6 +36,6 @@ def replaced(operators):
         library._destroy()
 
 
-def rounds_otherwise(*operators):
-    """Have these operators round otherwise on the simulated device."""
-    return replaced({name: OPERATORS[name] for name in operators})
+def norms_round_otherwise():
+    """Have norms of vectors round otherwise on the simulated device."""
+    return replaced({"linalg_vector_norm": _norm})

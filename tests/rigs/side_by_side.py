@@ -6,13 +6,11 @@ and buffers at its end, must be the same bits.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning as L
-import streamed
 import torch
+from stream_programs import streamed
 from torch import Tensor, nn
 
 import models
@@ -40,7 +38,7 @@ def observe(
     module = make()
     if options is None:
         return observed(module.to(device), run, device, None)
-    with streamed.streaming(module, device, **options) as handle:
+    with streamed(module, device, **options) as handle:
         return observed(module, run, device, handle)
 
 
@@ -48,26 +46,17 @@ def observed(module: nn.Module, run: Run, device: torch.device, handle: Any) -> 
     torch.manual_seed(1)
     entries: list[parity.Entry] = []
 
-    def see(where: str, value: Any) -> None:
-        entries.extend(parity.Entry(where, path, parity.keep(leaf)) for path, leaf in parity.leaves(value, "value "))
-
     for index, value in enumerate(run(module, device) or ()):
-        see(f"yield {index}", value)
-    see("parameter", dict(module.named_parameters()))
-    see("gradient", {name: p.grad for name, p in module.named_parameters()})
+        entries += parity.seen(f"yield {index}", value)
+    entries += parity.seen("parameter", dict(module.named_parameters()))
+    entries += parity.seen("gradient", {name: p.grad for name, p in module.named_parameters()})
     stats = {}
     if handle is not None:
         stats = getattr(handle, "stats", dict)()
         handle.close()
         assert_plain(module)
-    see("buffer", dict(module.named_buffers()))
-    entries = [e._replace(value=e.value.cpu() if isinstance(e.value, Tensor) else e.value) for e in entries]
+    entries += parity.seen("buffer", dict(module.named_buffers()))
     return parity.Record(entries), stats
-
-
-def kept(value: Any) -> list[Any]:
-    """All that a value holds, as it is now."""
-    return [(path, parity.keep(leaf)) for path, leaf in parity.leaves(value)]
 
 
 def assert_plain(module: nn.Module) -> None:
@@ -96,13 +85,8 @@ def squares(module: nn.Module, x: Tensor) -> Tensor:
     return module(x).square().mean()
 
 
-def training(
-    loss: Callable[[nn.Module, Tensor], Tensor] = squares,
-    before_step: Callable[[nn.Module], object] = lambda module: None,
-    between: Callable[[nn.Module], object] = lambda module: None,
-    steps: int = 3,
-) -> Run:
-    """Trains: `before_step` is called once the gradients are there, `between` after the optimizer's step."""
+def training(loss: Callable[[nn.Module, Tensor], Tensor] = squares, steps: int = 3) -> Run:
+    """Trains with some batches."""
 
     def run(module: nn.Module, device: torch.device) -> Iterator[Any]:
         optimizer = sgd(module)
@@ -111,9 +95,7 @@ def training(
             value = loss(module, x)
             value.backward()
             yield value, [p.grad for p in module.parameters()]
-            before_step(module)
             optimizer.step()
-            between(module)
 
     return run
 
@@ -124,20 +106,7 @@ def fit(make, strategy, device, ckpt_path=None, **options):
     module = make()
     module.losses = []
     batches = torch.utils.data.DataLoader([models.vectors(i) for i in range(4)], batch_size=None)
-    make_trainer(strategy, device, **options).fit(module, batches, ckpt_path=ckpt_path)
+    strategy = strategy or parity.plain_strategy(device.type)
+    trainer = parity.make_trainer(strategy, device.type, **{"max_steps": 4, **options})
+    trainer.fit(module, batches, ckpt_path=ckpt_path)
     return module
-
-
-def make_trainer(strategy, device, **options):
-    """A quiet Trainer, of the plain strategy if there is none."""
-    if device.type == "simgpu":
-        importlib.import_module("simgpu.lightning")
-    return L.Trainer(
-        strategy=strategy or parity.plain_strategy(device.type),
-        accelerator=device.type,
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **({"max_steps": 4, "enable_checkpointing": False} | options),
-    )

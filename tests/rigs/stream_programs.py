@@ -6,7 +6,6 @@ are compared as well, and so are the model's weights and buffers.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+import parity
 from sp_lightning.handle import Handle
 from sp_lightning.options import Options
 
@@ -28,6 +27,11 @@ def stream(module: nn.Module, device: torch.device | str, **options: Any) -> Han
     """Stream with settings that users do not have, such as a chunk of few elements."""
     settings = {name: options.pop(name) for name in ("wire", "chunk") if name in options}
     return Handle(module, device, Options.parse(**{"window": 2, "transfer": 1, **options}), **settings)
+
+
+def streamed(model: nn.Module, device: torch.device | str, **options: Any) -> Handle:
+    """Stream with a window of one unit, in slices so small that each weight has several."""
+    return stream(model, device, **{"window": 1, "chunk": CHUNK, **options})
 
 
 class Block(nn.Module):
@@ -167,37 +171,13 @@ def check(program: Program, device: str, policy: str = "keep", window: int = 1) 
     found = Run(place, is_streamed=True)
     with stream(model, place, window=window, activations=policy, chunk=CHUNK, **program.options):
         got = program.do(found, model)
-    compare("value", tree_leaves(want), tree_leaves(got))
-    compare("weight", values(plain), values(model))
+    compare("value", want, got)
+    compare("weight", dict(plain.state_dict()), dict(model.state_dict()))
     for mine, other in zip(wanted.optimizers, found.optimizers, strict=True):
-        compare("state", tree_leaves(mine.state_dict()["state"]), tree_leaves(other.state_dict()["state"]))
+        compare("state", mine.state_dict()["state"], other.state_dict()["state"])
     assert list(map(type, model.parameters())) == list(map(type, plain.parameters()))
 
 
-def values(model: nn.Module) -> list[Tensor]:
-    """List what a model's state consists of: of a quantised weight, its tensors."""
-    return [part for value in model.state_dict().values() for part in parts_of(value)]
-
-
-def parts_of(value: Tensor) -> list[Tensor]:
-    if not hasattr(type(value), "__tensor_flatten__"):
-        return [value]
-    return [part for name in value.__tensor_flatten__()[0] for part in parts_of(getattr(value, name))]
-
-
-def compare(what: str, want: list[Any], got: list[Any]) -> None:
+def compare(what: str, want: Any, got: Any) -> None:
     """Raise AssertionError at the first of these values that differs."""
-    assert len(want) == len(got), (what, len(want), len(got))
-    for index, (one, other) in enumerate(zip(want, got, strict=True)):
-        if isinstance(one, Tensor):
-            one, other = one.detach().cpu(), other.detach().cpu()
-            assert torch.equal(one, other) or (one.isnan().any() and other.isnan().any()), (what, index, one - other)
-        else:
-            assert one == other, (what, index, one, other)
-
-
-@contextlib.contextmanager
-def streamed(model: nn.Module, device: str, **options: Any):
-    """Stream a model with small slices."""
-    with stream(model, device_named(device), **{"window": 1, "chunk": CHUNK, **options}) as handle:
-        yield handle
+    parity.compare(parity.Record(parity.seen(what, want)), parity.Record(parity.seen(what, got)))

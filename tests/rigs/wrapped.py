@@ -314,9 +314,6 @@ class Module(L.LightningModule):
         self.losses.append(loss.detach())
         return loss
 
-    def predict_step(self, batch: Any, _: int) -> Tensor:
-        return self.net(batch[0])
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, foreach=False)
 
@@ -327,10 +324,7 @@ class Module(L.LightningModule):
 
 def compare(one: Module, other: Module) -> None:
     """Compares two modules after their fits."""
-    for (name, theirs), (_, ours) in zip(one.named_parameters(), other.named_parameters(), strict=True):
-        for wanted, found in zip(parts(theirs), parts(ours), strict=True):
-            assert parity.difference(wanted.detach().cpu(), found.detach().cpu()) is None, name
-    assert [loss.item() for loss in one.losses] == [loss.item() for loss in other.losses]
+    parity.assert_same(*([dict(module.named_parameters()), module.losses] for module in (one, other)))
 
 
 def trained_and_evaluated(module: nn.Module, device: torch.device) -> Iterator[Any]:

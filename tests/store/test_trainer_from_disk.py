@@ -1,12 +1,18 @@
 """A Trainer whose frozen weights stay in files, or whose state is on a disk, has the bits of a plain run."""
 
+import errno
 import functools
 import os
 
 import pytest
+import torch
+from stream_programs import stream
+from test_disks_that_fail import failing
+from torch import nn
 
 import models
 import parity
+from sp_lightning.lightning.checkpoint_io import MappedCheckpointIO
 from sp_lightning.store import pipeline, placement
 
 SETTINGS = {
@@ -70,3 +76,26 @@ def test_training_from_a_disk_is_plain_training(row):
     parity.compare(expected, actual)
     if row["optimizer"] == "adamw":
         assert actual.telemetry["disk_written"] > 0 and actual.telemetry["disk_read"] > 0
+
+
+def test_a_checkpoint_of_what_is_on_the_disk_is_torchs_and_past_the_page_cache(monkeypatch):
+    model = nn.Sequential(nn.Linear(1000, 70), nn.Linear(70, 999))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with stream(model, "cpu", host_budget=0, disk=os.getcwd(), window=1):
+        model(torch.ones(2, 1000)).sum().backward()
+        optimizer.step()
+        saved = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 3}
+        moved = []
+        with monkeypatch.context() as counted:
+            write = os.pwritev
+            counted.setattr(os, "pwritev", lambda fd, views, at: moved.append(len(views[0])) or write(fd, views, at))
+            MappedCheckpointIO().save_checkpoint(saved, "last.ckpt")
+        assert sum(moved) > 0.9 * os.path.getsize("last.ckpt")
+        for is_mapped in (True, False):
+            found = torch.load("last.ckpt", mmap=is_mapped)
+            torch.testing.assert_close(saved, found, rtol=0, atol=0)
+        with monkeypatch.context() as broken:
+            failing(broken, "pwritev", errno.ENOSPC, 1)
+            with pytest.raises(OSError, match="No space left on device; the previous checkpoint is intact"):
+                MappedCheckpointIO().save_checkpoint(saved, "last.ckpt")
+        torch.testing.assert_close(saved, torch.load("last.ckpt"), rtol=0, atol=0)

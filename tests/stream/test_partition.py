@@ -275,12 +275,6 @@ def test_a_callable_that_returns_anything_else_is_refused(choose, message):
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 999}
 T5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 999}
-TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-CLIP = {
-    "text_config": TOWER | {"vocab_size": 999, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
-    "vision_config": TOWER | {"image_size": 8, "patch_size": 4},
-    "projection_dim": 8,
-}
 
 TRANSFORMERS = {
     "Llama": (
@@ -290,19 +284,6 @@ TRANSFORMERS = {
     "T5": (
         "T5ForConditionalGeneration", T5,
         ["shared", *numbered("encoder.block", 2), *numbered("decoder.block", 2), "(root)"],
-    ),
-    "CLIP": (
-        "CLIPModel", CLIP,
-        ["text_model.embeddings", *numbered("text_model.encoder.layers", 2),
-         *numbered("vision_model.encoder.layers", 2), "(root)"],
-    ),
-    "Mixtral": (
-        "MixtralForCausalLM", TINY | {"num_key_value_heads": 2, "num_local_experts": 2},
-        ["model.embed_tokens", *numbered("model.layers", 3), "lm_head", "(root)"],
-    ),
-    "Albert": (
-        "AlbertForMaskedLM", TINY | {"embedding_size": 16},
-        ["albert.embeddings", "albert.encoder.albert_layer_groups.0", "(root)"],
     ),
 }  # fmt: skip
 

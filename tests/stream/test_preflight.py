@@ -68,20 +68,17 @@ class Wide(L.LightningModule):
 
 @pytest.mark.simgpu
 def test_a_fit_stops_before_it_starts_and_leaves_the_module_alone():
-    import simgpu.lightning
+    import simgpu
 
     simgpu.config.capacity = 600 * 1024
     module, strategy = Wide(), parity.streaming_strategy("simgpu", window=4)
-    trainer = L.Trainer(strategy=strategy, accelerator="simgpu", devices=1, max_steps=1, logger=False, **QUIET)
+    trainer = parity.make_trainer(strategy, "simgpu", max_steps=1)
     with pytest.raises(
         MemoryBudgetError,
         match=r"need 1.0\d MiB on simgpu:0, but 600.00 KiB are free; .*: window=2 \(514.00 KiB\); prec",
     ):
         trainer.fit(module, [torch.zeros(2, 256)])
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())
-
-
-QUIET = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 @pytest.mark.simgpu

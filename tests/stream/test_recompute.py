@@ -3,7 +3,7 @@
 import pytest
 import torch
 from side_by_side import blocks, check, inputs, squares, training
-from streamed import streaming
+from stream_programs import streamed
 from torch import nn
 
 import models
@@ -21,7 +21,7 @@ def test_a_second_run_that_saves_other_tensors_is_an_error(activations, device):
             return super().forward(x.double().exp().float() if runs[0] > 9 else x)
 
     net, (x,) = models.stack_of(Alternating)(), inputs(device, 1)
-    with streaming(net, device, window=1, activations=activations, units=["Alternating"]):
+    with streamed(net, device, window=1, activations=activations, units=["Alternating"]):
         loss = squares(net, x)
         runs[0] = 9
         with pytest.raises(ExactnessError, match=r"blocks\.\d ran again in backward, and not as it did") as caught:
@@ -86,7 +86,7 @@ def test_hooks_inside_a_unit_run_again_and_those_of_the_unit_do_not(device):
     net, ran = blocks(), []
     net.blocks[1].up.register_forward_hook(lambda *_: ran.append("up"))
     net.blocks[1].register_forward_hook(lambda *_: ran.append("block"))
-    with streaming(net, device, window=1, activations="recompute"):
+    with streamed(net, device, window=1, activations="recompute"):
         squares(net, next(iter(inputs(device)))).backward()
     assert ran == ["up", "block", "up"]
 
@@ -109,6 +109,6 @@ def test_a_weight_that_another_unit_writes_is_an_error(device):
     first = Table()
     net = nn.Sequential(first, Table(first.table.weight, max_norm=0.1))
     x = torch.ones(4, 8, device=device, requires_grad=True)
-    with streaming(net, device, window=1, units=["Table"], activations="recompute"):
+    with streamed(net, device, window=1, units=["Table"], activations="recompute"):
         with pytest.raises(ExactnessError, match=r"writes to its weights|was changed after its forward"):
             net(x).sum().backward()

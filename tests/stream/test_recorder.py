@@ -5,7 +5,6 @@ import itertools
 import pytest
 import side_by_side
 import torch
-from speeds import measured_again
 
 import sp_lightning
 from sp_lightning.host.recorder import RecordedStep, Recorder
@@ -100,16 +99,19 @@ def test_each_moment_counts_for_its_first_cause():
 
 
 @pytest.mark.simgpu
-@measured_again
 def test_waiting_for_weights_is_seen_on_a_slow_link():
+    """In one of some tries: whatever else a machine does makes a step slower now and then."""
     import simgpu
 
     def slow():
         simgpu.config.h2d_us = 20_000
 
-    recorder, _ = record(torch.device("simgpu", 0), before=slow, window=1)
-    step = recorder.steps[-1]
-    assert step.causes()["weights"] > 0.5 * step.seconds
+    def share():
+        recorder, _ = record(torch.device("simgpu", 0), before=slow, window=1)
+        step = recorder.steps[-1]
+        return step.causes()["weights"] / step.seconds
+
+    assert any(share() > 0.5 for _ in range(5))
 
 
 def test_only_what_is_wanted_is_recorded_and_each_of_that_as_a_whole(device):

@@ -18,24 +18,3 @@ def test_a_process_grows_where_it_leaks_and_in_nothing_else(name, leaks, steps, 
         found = [soak.Sample(*one) for one in rank]
         assert len(found) == (steps - begin) // every + 1
         assert soak.grown(found).keys() == ({"memory", "descriptors"} if leaks else set()), found
-
-
-def process(leaked=0, opened=0, threads=0):
-    """What a process has in a run of 20,000 steps, while its memory goes up and down by a half percent."""
-    for step in range(1000, 20_001, 500):
-        swing = (step // 500 % 3 - 1) << 20
-        memory = (400 << 20) + swing + (step - 1000) * leaked
-        yield soak.Sample(step, memory, 1 << 20, 20 + opened * ((step - 1000) // 100), 16 + (step >= 9000) * threads)
-
-
-@pytest.mark.parametrize(
-    "leak, found",
-    [
-        ({}, set()),
-        ({"leaked": 1024}, {"memory"}),
-        ({"opened": 1}, {"descriptors"}),
-        ({"threads": 1}, {"threads"}),
-    ],
-)
-def test_what_grows_by_more_than_a_hundredth_is_named(leak, found):
-    assert soak.grown(list(process(**leak))).keys() == found

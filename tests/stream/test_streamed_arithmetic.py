@@ -7,24 +7,14 @@ import rounding
 import torch
 from often import often
 from stream_programs import Net, Program, Run, cases, check, collected, streamed
+from test_streamed_optimizers import program as steps_of
 
 from sp_lightning.optim import compiled
 from sp_lightning.stream.gradients import HostGradient
 
 PROGRAMS = []
 program = collected(PROGRAMS)
-simgpu = pytest.importorskip("simgpu")
 pytestmark = pytest.mark.simgpu
-
-
-@pytest.fixture
-def arithmetic():
-    """Round as CUDA does; fail if torch's operators step what the code knows."""
-    compiled._is_same.cache_clear()
-    with simgpu.cuda_arithmetic():
-        yield
-        torch.accelerator.synchronize()
-    compiled._is_same.cache_clear()
 
 
 @pytest.fixture
@@ -58,14 +48,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", often(OPTIMIZERS))
 def test_steps_have_the_devices_bits(arithmetic, stepped, name, kind):
     cls, options = OPTIMIZERS[name]
-
-    @collected([])()
-    def steps(run, model):
-        return run.loop(model, optimizer=run.noted(cls(model.parameters(), 1e-2, **options, **KINDS[kind])))
-
-    programs = []
-    collected(programs)()(lambda run, model: steps(run, model))
-    check(programs[0], "simgpu")
+    check(Program(steps_of(cls, {**options, **KINDS[kind]})), "simgpu")
     assert stepped["compiled"] and not stepped["left"]
 
 

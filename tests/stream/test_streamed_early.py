@@ -1,6 +1,8 @@
 """Steps beside backward: the bits of steps after it, or a typed error; nothing half applied goes on or is saved."""
 
 import copy
+import functools
+import os
 
 import pytest
 import torch
@@ -8,11 +10,12 @@ from often import often
 from stream_programs import Block, Net, Run, compare, device_named, streamed
 
 from sp_lightning.errors import ExactnessError, HalfAppliedStepError
-from sp_lightning.optim import compiled
 
 
 def adamw(model, **options):
-    return torch.optim.AdamW(model.parameters(), 1e-2, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, **options)
+    optimizer.seen = []
+    return optimizer
 
 
 def trained(loop, device, is_early, make=Net, **options):
@@ -34,13 +37,13 @@ def trained(loop, device, is_early, make=Net, **options):
     return [*model.parameters(), *states, *optimizer.seen]
 
 
-def once(run, model, early):
+def once(run, model, early, casts=False, dtype=torch.float32):
     """One step for each batch."""
     optimizer = adamw(model)
-    optimizer.seen = []
     for i in range(4):
         early(optimizer)
-        loss = model(run.x(i)).square().mean()
+        with torch.autocast(run.device.type, torch.bfloat16, casts, cache_enabled=False):
+            loss = model(run.x(i).to(dtype)).square().mean()
         loss.backward()
         optimizer.step()
         early(None)
@@ -69,7 +72,6 @@ def test_state_has_its_order_where_first_batches_skip_a_block():
 def accumulated(run, model, early):
     """Steps beside the last of three backwards."""
     optimizer = adamw(model)
-    optimizer.seen = []
     for i in range(9):
         if i % 3 == 2:
             early(optimizer)
@@ -105,7 +107,6 @@ def scheduled(run, model, early):
     """Rates change between the steps, weights of some units do not train, and one is read in between."""
     model.blocks[1].requires_grad_(False)
     optimizer = adamw(model)
-    optimizer.seen = []
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for i in range(4):
         early(optimizer)
@@ -115,21 +116,6 @@ def scheduled(run, model, early):
         early(None)
         optimizer.seen.append(model.blocks[2].up.weight.detach().clone())
         scheduler.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
-def narrow(run, model, early):
-    optimizer = adamw(model)
-    optimizer.seen = []
-    for i in range(4):
-        early(optimizer)
-        with torch.autocast(run.device.type, torch.bfloat16, cache_enabled=False):
-            loss = model(run.x(i)).square().mean()
-        loss.backward()
-        optimizer.step()
-        early(None)
-        optimizer.seen.append(loss.detach())
         optimizer.zero_grad()
     return optimizer
 
@@ -159,7 +145,7 @@ CASES = {
     "accumulated": (accumulated, Net, {}),
     "closures": (with_closures, Net, {}),
     "scheduled": (scheduled, Net, {}),
-    "narrow": (narrow, Net, {"wire": torch.bfloat16}),
+    "narrow": (functools.partial(once, casts=True), Net, {"wire": torch.bfloat16}),
     "called_twice": (once, Repeated, {}),
     "twice_inside": (once, lambda: Net(Twice), {}),
 }
@@ -173,38 +159,18 @@ def test_steps_beside_backward_have_the_plain_runs_bits(case, device):
     compare(case, trained(loop, device, None, make), trained(loop, device, True, make, **options))
 
 
-def in_half_precision(run, model, early):
-    """For master weights: FP32 on the host."""
-    optimizer = adamw(model)
-    optimizer.seen = []
-    for i in range(4):
-        early(optimizer)
-        loss = model(run.x(i).bfloat16()).square().mean()
-        loss.backward()
-        optimizer.step()
-        early(None)
-        optimizer.seen.append(loss.detach())
-        optimizer.zero_grad()
-    return optimizer
-
-
 @pytest.mark.parametrize("device", often(["simgpu", "cpu"]))
 @pytest.mark.simgpu
 def test_master_weights_step_beside_backward_as_after_it(device):
-    options = {"wire": torch.bfloat16, "master_weights": True}
-    after, beside = (trained(in_half_precision, device, is_early, **options) for is_early in (False, True))
+    options, loop = {"wire": torch.bfloat16, "master_weights": True}, functools.partial(once, dtype=torch.bfloat16)
+    after, beside = (trained(loop, device, is_early, **options) for is_early in (False, True))
     compare("masters", after, beside)
 
 
 @pytest.mark.simgpu
-def test_steps_beside_backward_have_the_devices_arithmetic():
-    import simgpu
-
-    compiled._is_same.cache_clear()
-    with simgpu.cuda_arithmetic():
-        for loop in (once, accumulated):
-            compare(loop.__name__, trained(loop, "simgpu", None), trained(loop, "simgpu", True))
-    compiled._is_same.cache_clear()
+def test_steps_beside_backward_have_the_devices_arithmetic(arithmetic):
+    for loop in (once, accumulated):
+        compare(loop.__name__, trained(loop, "simgpu", None), trained(loop, "simgpu", True))
 
 
 # ---- what needs all gradients at once
@@ -218,6 +184,7 @@ def half_stepped(handle, model, optimizer):
 TOUCHES = {
     "unscaled": lambda scaler, optimizer, model: scaler.unscale_(optimizer),
     "stepped by a scaler": lambda scaler, optimizer, model: scaler.step(optimizer),
+    "clipped by norm": lambda scaler, optimizer, model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     "clipped by value": lambda scaler, optimizer, model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.1),
     "divided": lambda scaler, optimizer, model: [param.grad.div_(2) for param in model.parameters()],
     "summed": lambda scaler, optimizer, model: sum(param.grad.sum() for param in model.parameters()),
@@ -235,6 +202,44 @@ def test_what_needs_all_gradients_is_refused(touch, is_fused):
         with pytest.raises(ExactnessError, match="beside backward: set optimizer_overlap=False"):
             TOUCHES[touch](scaler, optimizer, model)
         optimizer.step()
+
+
+def test_options_that_change_after_steps_are_refused():
+    model = Net()
+    optimizer = adamw(model)
+    with streamed(model, "cpu") as handle:
+        half_stepped(handle, model, optimizer)
+        optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(ExactnessError, match="options of the optimizer changed"):
+            optimizer.step()
+
+
+def test_a_second_backward_after_steps_is_refused():
+    model = Net()
+    optimizer = adamw(model)
+    with streamed(model, "cpu") as handle:
+        handle.steps.step_beside_backward(optimizer)
+        loss = model(torch.ones(4, 8)).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(ExactnessError, match=r"another gradient after it was stepped"):
+            loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("touch, said", [("an option", "options of the optimizer changed"), ("a weight", "stepped")])
+def test_a_hook_in_backward_that_touches_what_is_stepped_is_refused(touch, said):
+    model = Net()
+    optimizer, last = adamw(model), model.blocks[-1].up.weight
+
+    def hook(grad):
+        if touch == "a weight":
+            return grad + last.detach().sum()
+        optimizer.param_groups[0]["lr"] = 0.05
+
+    model.blocks[1].up.weight.register_hook(hook)
+    with streamed(model, "cpu") as handle, pytest.raises(ExactnessError, match=said):
+        with handle.stepping(optimizer, is_early=True):
+            optimizer.step(lambda: model(torch.ones(4, 8)).square().mean().backward())
 
 
 # ---- exceptions half-way
@@ -308,8 +313,6 @@ def test_a_step_without_the_gradients_that_were_stepped_is_refused():
 
 
 def test_a_forked_process_reads_weights_and_state():
-    import os
-
     model = Net()
     optimizer = adamw(model)
     with streamed(model, "cpu") as handle:

@@ -78,6 +78,18 @@ def test_an_auto_window_grows_into_what_steps_leave_free():
         assert handle.stats()["window"] == len(model.blocks)
 
 
+@pytest.mark.simgpu
+def test_a_planned_window_begins_as_large_as_fits():
+    import simgpu
+
+    model = Net()
+    block, rest = nbytes(model.blocks[0]), nbytes(model.emb, model.head)
+    simgpu.config.capacity = torch.accelerator.memory_allocated() + 2 * rest + 6 * block
+    with stream(model, "simgpu", window="auto", transfer="auto", units=["Block"]) as handle:
+        handle.resume({"window": 5, "transfer": 4, "others_nbytes": 2 * rest + 3 * block}, "as planned")
+        assert (handle.stats()["window"], handle.stats()["transfer"]) == (2, 2)
+
+
 def test_a_budget_bounds_an_auto_window():
     model = Net()
     budget = nbytes(model.emb, model.head) + 4 * nbytes(model.blocks[0])  # two weights, and two for gradients
@@ -95,7 +107,12 @@ def test_a_model_that_fills_the_device_is_told_what_makes_room():
         steps(model, "simgpu")
         many = torch.ones(4096, 8, device=device_named("simgpu"))
         simgpu.config.capacity = torch.accelerator.memory_allocated() + 64 * 1024
-        with pytest.raises(DeviceMemoryError, match=r"the window of 2 took .*; to make room: activations='recompute'"):
+        said = (
+            r"out of memory.*\nsuperpipeline: of [\d.]+ KiB on simgpu:0, the window of 2 took [\d.]+ K?i?B, and "
+            r"activations, gradients, buffers and all else [\d.]+ KiB; to make room: activations='recompute' "
+            r"\(each forward runs twice.*\); window=1 \(.*\); batches of half the size and"
+        )
+        with pytest.raises(DeviceMemoryError, match=said):
             model(many)
         assert not handle.closed
 

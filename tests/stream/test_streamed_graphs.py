@@ -1,7 +1,5 @@
 """Autograd, checkpoints, saved-tensor hooks and what forwards change are as in the plain run."""
 
-import contextlib
-import dataclasses
 import functools
 import gc
 import random
@@ -20,19 +18,6 @@ from sp_lightning.errors import ExactnessError, UnsupportedError
 
 PROGRAMS = []
 program = collected(PROGRAMS)
-
-
-class Twice(Net):
-    def forward(self, x):
-        x = self.emb(x)
-        for block in [*self.blocks, self.blocks[1], *self.blocks]:
-            x = block(x)
-        return self.head(x)
-
-
-@program(Twice, *POLICIES)
-def a_block_is_called_three_times(run, model):
-    return run.loop(model)
 
 
 class Projected(torch.autograd.Function):
@@ -61,34 +46,6 @@ class Fused(Net):
 
 @program(Fused, *POLICIES)
 def a_function_gets_weights_of_streamed_layers(run, model):
-    return run.loop(model)
-
-
-class CheckpointsInside(Block):
-    def forward(self, x):
-        return x + checkpoint(lambda y: self.down(self.up(self.norm(y)).relu()), x, use_reentrant=False)
-
-
-@program(lambda: Net(CheckpointsInside), *POLICIES)
-def a_block_checkpoints_its_inside(run, model):
-    return run.loop(model)
-
-
-class CheckpointsAround(Net):
-    def forward(self, x):
-        def half(x):
-            for block in self.blocks[:3]:
-                x = block(x)
-            return x
-
-        x = checkpoint(half, self.emb(x), use_reentrant=False)
-        for block in self.blocks[3:]:
-            x = block(x)
-        return self.head(x)
-
-
-@program(CheckpointsAround, *POLICIES)
-def a_checkpoint_is_around_three_blocks(run, model):
     return run.loop(model)
 
 
@@ -122,24 +79,6 @@ def a_selective_checkpoint_is_around_each_block(run, model):
     return run.loop(model, step)
 
 
-@program(Net, "keep", "recompute", "offload")
-def saved_tensors_are_on_the_cpu(run, model):
-    def step(model, optimizer, i):
-        with torch.autograd.graph.save_on_cpu():
-            loss = model(run.x(i)).square().mean()
-        return run.train(loss, optimizer)
-
-    return run.loop(model, step)
-
-
-@program(Net, *POLICIES)
-def blocks_are_skipped(run, model):
-    def step(model, optimizer, i):
-        return run.train(model(run.x(i), skip={i % 3, 4} if i % 2 else ()).square().mean(), optimizer)
-
-    return run.loop(model, step, count=6)
-
-
 @program(Net, "keep", "recompute")
 def blocks_are_called_by_a_loop_of_the_user(run, model):
     def step(model, optimizer, i):
@@ -159,27 +98,6 @@ def two_forwards_have_one_backward(run, model):
     return run.loop(model, step)
 
 
-@program(Net, "keep", "recompute", "offload")
-def one_graph_has_two_backwards(run, model):
-    def step(model, optimizer, i):
-        loss = model(run.x(i)).square().mean()
-        loss.backward(retain_graph=True)
-        return run.train(loss, optimizer)
-
-    return run.loop(model, step)
-
-
-@program(Net, "keep", "recompute", "offload")
-def gradients_of_inputs_are_penalised(run, model):
-    def step(model, optimizer, i):
-        x = run.x(i).requires_grad_()
-        y = model(x).square().mean()
-        (grad,) = torch.autograd.grad(y, x, create_graph=True)
-        return run.train(y + (grad.norm() - 1) ** 2, optimizer)
-
-    return run.loop(model, step)
-
-
 @program(Net, "keep", "recompute")
 def a_backward_ends_at_an_input(run, model):
     def step(model, optimizer, i):
@@ -189,13 +107,6 @@ def a_backward_ends_at_an_input(run, model):
         return x.grad.sum()
 
     return run.loop(model, step)
-
-
-@program(Net, "keep", "recompute")
-def a_backward_ends_at_weights(run, model):
-    weights = [model.blocks[1].up.weight, model.emb.bias]
-    model(run.x(0)).square().mean().backward(inputs=weights)
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 @program(Net, "keep", "recompute", "offload")
@@ -249,118 +160,6 @@ def blocks_change_their_argument_in_place(run, model):
     return run.loop(model)
 
 
-class InPlace(Block):
-    def forward(self, x):
-        a = self.up(self.norm(x))
-        b = a.exp()
-        c = a * 2
-        c.add_(1)
-        return x + self.down(c.relu_() + b.mul(0.1).tanh_())
-
-
-class KeepsOnContext(torch.autograd.Function):
-    """A product whose weight is on ``ctx``, as kernels for quantised weights have it."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.weight = weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad @ ctx.weight, None
-
-
-@dataclasses.dataclass
-class Output:
-    hidden: object
-
-
-class OnContext(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.frozen = nn.Parameter(torch.randn(32, 32) * 0.1, requires_grad=False)
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x):
-        return Output(x + KeepsOnContext.apply(self.linear(self.norm(x)), self.frozen))
-
-
-class InObjects(Net):
-    def __init__(self):
-        super().__init__(OnContext)
-
-    def forward(self, x):
-        x = self.emb(x)
-        for block in self.blocks:
-            x = block(x).hidden
-        return self.head(x)
-
-
-@program(InObjects, "keep", "recompute", "offload")
-def a_function_keeps_a_weight_on_its_context(run, model):
-    return run.loop(model)
-
-
-class Raises(torch.autograd.Function):
-    is_on = False
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if Raises.is_on:
-            raise ValueError("on purpose")
-        return grad
-
-
-class RaisingBlock(Block):
-    def forward(self, x):
-        return x + self.down(Raises.apply(self.up(self.norm(x)).relu()))
-
-
-@program(lambda: Net(RaisingBlock), "keep", "recompute", "offload")
-def an_exception_ends_a_backward(run, model):
-    seen = []
-
-    def step(model, optimizer, i):
-        Raises.is_on = i == 1
-        loss = model(run.x(i)).square().mean()
-        with contextlib.suppress(ValueError):
-            loss.backward()
-        Raises.is_on = False
-        seen.append([None if p.grad is None else p.grad.detach().clone() for p in model.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return run.loop(model, step) + seen
-
-
-class RaisingForward(Block):
-    is_on = False
-
-    def forward(self, x):
-        if self.is_on:
-            raise ValueError("on purpose")
-        return super().forward(x)
-
-
-@program(lambda: Net(RaisingForward), "keep", "recompute", "offload")
-def an_exception_ends_a_forward(run, model):
-    def step(model, optimizer, i):
-        model.blocks[3].is_on = i == 1
-        try:
-            return run.step(model, optimizer, i)
-        except ValueError:
-            return torch.zeros(())
-
-    return run.loop(model, step)
-
-
 class Draws(Block):
     def forward(self, x):
         x = super().forward(x) * random.random() + float(numpy.random.rand())
@@ -393,15 +192,6 @@ class Counts(Block):
 @program(lambda: Net(Counts), *POLICIES)
 def blocks_write_and_replace_buffers(run, model):
     return run.loop(model)
-
-
-class Normed(Block):
-    def __init__(self):
-        super().__init__()
-        self.batch = nn.BatchNorm1d(32)
-
-    def forward(self, x):
-        return super().forward(self.batch(x))
 
 
 class TakesPair(Block):

@@ -1,4 +1,4 @@
-"""A plain loop over batches has the bits of the plain run, for every policy, window, optimizer and kind of step."""
+"""A plain loop over batches has the bits of the plain run, for every policy, window and kind of step."""
 
 import contextlib
 
@@ -12,17 +12,14 @@ LOOPS = {
     "clipped": {"clip": 0.1},
     "accumulated": {"batches": 2},
     "clipped_accumulated": {"clip": 0.1, "batches": 2},
-    "sgd": {"make": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, fused=True)},
-    "rmsprop": {"make": lambda params: torch.optim.RMSprop(params, foreach=False)},
-    "adadelta": {"make": lambda params: torch.optim.Adadelta(params, foreach=False)},
     "autocast": {"autocast": True},
     "autocast_clipped_accumulated": {"autocast": True, "clip": 0.1, "batches": 2},
 }
 
 
-def program(clip=None, batches=1, make=None, autocast=False, wire=None):
+def program(clip=None, batches=1, autocast=False, wire=None):
     def loop(run, model):
-        optimizer = run.noted(make(model.parameters())) if make else run.adamw(model.parameters())
+        optimizer = run.adamw(model.parameters())
         kind, seen = run.device.type, []
         for i in range(5):
             for j in range(batches):

@@ -80,15 +80,9 @@ def test_masters_beside_units_that_stay_on_the_device():
 
 
 @pytest.mark.simgpu
-def test_masters_have_the_device_s_arithmetic():
-    import simgpu
-    from sp_lightning.optim import compiled
-
-    compiled._is_same.cache_clear()
-    with simgpu.cuda_arithmetic():
-        check("simgpu", torch.bfloat16, {"clip": 0.1})
-        check("simgpu", torch.bfloat16, {"fused": True})
-    compiled._is_same.cache_clear()
+def test_masters_have_the_device_s_arithmetic(arithmetic):
+    check("simgpu", torch.bfloat16, {"clip": 0.1})
+    check("simgpu", torch.bfloat16, {"fused": True})
 
 
 class Reading(Block):

@@ -1,5 +1,6 @@
 """Compiled, parametrized, nested and shared modules, threads, forks and streams of the user's."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -7,8 +8,9 @@ import time
 
 import pytest
 import torch
-from stream_programs import PLACES, Block, Net, cases, check, collected, device_named, stream, streamed
+from stream_programs import PLACES, Block, Net, Run, cases, check, collected, stream, streamed
 from torch import nn
+from torch._dynamo.utils import counters
 
 from sp_lightning.errors import UnsupportedError
 
@@ -52,18 +54,6 @@ class CompiledBlocks(Net):
 
 @program(CompiledBlocks, "keep", "recompute")
 def blocks_are_compiled_before_streaming_begins(run, model):
-    return run.loop(model)
-
-
-class Parametrized(Block):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.utils.parametrizations.spectral_norm(self.up)
-        self.down = nn.utils.parametrizations.weight_norm(self.down)
-
-
-@program(lambda: Net(Parametrized), "keep", "recompute", "offload")
-def blocks_are_parametrized(run, model):
     return run.loop(model)
 
 
@@ -176,6 +166,23 @@ def test_a_compiled_block_stays_compiled():
     assert seen and model.blocks[0]._compiled_call_impl is compiled is not None
 
 
+@pytest.mark.slow
+def test_units_are_compiled_once_for_their_class_without_a_break():
+    def trained(streams):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model, run = Net(), Run(torch.device("cpu"), streams)
+        for block in () if streams else model.blocks:
+            block.compile()
+        stream = streamed(model, "cpu", units=["Block"], compile_units=True) if streams else contextlib.nullcontext()
+        with stream, torch._dynamo.config.patch(suppress_errors=False):
+            return run.loop(model), counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+    (expected, graphs, _), (found, ours, breaks) = trained(False), trained(True)
+    assert all(map(torch.equal, expected, found)) and (ours, breaks) == (graphs, {})
+
+
 def test_two_threads_in_one_model_are_refused():
     model, began, refused = Net(), threading.Event(), []
 
@@ -216,18 +223,6 @@ def test_a_forked_process_may_fork():
             grandchild = os.fork()
             os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) if grandchild else 7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-def test_a_fork_while_a_step_is_pending_reads_the_stepped_weights():
-    model, device = Net(), device_named("simgpu")
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    with streamed(model, "simgpu"):
-        model(torch.ones(4, 8, device=device)).sum().backward()
-        optimizer.step()
-        child = os.fork()
-        if not child:
-            os._exit(int(not model.blocks[1].up.weight.detach().isfinite().all()))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.simgpu

@@ -78,14 +78,8 @@ def test_odd_weights_step_as_in_the_plain_run(name, device):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_fused", "sgd_nesterov"])
 @pytest.mark.simgpu
-def test_odd_weights_step_with_the_devices_arithmetic(name):
-    import simgpu
-    from sp_lightning.optim import compiled
-
-    compiled._is_same.cache_clear()
-    with simgpu.cuda_arithmetic():
-        check(Program(program(*OPTIMIZERS[name]), lambda: Net(Odd)), "simgpu")
-    compiled._is_same.cache_clear()
+def test_odd_weights_step_with_the_devices_arithmetic(arithmetic, name):
+    check(Program(program(*OPTIMIZERS[name]), lambda: Net(Odd)), "simgpu")
 
 
 class Words(nn.Module):

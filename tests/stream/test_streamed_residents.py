@@ -4,13 +4,13 @@ import pytest
 import torch
 from often import often
 from stream_programs import Net, Program, Run, cases, check, collected, stream
+from test_streamed_weights import penalised_outside_of_their_modules
 from torch import nn
-from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from sp_lightning.errors import OptionError, UnsupportedError
+from sp_lightning.errors import UnsupportedError
 from sp_lightning.host.device import DeviceMemoryError
-from sp_lightning.options import Bytes, Options
+from sp_lightning.options import Bytes
 from sp_lightning.stream.unit import ResidentUnit
 
 PROGRAMS = []
@@ -27,6 +27,19 @@ def average_by_a_callback_s_lists(run, model):
         return loss
 
     return run.loop(model, step), [value.cpu() for value in average.module.parameters()]
+
+
+@program()
+def read_as_arrays_before_a_second_derivative(run, model):
+    def step(model, optimizer, i):
+        x = run.x(i).requires_grad_()
+        loss = model(x).square().mean()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        arrays = [param.detach().cpu().numpy() for param in model.parameters()]
+        assert all(array.size for array in arrays)
+        return run.train(model(run.x(i)).square().mean() + grad.square().sum(), optimizer)
+
+    return run.loop(model, step)
 
 
 @program()
@@ -51,13 +64,6 @@ def sharpness_aware(run, model):
 
 
 @program()
-def pruned(run, model):
-    prune.l1_unstructured(model.blocks[0].up, "weight", amount=0.3)
-    prune.l1_unstructured(model.blocks[4].up, "weight", amount=0.3)
-    return run.loop(model, optimizer=torch.optim.AdamW(model.parameters(), 1e-2, fused=True))
-
-
-@program()
 def gradients_projected(run, model):
     def step(model, optimizer, i):
         found = []
@@ -74,13 +80,7 @@ def gradients_projected(run, model):
     return run.loop(model, step)
 
 
-@program(Net, "keep", "recompute")
-def regularised(run, model):
-    def step(model, optimizer, i):
-        loss = model(run.x(i)).square().mean()
-        return run.train(loss + 0.01 * sum(param.square().sum() for param in model.parameters()), optimizer)
-
-    return run.loop(model, step)
+program(Net, "keep", "recompute")(penalised_outside_of_their_modules)
 
 
 @pytest.mark.parametrize("resident", often([3, 0, 1, 5, Bytes(100_000)]))
@@ -116,18 +116,6 @@ def test_bytes_are_for_gradients_and_state_too():
     assert len(residents(model, Bytes(4 * block))) == 4
 
 
-@pytest.mark.parametrize("text, value", [("auto", "auto"), ("3", 3), (0, 0), ("8GiB", Bytes(8 << 30))])
-def test_a_number_and_bytes_are_told_apart(text, value):
-    found = Options.parse(resident=text).resident
-    assert found == value and type(found) is type(value)
-
-
-@pytest.mark.parametrize("value", [-1, "many", True, 1.5, None])
-def test_other_numbers_are_refused(value):
-    with pytest.raises(OptionError, match="resident"):
-        Options.parse(resident=value)
-
-
 @pytest.mark.simgpu
 def test_a_device_without_room_names_a_number_that_fits():
     import simgpu
@@ -159,14 +147,9 @@ def test_resident_units_travel_once_and_their_state_is_on_the_device():
 
 
 @pytest.mark.simgpu
-def test_residents_of_an_optimizer_that_rounds_otherwise_on_the_host_are_refused():
-    import simgpu
-    from sp_lightning.optim import compiled
-
+def test_residents_of_an_optimizer_with_other_bits_on_the_host_are_refused(arithmetic):
     model, x = Net(), torch.ones(4, 8, device="simgpu")
-    compiled._is_same.cache_clear()
-    compiled.alike.clear()
-    with simgpu.cuda_arithmetic(), stream(model, "simgpu", window=1, resident=2):
+    with stream(model, "simgpu", window=1, resident=2):
         model(x).square().mean().backward()
         with pytest.raises(UnsupportedError, match=r"Adagrad.*optimizer_device='device', or resident=0"):
             torch.optim.Adagrad(model.parameters()).step()
@@ -174,6 +157,3 @@ def test_residents_of_an_optimizer_that_rounds_otherwise_on_the_host_are_refused
         for param in model.blocks[2:].parameters():
             param.grad = None
         torch.optim.Adagrad(model.parameters()).step()
-        torch.accelerator.synchronize()
-    compiled._is_same.cache_clear()
-    compiled.alike.clear()

@@ -1,7 +1,6 @@
 """What used to differ silently between a plain run and a streamed one: each is the same now, or stated here."""
 
 import contextlib
-import random
 
 import pytest
 import torch
@@ -66,22 +65,6 @@ def a_narrow_weight_is_read_twice(run, model):
         return run.train(loss, optimizer)
 
     return run.loop(model, step)
-
-
-class Random(Block):
-    def forward(self, x):
-        import numpy
-
-        return super().forward(x) * (1 + random.random()) * (1 + float(numpy.random.rand()))
-
-
-@program(lambda: Net(Random, 3), "keep", "recompute")
-def numbers_of_python_and_numpy_in_a_forward(run, model):
-    import numpy
-
-    random.seed(3)
-    numpy.random.seed(3)
-    return [*run.loop(model), random.random(), float(numpy.random.rand())]
 
 
 class Scaling(Block):

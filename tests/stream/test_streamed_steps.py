@@ -11,35 +11,12 @@ import pytest
 import torch
 from stream_programs import PLACES, Block, Net, cases, check, collected, streamed
 
-from sp_lightning.errors import ExactnessError, HalfAppliedStepError
+from sp_lightning.errors import HalfAppliedStepError
 from sp_lightning.optim.steps import Steps
 from sp_lightning.stream.gradients import GradientBytes
 
 PROGRAMS = []
 program = collected(PROGRAMS)
-
-
-class Lion(torch.optim.Optimizer):
-    """An optimizer of the user's."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 1e-3})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                mean = state.setdefault("mean", torch.zeros_like(param))
-                param.add_(mean.mul(0.9).add(param.grad, alpha=0.1).sign_(), alpha=-group["lr"])
-                mean.lerp_(param.grad, 0.01)
-
-
-@program()
-def an_optimizer_of_the_user_s(run, model):
-    return run.loop(model, optimizer=run.noted(Lion(model.parameters())))
 
 
 @program()
@@ -83,22 +60,6 @@ def an_optimizer_that_looks_at_all_gradients(run, model):
     return run.loop(model, optimizer=run.noted(GlobalNorm(model.parameters(), 1e-2, fused=True)))
 
 
-@program(Net, "keep", "recompute")
-def lbfgs_with_a_closure(run, model):
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-    def step(model, optimizer, i):
-        def closure():
-            optimizer.zero_grad()
-            loss = model(run.x(i)).square().mean()
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure)
-
-    return run.loop(model, step, optimizer)
-
-
 @program()
 def an_optimizer_per_weight_in_a_hook(run, model):
     optimizers = {param: torch.optim.SGD([param], 0.1, fused=True) for param in model.parameters()}
@@ -115,25 +76,6 @@ def an_optimizer_per_weight_in_a_hook(run, model):
     for hook in hooks:
         hook.remove()
     return seen
-
-
-@program()
-def state_read_after_each_step(run, model):
-    optimizer, seen = run.adamw(model.parameters()), []
-    for i in range(3):
-        run.step(model, optimizer, i)
-        seen.append(optimizer.state[model.blocks[2].up.weight]["exp_avg"].clone())
-        seen.append(sum(state["exp_avg"].sum().cpu() for state in optimizer.state.values()))
-        seen.append(copy.deepcopy(optimizer.state_dict())["state"])
-    return seen
-
-
-@program()
-def state_cleared(run, model):
-    optimizer = run.adamw(model.parameters())
-    seen = [run.step(model, optimizer, i) for i in range(3)]
-    optimizer.state.clear()
-    return seen + [run.step(model, optimizer, i) for i in range(4)]
 
 
 @program(Net, "keep", "recompute")
@@ -194,59 +136,6 @@ def an_error_in_the_options_of_a_step(run, model):
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
 def test_steps_are_those_of_the_plain_run(program, policy, window, device):
     check(program, device, policy, window)
-
-
-# ---- steps beside backward
-
-
-def trained(is_early, edit=lambda model, optimizer: None, steps=4):
-    """Train with or without steps beside backward; ``edit`` comes between backward and step."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
-    with streamed(model, "cpu") as handle:
-        for i in range(steps):
-            handle.steps.step_beside_backward(optimizer if is_early else None)
-            model(torch.full((4, 8), float(i))).square().mean().backward()
-            edit(model, optimizer)
-            optimizer.step()
-            handle.steps.step_beside_backward(None)
-            optimizer.zero_grad()
-    return [param.detach().clone() for param in model.parameters()]
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda model, optimizer: model.blocks[2].up.weight.grad.mul_(0.5),
-        lambda model, optimizer: model.blocks[2].up.weight.grad.sum(),
-        lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
-    ],
-    ids=["multiplied", "read", "clipped"],
-)
-def test_a_gradient_touched_after_its_step_is_refused(edit):
-    with pytest.raises(ExactnessError, match=r"blocks\.\d.*beside backward: set optimizer_overlap=False"):
-        trained(is_early=True, edit=edit)
-
-
-def test_options_that_change_after_steps_are_refused():
-    def edit(model, optimizer):
-        optimizer.param_groups[0]["lr"] = 0.5
-
-    with pytest.raises(ExactnessError, match="options of the optimizer changed"):
-        trained(is_early=True, edit=edit)
-
-
-def test_a_second_backward_after_steps_is_refused():
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with streamed(model, "cpu") as handle:
-        handle.steps.step_beside_backward(optimizer)
-        loss = model(torch.ones(4, 8)).sum()
-        loss.backward(retain_graph=True)
-        with pytest.raises(ExactnessError, match=r"another gradient after it was stepped"):
-            loss.backward()
-        optimizer.step()
 
 
 # ---- steps that fail

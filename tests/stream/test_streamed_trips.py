@@ -11,7 +11,6 @@ from test_streamed_optimizers import OPTIMIZERS, Odd
 from test_streamed_optimizers import program as steps_of
 
 from sp_lightning.errors import UnsupportedError
-from sp_lightning.optim import compiled
 
 simgpu = pytest.importorskip("simgpu")
 pytestmark = pytest.mark.simgpu
@@ -23,16 +22,6 @@ PROGRAMS = [
     if "resident" not in program.options
 ]
 program = collected(PROGRAMS)
-
-
-@pytest.fixture
-def arithmetic():
-    """Round as CUDA does, which no step on the host does that torch's operators take."""
-    compiled._is_same.cache_clear()
-    with simgpu.cuda_arithmetic():
-        yield
-        torch.accelerator.synchronize()
-    compiled._is_same.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from stream_programs import PLACES, Block, Net, cases, check, collected, device_named, stream, streamed
 from torch import nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import prune
 
 from sp_lightning.errors import ExactnessError, UnsupportedError
 
@@ -33,19 +33,6 @@ def backed_up_by_data_and_put_back(run, model):
     return seen
 
 
-@program(Net, "keep", "offload")
-def written_through_data_between_steps(run, model):
-    kept = [p.data for p in model.parameters()]
-
-    def step(model, optimizer, i):
-        loss = run.step(model, optimizer, i)
-        for data in kept:
-            data.mul_(0.9)
-        return loss
-
-    return run.loop(model, step)
-
-
 @program(Net, "keep", "recompute", "offload")
 def penalised_outside_of_their_modules(run, model):
     def step(model, optimizer, i):
@@ -53,19 +40,6 @@ def penalised_outside_of_their_modules(run, model):
         return run.train(model(run.x(i)).square().mean() + 1e-3 * penalty, optimizer)
 
     return run.loop(model, step)
-
-
-class OtherWeight(Net):
-    def forward(self, x):
-        x = self.emb(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) + F.linear(x, self.blocks[0].up.weight[:4])
-
-
-@program(OtherWeight, "keep", "recompute", "offload")
-def used_by_the_module_around(run, model):
-    return run.loop(model)
 
 
 @program()
@@ -114,20 +88,6 @@ def pruned_between_steps(run, model):
     return seen + [run.step(model, optimizer, i) for i in range(3)]
 
 
-class Halved(nn.Module):
-    def forward(self, weight):
-        return weight / 2
-
-
-@program()
-def parametrized_between_steps(run, model):
-    optimizer = run.adamw(model.parameters())
-    seen = [run.step(model, optimizer, i) for i in range(2)]
-    parametrize.register_parametrization(model.blocks[1].up, "weight", Halved())
-    parametrize.register_parametrization(model.head, "weight", Halved())
-    return seen + [run.step(model, optimizer, i) for i in range(3)]
-
-
 class Adapted(nn.Module):
     def __init__(self, base):
         super().__init__()
@@ -146,13 +106,6 @@ def adapted_after_streaming_began(run, model):
     for block in model.blocks:
         block.up = Adapted(block.up)
     return run.loop(model)
-
-
-@program()
-def read_by_a_hook_of_a_module(run, model):
-    seen = []
-    model.blocks[1].register_forward_hook(lambda block, args, out: seen.append(block.up.weight.detach().clone()))
-    return run.loop(model) + seen
 
 
 class Tagged(Block):
@@ -243,22 +196,13 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-def trains_tokens(run, model):
+@program(Tied, "keep", "recompute", units=lambda root: [root.emb, *root.blocks])
+def tied_in_a_unit(run, model):
     optimizer, seen = run.adamw(model.parameters()), []
     for i in range(4):
         tokens = torch.randint(0, 400, (2, 6), generator=torch.Generator().manual_seed(i)).to(run.device)
         seen.append(run.train(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()), optimizer))
     return seen
-
-
-@program(Tied, "keep", "recompute", "offload")
-def tied_and_resident(run, model):
-    return trains_tokens(run, model)
-
-
-@program(Tied, "keep", "recompute", units=lambda root: [root.emb, *root.blocks])
-def tied_in_a_unit(run, model):
-    return trains_tokens(run, model)
 
 
 class TiedNorms(Net):
@@ -271,17 +215,6 @@ class TiedNorms(Net):
 @program(TiedNorms, "keep", "recompute", "offload")
 def tied_across_units(run, model):
     return run.loop(model)
-
-
-@program()
-def frozen_and_trained_in_turn(run, model):
-    optimizer, seen = run.adamw(model.parameters()), []
-    for i in range(5):
-        model.blocks[1].requires_grad_(i % 2 == 0)
-        model.emb.requires_grad_(i % 2 == 1)
-        seen.append(run.step(model, optimizer, i))
-    model.requires_grad_(True)
-    return seen
 
 
 @program()
@@ -331,15 +264,6 @@ def test_weights_are_those_of_the_plain_run(program, policy, window, device):
 
 
 # ---- one face: on the host between steps, on the device inside of one
-
-
-@pytest.mark.simgpu
-def test_all_parameters_are_on_the_host_between_steps():
-    model = Net()
-    with streamed(model, "simgpu", resident=1):
-        model(torch.ones(4, 8, device="simgpu")).sum().backward()
-        assert {p.device.type for p in model.parameters()} == {"cpu"}
-        assert {p.detach().clone().device.type for p in model.parameters()} == {"cpu"}
 
 
 def test_each_weight_has_a_storage_of_its_own_bytes():

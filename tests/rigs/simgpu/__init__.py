@@ -27,7 +27,6 @@ It has what code written for CUDA through ``torch.accelerator`` relies on, and f
 ``d2h_us``     0       the same of a copy from the device
 ``d2h_gbps``   0
 ``compute_us`` 0       modelled time of a kernel; streams do not share any
-``trace``      False   set by ``trace()``
 ============== ======= ==========================================================================================
 
 Known limits: one device; the first call of an operator that makes new tensors blocks the host, for each layout of its
@@ -36,7 +35,6 @@ host count as one, ordered by the wait of any; no graphs, no sparse or quantised
 """
 
 import atexit
-import collections
 import contextlib
 import faulthandler
 import functools
@@ -54,9 +52,6 @@ torch.utils.rename_privateuse1_backend("simgpu")
 _C = build.load()
 config = _C.config()
 
-Op = collections.namedtuple("Op", "stream name nbytes start end")
-
-
 _defaults = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
 
 
@@ -66,8 +61,8 @@ def reset():
         setattr(config, name, value)
     _note_stacks()
     error = _drain()
-    for clear in (_C.races, _C.counts, _C.trace, _C.reset_peak_stats):
-        clear()
+    _C.races()
+    _C.reset_peak_stats()
     if error:
         raise error
 
@@ -88,11 +83,6 @@ def races():
     return _C.races()
 
 
-def counts():
-    """Operators since the last call or ``reset()``: (queued, run with the host waiting)."""
-    return _C.counts()
-
-
 def pin(address, nbytes):
     """Makes memory of the caller's pinned, until ``unpin(address)``, as ``cudaHostRegister`` does."""
     _C.pin(address, nbytes)
@@ -105,23 +95,6 @@ def unpin(address):
 def pinned_bytes():
     """Bytes of pinned memory: (allocated, peak)."""
     return _C.pinned_bytes()
-
-
-@contextlib.contextmanager
-def trace():
-    """Lists what is queued within as ``Op(stream, name, nbytes, start, end)``, by start; filled on exit, which waits.
-
-    ``stream`` is a ``torch.Stream.stream_id``; names are ``aten::mul``, ``copy H2D``, ...; ``nbytes`` is what is read
-    and written, or copied; times are ``time.perf_counter()``'s, and leave out the wait for a copy engine.
-    """
-    ops: list[Op] = []
-    config.trace = True
-    try:
-        yield ops
-    finally:
-        config.trace = False
-        _C.synchronize()
-        ops += sorted((Op(*op) for op in _C.trace()), key=lambda op: op.start)
 
 
 @contextlib.contextmanager

@@ -262,7 +262,6 @@ inline void call_elementwise(const c10::OperatorHandle& op, Stack* stack) {
       in.push_back(host_view(list[i]));
     }
     const double number = numbers.empty() ? 0 : numbers[numbers.size() == 1 ? 0 : i];
-    ++launched_async;
     enqueue(current_queue(), work, [=, out = host_view(out)] {
       elementwise(out, in, [&](auto a, auto b, auto c) { return compute(what, decltype(a)(number), a, b, c); });
     });
@@ -289,7 +288,6 @@ inline void call_norm(const c10::OperatorHandle& op, Stack* stack) {
   for (auto& t : tensors) {
     Tensor out = at::empty({}, t.options().dtype(out_dtype));
     const bool aligned = t.numel() % kPlaces == 0 && (uintptr_t)t.const_data_ptr() % (kPlaces * t.itemsize()) == 0;
-    ++launched_async;
     enqueue(current_queue(), {op.schema().name(), {access(t, false), access(out, true)}},
             [=, from = host_view(t), out = host_view(out)]() mutable {
               in_type_of(out, [&](auto zero) {
@@ -344,7 +342,6 @@ void enqueue_fused(const std::string& name, const Lists& l, const std::optional<
     };
     auto rate_there = read(rate), scale_there = read(scale), infinite_there = read(infinite);
     auto step_there = read(l.steps.empty() ? std::optional<Tensor>() : l.steps[i]);
-    ++launched_async;
     enqueue(current_queue(), work, [=] {
       if (infinite_there && number(*infinite_there) == 1) return;
       in_type_of(views[0], [&](auto zero) {

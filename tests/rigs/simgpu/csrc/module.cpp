@@ -99,7 +99,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   SIMGPU_FIELD(check);
   SIMGPU_FIELD(sync);
   SIMGPU_FIELD(poison);
-  SIMGPU_FIELD(trace);
   SIMGPU_FIELD(host);
   SIMGPU_FIELD(h2d_gbps);
   SIMGPU_FIELD(d2h_gbps);
@@ -141,7 +140,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("end_system_call", [](std::pair<uintptr_t, uintptr_t> touched) {
     pages::end_system_call({touched.first, touched.second});
   });
-  m.def("counts", [] { return std::make_pair(launched_async.exchange(0), launched_blocking.exchange(0)); });
   m.def("pin", [](uintptr_t p, size_t n) {
     at::globalContext().lazyInitDevice(kSimGPU);  // before, nothing counts as pinned
     pinned().add((char*)p, n);
@@ -151,11 +149,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak_stats", [] {
     arena().resetPeakStats(0);
     pinned().reset_peak_stats();
-  });
-  m.def("trace", [] {
-    Lock l(trace_mutex);
-    py::list out;
-    for (auto& t : std::exchange(traced, {})) out.append(py::make_tuple(t.stream, t.op, t.bytes, t.start, t.end));
-    return out;
   });
 }

@@ -1,0 +1,32 @@
+"""The changes that a plan names: what makes a run fit, or makes it faster, each with the price of its own plan."""
+
+import torch
+from nets import Block
+from torch import nn
+
+from sp_lightning.plan import plan
+
+ROWS = 4096
+SIZES = {"machine": "rtx3060", "device": "cpu"}  # whose kernels keep nothing for a driver
+
+
+def planned(rows=ROWS, **options):
+    return plan(lambda: nn.Sequential(*(Block(64) for _ in range(6))), torch.zeros(rows, 64), **SIZES, **options)
+
+
+def test_changes_that_each_need_the_other_are_named_together():
+    most = planned(ROWS // 4, activations="recompute").device_nbytes
+    found = planned(device_memory=most)
+    assert not found.fits and found.changes[0].what == f"a batch of {ROWS // 4} rows, activations='recompute'"
+    assert found.changes[0].device_nbytes == most
+
+
+def test_a_host_that_is_short_gets_a_disk():
+    found = planned(host_memory="3MiB")
+    assert found.fits_device and not found.fits and found.changes[0].what == "disk=FOLDER"
+
+
+def test_where_a_run_fits_the_changes_are_faster():
+    found = planned(activations="recompute")
+    assert found.fits and "activations='keep'" in [change.what for change in found.changes]
+    assert all(change.slower < 1 for change in found.changes)
