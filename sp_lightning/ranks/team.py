@@ -119,7 +119,9 @@ class Team:
 
     def check_shards(self, shards: list[str]) -> None:
         """Raise unless all ranks have the same shards of DTensors."""
-        for rank, others in enumerate(self._gathered_objects(shards)):
+        with self._watch.waiting("the model"):
+            all_of_ranks = self._gathered_objects(shards)
+        for rank, others in enumerate(all_of_ranks):
             if others != shards:
                 pairs = zip([*shards, "none"], [*others, "none"], strict=False)
                 own, other = next(pair for pair in pairs if pair[0] != pair[1])

@@ -64,18 +64,25 @@ class Watch:
 
     def wait(self, work: Any, place: str, is_on_host: bool) -> None:
         """Wait for a collective on the host, or have the device's stream wait, while the watch looks at the work."""
-        self.check()
         if not is_on_host:
+            self.check()
             self.note(work, place)
             work.wait()
             return
-        self.note("collective", place)
-        try:
+        with self.waiting(place):
             while not work.is_completed():
                 with contextlib.suppress(RuntimeError):
                     work.wait(timedelta(seconds=PULSE))
                 self.check()
             work.wait()
+
+    @contextlib.contextmanager
+    def waiting(self, place: str) -> Iterator[None]:
+        """Note where this rank waits. The backend's error becomes one that names a rank."""
+        self.check()
+        self.note("collective", place)
+        try:
+            yield
         except PeerError:
             raise
         except (dist.DistError, RuntimeError) as error:
