@@ -146,4 +146,4 @@ with contextlib.suppress(SystemExit):
     cli.main("plan --model llama-70b --machine h200 --activations recompute".split())
 print((time.process_time() - begin) / imports)
 """
-    assert min(float(_python(code).splitlines()[-1]) for _ in range(3)) <= 1.5
+    assert min(float(_python(code).splitlines()[-1]) for _ in range(5)) <= 1.5  # a busy machine adds to it
