@@ -298,7 +298,8 @@ def keep(what: str, get: Callable[[Scene, int], Any]) -> Callable[[Scene, int], 
 
 views = {name: keep("view", on_weight(VIEWS[name])) for name in ("[0]", "T", "detach", "data", "view")}
 each("keep", OUTSIDE, views, then=("kept: see",))
-feature("keep: with its graph", OUTSIDE, grad=True, then=("kept: see",))(keep("view", on_weight(torch.t)))
+# A run may end before the graph is used.
+feature("keep: with its graph", OUTSIDE, grad=True, then=("kept: see",), error=always)(keep("view", on_weight(torch.t)))
 feature("kept: see", (*WRITES, *GRAPH))(lambda scene, at: scene.see("kept", scene.kept.get("view")))
 
 
