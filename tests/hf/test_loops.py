@@ -17,6 +17,7 @@ from hf_runs import compare, llama, rows
 from torch import nn
 from torch.utils.data import DataLoader
 
+import parity
 import sp_lightning.hf
 
 
@@ -267,3 +268,40 @@ def test_a_model_that_is_prepared_already_streams_in_a_later_context_and_so_do_i
     (expected, _), (found, streamed) = in_contexts(False, **settings), in_contexts(True, **settings)
     assert streamed == [2 if "copies" in settings else 1] * 2
     assert all(map(torch.equal, expected, found))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Shows nothing of the state of the optimizer inside."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    defaults = property(lambda self: self.inner.defaults)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+
+def test_an_optimizer_inside_of_another_is_loaded(tmp_path):
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    with sp_lightning.hf.streaming(window=1):
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(net, Wrapper(torch.optim.AdamW(net.parameters())))
+        accelerator.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
+        accelerator.save_state(str(tmp_path))
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.optimizer.inner.state.clear()
+        accelerator.load_state(str(tmp_path))
+        loaded = dict(parity.leaves(optimizer.state_dict()))
+    assert all(parity.difference(leaf, loaded[path]) is None for path, leaf in parity.leaves(saved))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from hf_runs import compare, llama
+from hf_runs import compare, llama, transformers
 from hf_trl import datasets, train
 
 from sp_lightning.hf import streaming
@@ -75,6 +75,29 @@ def test_trl_leaves_the_bits_of_the_stock_run(run, device, tmp_path):
 
 
 ON_DEVICE = pytest.mark.parametrize("device", [pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
+
+
+@ON_DEVICE
+@pytest.mark.parametrize("rows", [4, 8])
+def test_all_rows_that_grpo_generates_share_each_trip(rows, device, tmp_path, monkeypatch):
+    """As docs/inference.md says: each token takes one trip of the weights, however many rows there are."""
+    generate, ups = transformers.LlamaForCausalLM.generate, []
+
+    @functools.wraps(generate)
+    def counted(model, *args, **kwargs):
+        (handle,) = (handle for handle in stream.handles if handle.module is model)
+        before = handle.stats()
+        found = generate(model, *args, **kwargs)
+        assert len(found) == rows
+        weights = before["weight_bytes"] - before["resident_root_bytes"]
+        tokens = found.shape[1] - kwargs["input_ids"].shape[1]
+        ups.append((handle.stats()["bytes_up"] - before["bytes_up"]) / (tokens * weights))
+        return found
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", counted)
+    with streaming(window=1) as stream:
+        list(train(tmp_path, "GRPO", per_device_train_batch_size=rows, **EACH_OTHER))
+    assert ups and set(ups) == {1.0}
 
 
 @ON_DEVICE
