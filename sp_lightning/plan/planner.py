@@ -46,14 +46,13 @@ class Planner:
         most = max(1, len(streamed))
         windows = [options.window] if options.window != "auto" else [*WINDOWS, most]
         windows = sorted({min(window, most) for window in windows})
-        swept = {window: sweep(found, window, _transfer(options, window)) for window in windows}
-        terms = {window: _device(job, found, one, model.state_share) for window, one in swept.items()}
-        fitting = [window for window in windows if _fits(terms[window], job)]
-        tried = fitting or windows[:1]
-        host, disk = _host(job, found, model, swept[tried[-1]])
-        times = {window: _timed(job, found, swept[window], disk, model.state_share) for window in tried}
-        enough = EQUAL * times[tried[-1]].seconds  # a larger window takes no longer
-        window = next(window for window in tried if times[window].seconds <= enough)
+        swept = functools.cache(lambda window: sweep(found, window, _transfer(options, window)))
+        terms = functools.cache(lambda window: _device(job, found, swept(window), model.state_share))
+        largest = next((window for window in reversed(windows) if _fits(terms(window), job)), windows[0])
+        host, disk = _host(job, found, model, swept(largest))
+        times = functools.cache(lambda window: _timed(job, found, swept(window), disk, model.state_share))
+        enough = EQUAL * times(largest).seconds  # a larger window takes no longer
+        window = next(window for window in windows if window == largest or times(window).seconds <= enough)
         return Plan(
             job=job,
             model=model.name,
@@ -63,12 +62,12 @@ class Planner:
             window=window,
             transfer=_transfer(options, window),
             units=tuple(size.name for size in streamed),
-            device_terms={name: nbytes for name, nbytes in terms[window].items() if nbytes},
+            device_terms={name: nbytes for name, nbytes in terms(window).items() if nbytes},
             host_terms={name: nbytes for name, nbytes in host.items() if nbytes},
             disk=disk,
-            bytes_up=swept[window].up,
-            fits_device=bool(fitting),
-            time=times[window],
+            bytes_up=swept(window).up,
+            fits_device=_fits(terms(window), job),
+            time=times(window),
         )
 
     # ---- changes
