@@ -70,7 +70,7 @@ class SavedWeight:
     def get(self) -> Tensor:
         unit = self.weight.unit
         unit.window.visit(unit)
-        if self.weight.is_half_applied and not unit.is_final:
+        if self.weight.is_half_applied and (unit.is_past_step or not unit.is_final):
             raise stepped_already(self.weight.name)
         dtype, shape, stride, offset = self.place
         if (version := self.weight.there._version) != self.version:

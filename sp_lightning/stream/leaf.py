@@ -325,6 +325,8 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
         for weight, made, _ in written:  # it is among the arguments twice
             if weight is leaf.weight:
                 return made
+        if leaf.weight.is_half_applied and leaf.weight.unit.is_past_step:
+            raise stepped_already(leaf.weight.name)
         made = leaf.given_to(func)
         if func not in CASTING:
             written.append((leaf.weight, made, version_of(made)))

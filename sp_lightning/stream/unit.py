@@ -243,6 +243,11 @@ class Unit:
         has_failed = self._filed is not None and self._filed.has_failed
         return has_failed or self._stamp != self._now()
 
+    @property
+    def is_past_step(self) -> bool:
+        """Whether the device has what a step beside this backward left, as the unit was loaded again."""
+        return self.is_final and self._stamp == self._now()
+
     def is_edited(self) -> bool:
         """Whether the slab may have other bytes than its truth, as the user wrote to it since the last step."""
         return self.truth is self.slab or self.stepped != self._now()
@@ -265,8 +270,6 @@ class Unit:
             self.load(here)
         if self.steps.last is not None and (self._stamp is None or not self.is_final):
             self.wait_step()
-        if self.is_final and self._stamp == self._now():  # loaded again, after the step
-            raise stepped_already(self.name)
         if here != self.memory.shown_on:
             assert self._stamp is not None
             self.memory.show(here, self._stamp[1])
