@@ -68,9 +68,11 @@ def mark(optimizer: optim.Optimizer, why: str) -> None:
 
 def note_loaded(optimizer: optim.Optimizer) -> None:
     """Note that state was loaded into an optimizer."""
-    for step in _left:
+    for step in list(_left):  # to which the thread of the steps may add
         if step.has_left(optimizer):
             step.optimizer = None
+        if not step.is_alive:
+            _left.remove(step)
 
 
 def why_refused(parts: Iterable[nn.Module | optim.Optimizer]) -> str | None:
@@ -97,7 +99,6 @@ def outlive(optimizer: optim.Optimizer) -> None:
 
 
 def _why(ones: Iterable[Any]) -> str | None:
-    _left[:] = [step for step in _left if step.is_alive]
     return next((step.why for one in ones for step in _left if step.has_left(one)), None)
 
 
