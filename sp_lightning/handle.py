@@ -31,13 +31,13 @@ from .options import Options
 from .ranks.alone import Alone
 from .ranks.peers import Peers
 from .store.store import Store, is_in_source, is_same
-from .stream import parameters, residents
+from .stream import parameters
 from .stream.activations import Activations
 from .stream.gradients import recover
 from .stream.lazy import set_requires_grad
 from .stream.leaf import FUSED, Part, Weight, WholeWeight, casts_of, has_form_of
 from .stream.partition import FoundUnit, partition, slots
-from .stream.preflight import check_memory
+from .stream.preflight import check_memory, choose_residents, free_bytes, too_many_residents
 from .stream.preparation import check_moves, materialize, move_buffers, pack_weights
 from .stream.sharded import Sharded, bring_to_host, check_supported, drawing_on_mesh
 from .stream.shards import ShardWeight
@@ -116,12 +116,12 @@ class Handle:
         cut = partition(module, options.units)
         self._check_shards(cut)
         asked = 0 if options.resident == "auto" else options.resident
-        first, free = residents.choose(cut, self._slots, asked), residents.free_bytes(self.device)
+        first, free = choose_residents(cut, self._slots, asked), free_bytes(self.device)
         streamed = [part for part in cut if not part.resident and part not in first]
         streams = {id(param) for part in streamed for _, param in part.params}
         casts_to = None if options.master_weights else self._wire
         self._narrow = streams & casts_of(module, casts_to, self.device.torch_device.type)
-        check_memory(module, cut, options, self.device, self._wire_of, trains)
+        check_memory(cut, options, self.device, self._wire_of, trains)
         materialize(module)
         self.units: list[Unit] = []
         self.store = Store(options.host_budget, options.disk, self.device)
@@ -146,7 +146,7 @@ class Handle:
         except BaseException as error:
             self._disconnect(plain)
             if first and isinstance(error, torch.OutOfMemoryError):
-                raise residents.too_many(self.device, first, free) from error
+                raise too_many_residents(self.device, first, free) from error
             raise
         open_handles.add(self)
 

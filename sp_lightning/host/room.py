@@ -13,17 +13,86 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..options import Count, Options, format_bytes
+from ..errors import MemoryBudgetError
+from ..options import Count, format_both, format_bytes
 from .device import Device
-from .unit_numbers import UnitNumbers
-from .window_choice import GROWTH, RESERVE_SHARE, DeviceBudget, first_window, sizes_of
+
+FIRST_WINDOW = 2  # one unit computes while the next one is loaded
+RESERVE_SHARE = 0.05  # of the device's memory
+GROWTH = 4  # factor by which a window grows at most at a time: larger ones are approached in measured steps
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UnitNumbers:
+    """The bytes of one unit."""
+
+    name: str
+    up_nbytes: int  # of its weights on the device, which each load copies
+    down_nbytes: int  # of its gradients; 0 for a frozen unit
+    parameters: int = 0  # elements that train
+    resident: bool = False  # stays on the device, outside the window
+    cast: int = 0  # of the elements that train, those that travel in half precision and are FP32 there
+
+    @property
+    def trained(self) -> bool:
+        """Whether a step changes the unit."""
+        return self.down_nbytes > 0
+
+
+def sizes_of(units: Sequence[UnitNumbers]) -> str:
+    """Format the units' bytes, largest first: "1 x 2048, 12 x 1024"."""
+    sizes = sorted((unit.up_nbytes for unit in units), reverse=True)
+    return ", ".join(f"{len(list(run))} x {nbytes}" for nbytes, run in itertools.groupby(sizes))
+
+
+def largest_window(units: Sequence[UnitNumbers], budget: int) -> int:
+    """Return how many of these units fit into a budget at once, whichever they are; 0 if one alone does not."""
+    total = 0
+    for count, nbytes in enumerate(sorted((unit.up_nbytes for unit in units), reverse=True)):
+        total += nbytes
+        if total > budget:
+            return count
+    return len(units)
+
+
+def first_window(window: Count, budget: int | None, units: Sequence[UnitNumbers], on_host: bool) -> int:
+    """Return the window to begin with, from which it grows if there is no budget.
+
+    With a budget it has room for the resident units, two gradient buffers of the largest one that streams, and as many
+    of the largest as the window has places. A value of the user's stays. On the CPU more than two units gain nothing:
+    device memory is host memory.
+    """
+    streamed = [unit for unit in units if not unit.resident]
+    count = max(1, len(streamed))
+    if budget is None:
+        first = FIRST_WINDOW if on_host else 1
+        return min(first if window == "auto" else window, count)
+    left = budget - sum(unit.up_nbytes for unit in units if unit.resident)
+    worst = max(streamed, key=lambda unit: unit.up_nbytes + unit.down_nbytes, default=None)
+    if worst is not None and worst.up_nbytes + worst.down_nbytes > left:
+        needs, got = format_both(worst.up_nbytes + worst.down_nbytes + budget - left, budget)
+        raise MemoryBudgetError(
+            f"memory_budget needs at least {needs} for {worst.name}, got {got}: raise it, or name smaller units"
+        )
+    gradients = 2 * max((unit.down_nbytes for unit in streamed), default=0)
+    fits = max(1, largest_window(streamed, left - gradients))
+    if window == "auto":
+        return min(fits, FIRST_WINDOW if on_host else count)
+    if fits < min(window, count):
+        raise MemoryBudgetError(
+            f"window {window} does not fit into memory_budget {format_bytes(budget)}, which holds {fits} of the largest"
+            " units; lower window or leave it to 'auto'"
+        )
+    return min(window, count)
 
 
 class Room:
@@ -45,10 +114,7 @@ class Room:
         self._packs = sum(gradients) if keeps_gradients else 2 * max(gradients, default=0)
         self._kept: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # bytes of gradients that stay
         self._beside = 0  # the most bytes of all else
-        root = sum(unit.up_nbytes for unit in units if unit.resident)
-        self.window = self._first = first_window(
-            Options(window=window, memory_budget=budget), self._streamed, root, device.is_host
-        )
+        self.window = self._first = first_window(window, budget, units, device.is_host)
         self.transfer = 1 if transfer == "auto" else min(transfer, self.window)
         self._most = self.window if budget is not None or device.is_host else max(1, len(self._streamed))
         self.grows = window == "auto" and not device.is_host  # whether it does so from step to step
@@ -106,13 +172,14 @@ class Room:
             packs = self._packs if is_first else 0  # that a faster host has on their way down
             self._others = max(self._others, peak - self._window_then + packs)
 
-    def _memory(self) -> DeviceBudget:
-        return DeviceBudget(capacity=self._device.memory_capacity(), others=max(self._others, self._resumed))
-
-    def _grow(self, limit: int) -> None:
-        memory = self._memory()
-        most = self._most if self._budget is not None else min(self._most, memory.most(self._streamed))
-        self._resize(min(most, limit), f"at most {most} fit, as {memory}")
+    def _grow(self, limit: int, why: str = "") -> None:
+        """Resize the window to what fits beside the most that others took and a reserve, up to a limit."""
+        capacity, others = self._device.memory_capacity(), max(self._others, self._resumed)
+        reserve = int(capacity * RESERVE_SHARE)
+        fit = max(1, largest_window(self._streamed, max(0, capacity - reserve - others)))
+        most = self._most if self._budget is not None else min(self._most, fit)
+        found = f"at most {most} fit, as of {capacity} bytes {others} for others and {reserve} in reserve"
+        self._resize(min(most, limit), why or found)
 
     def _resize(self, window: int, why: str) -> None:
         if window != self.window:
@@ -149,6 +216,5 @@ class Room:
         if self._given[1] == "auto":
             self.transfer = chosen["transfer"]
         if self.grows:
-            fit = self._most if self._budget is not None else min(self._most, self._memory().most(self._streamed))
-            self._resize(min(chosen["window"], fit), why)
+            self._grow(chosen["window"], why)
         self.transfer = min(self.transfer, self.window)

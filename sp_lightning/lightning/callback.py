@@ -147,7 +147,7 @@ class SuperpipelineCallback(Callback):
             self._report = RunReport(self._handle, self.plan, max(1, self._rhythm(trainer) // KEPT), also)
         if bar is not None and self._report is not None:
             bar.get_metrics = _BarMetrics(bar, self._report)
-            rank_zero_info(_table(self._report.table(trainer.optimizers)))
+            rank_zero_info(_table(self._report.table()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes that "auto" chose; empty, and so not in the checkpoint, if it chose none."""

@@ -11,13 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-import torch
-
 from ..handle import Handle
 from ..host.machine import peak_memory
 from ..host.recorder import KEPT, RecordedStep, Recorder
 from ..host.telemetry import LANES, Lane
-from ..host.unit_numbers import state_nbytes
 from ..options import format_bytes, format_seconds
 from .timeline import NAMES
 
@@ -118,24 +115,18 @@ class RunReport:
 
     # ---- when the run begins and ends
 
-    def table(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    def table(self) -> dict[str, str]:
         """Describe, before the first step, the units and the memory on both sides: rows by name."""
         stats, rest = self._handle.stats(), self._handle.stats()["resident_root_bytes"]
         grows = ", until the first steps show what is free" if self._handle.grows else ""
-        states = [state_nbytes(optimizer) for optimizer in optimizers]
-        terms = {
-            "weights": stats["host_weight_bytes"],
-            "gradients": stats["host_gradient_bytes"],
-            "optimizer": sum(nbytes or 0 for nbytes in states),
-        }
-        listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in terms.items() if nbytes)
-        unknown = ", plus optimizer state of unknown size" * (None in states)
+        host = f"weights {format_bytes(stats['host_weight_bytes'])}, "
+        host += f"gradients {format_bytes(stats['host_gradient_bytes'])}, and the optimizer's state"
         rows = {
             "units": f"{stats['units']}" + (f", and {format_bytes(rest)} that stay on the device" if rest else ""),
             "window": f"{stats['window']} of them on the device{grows}",
             "transfer": f"{stats['transfer']} at a time",
             "device": f"{format_bytes(stats['window_bytes'])} for weights and gradients, plus activations",
-            "host": f"{format_bytes(sum(terms.values()))}: {listed}{unknown}",
+            "host": host,
         }
         if self._plan is not None:
             rows["device"] = f"{format_bytes(self._plan.device_nbytes)} planned"

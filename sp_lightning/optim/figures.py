@@ -11,7 +11,6 @@ import torch
 
 from ..compat.dynamo import Unsupported
 from ..errors import SuperpipelineError, UnsupportedError
-from ..host import remedies
 from ..host.device import Device, DeviceMemoryError
 from ..host.telemetry import Stats
 from ..options import format_bytes
@@ -84,14 +83,18 @@ def explaining(window: Window, policy: Activations, device: Device) -> Iterator[
 
 def _what_fills(window: Window, policy: Activations, device: Device) -> str:
     """Say what fills the device, and name three changes that make room."""
-    held = window.resident_nbytes
-    kept = ("recompute" if policy.recomputes else "") + ("+offload" if policy.offloads else "") or "keep"
-    changes = [f"{one.what} ({one.cost})" for one in remedies.activations(kept.strip("+"))]
+    held, changes = window.resident_nbytes, []
+    if not policy.recomputes:
+        changes.append("activations='recompute' (each forward runs twice)")
+    elif not policy.offloads:
+        changes.append("activations='recompute+offload' (inputs of units go to the host and come back)")
     if window.room.window > 1:
-        changes.append(f"{remedies.window(1).what} ({remedies.window(1).cost})")
-    changes.append(f"{remedies.HALF_BATCHES.what} ({remedies.HALF_BATCHES.cost})")
+        changes.append("window=1 (no weights are loaded while a unit computes)")
+    changes.append(
+        "batches of half the size and accumulate_grad_batches twice as large (weights are loaded twice as often)"
+    )
     return (
         f"superpipeline: of {format_bytes(device.memory_capacity())} on {device.torch_device}, the window of"
         f" {window.room.window} took {format_bytes(held)}, and activations, gradients, buffers and all else"
-        f" {format_bytes(device.memory_allocated() - held)}; to make room: " + "; ".join(changes[:3])
+        f" {format_bytes(device.memory_allocated() - held)}; to make room: " + "; ".join(changes)
     )

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dtensor
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
-from ..host.unit_numbers import aligned
+from ..host.device import aligned
 from ..stream.leaf import casts_of
 from ..stream.partition import FoundUnit, UnitSpec, partition, slots
-from ..stream.preflight import sizes
+from ..stream.preflight import choose_residents, sizes
 from ..stream.recompute import tensors_in
-from ..stream.residents import choose
 from .fakes import FakeTensors
 from .host import state_share
 from .trace import Setting, Trace, Visit
@@ -121,7 +120,7 @@ class PlannedModel:
     def _setting(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str) -> Setting:
         """Cut the module as the options say; units that are never evicted are part of the resident rest."""
         cut = partition(self.module, list(classes) if isinstance(classes, tuple) else classes)
-        first = choose(cut, slots(self.module), 0 if resident == "auto" else resident)
+        first = choose_residents(cut, slots(self.module), 0 if resident == "auto" else resident)
         units = [replace(unit, resident=True) if unit in first else unit for unit in cut]
         casts = casts_of(self.module, self._half if self._mixed and wire_dtype == "auto" else None)
         narrow = frozenset(casts & {id(p) for unit in units if not unit.resident for _, p in unit.params})

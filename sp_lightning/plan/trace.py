@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from ..compat.tensors import graph_task, operator_of, schema_of, storage_id
-from ..host.device import dense_strides
-from ..host.unit_numbers import UnitNumbers, aligned
+from ..host.device import aligned, dense_strides
+from ..host.room import UnitNumbers
 from ..stream.activations import SMALLEST
 from ..stream.partition import FoundUnit
 from ..stream.recompute import tensors_in

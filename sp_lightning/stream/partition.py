@@ -48,7 +48,7 @@ from torch.nn.parameter import is_lazy
 
 from ..compat.tensors import consists_of_tensors, flattened, is_dtensor, without_dispatch
 from ..errors import PartitionError
-from ..host.unit_numbers import aligned
+from ..host.device import aligned
 from .sharded import Sharded
 from .whole import Whole, part_of
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 
 from ..compat.streaming import without_dispatch
 from ..host.device import NOT_RECORDED, Arrival, Device, aligned, dense_strides
-from ..host.unit_numbers import UnitNumbers
+from ..host.room import UnitNumbers
 from ..store.store import FiledWeights
 from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
 from .leaf import Absent, Leaf, Narrow, Visitor, Weight, WholeWeight, stepped_already, version_of

@@ -366,16 +366,3 @@ def test_a_recipe_of_pictures_or_of_packed_weights_is_planned(recipe, capsys):
     with contextlib.suppress(SystemExit):
         cli.main(["plan", f"--config=examples/{name}/config.yaml", "--machine", "rtx4070", *more])
     assert ": fits" in capsys.readouterr().out
-
-
-@SLOW
-def test_the_command_that_a_full_host_is_offered_runs():
-    from examples.common import tiny
-    from sp_lightning.host import remedies
-
-    listed = remedies.host(half=False, wires=False, activations="keep", optimizer="AdamW")
-    (remedy,) = [remedy for remedy in listed if remedy.base_bits == 4]
-    pathlib.Path("my.jsonl").write_text('{"text": "The owl sees the mouse."}\n' * 40)
-    filled = remedy.how.replace("MODEL", tiny.language_model()).replace("TOKENS", "16").replace("ROWS", "2")
-    cli.main([*filled.split()[3:], "--trainer.max_steps=2", *QUIET])
-    assert pathlib.Path("runs/lora_llm/adapters/adapter_model.safetensors").exists()

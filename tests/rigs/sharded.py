@@ -37,7 +37,7 @@ from torch.nn.utils import parametrize
 
 import parity
 import sp_lightning
-from sp_lightning.host.unit_numbers import aligned
+from sp_lightning.host.device import aligned
 
 HOST = torch.device("cpu")
 WORDS = 31  # an odd number: two ranks have shards of different sizes
