@@ -28,22 +28,21 @@ from .host.room import Room
 from .host.telemetry import Stats
 from .optim.figures import explaining, stats_of
 from .options import Options
-from .ranks.alone import Alone
-from .ranks.peers import Peers
+from .ranks.peers import Alone, Peers
 from .store.store import Store, is_in_source, is_same
 from .stream import parameters
 from .stream.activations import Activations
 from .stream.gradients import recover
 from .stream.lazy import set_requires_grad
-from .stream.leaf import FUSED, Part, Weight, WholeWeight, casts_of, has_form_of
-from .stream.partition import FoundUnit, partition, slots
+from .stream.leaf import FUSED, Weight, casts_of, has_form_of
+from .stream.partition import FoundUnit, partition
 from .stream.preflight import check_memory, choose_residents, free_bytes, too_many_residents
 from .stream.preparation import check_moves, materialize, move_buffers, pack_weights
-from .stream.sharded import Sharded, bring_to_host, check_supported, drawing_on_mesh
-from .stream.shards import ShardWeight
+from .stream.shards import Sharded, ShardWeight, bring_to_host, check_supported, drawing_on_mesh
+from .stream.slots import slots
 from .stream.unit import HeldUnit, ResidentUnit, Unit
 from .stream.visits import Visit
-from .stream.whole import Whole, part_of
+from .stream.wholes import Part, Whole, WholeWeight, part_of
 from .stream.window import Window
 
 CHUNK = 1 << 18  # elements of a slice, which fit a core's cache

@@ -35,8 +35,7 @@ from ..handle import Handle
 from ..handles import close_all, close_dropped
 from ..host.device import Device
 from ..options import Options, format_bytes
-from ..ranks.alone import Alone
-from ..ranks.peers import Peers
+from ..ranks.peers import Alone, Peers
 from ..stream.leaf import Leaf
 from ..stream.parameters import unit_of
 from ..stream.preparation import check_values

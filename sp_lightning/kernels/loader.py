@@ -1,7 +1,8 @@
 """Find the library of the optimizer's step that is right for this processor, or compile it, and load it.
 
 A wheel has a library for each variant. Elsewhere one is compiled into the user's cache at first use: one process of a
-machine compiles, and the others use what it made. ``SP_LIGHTNING_KERNELS`` names a variant, or "none" for none.
+machine compiles, and the others use what it made. ``SP_LIGHTNING_KERNELS`` names a variant, or "none" for none. The
+structures by which it gets weights, gradients, state and options are those of optimizer.cpp.
 """
 
 from __future__ import annotations
@@ -90,3 +91,38 @@ def load(path: pathlib.Path) -> ctypes.CDLL:
     code = ctypes.CDLL(str(path))
     code.sp_lightning_use(ctypes.c_void_p(parallel))
     return code
+
+
+# ---- what it is called with
+
+SCALARS = 8  # that a parameter's step takes beside its tensors
+
+
+class Tensors(ctypes.Structure):
+    """One parameter with its gradient, state and scalars, as optimizer.cpp reads them."""
+
+    _fields_ = [
+        ("param", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("state", ctypes.c_void_p * 3),
+        ("count", ctypes.c_int64),
+        ("scalar", ctypes.c_float * SCALARS),
+        ("wire", ctypes.c_void_p),
+        ("wire_type", ctypes.c_int32),
+        ("wire_has_nan", ctypes.c_int32),
+        ("grad_type", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+    ]
+
+
+class Request(ctypes.Structure):
+    """One step of several parameters, as optimizer.cpp reads it."""
+
+    _fields_ = [
+        ("tensors", ctypes.POINTER(Tensors)),
+        ("count", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("done", ctypes.c_int32),
+    ]

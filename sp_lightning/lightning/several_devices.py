@@ -36,11 +36,11 @@ from ..compat.modules import set_device_mesh
 from ..compat.tensors import is_dtensor
 from ..errors import OptionError, UnsupportedError
 from ..host.device import check_supported
-from ..host.sharing import check_possible
 from ..options import Options, is_int
 from ..ranks.peers import Peers
+from ..ranks.shared_slabs import check_possible
 from ..stream.preflight import check_copies
-from ..stream.sharded import registering_on_host
+from ..stream.shards import registering_on_host
 from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, TunerExit
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # the axes of a mesh, by Lightning's names

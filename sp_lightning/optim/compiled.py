@@ -19,9 +19,8 @@ from torch import Tensor, nn, optim
 from torch.autograd.graph import increment_version
 
 from ..kernels.build import Unavailable
-from ..kernels.loader import compiled, load, unforked, variant
-from ..kernels.request import Request, Tensors
-from ..stream.gradients import GradientBytes
+from ..kernels.loader import Request, Tensors, compiled, load, unforked, variant
+from ..stream.host_gradient import GradientBytes
 from ..stream.leaf import Weight
 
 log = logging.getLogger(__name__)

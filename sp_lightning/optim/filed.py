@@ -19,7 +19,7 @@ from ..host.device import IdleEvent
 from ..store.direct import blocks
 from ..store.spans import Span, Window, cut, elements_of
 from ..store.store import Store
-from ..stream.gradients import GradientBytes
+from ..stream.host_gradient import GradientBytes
 
 NEW = 3  # tensors of state that a first step may make without the page cache
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn, optim
 
 from ..compat.streaming import without_dispatch
 from ..errors import ExactnessError, HalfAppliedStepError
-from ..stream.gradients import GradientBytes
+from ..stream.host_gradient import GradientBytes
 from ..stream.lazy import grad_of, stored_version
 from ..stream.leaf import Weight, stepped_already
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, optim
 
 from ..compat.streaming import devices_with_lists
-from ..stream.gradients import GradientBytes
+from ..stream.host_gradient import GradientBytes
 from ..stream.leaf import Weight
 from .compiled import Options, loop_for, rounds_alike
 from .compiled import step as step_compiled

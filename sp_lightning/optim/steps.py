@@ -28,7 +28,8 @@ from ..compat.streaming import without_dispatch
 from ..errors import UnsupportedError
 from ..host.device import NOT_RECORDED, Device
 from ..store.store import Store
-from ..stream.gradients import GradientBytes, HostGradient, recover
+from ..stream.gradients import recover
+from ..stream.host_gradient import GradientBytes, HostGradient
 from ..stream.lazy import grad_of, own_steps
 from ..stream.leaf import Weight
 from ..stream.parameters import unit_of, weights

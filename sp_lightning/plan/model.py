@@ -21,9 +21,10 @@ from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dt
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..host.device import aligned
 from ..stream.leaf import casts_of
-from ..stream.partition import FoundUnit, UnitSpec, partition, slots
+from ..stream.partition import FoundUnit, UnitSpec, partition
 from ..stream.preflight import choose_residents, sizes
 from ..stream.recompute import tensors_in
+from ..stream.slots import slots
 from .fakes import FakeTensors
 from .host import state_share
 from .trace import Setting, Trace, Visit

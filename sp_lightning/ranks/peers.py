@@ -1,17 +1,60 @@
-"""The part of a stream through several devices that stands in the place of `Alone`."""
+"""The devices of a stream: one alone, or the ranks that train the same model. Both answer the same calls."""
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
+
+from torch import nn
+
 from ..host.device import Device
+from ..host.memory import Slabs
 from ..host.room import Room
 from ..optim.steps import Steps
 from ..store.store import Store
 from ..stream.gradients import Gradients
 from ..stream.unit import Unit
-from .alone import Alone
 from .reduction import SharedGradients
 from .sharded_steps import SharedSteps
 from .team import Team
+
+
+class Alone:
+    """One device, which shares nothing with others."""
+
+    rank = 0
+    slabs: Slabs | None = None  # of its own
+    follows_buffers = True  # whether forwards that train take the first rank's buffers
+
+    def steps(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool) -> Steps:
+        """Make what steps the stream's weights."""
+        return Steps(chunk, overlap, device, store, makes_trips)
+
+    def gradients(self, device: Device, steps: Steps, units: list[Unit], room: Room | None) -> Gradients:
+        """Make what takes gradients to the user's parameters."""
+        return Gradients(device, steps, room)
+
+    def check_shards(self, shards: list[str]) -> None:
+        """Raise unless all ranks have the same shards of DTensors."""
+
+    def share_units(self, units: list[Unit], device: Device) -> None:
+        """Have the first rank's weights on all ranks."""
+
+    def share_buffers(self, module: nn.Module) -> None:
+        """Have the first rank's buffers on all ranks."""
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """Note the beginning of a forward that trains."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of an error. Safe twice."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context without exchanges of gradients."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """End what was begun. Safe twice."""
 
 
 class Peers(Team, Alone):  # type: ignore[misc]  # its slabs are shared ones

@@ -25,15 +25,8 @@ from ..compat.streaming import without_dispatch
 from ..compat.tensors import local_of
 from ..errors import UnsupportedError
 from ..host.device import NOT_RECORDED, Device, Ring, aligned
-from ..stream.gradients import (
-    Backward,
-    DeviceGradientBytes,
-    GradientBytes,
-    Gradients,
-    HostGradient,
-    Stepper,
-    norms_by_type,
-)
+from ..stream.gradients import Backward, Gradients, Stepper, norms_by_type
+from ..stream.host_gradient import DeviceGradientBytes, GradientBytes, HostGradient
 from ..stream.lazy import grad_of, set_data, set_grad
 from ..stream.leaf import Weight
 from ..stream.unit import Unit

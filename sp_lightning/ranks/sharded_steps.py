@@ -30,7 +30,7 @@ from ..optim.half_applied import Outcome, mark
 from ..optim.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
 from ..optim.steps import Steps
 from ..store.store import Store
-from ..stream.gradients import GradientBytes
+from ..stream.host_gradient import GradientBytes
 from ..stream.leaf import Weight
 from ..stream.parameters import unit_of
 from ..stream.unit import Unit

@@ -12,15 +12,21 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
+import sys
 from bisect import bisect_right, insort
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..host.device import dense_strides
 from ..host.memory import PageLock, Slabs, in_parallel, memory_of, over
+
+SIZE = 1 << 46  # bytes of a file, in which ranges that nobody wrote take nothing
 
 
 class Twin(NamedTuple):
@@ -128,3 +134,39 @@ class SharedSlabs(Slabs):
 def counters(slabs: SharedSlabs, rows: int, columns: int) -> Tensor:
     """Map numbers that all ranks read."""
     return slabs.at(slabs.reserve(rows * columns * 8), rows * columns * 8).truth.view(torch.int64).view(rows, columns)
+
+
+# ---- the file
+
+
+def check_possible() -> None:
+    """Raise UnsupportedError where processes cannot share memory so."""
+    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+        raise UnsupportedError(
+            f"several devices share host memory by memfd, which {sys.platform} has not: use devices=1, or"
+            " strategy='ddp'"
+        )
+
+
+def made_file() -> int:
+    """Make a file; return its descriptor."""
+    descriptor = os.memfd_create("superpipeline")
+    os.ftruncate(descriptor, SIZE)
+    return descriptor
+
+
+def opened_file(process: int, descriptor: int) -> int:
+    """Open another process's file."""
+    try:
+        return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnsupportedError(
+            f"process {process} of this machine shares no memory with this one ({error}): have one user start all"
+            " ranks, in one container"
+        ) from error
+
+
+def this_machine() -> str:
+    """Identify the machine, and the container where it has processes of its own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino}"

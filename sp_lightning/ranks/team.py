@@ -22,12 +22,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..compat.dynamo import never_compiled
 from ..errors import UnsupportedError
-from ..host import sharing
 from ..host.device import Device
 from ..store.spans import elements_of
 from ..stream.unit import Unit
 from .board import Board
-from .shared_slabs import SharedSlabs, counters
+from .shared_slabs import SharedSlabs, check_possible, counters, made_file, opened_file, this_machine
 from .watch import KEEPALIVE, Watch
 
 UNITS = 1 << 16  # numbers on the board
@@ -40,20 +39,20 @@ class Team:
     def __init__(
         self, group: dist.ProcessGroup, timeout: timedelta = default_pg_timeout, keepalive: timedelta = KEEPALIVE
     ) -> None:
-        sharing.check_possible()
+        check_possible()
         self._group, self.rank, self.size = group, group.rank(), group.size()
         # Agents of torchrun are machines, wherever they run.
-        machines = self._gathered_objects((sharing.machine(), os.environ.get("GROUP_RANK")))
+        machines = self._gathered_objects((this_machine(), os.environ.get("GROUP_RANK")))
         own = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
         self.local, self.local_rank = len(own), own.index(self.rank)
         self._check_alike(machines)
         self._local_group = self._subgroup(own)
         self._across = self._subgroup(list(range(self.local_rank, self.size, self.local)))  # of all machines
-        descriptor = sharing.made() if not self.local_rank else -1
+        descriptor = made_file() if not self.local_rank else -1
         opened = self._gathered_objects((os.getpid(), descriptor))
         process, number = opened[own[0]]
         if self.local_rank:
-            descriptor = sharing.opened(process, number)
+            descriptor = opened_file(process, number)
         self.slabs = SharedSlabs(descriptor, not self.local_rank)
         processes = [opened[rank][0] if rank in own else None for rank in range(self.size)]
         self._watch = Watch(group, processes, timeout, keepalive)

@@ -23,12 +23,10 @@ from torch.autograd.graph import increment_version
 
 from ..compat.dynamo import graph_break, is_compiling_here
 from ..compat.streaming import storage_id, tree_map_only, without_dispatch
-from ..compat.tensors import IS_PARAMETER
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
-from .lazy import METADATA, data_of, found_in, requires_grad_of
-from .partition import Slot
-from .whole import Whole
+from .lazy import METADATA, data_of, found_in
+from .slots import Slot
 
 CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights; they write to none
 CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights in these alone
@@ -361,63 +359,3 @@ def casts_of(module: nn.Module, dtype: torch.dtype | None, device: str = "cuda")
                 is_cast = type(owner) in CAST_IN and name in ("weight", "bias") and param.dtype == torch.float32
                 (casts if is_cast else others).add(id(param))
     return casts - others
-
-
-# ---- frozen weights that consist of several plain tensors, as quantised ones do
-#
-# The tensors travel with their unit. On the device the weight's own class makes it up again of them, after each load:
-# they are plain tensors, so that code which kept the weight has its bytes. On the host the parameter is what it was,
-# over bytes in the unit's slab.
-
-
-class Part(Weight):
-    """One of the tensors that a weight consists of."""
-
-    is_part = True
-
-    def __init__(self, name: str, tensor: Any) -> None:
-        super().__init__(name, tensor, [], tensor.dtype)
-
-
-class WholeWeight:
-    """A parameter that consists of several tensors, and what stands for it on the device."""
-
-    def __init__(self, whole: Whole, slots: list[Slot], parts: list[Weight], device: torch.device) -> None:
-        self.name, self.host = whole.name, whole.parameter
-        self._form, self._parts, self._device = whole.form, parts, device
-        self._slots = slots
-        self._there: Any = None  # while the modules have it
-
-    @property
-    def unit(self) -> Any:
-        """The unit of its parts."""
-        return self._parts[0].unit
-
-    def on_device(self) -> Any:
-        """Return the weight on the device, to which its unit is brought; whoever keeps it keeps the memory."""
-        if self._there is not None:
-            return self._there
-        self.unit.window.visit(self.unit)
-        made = self._form.whole(iter([part.there for part in self._parts]), self._device)
-        setattr(made, IS_PARAMETER, True)
-        return made
-
-    def bind(self) -> None:
-        """Put the weight on the device into the modules, with its parts' bytes there."""
-        if requires_grad_of(self.host):
-            raise UnsupportedError(
-                f"requires_grad of {self.name} was set to True, but it is a {type(self.host).__name__}, which consists"
-                " of several tensors: it can be streamed, but not trained. Train adapters, or a plain parameter"
-            )
-        self._there = self.on_device()
-        self._exchange(self.host, self._there)
-
-    def unbind(self) -> None:
-        """Put the user's parameter back."""
-        self._exchange(self._there, self.host)
-        self._there = None
-
-    def _exchange(self, there: Any, given: Any) -> None:
-        for slot in self._slots:
-            if slot.get() is there:
-                slot.set(given)

@@ -1,4 +1,4 @@
-"""Cut a module tree into units, and find the places in which its modules store each parameter.
+"""Cut a module tree into units.
 
 A unit is a part of the model that travels as one: usually a block. `units="auto"` follows these rules; sizes are bytes
 on the device.
@@ -26,7 +26,7 @@ on the device.
 - Wholes: a frozen parameter that consists of several tensors (a quantised one, of any library) is a *whole*: its
   innermost tensors, its *parts*, are weights of the unit like others, which nothing else knows to belong together. None
   is trained, as no gradient comes back through a whole, or cast, and none shares its bytes with another weight. A
-  DTensor is a whole as well, trained or frozen: its only part is this process's shard (sharded.py). It counts as the
+  DTensor is a whole as well, trained or frozen: its only part is this process's shard (shards.py). It counts as the
   largest one on any rank: the ranks enter units together, so they cut their modules alike.
 
 With class names or a callable the chosen modules are the units, whole, and everything else is resident.
@@ -40,17 +40,18 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
-from torch import Tensor, nn, strided
+from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from ..compat.tensors import consists_of_tensors, flattened, is_dtensor, without_dispatch
+from ..compat.tensors import consists_of_tensors, is_dtensor
 from ..errors import PartitionError
 from ..host.device import aligned
-from .sharded import Sharded
-from .whole import Whole, part_of
+from .shards import Sharded
+from .slots import overlapping
+from .wholes import Whole, part_of, whole_of
 
 UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 
@@ -150,7 +151,7 @@ class _Tree:
                         f"{name} is in a TorchScript module, where it cannot be replaced: use the Python module instead"
                     )
                 if consists_of_tensors(param):
-                    whole = _whole(name, param)
+                    whole = Sharded.of(name, param) if is_dtensor(param) else whole_of(name, param)
                     self.wholes.setdefault(module, []).append(whole)
                     self.owned[module] += whole.parts
                     if isinstance(whole, Sharded):
@@ -204,35 +205,6 @@ class _Tree:
         if _has_forward(module):
             return [module]
         return [entry for child in self.children[module] for entry in self.entries(child)]
-
-
-def _whole(name: str, param: nn.Parameter) -> Whole:
-    """Flatten a parameter that consists of several tensors (wholes)."""
-    kind = type(param).__name__
-    if is_dtensor(param):
-        return Sharded.of(name, param)
-    if param.requires_grad:
-        raise PartitionError(
-            f"{name} is a {kind}, which consists of several tensors and requires grad: it can be streamed, but not "
-            f"trained. Freeze it (requires_grad_(False)) and train adapters, or use a plain parameter"
-        )
-    try:
-        with without_dispatch():
-            form, parts = flattened(param, name)
-        if not parts:
-            raise ValueError("it has none")
-    except Exception as error:
-        raise PartitionError(
-            f"{name} is a {kind}, which cannot be taken apart into the tensors that it consists of ({error}): use a "
-            "plain parameter"
-        ) from error
-    for part_name, part in parts:
-        if not isinstance(part, Tensor) or isinstance(part, nn.Parameter) or part.layout is not strided:
-            raise PartitionError(
-                f"{part_name}, of which {name} consists among others, is a {type(part).__name__} and not a plain dense "
-                f"tensor, so the {kind} cannot be streamed: use a plain parameter"
-            )
-    return Whole(name, param, form, tuple(parts))
 
 
 @dataclass(frozen=True)
@@ -510,94 +482,3 @@ def _first_of(tree: _Tree, module: nn.Module, wanted: set[nn.Module]) -> Iterato
             yield part
         else:
             yield from _first_of(tree, part, wanted)
-
-
-# --- the slots of a parameter ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """One place in which a module stores a parameter: `holder[key]`, or `holder[key][inside]` in a list, tuple or dict.
-
-    The container is read each time: the forward of an LSTM makes its list anew when it finds other weights.
-    """
-
-    holder: dict[Any, Any]
-    key: Any
-    inside: Any = None
-
-    def get(self) -> Any:
-        try:
-            found = self.holder[self.key]
-            return found if self.inside is None else found[self.inside]
-        except (LookupError, TypeError):  # the user's code removed it
-            return None
-
-    def set(self, value: Any) -> None:
-        found = self.holder[self.key]
-        if self.inside is None:
-            self.holder[self.key] = value
-        elif isinstance(found, tuple):
-            items = [*found[: self.inside], value, *found[self.inside + 1 :]]
-            self.holder[self.key] = found._make(items) if hasattr(found, "_make") else type(found)(items)
-        else:
-            found[self.inside] = value
-
-
-def slots(root: nn.Module) -> dict[nn.Parameter, list[Slot]]:
-    """Find every slot of each of the tree's parameters, in registration order; costs one scan of attributes.
-
-    Registered slots come first: several for tied weights. Then follow parameters that modules store beside the
-    registry, as an attribute or in a list, tuple or dict that is one (LSTM and GRU read `_flat_weights`, not their
-    parameters).
-    """
-    modules = list(root.modules())
-    found: dict[nn.Parameter, list[Slot]] = {}
-    for module in modules:
-        for key, param in module._parameters.items():
-            if param is not None:
-                found.setdefault(param, []).append(Slot(module._parameters, key))
-    scanned: set[int] = set()
-    for module in modules:
-        for slot, param in _attribute_slots(module, scanned):
-            if param in found:
-                found[param].append(slot)
-    return found
-
-
-def _attribute_slots(module: nn.Module, scanned: set[int]) -> Iterator[tuple[Slot, nn.Parameter]]:
-    attributes = vars(module)
-    for key, value in attributes.items():
-        if isinstance(value, (dict, list)):
-            # A list that two modules share is scanned once. Most are registries of hooks, which are empty.
-            if value and value is not module._parameters and id(value) not in scanned:
-                scanned.add(id(value))
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                yield from ((Slot(attributes, key, inner), item) for inner, item in items if _is_parameter(item))
-        elif isinstance(value, tuple):
-            yield from ((Slot(attributes, key, i), item) for i, item in enumerate(value) if _is_parameter(item))
-        elif _is_parameter(value):
-            yield Slot(attributes, key), value
-
-
-def _is_parameter(item: object) -> TypeGuard[nn.Parameter]:
-    return isinstance(item, Tensor) and isinstance(item, nn.Parameter)  # the second takes ten times as long
-
-
-def overlapping(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Find tensors, of these, that have bytes in common with one that begins before them; each pair is one of these."""
-    found: list[tuple[Tensor, Tensor]] = []
-    furthest: tuple[int, Tensor] | None = None  # the end of what lies before, and whose it is
-    for tensor in sorted(filter(Tensor.data_ptr, tensors), key=Tensor.data_ptr):  # those that have bytes
-        end = tensor.data_ptr() + _extent(tensor)
-        if furthest is not None and tensor.numel() and tensor.data_ptr() < furthest[0]:
-            found.append((furthest[1], tensor))
-        if furthest is None or end > furthest[0]:
-            furthest = end, tensor
-    return found
-
-
-def _extent(tensor: Tensor) -> int:
-    """Count the bytes from a tensor's first element to the end of its last one."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize if tensor.numel() else 0

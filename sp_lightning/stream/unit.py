@@ -23,8 +23,9 @@ from ..host.device import NOT_RECORDED, Arrival, Device, aligned, dense_strides
 from ..host.room import UnitNumbers
 from ..store.store import FiledWeights
 from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
-from .leaf import Absent, Leaf, Narrow, Visitor, Weight, WholeWeight, stepped_already, version_of
+from .leaf import Absent, Leaf, Narrow, Visitor, Weight, stepped_already, version_of
 from .residency import NOTHING, Presence, Residency, show_versions
+from .wholes import WholeWeight
 
 Stamp: TypeAlias = tuple[int, list[int]]  # epoch and versions of a unit's weights
 

@@ -24,7 +24,7 @@ from .leaf import NOTHING, graph_after_close
 from .residency import Presence
 from .schedule import Schedule
 from .unit import Unit
-from .whole_reads import show_device, show_host
+from .wholes import show_device, show_host
 
 LONGEST = 1 << 15  # visits that are remembered
 LOOKED_AT = 8  # earlier visits of a unit that are compared, by as many visits before each

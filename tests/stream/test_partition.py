@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sp_lightning.errors import PartitionError
-from sp_lightning.stream.partition import partition, slots
+from sp_lightning.stream.partition import partition
+from sp_lightning.stream.slots import slots
 
 
 def names(units):

@@ -10,7 +10,7 @@ from stream_programs import Net, Program, Run, cases, check, collected, streamed
 from test_streamed_optimizers import program as steps_of
 
 from sp_lightning.optim import compiled
-from sp_lightning.stream.gradients import HostGradient
+from sp_lightning.stream.host_gradient import HostGradient
 
 PROGRAMS = []
 program = collected(PROGRAMS)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sp_lightning.kernels.request import Request
+from sp_lightning.kernels.loader import Request
 from sp_lightning.optim import compiled
 from sp_lightning.optim.steps import Steps
 from sp_lightning.stream import gradients

@@ -13,7 +13,7 @@ from stream_programs import PLACES, Block, Net, cases, check, collected, streame
 
 from sp_lightning.errors import HalfAppliedStepError
 from sp_lightning.optim.steps import Steps
-from sp_lightning.stream.gradients import GradientBytes
+from sp_lightning.stream.host_gradient import GradientBytes
 
 PROGRAMS = []
 program = collected(PROGRAMS)
