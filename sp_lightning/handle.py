@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from .compat.dynamo import never_compiled
-from .compat.streaming import call_slot, graph_task, tree_map_only
 from .compat.tensors import consists_of_tensors
+from .compat.torch import call_slot, graph_task, tree_map_only
 from .errors import ExactnessError, UnsupportedError
 from .handles import open_handles
 from .host.device import Device

@@ -8,7 +8,7 @@ import os
 import weakref
 from typing import Any
 
-from .compat.streaming import forbid_access, storage_id
+from .compat.torch import forbid_access, storage_id
 
 open_handles: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -126,3 +126,8 @@ def end_noting_sigterm(trainer: Any) -> None:
 def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
     """Attach what a run trains on, as the Trainer does when it begins."""
     trainer._data_connector.attach_data(module, datamodule=datamodule)
+
+
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """Give a module the mesh that its `configure_model` reads; without it no module could cut its layers there."""
+    module._device_mesh = mesh

@@ -1,79 +1,19 @@
-"""Private names around tensors: the dispatch of functions and operators, autograd, storages, groups, and strings.
-
-Tried with torch 2.11 and 2.15. Functions in C are bound as they are, so that using one costs no call in Python.
-"""
+"""Private names around tensors that consist of tensors, and modules that have some. Tried with torch 2.11 and 2.14."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import operator
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-
-# ---- dispatch: of functions in Python, of operators in C++, and of transforms
-
-# Without these our own work on weights would be taken for the user's: it would borrow them, and wait for itself.
-without_dispatch = torch._C.DisableTorchFunctionSubclass  # of functions by subclasses of Tensor
-without_function_modes = torch._C.DisableTorchFunction  # nor by modes
-
-dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
-
-# Without these nothing could be planned: a dry run observes each operator, looks at what it writes to, and casts as a
-# device that is absent would.
-without_dispatch_modes = _disable_current_modes
-schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
-operator_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")  # without its overload
-
-
-# ---- autograd: the running backward, its nodes, saved-tensor hooks and version counters
-
-# Without these a read of a weight in backward could not be told from one in forward, nor two backward passes from each
-# other; and nothing would know when a backward ends.
-graph_task: Callable[[], int] = torch._C._current_graph_task_id  # the number of the running backward; -1: none runs
-at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-
-tensor_hooks: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
-HOOKS_AFTER_ACCUMULATION = "_post_accumulate_grad_hooks"  # an attribute that tensors have once there are any
-
-
-# Without these nothing that autograd saves could leave the device, or come back for backward.
-_hooks: Any = torch._C._autograd
-top_hooks: Callable[[bool], Any] = _hooks._top_saved_tensors_default_hooks
-admits_hooks: Callable[[], bool] = _hooks._saved_tensors_hooks_is_enabled
-
-
-# ---- storages, and functions that work on bytes
-
-# The address of a storage, by which tensors over the same bytes are known as long as one of them lives. Without it a
-# saved tensor could not be told to lie in a unit's buffer.
-_cdata: Any = torch._C.StorageBase._cdata  # type: ignore[attr-defined]
-storage_id: Callable[[torch.UntypedStorage], int] = _cdata.__get__
-
-# Makes each access to a storage's bytes an error with this message. Without it a weight whose step is pending, or a
-# locked slab in a forked process, would be read as zeros or crash the process.
-forbid_access: Callable[[int, str], None] = torch._C._set_storage_data_ptr_access_error_msg
-
-
-_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-
-
-# Without this packing a unit's gradients would take longer, by the kernel that counts writes.
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy a list of tensors into another one whose versions nobody reads."""
-    with torch._C._ExcludeDispatchKeyGuard(_VERSIONS):
-        torch._foreach_copy_(targets, sources)
-
+from .torch import schema_of
 
 # ---- tensors that consist of tensors: those of libraries that quantise
 
@@ -116,15 +56,6 @@ def flattened(tensor: Tensor, name: str = "") -> tuple[Any, list[tuple[str, Tens
             forms[key], parts = flattened(inner, f"{name}.{key}")
         found += parts
     return Form(tensor.__class__, context, tensor.size(), tensor.stride(), forms), found
-
-
-def attributes_in(tensor: Tensor) -> list[tuple[Tensor, dict[str, Any]]]:
-    """Return a tensor with its attributes in Python, and likewise those tensors among these that consist of others."""
-    found = [(tensor, dict(vars(tensor)))]
-    for value in vars(tensor).values():
-        if isinstance(value, Tensor) and consists_of_tensors(value):
-            found += attributes_in(value)
-    return found
 
 
 def _on(device: torch.device, context: Any) -> Any:
@@ -262,30 +193,35 @@ class ShardForm(NamedTuple):
         return over_spec(next(parts), self.spec)
 
 
-# ---- fake tensors
+# ---- modules that are moved, or converted
+
+# The method by which ``module.to()`` and its relatives convert a module's tensors. Without it weights that are streamed
+# would be copied to the device and back, and gradients be left there, where a plain run does nothing.
+CONVERT = "_apply"
 
 
-def fake_tensor(mode: Any, meta: Tensor) -> Tensor:
-    """Make a tensor without data, on the CPU, of a meta tensor, which has its shape."""
-    from torch._subclasses.fake_tensor import FakeTensor
+def convert_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Convert a module's parameters, buffers and other tensors by a function, in the way of ``module.to``.
 
-    return FakeTensor(mode, meta, torch.device("cpu"))
+    A parameter that consists of tensors stays as it is: torch would make it anew, a DTensor even with the same bytes.
+    """
+    modules = [] if any(map(is_fully_sharded, module.modules())) else module.modules()  # which looks for its own
+    left = []
+    for own in [child._parameters for child in modules]:
+        apart = {name: one for name, one in own.items() if one is not None and consists_of_tensors(one)}
+        if apart:
+            left.append((own, [*own], apart))
+            for name in apart:
+                del own[name]
+    try:
+        getattr(module, CONVERT)(function)
+    finally:
+        for own, names, apart in left:
+            own.update(apart)
+            for name in names:
+                own[name] = own.pop(name)  # in their order, which optimizers number them by
 
 
-def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor is one without data."""
-    return hasattr(tensor, "fake_mode")
-
-
-def fake_mode() -> Any:
-    """Make a mode in which tensors have no data; a tensor that has some may be an argument."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def needs_values() -> tuple[type[Exception], ...]:
-    """Return the errors of operators whose result depends on values."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-    return DataDependentOutputException, DynamicOutputShapeException
+def converts_more(module: nn.Module) -> bool:
+    """Whether a module's class converts more than parameters and buffers, as metrics do."""
+    return not getattr(type(module), CONVERT).__module__.startswith("torch.")

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..compat.accelerate import DISPATCHED, accelerate_precision
 from ..compat.dynamo import never_compiled
-from ..compat.modules import DISPATCHED, accelerate_precision
-from ..compat.streaming import parse_to
+from ..compat.torch import parse_to
 from ..errors import MissingExtraError, UnsupportedError
 from ..handle import Handle
 from ..handles import close_all, close_dropped

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..compat.kernels import memory_figures
+from ..compat.torch import memory_figures
 from ..errors import DiskError, HostMemoryError, OptionError, SuperpipelineError, UnsupportedError
 from ..options import HostMemory, format_bytes
 from . import memory

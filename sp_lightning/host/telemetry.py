@@ -88,7 +88,6 @@ class Stats(TypedDict):
     writebacks: int  # units that model code changed in place on the device
     bytes_written_back: int
     evictions: int  # units whose device memory was given back
-    extra_held: int  # visits with more units on the device than the window has places
     stepped_ahead: int  # parameters stepped while backward ran
     held_steps: int  # optimizer steps that ran beside the next forward
     surprises: int  # visits that were not the predicted one
@@ -122,7 +121,6 @@ class Counters:
     writebacks: int = 0  # units that model code changed in place on the device
     bytes_written_back: int = 0
     evictions: int = 0
-    extra_held: int = 0  # visits with more units resident than the window has places
     stepped_ahead: int = 0  # parameters stepped while backward ran
     held_steps: int = 0  # deferred steps, which ran beside the next forward
     surprises: int = 0  # visits that were not the predicted one

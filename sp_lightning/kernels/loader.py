@@ -19,7 +19,7 @@ import subprocess
 import threading
 from typing import Any
 
-from ..compat.kernels import openmp_parallel
+from ..compat.torch import openmp_parallel
 from . import build
 from .build import SOURCE, Unavailable
 

@@ -30,9 +30,9 @@ from ..compat.lightning import (
     backend_for,
     init_process_group,
     is_interactive,
+    set_device_mesh,
     sync_if_distributed,
 )
-from ..compat.modules import set_device_mesh
 from ..compat.tensors import is_dtensor
 from ..errors import OptionError, UnsupportedError
 from ..host.device import check_supported

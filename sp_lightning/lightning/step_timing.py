@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from torch.optim import Optimizer
 
 from ..compat.lightning import BEFORE_STEP
-from ..compat.modules import COUNTS_STEPS
+from ..compat.torch import COUNTS_STEPS
 from .names import Callback, LightningModule, Strategy
 
 CALLBACKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")

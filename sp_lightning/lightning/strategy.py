@@ -25,7 +25,7 @@ from ..compat.lightning import (
     set_average_device,
     setup_model,
 )
-from ..compat.modules import convert_tensors
+from ..compat.tensors import convert_tensors
 from ..handle import Handle
 from ..host.device import check_supported, numbered
 from ..options import Options, format_bytes

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn, optim
 
-from ..compat.streaming import without_dispatch
+from ..compat.torch import without_dispatch
 from ..errors import ExactnessError, HalfAppliedStepError
 from ..stream.host_gradient import GradientBytes
 from ..stream.lazy import grad_of, stored_version

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, optim
 
-from ..compat.streaming import devices_with_lists
+from ..compat.torch import devices_with_lists
 from ..stream.host_gradient import GradientBytes
 from ..stream.leaf import Weight
 from .compiled import Options, loop_for, rounds_alike

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..compat.streaming import without_dispatch
+from ..compat.torch import without_dispatch
 from ..errors import UnsupportedError
 from ..host.device import NOT_RECORDED, Device
 from ..store.store import Store

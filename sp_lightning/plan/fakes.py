@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..compat.modules import tree_map_only
-from ..compat.tensors import (
-    FLATTEN,
+from ..compat.tensors import FLATTEN
+from ..compat.torch import (
     TorchDispatchMode,
     fake_mode,
     fake_tensor,
     is_fake,
     needs_values,
     schema_of,
+    tree_map_only,
     without_dispatch_modes,
     without_function_modes,
 )

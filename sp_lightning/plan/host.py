@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..compat.modules import tree_leaves
+from ..compat.torch import tree_leaves
 from ..errors import OptionError
 from ..store.placement import UnitBytes, choose
 

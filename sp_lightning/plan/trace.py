@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from ..compat.tensors import graph_task, operator_of, schema_of, storage_id
+from ..compat.torch import graph_task, operator_of, schema_of, storage_id
 from ..host.device import aligned, dense_strides
 from ..host.room import UnitNumbers
 from ..stream.activations import SMALLEST

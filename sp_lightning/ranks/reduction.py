@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat.streaming import without_dispatch
 from ..compat.tensors import local_of
+from ..compat.torch import without_dispatch
 from ..errors import UnsupportedError
 from ..host.device import NOT_RECORDED, Device, Ring, aligned
 from ..stream.gradients import Backward, Gradients, Stepper, norms_by_type

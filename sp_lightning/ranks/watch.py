@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..compat.streaming import store_within
+from ..compat.torch import store_within
 from ..errors import PeerError
 
 PULSE = 0.5  # seconds between two signs

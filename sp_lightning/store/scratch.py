@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.streaming import forbid_access, storage_id
+from ..compat.torch import forbid_access, storage_id
 from ..errors import DiskError, OptionError
 from ..host.device import dense_strides
 from ..host.memory import keep_from_forks

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from ..compat.dynamo import never_compiled_hook
-from ..compat.streaming import admits_hooks, storage_id, top_hooks
 from ..compat.tensors import consists_of_tensors, flattened
+from ..compat.torch import admits_hooks, storage_id, top_hooks
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import Arrival, Device, Ring, dense_strides
 from .leaf import Weight, stepped_already

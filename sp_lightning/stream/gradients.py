@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..compat.streaming import (
+from ..compat.torch import (
     at_end_of_backward,
     copy_all,
     graph_task,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..compat.streaming import as_subclass, multiply_all, norms_of_all, unscale_all, without_dispatch
+from ..compat.torch import as_subclass, multiply_all, norms_of_all, unscale_all, without_dispatch
 from ..errors import ExactnessError
 from ..host.device import Arrival, Device
 from .lazy import (

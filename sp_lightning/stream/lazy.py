@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.streaming import GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION, storage_id, without_dispatch
+from ..compat.torch import GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION, storage_id, without_dispatch
 
 _tensor: Any = Tensor  # whose attributes are descriptors, as type checkers do not know
 data_of, set_data = _tensor.data.__get__, _tensor.data.__set__

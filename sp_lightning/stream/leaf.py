@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..compat.dynamo import graph_break, is_compiling_here
-from ..compat.streaming import storage_id, tree_map_only, without_dispatch
+from ..compat.torch import storage_id, tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
 from .lazy import METADATA, data_of, found_in

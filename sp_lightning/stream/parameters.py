@@ -19,8 +19,8 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ..compat.dynamo import graph_break, is_compiling_here
-from ..compat.streaming import hooks_of_gradient, storage_id, tree_map_only, without_dispatch
 from ..compat.tensors import IS_PARAMETER, is_dtensor, is_dtensor_class, local_of, over_spec, spec_of
+from ..compat.torch import hooks_of_gradient, storage_id, tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
 from .gradients import backwards, recover
 from .host_gradient import HostGradient, release_gradient

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.modules import convert_tensors, converts_more
-from ..compat.tensors import consists_of_tensors
+from ..compat.tensors import consists_of_tensors, convert_tensors, converts_more
 from ..errors import PartitionError, UnsupportedError
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..compat.streaming import without_dispatch
+from ..compat.torch import without_dispatch
 from ..errors import ExactnessError
 from .lazy import requires_grad_of
 from .leaf import version_of

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..compat.streaming import storage_id, without_dispatch
+from ..compat.torch import storage_id, without_dispatch
 from ..errors import DiskError, SourceFileError
 from ..host.device import Arrival, Device
 from .lazy import set_data

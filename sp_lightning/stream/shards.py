@@ -33,12 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..compat.streaming import without_dispatch
 from ..compat.tensors import (
-    HOOKS_AFTER_ACCUMULATION,
     IS_PARAMETER,
     ShardForm,
-    TorchDispatchMode,
     drawing_for_dtensors,
     draws_at_random,
     exchange_shards,
@@ -48,9 +45,9 @@ from ..compat.tensors import (
     local_of,
     over_spec,
     spec_of,
-    tensor_hooks,
     writes_to,
 )
+from ..compat.torch import HOOKS_AFTER_ACCUMULATION, TorchDispatchMode, hooks_of_gradient, without_dispatch
 from ..errors import PartitionError, UnsupportedError
 from .lazy import grad_of, set_grad
 from .leaf import Weight
@@ -167,7 +164,7 @@ def check_supported(units: Iterable[Any], device: torch.device, refused: dict[st
     """
     sharded = [whole for unit in units for whole in unit.wholes if isinstance(whole, Sharded)]
     for whole in sharded:
-        if tensor_hooks(whole.parameter) or getattr(whole.parameter, HOOKS_AFTER_ACCUMULATION, None):
+        if hooks_of_gradient(whole.parameter) or getattr(whole.parameter, HOOKS_AFTER_ACCUMULATION, None):
             raise UnsupportedError(
                 f"{whole.name} is a DTensor with a hook, and hooks get no gradients of one that streams: remove it"
             )

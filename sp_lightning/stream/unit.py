@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..compat.streaming import without_dispatch
+from ..compat.torch import without_dispatch
 from ..host.device import NOT_RECORDED, Arrival, Device, aligned, dense_strides
 from ..host.room import UnitNumbers
 from ..store.store import FiledWeights

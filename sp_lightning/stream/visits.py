@@ -22,7 +22,7 @@ from ..compat.dynamo import (
     not_compiled_itself,
     not_compiled_itself_hook,
 )
-from ..compat.streaming import call_slot, graph_task, plain_call, set_call_slot, top_hooks, tree_map_only
+from ..compat.torch import call_slot, graph_task, plain_call, set_call_slot, top_hooks, tree_map_only
 from ..errors import ExactnessError
 from .activations import SavedTensors
 from .lazy import found_in

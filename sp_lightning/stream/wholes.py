@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn, strided
 
-from ..compat.streaming import tree_map_only
-from ..compat.tensors import IS_PARAMETER, flattened, without_dispatch
+from ..compat.tensors import IS_PARAMETER, flattened
+from ..compat.torch import tree_map_only, without_dispatch
 from ..errors import PartitionError, UnsupportedError
 from .lazy import found_in, requires_grad_of, writes
 from .leaf import Weight

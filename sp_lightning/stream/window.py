@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..compat.streaming import dispatch_mode_count, graph_task, without_dispatch_modes
+from ..compat.torch import dispatch_mode_count, graph_task, without_dispatch_modes
 from ..errors import UnsupportedError
 from ..host.device import Device, DeviceMemoryError
 from ..host.room import Room
@@ -202,7 +202,6 @@ class Window:
             schedule.resize(room.window, room.transfer)
         decision = schedule.visit(unit.index, self._in_use)
         counters.surprises += decision.surprise
-        counters.extra_held += len(schedule.resident) > schedule.window
         for index in decision.evict:
             self._units[index].evict()
         for index in decision.load:

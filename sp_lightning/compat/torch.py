@@ -1,10 +1,11 @@
-"""Private names of torch that the core in host/, stream/ and optim/ uses.
+"""Private names of torch, each with what would be lost without it. Tried with torch 2.11 and 2.14.
 
-Each is here with what would be lost without it. Tried with torch 2.11 and 2.14.
+Functions in C are bound as they are, so that using one costs no call in Python.
 """
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
-# Without it our own work on weights would be taken for the user's, and wait for itself.
-without_dispatch = torch._C.DisableTorchFunctionSubclass
+# Without these our own work on weights would be taken for the user's, and wait for itself.
+without_dispatch = torch._C.DisableTorchFunctionSubclass  # of functions by subclasses of Tensor
+without_function_modes = torch._C.DisableTorchFunction  # nor by modes
 
 # Without these a selective checkpoint would count our copies among the operators of the user's code.
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -77,7 +81,57 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
+# An attribute of the wrapper of ``optimizer.step`` in which learning rate schedulers count. Without it no optimizer
+# with a scheduler would step beside backward.
+COUNTS_STEPS = "_wrapped_by_lr_sched"
+
+# Without it each visit under ``window="auto"`` would take ten times as long to read the device's memory.
+memory_figures: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats
+
+
+def openmp_parallel() -> int | None:
+    """Return the address of the function by which torch's OpenMP runs a function on its threads, or None.
+
+    Without it compiled steps would need a runtime of their own, whose threads would compete with torch's for the cores.
+    """
+    function = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+
+
 def store_within(name: str) -> Any:
     """Return a connection of one's own to the store by which processes of torch.distributed met."""
     distributed: Any = torch.distributed
     return distributed.PrefixStore(name, distributed.distributed_c10d._get_default_store()).clone()
+
+
+# ---- without data
+
+# Without these nothing could be planned: a trace looks at each operator, and at what it writes to.
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+operator_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")  # without its overload
+
+
+def fake_tensor(mode: Any, meta: Tensor) -> Tensor:
+    """Make a tensor without data, on the CPU, of a meta tensor, which has its shape."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor(mode, meta, torch.device("cpu"))
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor is one without data."""
+    return hasattr(tensor, "fake_mode")
+
+
+def fake_mode() -> Any:
+    """Make a mode in which tensors have no data; a tensor that has some may be an argument."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def needs_values() -> tuple[type[Exception], ...]:
+    """Return the errors of operators whose result depends on values."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return DataDependentOutputException, DynamicOutputShapeException
