@@ -436,9 +436,13 @@ class Ring:
     def hold(self, memory: Any, copies: Sequence[Arrival], home: Any) -> None:
         """Keep memory of the stream ``home`` until it may be used again after these copies."""
         self._held.append((memory, copies, home))
-        while len(self._held) > self._depth:
-            _, oldest, stream = self._held.popleft()
-            for copied in oldest:
+        self.let_go(self._depth)
+
+    def let_go(self, left: int = 0) -> None:
+        """Let go of all memory but the last few pieces; the streams that allocated it wait for the copies."""
+        while len(self._held) > left:
+            _, copies, stream = self._held.popleft()
+            for copied in copies:
                 copied.wait(stream)
 
     def close(self) -> None:

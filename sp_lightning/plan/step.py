@@ -48,11 +48,14 @@ def sweep(found: Trace, window: int, transfer: int) -> Sweep:
     terms, loads = dict[str, int](), dict[bool, list[int]]()
     for number in range(PASSES):
         schedule.invalidate(trained)
+        packs.clear()
         schedule.begin(order if number else (), wrap=bool(number))
         there, loads = 0, {False: [], True: []}
         for visit, ahead in zip(found.visits, coming[1:], strict=True):
             if visit.unit is not None:
                 loads[visit.backward] += schedule.visit(visit.unit, visit.in_use).load
+            if visit.work.up:
+                leaving.clear()
             beside = there + visit.peak + sum(leaving) + (ahead if visit.work.up else 0)
             kept = max(0, min(there + sum(leaving), beside))
             now = {WINDOW: schedule.resident_nbytes, KEPT: kept, WORKING: beside - kept, GRADIENTS: sum(packs)}

@@ -105,6 +105,7 @@ class Trip:
         self._arrivals: list[Arrival] | None = None  # of the copies up
         self._waiting: Any = None  # the stream that waited for them last
         self._arriving: list[Tensor] = []  # memory that may not be freed before compute waits for them
+        self._ring: Ring | None = None  # which has what went down, once the forward has ended
 
     def add(self, tensor: Tensor) -> Moved:
         """Send a tensor down, once however often it is saved."""
@@ -118,6 +119,7 @@ class Trip:
 
     def close(self, ring: Ring) -> None:
         """End the forward: release the tensors on the device as soon as they were copied."""
+        self._ring = ring
         if self._saved:
             moved = list(self._saved.values())
             sources = [one.let_go() for one in moved]
@@ -128,6 +130,8 @@ class Trip:
     def fetch(self) -> None:
         """Start to copy all of them up."""
         if self._arrivals is None:
+            if self._ring is not None:
+                self._ring.let_go()  # of what comes back now
             self._stream = self._device.current_stream()
             fetched = [moved.fetch() for moved in self._saved.values()]
             self._arriving = [there for there, _ in fetched]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning.kernels.loader import Request
 from sp_lightning.optim import compiled
 from sp_lightning.optim.steps import Steps
-from sp_lightning.stream import gradients
+from sp_lightning.stream import host_gradient
 
 pytestmark = pytest.mark.simgpu
 
@@ -87,8 +87,8 @@ def counts(monkeypatch, arithmetic):
     """Count in the optimizer's thread, on a device with CUDA's arithmetic."""
     counted, code = Counter(), compiled._code()
     monkeypatch.setattr(compiled, "_code", lambda: Code(code, counted))
-    monkeypatch.setattr(gradients, "ADDED", CHUNK)
-    for owner, name in ((Steps, "_step"), (gradients.GradientBytes, "_add")):
+    monkeypatch.setattr(host_gradient, "ADDED", CHUNK)
+    for owner, name in ((Steps, "_step"), (host_gradient.GradientBytes, "_add")):
         monkeypatch.setattr(owner, name, counted_in(counted, getattr(owner, name)))
     return counted
 

@@ -96,6 +96,38 @@ def test_gradients_never_pile_up_on_the_device(window):
     assert peak < (window + 4) * block + 2 * root + block / 2  # activations are less than the half of a block
 
 
+@pytest.mark.simgpu
+def test_nothing_of_a_backward_is_on_the_device_in_the_next_forward():
+    device = torch.device("simgpu", 0)
+    with streaming(models.stack_of(Wide, 4), device, window=1) as (net, _):
+        seen = []
+        net.blocks[1].register_forward_pre_hook(lambda *_: seen.append(torch.accelerator.memory_allocated()))
+        for _ in range(3):
+            train(net, device, stepping=False)
+            net.zero_grad()
+    assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.simgpu
+def test_what_went_down_is_gone_before_it_comes_back():
+    made, nbytes = torch.nn.Sequential(*(Saving() for _ in range(4))), 4 * 2**18
+    with sp_lightning.stream(made, "simgpu", window=1, units=["Saving"], activations="offload") as handle:
+        made(torch.ones(2**12, 64)).sum().backward()
+        # Results that two units saved, four each: what comes back, and what comes next. Then what compute makes.
+        assert handle.stats()["device_peak"] < (2 * 4 + 5) * nbytes
+
+
+class Saving(torch.nn.Module):
+    """A module that saves three results as large as its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Tanh())
+
+    def forward(self, x):
+        return x + self.inner(x).sin()
+
+
 class Wide(models.Block):
     """A block whose weights are larger than what it saves."""
 
