@@ -163,9 +163,13 @@ class Gradients:
                     window.is_in_step = was_in_step
 
     def _deliver(self, backward: Backward, unit: Unit, sent: list[tuple[Weight, Any]], is_complete: bool) -> None:
-        """Put a unit's gradients into `.grad`, now if a step or a hook of the user's reads them, and tell the steps."""
+        """Put a unit's gradients into `.grad`, and tell the steps.
+
+        Now if a step or a hook of the user's reads them, or if they are added to others: beside the rest of backward.
+        """
         with without_dispatch():
             after = [weight.host for weight, _ in sent if hooks_after_accumulation(weight.host)]
+            added = {weight: came for weight, came in sent if len(backwards) <= 1 and _is_added(weight, came)}
         if after or self._steps.early is not None:
             backward.sent += [one for one in sent if one[0].is_shard]  # which wait, and which no step of ours reads
             self._deposit_all([one for one in sent if not one[0].is_shard])
@@ -173,7 +177,8 @@ class Gradients:
                 for hook in list(hooks_after_accumulation(host).values()):
                     hook(host)
         else:
-            backward.sent += sent
+            self._deposit_all(list(added.items()))
+            backward.sent += [one for one in sent if one[0] not in added]
         self._steps.delivered(unit, [weight for weight, _ in sent], is_complete)
 
     @staticmethod
@@ -262,6 +267,13 @@ class Gradients:
                     there.content.accumulate(came, self._steps.thread)
                 else:
                     _add_tensors(host, there, came)
+
+
+def _is_added(weight: Weight, came: Any) -> bool:
+    """Whether a gradient is added to one of which nobody has a view. Called without dispatch."""
+    there = grad_of(weight.host)
+    is_noted = isinstance(came, GradientBytes) and isinstance(there, HostGradient) and there.is_unread
+    return is_noted and not (weight.is_shard or came.is_mean)
 
 
 def norms_by_type(dense: list[tuple[Weight, Tensor]]) -> dict[Weight, Tensor]:

@@ -244,6 +244,20 @@ def test_gradients_are_those_of_the_plain_run(program, policy, window, device):
     check(program, device, policy, window)
 
 
+@pytest.mark.parametrize("device", ["simgpu", "cpu"])
+@pytest.mark.simgpu
+def test_sums_are_made_beside_the_backward_that_makes_their_gradients(device):
+    model = Net()
+    with streamed(model, device, resident=0):
+        seen, last = [], model.blocks[-1].up.weight
+        model.blocks[0].register_full_backward_hook(
+            lambda *_: seen.append(last.grad is not None and last.grad.content.adding is not None)
+        )
+        for _ in range(2):
+            model(torch.ones(4, 8)).square().mean().backward()
+    assert seen == [False, True]
+
+
 @pytest.mark.simgpu
 def test_a_resident_weight_s_gradient_is_on_the_host_when_read():
     model = Net()
