@@ -8,12 +8,9 @@ A cell is the largest of `MODELS` whose plan fits, with its speed and the hours 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
-from torch import nn
 
 from sp_lightning.host.machine import headroom
 from sp_lightning.options import Options
@@ -65,7 +62,7 @@ def needs(model: str, way: str) -> dict[str, Needs]:
     make = listed.maker(*kind)
     batch = listed.batch_of(*kind, 1, TOKENS)
     planner = Planner(
-        adapted(make) if way == "adapters, bf16" else make,
+        listed.with_adapters(make, RANK) if way == "adapters, bf16" else make,
         batch,
         target="cuda",
         loss=None,
@@ -79,19 +76,11 @@ def needs(model: str, way: str) -> dict[str, Needs]:
             precision=PRECISION.get(way, "bf16-true"),
             machine=replace(MACHINES[card], host_nbytes=ROOMY),
             target="cuda",
+            clip=True,
         )
         plan = planner.size(job)
         found[card] = Needs(plan.device_nbytes, plan.host_nbytes, plan.step_s)
     return found
-
-
-def adapted(make: Callable[[], nn.Module]) -> nn.Module:
-    """Make the model frozen, with low-rank adapters beside its linear layers, and without data."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-    with torch.device("meta"):
-        return get_peft_model(make(), config, low_cpu_mem_usage=True)
 
 
 def tables() -> tuple[str, str]:

@@ -18,8 +18,10 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from ..compat.lightning import add_configured_optimizers, attach_data, combined_loader, set_epochs
 from ..errors import OptionError
+from ..plan.model import refusing, rows_of, with_rows
 from .fit import FitCLI
 
+ALLOWED = "a config with which fit begins, or plan by --model"
 OF_COMMANDS = "ckpt_path", "weights_only", "return_predictions"  # themselves: they change no plan
 
 log = logging.getLogger(__name__)
@@ -59,13 +61,15 @@ def find(words: Sequence[str]) -> dict[str, Any]:
     """Find the run of ``fit`` with these arguments."""
     cli = PlannedCLI(args=list(words), run=False, save_config_callback=None)
     trainer: Any = cli.trainer
-    with torch.device("meta"):
+    with refusing("the model of this config could not be made", ALLOWED), torch.device("meta"):
         module = cli.make_module()
     if type(module).training_step is LightningModule.training_step:
         allowed = "a module with a training_step (sp_lightning.plan plans a forward, by Python)"
         raise OptionError(argument="model", found=type(module).__name__, allowed=allowed)
+    with refusing("the data of this config could not be read", ALLOWED):
+        batch = _first_batch(cli, module)
     return {
-        "batch": _first_batch(cli, module),
+        "batch": batch,
         "module": _maker(cli),
         "name": type(module).__name__,
         "precision": cli.config.trainer.precision or "32-true",
@@ -91,7 +95,7 @@ def _devices_of(named: Any) -> Any:
 
 
 def _first_batch(cli: Any, module: Any) -> Any:
-    """Return the first batch of the Trainer's loader."""
+    """Return the first batch of the Trainer's loader, with as many rows as a full one has."""
     trainer, owners = cli.trainer, [owner for owner in (cli.datamodule, module) if owner is not None]
     trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
     attach_data(trainer, module, cli.datamodule)
@@ -100,7 +104,12 @@ def _first_batch(cli: Any, module: Any) -> Any:
         owner.setup("fit")
     set_epochs(trainer)
     trainer.fit_loop.setup_data()
-    batch, *_ = next(iter(combined_loader(trainer.fit_loop)))
+    loader = combined_loader(trainer.fit_loop)
+    batch, *_ = next(iter(loader))
+    sizes = [getattr(one, "batch_size", None) for one in loader.flattened]
+    if len(sizes) == 1 and sizes[0] is not None and (few := rows_of(batch)) < sizes[0]:
+        log.warning("the data have %d rows: planned is a batch of %d such rows", few, sizes[0])
+        batch = with_rows(batch, few, sizes[0])
     for owner in owners:
         batch = owner.on_before_batch_transfer(batch, 0)
         batch = owner.on_after_batch_transfer(batch, 0)

@@ -15,15 +15,19 @@ from . import need
 ALLOWED = f"a config.json of transformers or its directory, a name on the hub, or one of {', '.join(listed.LISTED)}"
 
 
-def find(text: str | None, rows: int, tokens: int | None) -> dict[str, Any]:
+def find(text: str | None, rows: int, tokens: int | None, adapters: int | None) -> dict[str, Any]:
     """Return a model, a batch of as many rows for it, and its name, as arguments of `sp_lightning.plan`."""
     if text is None:
         raise OptionError(argument="model", found=text, allowed=f"given, unless --config is: {ALLOWED}")
     need("transformers", "models", "a plan of a model")
     kind, config = listed.kind_of(text) if text in listed.LISTED else _of_transformers(text)
     name = os.path.basename(os.path.normpath(text).removesuffix("/config.json"))
+    make = listed.maker(kind, config)
+    if adapters is not None:
+        need("peft", "recipes", "a plan of adapters")
+        make = listed.with_adapters(make, adapters)
     return {
-        "module": listed.maker(kind, config),
+        "module": make,
         "batch": listed.batch_of(kind, config, rows, tokens),
         "name": f"{name} (its text alone)" if hasattr(config, "vision_config") else name,
     }
@@ -31,8 +35,10 @@ def find(text: str | None, rows: int, tokens: int | None) -> dict[str, Any]:
 
 def _of_transformers(text: str) -> tuple[Any, Any]:
     """Return the class and the configuration of a model that is a file's, a directory's or the hub's."""
-    if not os.path.exists(text) and ("/" not in text or text.endswith(".json")):
-        raise OptionError(argument="model", found=text, allowed=ALLOWED)
+    is_missing = not os.path.exists(text) and ("/" not in text or text.endswith(".json"))
+    if is_missing or (os.path.isdir(text) and not os.path.exists(os.path.join(text, "config.json"))):
+        why = "no such file" if is_missing else "it has no config.json"
+        raise OptionError(argument="model", found=text, allowed=f"{ALLOWED} ({why})")
     config = _config(text)
     import transformers
 

@@ -23,7 +23,8 @@ OF_RUN: dict[str, tuple[Any, str]] = {
     "model": (str, "a known name, a name on the hub, a config.json of transformers or its directory"),
     "batch": (count, "rows in a batch (default: 1)"),
     "seq": (count, "tokens in a row (default: 2048)"),
-    "precision": (str, "the Trainer's precision (default: bf16-mixed)"),
+    "adapters": (count, "train low-rank adapters of this rank beside all linear layers, and nothing else"),
+    "precision": (str, "the Trainer's precision (default: bf16-mixed, or bf16-true with adapters)"),
     "optimizer": (str, "an optimizer such as AdamW or SGD (default: AdamW)"),
     "accumulate": (count, "batches before the optimizer steps (default: 1)"),
     "devices": (count, "devices that train together, each with this batch (default: 1)"),
@@ -55,7 +56,9 @@ def main(args: argparse.Namespace) -> int:
     if args.machine == "list":
         _list_machines()
         return 0
-    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # what a change raises is told of, or left out
+    # What a change raises is told of, or left out; and torch warns of libraries that are imported for adapters.
+    for name in ("torch._subclasses.fake_tensor", "torch.utils._pytree"):
+        logging.getLogger(name).disabled = True
     gc.freeze()  # to look for cycles among all that was imported takes a fifth of a plan's time
     run = given(args, [*OF_RUN, "clip", *(name for name in OPTIONS if name not in OF_MACHINE)])
     run = _of_config(args, run) if args.config else _of_model(**run)
@@ -91,8 +94,11 @@ def _of_config(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
     return find([*(word for config in args.config for word in ("--config", config)), *args.rest])
 
 
-def _of_model(model: str | None = None, batch: int = 1, seq: int | None = None, **run: Any) -> dict[str, Any]:
+def _of_model(
+    model: str | None = None, batch: int = 1, seq: int | None = None, adapters: int | None = None, **run: Any
+) -> dict[str, Any]:
     """Return the run that plan's own arguments describe."""
     from .models import find
 
-    return {"precision": "bf16-mixed", **find(model, batch, seq), **run}
+    precision = "bf16-mixed" if adapters is None else "bf16-true"
+    return {"precision": precision, **find(model, batch, seq, adapters), **run}

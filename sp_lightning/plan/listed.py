@@ -70,6 +70,19 @@ def maker(kind: Any, config: Any) -> Callable[[], nn.Module]:
     return make
 
 
+def with_adapters(make: Callable[[], nn.Module], rank: int) -> Callable[[], nn.Module]:
+    """Return the function that makes the model frozen, with low-rank adapters beside its linear layers."""
+
+    def adapted() -> Any:
+        from peft import LoraConfig, get_peft_model
+
+        with torch.device("meta"):
+            config = LoraConfig(r=rank, target_modules="all-linear")
+            return get_peft_model(make(), config, low_cpu_mem_usage=True)
+
+    return adapted
+
+
 def batch_of(kind: Any, config: Any, rows: int, tokens: int | None = None) -> dict[str, torch.Tensor]:
     """Make a batch of texts, which are their own labels if the model predicts words, or of images."""
     if kind.main_input_name == "pixel_values":

@@ -58,20 +58,19 @@ class PlannedModel:
         self._dtype = torch.float64 if precision == "64-true" else None if self._mixed else self._half
         self.tensors = FakeTensors(target, self._half if self._mixed else None)
         self._loss, self._batch = loss, batch() if callable(batch) else batch
-        sizes = Counter(tensor.shape[0] for tensor in tensors_in(self._batch) if tensor.dim())
-        self.rows = sizes.most_common(1)[0][0] if sizes else 1
+        self.rows = rows_of(self._batch)
         self.module = self._made(source)
         self.trains = any(p.requires_grad for p in self.module.parameters())
         self.module.train(self.trains)
         self.trace = functools.cache(self._trace)
-        with self.tensors.running(), _refusing("the optimizer takes no step without data", "optimizer='AdamW'"):
+        with self.tensors.running(), refusing("the optimizer takes no step without data", "optimizer='AdamW'"):
             self.state_share = state_share(optimizer, self.module)
 
     # ---- making
 
     def _made(self, source: nn.Module | Callable[..., nn.Module]) -> nn.Module:
         """Make the model, and put tensors for a trace in the place of its own."""
-        with _refusing(
+        with refusing(
             "the model could not be made without data, or copied",
             "a function without arguments that makes it, or a module that is made",
         ):
@@ -143,20 +142,18 @@ class PlannedModel:
             found = self._traced(setting, rows)
             found.visits = _repeated(found.visits, ran, every)
             return found
-        with _refusing(what, instead):
+        with refusing(what, instead):
             return self._traced(setting, rows)
 
     def _traced(self, setting: Setting, rows: int) -> Trace:
         with self.tensors.running(), torch.set_grad_enabled(self.trains):
-            batch = with_tensors(self._batch, functools.partial(self._given, rows=rows))
+            batch = with_tensors(with_rows(self._batch, self.rows, rows), self._given)
             found = Trace(setting, self.tensors)
             found.run(self.module, batch, functools.partial(self._step, batch))
         return found
 
-    def _given(self, tensor: Tensor, rows: int) -> Tensor:
-        """Return a tensor of the batch without data, with this number of rows."""
-        if rows != self.rows and tensor.dim() and tensor.shape[0] == self.rows:
-            tensor = torch.cat([tensor] * -(-rows // self.rows))[:rows]
+    def _given(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the batch without data."""
         return self.tensors.adopt(tensor, self._dtype if tensor.is_floating_point() else None)
 
     def _step(self, batch: Any) -> Any:
@@ -175,7 +172,7 @@ class PlannedModel:
 
 
 @contextlib.contextmanager
-def _refusing(what: str, instead: str) -> Iterator[None]:
+def refusing(what: str, instead: str) -> Iterator[None]:
     """Turn an error of the user's code into one line, with what to pass instead."""
     try:
         with warnings.catch_warnings():
@@ -185,6 +182,22 @@ def _refusing(what: str, instead: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsupportedError(f"{what}: {_in_a_line(error)}; pass {instead}") from error
+
+
+def rows_of(batch: Any) -> int:
+    """Return the number of rows of a batch."""
+    sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim())
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def with_rows(batch: Any, rows: int, wanted: int) -> Any:
+    """Return a batch of another number of rows, which are repeated."""
+
+    def repeated(tensor: Tensor) -> Tensor:
+        has_rows = tensor.dim() and tensor.shape[0] == rows
+        return torch.cat([tensor] * -(-wanted // rows))[:wanted] if has_rows else tensor
+
+    return batch if rows == wanted else with_tensors(batch, repeated)
 
 
 def with_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:

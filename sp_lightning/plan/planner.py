@@ -22,7 +22,11 @@ RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the share of the re
 WINDOWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 EQUAL = 1.02  # ratio of times below which they count as equal
 OFFERED = 3  # changes
-LESS = {"recompute": "each forward runs twice", "recompute+offload": "inputs of units go to the host and come back"}
+LESS = {  # policies that leave less on the device than "keep", and what they cost
+    "recompute": "each forward runs twice",
+    "offload": "what units save goes to the host and comes back",
+    "recompute+offload": "each forward runs twice, and inputs of units go to the host and come back",
+}
 
 
 class Planner:
@@ -34,7 +38,8 @@ class Planner:
     def plan(self, job: Job) -> Plan:
         """Plan a job, and what to change."""
         plan = self.size(job)
-        return replace(plan, changes=tuple(self._changes(plan)))
+        changes, tried = self._changes(plan)
+        return replace(plan, changes=tuple(changes), tried=tuple(tried))
 
     def size(self, job: Job) -> Plan:
         """Plan a job with the smallest window that fits and is as fast as the largest, or else with the smallest."""
@@ -72,21 +77,22 @@ class Planner:
 
     # ---- changes
 
-    def _changes(self, plan: Plan) -> list[Change]:
-        """Return the changes that make a run fit, in their order, or where it fits those that are faster."""
-        found: list[Change] = []
+    def _changes(self, plan: Plan) -> tuple[list[Change], list[str]]:
+        """Return the changes that make a run fit, in their order, or that are faster where it fits; and all tried."""
+        found, tried = list[Change](), list[str]()
         least = replace(plan.job, scale=plan.job.scale / plan.rows).with_options(activations=[*LESS][-1])
         can_fit = not plan.fits_device and (smallest := self._tried(least)) is not None and smallest.fits_device
         for what, cost, job in _candidates(plan, plan.rows.bit_length() if can_fit else 1):
+            tried.append(what)
             sized = self._tried(job)
             if sized is None:
                 continue
-            slower = sized.step_s * plan.rows / sized.rows / plan.step_s
+            slower = plan.speed()["rows_per_s"] / sized.speed()["rows_per_s"]
             if sized.fits and (not plan.fits or slower < 1 / EQUAL):
                 found.append(Change(what, cost, sized.device_nbytes, sized.host_nbytes, sized.step_s, slower))
             if len(found) == OFFERED:
                 break
-        return sorted(found, key=lambda one: one.slower) if plan.fits else found
+        return sorted(found, key=lambda one: one.slower) if plan.fits else found, tried
 
     def _tried(self, job: Job) -> Plan | None:
         """Plan a job; None if its options do not go together, or the model cannot run that way."""
@@ -99,30 +105,40 @@ class Planner:
 def _candidates(plan: Plan, halvings: int) -> Iterator[tuple[str, str, Job]]:
     """Yield changes: what to type, what it costs, and the job with it; those that change no bits come first.
 
-    Batches are halved fewer than ``halvings`` times.
+    Batches are halved fewer than ``halvings`` times; as many more of them are then accumulated for a step.
     """
-    job, policy, trains = plan.job, plan.job.options.activations, plan.trained > 0
+    job, options, trains = plan.job, plan.job.options, plan.trained > 0
     if plan.fits:
         yield f"a batch of {2 * plan.rows} rows", "", replace(job, scale=2 * job.scale)
-        yield "activations='keep'", "more bytes on the device", job.with_options(activations="keep")
+        for policy, cost in ({"keep": "more bytes on the device"} | LESS).items() if trains else ():
+            if policy != options.activations:
+                yield f"activations={policy!r}", cost, job.with_options(activations=policy)
         return
+    if options.window != "auto":
+        yield "window='auto'", "", job.with_options(window="auto", transfer="auto")
+    if options.optimizer_device == "device":
+        yield "optimizer_device='host'", "", job.with_options(optimizer_device="host")
     precisions = [("", "", job)]
     if trains and not job.precision.endswith("16-true"):
         half = replace(job, precision="bf16-true")
         masters = half.with_options(master_weights=True)
         precisions += [("precision='bf16-true', master_weights=True", "computed in bf16, stepped in FP32", masters)]
         precisions += [("precision='bf16-true'", "weights and state are rounded to bf16", half)]
-    policies = {policy: ""} | ({} if plan.fits_device else LESS) | {policy: ""}
-    disk = {"disk": "FOLDER"} if trains and not plan.fits_host else {}
+    policies = {options.activations: ""} | ({} if plan.fits_device else LESS) | {options.activations: ""}
+    disks = [""] if plan.fits_host or not trains or options.spills else ["", "FOLDER"]
     for named, rounding, base in precisions:
         for halved in range(1 if named else halvings):
-            for less, cost in policies.items():
-                rows = plan.rows >> halved
-                batch = f"a batch of {rows} row{'s' * (rows > 1)}" if halved else ""
-                what = [named, batch, f"activations={less!r}" if cost else "", "disk=FOLDER" if disk else ""]
-                costs = [rounding, cost, "state is read and written each step" if disk else ""]
-                changed = replace(base, scale=base.scale / 2**halved).with_options(activations=less, **disk)
-                yield ", ".join(filter(None, what)), ", ".join(filter(None, costs)), changed
+            batch, smaller = "", replace(base, scale=base.scale / 2**halved)
+            if halved:
+                smaller = replace(smaller, accumulate=base.accumulate << halved * trains)
+                batch = f"a batch of {plan.rows >> halved} rows" + f", accumulate={smaller.accumulate}" * trains
+            for disk in disks:
+                for less, cost in policies.items():
+                    what = [named, batch, f"activations={less!r}" if cost else "", f"disk={disk}" if disk else ""]
+                    costs = [rounding, cost, "state is read and written each step" if disk else ""]
+                    changed = smaller.with_options(activations=less, disk=disk or options.disk)
+                    if any(what):
+                        yield ", ".join(filter(None, what)), ", ".join(filter(None, costs)), changed
 
 
 # ---- bytes
@@ -193,6 +209,7 @@ def _timed(job: Job, found: Trace, swept: Sweep, disk: OnDisk, share: float) -> 
         alone=swept.window <= swept.transfer,
         clip=job.clip,
         accumulate=job.accumulate,
+        summed=sum(size.down_nbytes + 2 * size.cast for size in sizes if not size.resident),
         overlap="forward" if job.options.optimizer_overlap else "none",
         ranks=job.devices,
     )

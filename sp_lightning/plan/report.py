@@ -74,6 +74,7 @@ class Plan:
     fits_device: bool
     time: StepTime
     changes: tuple[Change, ...] = ()
+    tried: tuple[str, ...] = ()  # changes, whether they fit and are faster or not
 
     @property
     def device_nbytes(self) -> int:
@@ -128,7 +129,8 @@ class Plan:
             worst = max(of_place, key=of_place.__getitem__)
             fits = f"DOES NOT FIT: on the {place}, most for {worst}, {format_bytes(of_place[worst])}"
         lines = [
-            f"{self.model}: {self.parameters / 1e9:.3g}e9 parameters, batch of {self.rows} rows, {job.precision}, "
+            f"{self.model}: {_count(self.parameters)} parameters, of which {_count(self.trained)} train, batch of "
+            f"{self.rows} rows, {job.precision}, "
             f"activations {job.options.activations!r}",
             f"on {several}{job.machine.name}: window {self.window} of {len(self.units)} units, transfer "
             f"{self.transfer}: {format_bytes(self.device_nbytes)} of {format_bytes(job.machine.device_nbytes)} on the "
@@ -143,6 +145,11 @@ class Plan:
         lines += ["", f"A step takes {format_seconds(self.step_s)}, bound by {self.time.bound_by} (busy: {busy})"]
         lines += [f"Speed{'' if self.fits else ', if it fitted'}: {speed} a second"]
         title = "Change:" if self.fits else "Would fit:"
-        nothing = "Nothing that was tried is faster." if self.fits else "Nothing that was tried fits."
+        nothing = f"Nothing {'faster' if self.fits else 'that fits'} was found among: {'; '.join(self.tried)}"
         offers = [title, *(f"- {change}" for change in self.changes)] if self.changes else [nothing]
         return "\n".join([*lines, *offers])
+
+
+def _count(parameters: int) -> str:
+    """Format a number of parameters: "8.03e9", "42.1e6"."""
+    return f"{parameters / 1e9:.3g}e9" if parameters >= 1e8 else f"{parameters / 1e6:.3g}e6"

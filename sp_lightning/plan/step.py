@@ -125,6 +125,7 @@ class Run:
     clip: bool = False  # by norm: steps begin when the last gradient is there
     accumulate: int = 1  # batches whose gradients are added up for a step
     overlap: Literal["none", "forward"] = "forward"  # how far steps run beside compute
+    summed: int = 0  # bytes of sums of gradients, whose norms are taken on the device
     ranks: int = 1  # devices on this host, which share its memory and cores
 
 
@@ -159,20 +160,21 @@ def step_time(
         )
         for one in (step, first)
     )
-    sweep = seconds(forward) + seconds(backward)
-    stepped, added = cost.stepped.of(step), cost.added.of(step.plus(first)) if run.accumulate > 1 else 0.0
-    alone = seconds(replace(first, up=0)) + seconds(Work(up=first.up))
+    added, added_first = (cost.added.of(one) if run.accumulate > 1 else 0.0 for one in (step, first))
+    back = seconds(backward, added)  # where gradients are added as they come
+    sweep, stepped = seconds(forward) + back, cost.stepped.of(step)
+    alone = seconds(replace(first, up=0)) + seconds(Work(up=first.up)) + added_first / rates.cores
     serial = cost.stepped.of(first) / rates.cores
     if run.clip:
-        serial += seconds(Work(), added)
-        beside = seconds(forward.plus(step), stepped) + seconds(backward)
+        serial += seconds(Work(up=run.summed)) if run.accumulate > 1 else 0.0
+        beside = seconds(forward.plus(step), stepped) + back
     else:
         beside = max(sweep, seconds(forward.plus(backward).plus(step), added + stepped))
     if run.overlap == "none":
-        beside = sweep + seconds(step, stepped + (0 if run.clip else added))
-    more = (run.accumulate - 1) * (sweep + alone + seconds(Work(), added))
+        beside = sweep + seconds(step, stepped)
+    more = (run.accumulate - 1) * (sweep + alone)
     whole = forward.plus(backward).plus(Work(up=first.up, down=first.down)).times(run.accumulate).plus(step)
-    busy = rates.lanes(whole, stepped + cost.stepped.of(first) + run.accumulate * added)
+    busy = rates.lanes(whole, stepped + cost.stepped.of(first) + run.accumulate * (added + added_first))
     return StepTime(more + beside + alone + serial, max(busy, key=busy.__getitem__), busy)
 
 

@@ -45,6 +45,10 @@ SAID = {  # what is typed, and what the line says
     f"plan{FIT[3:]} --model.name_or_path some/model": "or its name on the hub (huggingface.co cannot be reached",
     "plan --model llama-8b --machine rtx306": "did you mean rtx3060?",
     "plan --model some/model --machine rtx3060": "(huggingface.co cannot be reached: no network)",
+    "plan --model . --machine rtx3060": "(it has no config.json), got '.'",
+    f"plan --config {ROOT}/examples/finetune_vision/config.yaml --data.path nowhere --machine rtx3060": (
+        "the data of this config could not be read"
+    ),
     "doctor --device warp:0": "device must be one of '",
     "doctor --disk nowhere": "disk must be a directory that can be written",
     "doctor --devise cpu": "did you mean --device?",

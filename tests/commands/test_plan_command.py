@@ -46,10 +46,18 @@ def as_json(capsys, *arguments, status=0):
 def test_it_prints_memory_time_and_what_to_change(llama, capsys):
     run("--model", llama, "--batch", 4, "--seq", 64, "--machine", "rtx4090", "--device-memory", "2GiB")
     said = capsys.readouterr().out
-    assert "tiny: 0.000181e9 parameters, batch of 4 rows, bf16-mixed, activations 'keep'" in said
+    assert "tiny: 0.181e6 parameters, of which 0.181e6 train, batch of 4 rows, bf16-mixed, activations 'keep'" in said
     for words in ("window", "kept for backward", "optimizer", "A step takes", "tokens a second", "Change"):
         assert words in said
     assert ": fits" in said
+
+
+def test_adapters_leave_the_rest_of_a_model_frozen(llama, capsys):
+    pytest.importorskip("peft")
+    whole = as_json(capsys, *small(llama))
+    found = as_json(capsys, *small(llama, "--adapters", 4))
+    assert found["parameters"] - found["trained"] == whole["parameters"]
+    assert found["job"]["precision"] == "bf16-true"
 
 
 def test_what_does_not_fit_is_said_with_its_term(llama, capsys):

@@ -114,3 +114,8 @@ def test_a_device_that_a_config_names_need_not_be_here():
 def test_what_cannot_be_planned_is_refused(arguments, message):
     with pytest.raises(OptionError, match=message):
         find(*arguments.pop("more"), **arguments)
+
+
+def test_rows_of_data_that_are_fewer_than_a_batch_are_repeated(caplog):
+    assert find("--data.batch_size", "32")["batch"][0].shape == (32, 8)
+    assert "the data have 8 rows: planned is a batch of 32 such rows" in caplog.text

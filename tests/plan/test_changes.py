@@ -17,13 +17,28 @@ def planned(rows=ROWS, **options):
 def test_changes_that_each_need_the_other_are_named_together():
     most = planned(ROWS // 4, activations="recompute").device_nbytes
     found = planned(device_memory=most)
-    assert not found.fits and found.changes[0].what == f"a batch of {ROWS // 4} rows, activations='recompute'"
+    assert (
+        not found.fits
+        and found.changes[0].what == f"a batch of {ROWS // 4} rows, accumulate=4, activations='recompute'"
+    )
     assert found.changes[0].device_nbytes == most
 
 
 def test_a_host_that_is_short_gets_a_disk():
     found = planned(host_memory="3MiB")
     assert found.fits_device and not found.fits and found.changes[0].what == "disk=FOLDER"
+
+
+def test_a_window_that_is_too_large_is_left_to_auto():
+    most = planned(activations="recompute").device_nbytes
+    found = planned(activations="recompute", window=6, device_memory=most)
+    assert found.changes[0].what == "window='auto'"
+
+
+def test_what_was_tried_is_listed_where_nothing_is_faster():
+    found = planned(device_memory=planned().device_nbytes)
+    assert found.fits and not found.changes
+    assert f"was found among: a batch of {2 * ROWS} rows; activations='recompute'" in str(found)
 
 
 def test_where_a_run_fits_the_changes_are_faster():
