@@ -56,9 +56,7 @@ def main(args: argparse.Namespace) -> int:
     if args.machine == "list":
         _list_machines()
         return 0
-    # What a change raises is told of, or left out; and torch warns of libraries that are imported for adapters.
-    for name in ("torch._subclasses.fake_tensor", "torch.utils._pytree"):
-        logging.getLogger(name).disabled = True
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # what a change raises is told of, or left out
     gc.freeze()  # to look for cycles among all that was imported takes a fifth of a plan's time
     run = given(args, [*OF_RUN, "clip", *(name for name in OPTIONS if name not in OF_MACHINE)])
     run = _of_config(args, run) if args.config else _of_model(**run)

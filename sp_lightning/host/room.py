@@ -67,16 +67,16 @@ def largest_window(units: Sequence[UnitNumbers], budget: int) -> int:
 def first_window(window: Count, budget: int | None, units: Sequence[UnitNumbers], on_host: bool) -> int:
     """Return the window to begin with, from which it grows if there is no budget.
 
-    With a budget it has room for the resident units, two gradient buffers of the largest one that streams, and as many
-    of the largest as the window has places. A value of the user's stays. On the CPU more than two units gain nothing:
-    device memory is host memory.
+    With a budget it has room for the resident units and their gradients, two gradient buffers of the largest unit that
+    streams, and as many of the largest as the window has places. A value of the user's stays. On the CPU more than two
+    units gain nothing: device memory is host memory.
     """
     streamed = [unit for unit in units if not unit.resident]
     count = max(1, len(streamed))
     if budget is None:
         first = FIRST_WINDOW if on_host else 1
         return min(first if window == "auto" else window, count)
-    left = budget - sum(unit.up_nbytes for unit in units if unit.resident)
+    left = budget - sum(unit.up_nbytes + unit.down_nbytes for unit in units if unit.resident)
     worst = max(streamed, key=lambda unit: unit.up_nbytes + unit.down_nbytes, default=None)
     if worst is not None and worst.up_nbytes + worst.down_nbytes > left:
         needs, got = format_both(worst.up_nbytes + worst.down_nbytes + budget - left, budget)

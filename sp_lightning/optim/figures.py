@@ -29,6 +29,7 @@ def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str
     """Return the figures of a stream."""
     numbers = [unit.numbers() for unit in units]
     resident = sum(unit.up_nbytes for unit in numbers if unit.resident)
+    kept = sum(unit.down_nbytes for unit in numbers if unit.resident)
     streamed = [unit for unit in numbers if not unit.resident]
     largest = sorted((unit.up_nbytes for unit in streamed), reverse=True)[: window.room.window]
     gradients = sum(unit.down_nbytes for unit in streamed)
@@ -45,7 +46,7 @@ def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str
         "resident_root_bytes": resident,
         "weight_bytes": sum(unit.up_nbytes for unit in numbers),
         "resident_bytes": resident + window.resident_nbytes,
-        "window_bytes": resident + sum(largest) + 2 * max((unit.down_nbytes for unit in streamed), default=0),
+        "window_bytes": resident + kept + sum(largest) + 2 * max((unit.down_nbytes for unit in streamed), default=0),
         "device_peak": device.memory_peak(),
         "host_bytes": on_host + wires + gradients,
         "host_weight_bytes": on_host + wires,

@@ -92,7 +92,8 @@ def test_a_planned_window_begins_as_large_as_fits():
 
 def test_a_budget_bounds_an_auto_window():
     model = Net()
-    budget = nbytes(model.emb, model.head) + 4 * nbytes(model.blocks[0])  # two weights, and two for gradients
+    rest, block = nbytes(model.emb, model.head), nbytes(model.blocks[0])
+    budget = 2 * rest + 4 * block  # weights and gradients that stay; two units, and gradients of two
     with stream(model, "cpu", window="auto", memory_budget=budget, units=["Block"]) as handle:
         steps(model, "cpu")
         assert handle.stats()["window"] == 2
