@@ -3,7 +3,11 @@
 import errno
 import functools
 import os
+import random
+import signal
+import subprocess
 
+import forks
 import pytest
 import torch
 from stream_programs import stream
@@ -99,3 +103,37 @@ def test_a_checkpoint_of_what_is_on_the_disk_is_torchs_and_past_the_page_cache(m
             with pytest.raises(OSError, match="No space left on device; the previous checkpoint is intact"):
                 MappedCheckpointIO().save_checkpoint(saved, "last.ckpt")
         torch.testing.assert_close(saved, torch.load("last.ckpt"), rtol=0, atol=0)
+
+
+RUN = "import sys, killed_runs; killed_runs.main(sys.argv[1])"
+
+
+def started(folder):
+    return forks.Program(RUN, str(folder), modules=("sp_lightning", "lightning", "killed_runs"))
+
+
+@pytest.mark.slow
+def test_runs_that_are_killed_at_random_times_lose_nothing(tmp_path):
+    """Twenty times; what a run leaves are whole checkpoints."""
+
+    def end(folder):
+        found = torch.load(folder / "end.ckpt", weights_only=False)
+        return [found[name] for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")]
+
+    (whole := tmp_path / "whole").mkdir()
+    assert started(whole).wait(300).returncode == 0
+    generator, kills, number = random.Random(0), 0, 0
+    while kills < 20:
+        number += 1
+        (folder := tmp_path / str(number)).mkdir()
+        while not (folder / "end.ckpt").exists():
+            program = started(folder)
+            try:
+                done = program.wait(generator.uniform(0.3, 1.5) if kills < 20 else 300)
+                assert done.returncode == 0, done.stderr
+            except subprocess.TimeoutExpired:
+                program.kill()
+                assert program.wait(60).returncode == -signal.SIGKILL
+                kills += 1
+            assert {path.suffix for path in folder.rglob("*.*")} <= {".ckpt"}
+        torch.testing.assert_close(end(folder), end(whole), rtol=0, atol=0)
