@@ -132,6 +132,8 @@ def lies_beyond(program: Program) -> Iterator[str]:
         yield "autocast's cache for weights that are used more than once"
     if program.does("end: ") and program.does("keep: ", "keep: with its graph"):
         yield "a view from one run in the next, which moves weights, as Module.to() would"
+    if program.does("weight: exchange") and program.does("keep: "):
+        yield "a view of a weight that gets another one's data"
     if program.does("module: parametrize") and program.does("keep: "):
         yield "a view of a parameter that was added, before the call that begins to stream it"
     if program.door == "hf" and program.optimizer == "own" and program.does("weight: of a new layer"):
