@@ -1,6 +1,6 @@
 """Delete every wait of the core, one at a time, and run its tests: is each needed, and would its absence be noticed?
 
-    python benchmarks/race_deletions.py [--only stream/unit.py:195] [--jobs 2]
+    python benchmarks/race_deletions.py [--only stream/unit.py:291] [--jobs 2]
 
 A *wait* is a call that orders one stream after another, or the host after a stream or a thread, or a call of a function
 that does so: see `is_wait`. One run of the tests without a deletion shows which tests come to which waits. Then each

@@ -558,8 +558,8 @@ def stream(module: nn.Module, device: torch.device | str, *, group: Any = None, 
             DDP. Every rank calls this with its own copy of the module; the first one's weights and buffers count. Each
             backward exchanges gradients, but for those in ``handle.no_sync()``; every rank steps the same optimizers.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ... With ``group``: also
-            ``timeout``, for how long a rank waits for the others, and ``keepalive``, for how long nothing comes of a
-            machine that counts as lost. With ``master_weights`` FP32 weights are bfloat16 on the device; convert the
+            ``timeout``, for how long a rank waits for the others, and ``keepalive``, for how long one may give no sign
+            before the others end. With ``master_weights`` FP32 weights are bfloat16 on the device; convert the
             module's buffers and inputs yourself.
     """
     waits = {name: options.pop(name) for name in ("timeout", "keepalive") if name in options}

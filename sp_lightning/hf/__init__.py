@@ -25,8 +25,8 @@ def streaming(only_if_needed: bool = False, **options: Any) -> Streaming:
             activations. A line in the log says of each model what was decided.
         **options: As for ``SuperpipelineStrategy``: ``window``, ``transfer``, ``units``, ``activations``, ... With
             ``master_weights`` FP32 weights are bfloat16 on the device. With several processes: also ``timeout``, for
-            how long each waits for the others, and ``keepalive``, for how long nothing comes of a machine that counts
-            as lost.
+            how long each waits for the others, and ``keepalive``, for how long one may give no sign before the others
+            end.
     """
     waits = {name: options.pop(name) for name in ("timeout", "keepalive") if name in options}
     parsed = Options.parse(**options)

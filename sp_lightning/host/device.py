@@ -426,7 +426,7 @@ class Device:
 class Ring:
     """Compute's memory that copies down still read: the last few, however far the host runs ahead of the device.
 
-    Before older memory is let go of, the stream that allocated it waits for the copies; the host never does.
+    Before older memory is let go of, its stream waits for the copies; the host waits in `close` alone.
     """
 
     def __init__(self, depth: int = 2) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 MIB = 1 << 20
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's numbers of these parameters
-ENOUGH = 64 * MIB  # freed between two trims of the heap
 LARGEST = 32 * MIB  # up to which glibc's own threshold grows
 
 
@@ -30,43 +29,30 @@ def _library() -> Any:
 class _HeapState:
     """State of the whole process, as malloc's is."""
 
-    freed = 0
-    by_themselves = False
+    maps_large_blocks = False
 
 
 _glibc = _library()
 _state = _HeapState()
 
 
-def freed(nbytes: int) -> None:
-    """Count bytes that were freed in many pieces; every 64 MiB return the heap's free pages to the system.
-
-    Weights that move into slabs leave such holes, and state that moves to a disk. Returning pages takes milliseconds.
-    """
-    _state.freed += nbytes
-    if _glibc is not None and _state.freed >= ENOUGH:
-        _state.freed = 0
-        _glibc.malloc_trim(0)
-
-
-def by_themselves() -> None:
+def map_large_blocks() -> None:
     """Make malloc map blocks of at least 1 MiB one by one, so that freeing one returns it to the system.
 
-    For an optimizer's first step, which makes state among temporaries of the same sizes: from a heap, the holes between
-    what stays took a fifth as much memory as the state. Where the CPU computes within a budget, for the whole run:
-    units come and go among gradients, and what they left resident took 1.5 times as much as the gradients.
+    While bytes of a run are in files: what the model frees would stay with the process, beside its budget. Units that
+    came and went among gradients left 1.5 times as much as the gradients.
     """
     if _glibc is not None:
-        _state.by_themselves = True
+        _state.maps_large_blocks = True
         _glibc.mallopt(MMAP_THRESHOLD, MIB)
 
 
-def as_ever() -> None:
-    """Undo `by_themselves`, if it is in effect: map only blocks of at least 32 MiB one by one.
+def restore_thresholds() -> None:
+    """Undo `map_large_blocks`, if it is in effect: map only blocks of at least 32 MiB one by one.
 
     A process that once freed such a block has the same thresholds: glibc then trims the heap's end from 64 MiB on.
     """
-    if _glibc is not None and _state.by_themselves:
-        _state.by_themselves = False
+    if _glibc is not None and _state.maps_large_blocks:
+        _state.maps_large_blocks = False
         _glibc.mallopt(MMAP_THRESHOLD, LARGEST)
         _glibc.mallopt(TRIM_THRESHOLD, 2 * LARGEST)

@@ -77,7 +77,7 @@ class Slabs:
         tensor.copy_(source)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return a host tensor with the bytes of one that stays, which may be that one."""
+        """Return where a weight's bytes in its own type are kept: this tensor, or a copy that ranks share."""
         return tensor
 
     def _mapping(self, nbytes: int) -> mmap.mmap:

@@ -199,7 +199,7 @@ class Recorder:
 
     def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
         """Mark the work that is issued in this context as one lane's."""
-        of_pass = self._now  # likewise
+        of_pass = self._now  # which the calling thread may end meanwhile
         if of_pass is None:
             return NOTHING
         now: Callable[[], Any] = time.perf_counter

@@ -24,7 +24,7 @@ from ..errors import MemoryBudgetError
 from ..options import Count, format_both, format_bytes
 from .device import Device
 
-FIRST_WINDOW = 2  # one unit computes while the next one is loaded
+CPU_WINDOW = 2  # one unit computes while the next one is loaded
 RESERVE_SHARE = 0.05  # of the device's memory
 GROWTH = 4  # factor by which a window grows at most at a time: larger ones are approached in measured steps
 
@@ -74,7 +74,7 @@ def first_window(window: Count, budget: int | None, units: Sequence[UnitNumbers]
     streamed = [unit for unit in units if not unit.resident]
     count = max(1, len(streamed))
     if budget is None:
-        first = FIRST_WINDOW if on_host else 1
+        first = CPU_WINDOW if on_host else 1
         return min(first if window == "auto" else window, count)
     left = budget - sum(unit.up_nbytes + unit.down_nbytes for unit in units if unit.resident)
     worst = max(streamed, key=lambda unit: unit.up_nbytes + unit.down_nbytes, default=None)
@@ -86,7 +86,7 @@ def first_window(window: Count, budget: int | None, units: Sequence[UnitNumbers]
     gradients = 2 * max((unit.down_nbytes for unit in streamed), default=0)
     fits = max(1, largest_window(streamed, left - gradients))
     if window == "auto":
-        return min(fits, FIRST_WINDOW if on_host else count)
+        return min(fits, CPU_WINDOW if on_host else count)
     if fits < min(window, count):
         raise MemoryBudgetError(
             f"window {window} does not fit into memory_budget {format_bytes(budget)}, which holds {fits} of the largest"
@@ -137,7 +137,7 @@ class Room:
             self._fullest, self._window_then = allocated, window_nbytes
 
     def takes(self, nbytes: int) -> bool:
-        """Whether nbytes of gradients may stay on the device, where `keep` notes them."""
+        """Note the memory in use; return whether nbytes of gradients may stay there, where `keep` notes them."""
         kept = sum(self._kept.values())
         now = self._device.memory_allocated() - kept if self._beside else self._device.memory_peak()
         self._beside = max(self._beside, now)

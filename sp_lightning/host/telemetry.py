@@ -24,7 +24,8 @@ class Span(NamedTuple):
     unit: str
     start: float
     end: float
-    phase: str = ""  # of the unit: "forward" or "backward"; of a copy: "weights", "gradients" or "activations"
+    # Of compute: "forward" or "backward"; of a copy: "weights", "gradients", "activations" or "state"; or "step".
+    phase: str = ""
     stall: str = ""  # what was waited for; empty where work was done
     nbytes: int = 0  # that a copy moved
 
@@ -81,8 +82,8 @@ class Stats(TypedDict):
     fetches: int  # units copied to the device
     bytes_up: int  # copied to the device
     bytes_down: int  # copied to the host
-    disk_read: int  # of weights, state and activations, from files
-    disk_written: int  # of optimizer state, weights, gradients and activations
+    disk_read: int  # of weights, state and gradients, from files
+    disk_written: int  # of weights, state and gradients
     bytes_offloaded: int  # of saved activations, to the host
     bytes_brought_back: int  # of saved activations, to the device again
     writebacks: int  # units that model code changed in place on the device
@@ -100,7 +101,7 @@ class Stats(TypedDict):
     resident_root_bytes: int  # weights that stay on the device
     weight_bytes: int  # all weights, as they are on the device
     resident_bytes: int  # those of them that are there
-    window_bytes: int  # on the device, for weights and gradients of a full window
+    window_bytes: int  # on the device, of resident weights and of a full window, with their gradients
     device_peak: int  # the most on the device so far
     host_bytes: int  # that streaming takes
     host_weight_bytes: int  # of them for weights, with the copies that travel
@@ -114,8 +115,8 @@ class Counters:
     fetches: int = 0  # units loaded
     bytes_up: int = 0
     bytes_down: int = 0
-    disk_read: int = 0  # bytes of weights, state and activations that were read from files
-    disk_written: int = 0  # bytes of optimizer state, weights, gradients and activations
+    disk_read: int = 0  # bytes of weights, state and gradients, from files
+    disk_written: int = 0
     bytes_offloaded: int = 0  # of saved activations, to the host
     bytes_brought_back: int = 0  # of saved activations, to the device again
     writebacks: int = 0  # units that model code changed in place on the device

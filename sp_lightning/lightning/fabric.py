@@ -64,7 +64,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         checkpoint_io: How checkpoints are written and read; Fabric sets it.
         precision: The precision plugin; Fabric sets it.
         timeout: With several devices, how long a rank waits for the others.
-        keepalive: With several machines, how long nothing comes of one that counts as lost.
+        keepalive: With several devices, how long a rank may give no sign before the others end.
         tensor_parallel_size: How many devices have a shard of each layer that your code cuts, between ``launch`` and
             ``setup``, by ``fabric.strategy.device_mesh["tensor_parallel"]``. "auto": all of a machine. None: no mesh.
         data_parallel_size: With ``tensor_parallel_size``, how many such groups of devices there are.

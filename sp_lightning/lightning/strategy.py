@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -65,10 +66,10 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
     device through a small window. Results equal those of the plain run to the last bit.
 
     Args:
-        window: Units on the device at a time, including those being copied there. An int >= 1, or "auto": chosen in
-            the first steps from the memory that they leave free and the times that they take. "auto" reads the
-            device's memory counters at each visit of a unit.
-        transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto": chosen with the window.
+        window: Units on the device at a time, including those being copied there. An int >= 1, or "auto": grows after
+            each step into the memory that it left free.
+        transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto": 1, or that of a plan or of a
+            run that is resumed.
         memory_budget: Device bytes for resident and streamed weights and gradients, such as "10GiB", which an "auto"
             window does not exceed. None uses all of the device's memory but a twentieth.
         resident: Units whose weights, gradients and optimizer state are on the device, where they are stepped: a
@@ -106,9 +107,9 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
             what is free less the system's share.
         disk: With one device: a folder on a local SSD, for what of the optimizer's state does not fit ``host_budget``,
             and then of weights that train and of gradients: it lies there in a nameless file while the run lasts, and
-            is stepped in portions, with the same bits (docs/disk.md).
+            is stepped in slices, with the same bits (docs/disk.md).
         timeout: With several devices, how long a rank waits for the others.
-        keepalive: With several machines, how long nothing comes of one that counts as lost.
+        keepalive: With several devices, how long a rank may give no sign before the others end.
         tensor_parallel_size: How many devices have a shard of each layer that the module cuts: its ``configure_model``
             finds ``self.device_mesh`` as under Lightning's ModelParallelStrategy, and calls ``parallelize_module`` with
             ``self.device_mesh["tensor_parallel"]`` (docs/several-devices.md). "auto": all of a machine. None: no mesh.
@@ -361,7 +362,10 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
         assert module is not None
         if not (self._automatic and self.options.optimizer_overlap):
             return False
-        return step_timing.why_gradients_must_be_final(self, module, optimizer) is None
+        why = step_timing.why_gradients_must_be_final(self, module, optimizer)
+        if why is not None:
+            _tell_that_steps_wait(why)
+        return why is None
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward as the base class does, and explain errors that streaming causes."""
@@ -409,6 +413,11 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
         """Run the module's predict_step as one pass over the units."""
         with self._step("predict"):
             return super().predict_step(*args, **kwargs)
+
+
+@functools.cache
+def _tell_that_steps_wait(why: str) -> None:
+    log.info("superpipeline: the optimizer steps after backward: %s", why)
 
 
 def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from ..stream.leaf import Weight
 
 log = logging.getLogger(__name__)
 
-Options: TypeAlias = dict[str, Any]
+GroupOptions: TypeAlias = dict[str, Any]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of gradients and wire copies, as the code has them
 LISTS_ADAM, FUSED_ADAM, SGD = 0, 1, 2  # the loops
@@ -46,7 +46,7 @@ class Loop(NamedTuple):
 # ---- torch's optimizers as loops
 
 
-def _adam(group: Options, is_fused: bool) -> Loop:
+def _adam(group: GroupOptions, is_fused: bool) -> Loop:
     lr, (beta1, beta2), decay, eps = group["lr"], group["betas"], group["weight_decay"], group["eps"]
     decays = (DECOUPLED if group["decoupled_weight_decay"] else DECAY) if decay else 0
     flags = decays | MAXIMIZE * group["maximize"] | AMSGRAD * group["amsgrad"]
@@ -65,7 +65,7 @@ def _adam(group: Options, is_fused: bool) -> Loop:
     return Loop(kind, flags, names, True, scalars)
 
 
-def _sgd(group: Options, is_fused: bool) -> Loop:
+def _sgd(group: GroupOptions, is_fused: bool) -> Loop:
     lr, decay, momentum, dampening = group["lr"], group["weight_decay"], group["momentum"], group["dampening"]
     damped = ctypes.c_float(dampening).value if is_fused else dampening
     flags = DECAY * bool(decay) | MAXIMIZE * group["maximize"] | NESTEROV * group["nesterov"]
@@ -73,31 +73,35 @@ def _sgd(group: Options, is_fused: bool) -> Loop:
     return Loop(SGD, flags, names, False, lambda step: (decay, momentum, 1 - damped, -lr))
 
 
-LOOPS: dict[type[optim.Optimizer], Callable[[Options, bool], Loop]] = {
+LOOPS: dict[type[optim.Optimizer], Callable[[GroupOptions, bool], Loop]] = {
     optim.Adam: _adam,
     optim.AdamW: _adam,
     optim.SGD: _sgd,
 }
 NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening")  # options that the loops take as numbers
 # Numbers with which loops are compared: those of most runs, and others for which kernels take another branch.
-TRIED: dict[type[optim.Optimizer], list[Options]] = {
+TRIED: dict[type[optim.Optimizer], list[GroupOptions]] = {
     optim.Adam: [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}, {"lr": 0.1, "betas": (0.3, 0.0), "eps": 1e-3}],
     optim.SGD: [{"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, {"lr": 1.0, "momentum": 0.3, "dampening": 0.0}],
 }
 TRIED[optim.AdamW] = TRIED[optim.Adam]
 
 
-def loop_for(cls: Any, group: Options, device: torch.device) -> Loop | None:
+def loop_for(cls: Any, group: GroupOptions, device: torch.device) -> Loop | None:
     """Return the loop with the bits of the device's kernels for a group; None: torch's operators have to step it.
 
     Compares them if that was not done before, which waits for the device.
     """
-    if device.type == "cpu" or cls not in LOOPS:
+    if device.type == "cpu":
+        return None
+    if cls not in LOOPS:
+        say_torch_steps(cls.__name__, device.type, "there is none for it")
         return None
     values = [group[name] for name in NUMBERS if name in group] + list(group.get("betas") or ())
     are_numbers = all(isinstance(value, (int, float)) for value in values)
     is_usual = are_numbers and not group.get("differentiable") and not group.get("capturable")
     if not is_usual or not (group["fused"] or group["foreach"]):
+        say_torch_steps(cls.__name__, device.type, "there is none for its options")
         return None
     loop = LOOPS[cls](group, bool(group["fused"]))
     return loop if _is_same(cls, loop.kind, loop.flags, bool(group["fused"]), device) else None
@@ -136,12 +140,13 @@ def _is_same(cls: Any, kind: int, flags: int, is_fused: bool, device: torch.devi
     except Unavailable as error:
         reason = str(error)
     if reason:
-        _say(cls.__name__, device.type, reason)
+        say_torch_steps(cls.__name__, device.type, reason)
     return not reason
 
 
 @functools.cache
-def _say(name: str, device: str, reason: str) -> None:
+def say_torch_steps(name: str, device: str, reason: str) -> None:
+    """Warn, once, that torch's own operators step on the host."""
     log.warning(
         "superpipeline: %s steps on the host by torch's own operators, which round in another way than those of %s and"
         " take longer than compiled code: %s",
@@ -186,7 +191,7 @@ def _compare(cls: Any, flags: int, is_fused: bool, device: torch.device) -> bool
 alike: dict[Any, bool] = {}  # by class, options and device, whether torch's operators have its bits on the host
 
 
-def rounds_alike(cls: Any, group: Options, device: torch.device) -> bool:
+def rounds_alike(cls: Any, group: GroupOptions, device: torch.device) -> bool:
     """Whether torch's operators on the host have the device's bits for a group of an optimizer by element."""
     options = {name: value for name, value in group.items() if name not in ("params", "lr")}
     key = cls, repr(options), device
@@ -195,7 +200,7 @@ def rounds_alike(cls: Any, group: Options, device: torch.device) -> bool:
     return alike[key]
 
 
-def _torch_is_same(cls: Any, options: Options, device: torch.device) -> bool:
+def _torch_is_same(cls: Any, options: GroupOptions, device: torch.device) -> bool:
     stepped = []
     for place in (torch.device("cpu"), device):
         generator = torch.Generator().manual_seed(0)
@@ -231,7 +236,7 @@ class Stepped(NamedTuple):
     value: Tensor
     grad: Tensor
     factor: float
-    state: Options  # what the step leaves
+    state: GroupOptions  # what the step leaves
     number: float  # of the step, from 1
     flags: int
     weight: Weight | None = None
@@ -242,7 +247,7 @@ def step(loops: list[Loop | None], work: list[Any], scale: Tensor | None, state:
 
     Args:
         loops: Those of the optimizer's groups.
-        work: The weights (`slices.Work`).
+        work: The weights (`slices.StepWork`).
         scale: A GradScaler's, by which a fused optimizer divides gradients.
         state: The optimizer's.
     """
@@ -268,14 +273,14 @@ def step(loops: list[Loop | None], work: list[Any], scale: Tensor | None, state:
     return left
 
 
-def _prepared(loop: Loop, item: Any, scale: Tensor | None, own: Options) -> Stepped | None:
+def _prepared(loop: Loop, item: Any, scale: Tensor | None, own: GroupOptions) -> Stepped | None:
     """Prepare a weight; None: the code does not step such a weight, gradient or state."""
     value = item.weight.value
     if value.dtype is not torch.float32 or getattr(item.weight.host, "plain_class", None) is not nn.Parameter:
         return None
     is_new = not own if loop.has_count else all(own.get(name) is None for name in loop.state)
     names = (*loop.state, "step") if loop.has_count else loop.state
-    state: Options = _new_state(loop, value) if is_new else {name: own.get(name) for name in names}
+    state: GroupOptions = _new_state(loop, value) if is_new else {name: own.get(name) for name in names}
     if not all(isinstance(entry, Tensor) and entry.device.type == "cpu" for entry in state.values()):
         return None
     if any(state[name].dtype is not torch.float32 or state[name].stride() != value.stride() for name in loop.state):
@@ -288,7 +293,7 @@ def _prepared(loop: Loop, item: Any, scale: Tensor | None, own: Options) -> Step
     return Stepped(value, *found, state, number, flags, item.weight)
 
 
-def _new_state(loop: Loop, value: Tensor) -> Options:
+def _new_state(loop: Loop, value: Tensor) -> GroupOptions:
     """Make a weight's state as torch's optimizers begin with it."""
     made = {name: torch.zeros_like(value) for name in loop.state}
     if not loop.has_count:

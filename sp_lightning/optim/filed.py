@@ -1,4 +1,4 @@
-"""Steps of weights that, or whose gradients or state, are in the scratch file: in windows that are in memory.
+"""Steps of weights in the scratch file, or with gradients or state there: window by window, in memory.
 
 The optimizer steps a window as it steps whole weights: what it gets are stand-ins for the weights, over a range of
 their elements. State that a first step makes is put together of what it makes in each window.
@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from ..host.device import IdleEvent
 from ..store.direct import blocks
-from ..store.spans import Span, Window, cut, elements_of
+from ..store.spans import ElementSpan, SpanBatch, cut, elements_of
 from ..store.store import Store
 from ..stream.host_gradient import GradientBytes
 
@@ -36,7 +36,7 @@ class SliceState(dict[Any, dict[str, Any]]):
         return self.setdefault(key, {})
 
 
-class Part:
+class FiledRange:
     """A range of a weight's elements in a window."""
 
     def __init__(self, item: Any, own: dict[str, Any], new: dict[str, Tensor], start: int, stop: int) -> None:
@@ -44,13 +44,13 @@ class Part:
         value, raw = item.weight.value, item.grad.raw
         self.value, self.grad = self._span(value), self._span(raw, is_written=False)
         self.entries = {key: self._span(entry) for key, entry in own.items() if is_shaped(entry, value)}
-        self.rooms = [] if own else [Span(None, value.dtype, start, stop) for _ in range(NEW)]
+        self.rooms = [] if own else [ElementSpan(None, value.dtype, start, stop) for _ in range(NEW)]
 
-    def _span(self, tensor: Tensor, is_written: bool = True) -> Span:
-        return Span(tensor, tensor.dtype, self.start, self.stop, is_written)
+    def _span(self, tensor: Tensor, is_written: bool = True) -> ElementSpan:
+        return ElementSpan(tensor, tensor.dtype, self.start, self.stop, is_written)
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[ElementSpan]:
         return [self.value, self.grad, *self.entries.values(), *self.rooms]
 
     def stand_in(self) -> Any:
@@ -67,7 +67,7 @@ class Part:
         }
 
     def keep(self, made: dict[str, Any], state: Any, store: Store) -> None:
-        """Keep what the step made of the state; with the last range it is the weight's."""
+        """Keep the state that the step made for this range; the last one gives it to the weight."""
         weight, rooms = self.item.weight, iter(self.rooms)
         for key, entry in made.items():
             if key in self.entries:
@@ -116,10 +116,10 @@ def ranged(item: Any, value: Any, wire: Any, raw: Any) -> Any:
     return item._replace(weight=weight, grad=content)
 
 
-class StepWindow(Window):
+class StepBatch(SpanBatch):
     """The spans of some parts."""
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[FiledRange]) -> None:
         super().__init__(span for part in parts for span in part.spans)
         self.parts = parts
 
@@ -146,7 +146,7 @@ class FiledSteps:
         return self._store.placement.is_in_memory
 
     def parts(self, work: list[Any], state: Any, step: Any) -> Generator[tuple[list[Any], Any], None, None]:
-        """Yield work and its state while they are in memory; all is where it belongs at the end.
+        """Yield a step's work, and its state, while they are in memory.
 
         Args:
             work: The weights, of one unit.
@@ -202,23 +202,23 @@ class FiledSteps:
             if step.scales:
                 item.grad.norm = None
 
-    def _planned(self, work: list[Any], state: Any) -> Iterator[StepWindow]:
+    def _planned(self, work: list[Any], state: Any) -> Iterator[StepBatch]:
         """Cut weights into windows; small ones are together in one."""
-        parts: list[Part] = []
+        parts: list[FiledRange] = []
         left = room = self._store.room
         for item in work:
             own, new = state.peek(item.weight.host) or {}, dict[str, Tensor]()
-            types = [span.dtype for span in Part(item, own, new, 0, 1).spans]
+            types = [span.dtype for span in FiledRange(item, own, new, 0, 1).spans]
             count = item.weight.value.numel()
             whole = sum(blocks(count * dtype.itemsize) for dtype in types)
             if whole > left and parts:
-                yield StepWindow(parts)
+                yield StepBatch(parts)
                 parts, left = [], room
             for start, stop in cut(count, types, room):
-                parts.append(Part(item, own, new, start, stop))
+                parts.append(FiledRange(item, own, new, start, stop))
                 left -= whole
                 if stop < count:
-                    yield StepWindow(parts)
+                    yield StepBatch(parts)
                     parts, left = [], 0
         if parts:
-            yield StepWindow(parts)
+            yield StepBatch(parts)

@@ -49,7 +49,7 @@ class Place(Protocol):
         """Return a tensor of the optimizer's state, which was made elsewhere, as `new` would have made it."""
 
     def finish(self) -> None:
-        """Wait until all is where it belongs."""
+        """Wait until all that belongs on the host is there."""
 
 
 class OnHost:

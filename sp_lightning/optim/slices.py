@@ -18,7 +18,7 @@ from torch import Tensor, optim
 from ..compat.torch import devices_with_lists
 from ..stream.host_gradient import GradientBytes
 from ..stream.leaf import Weight
-from .compiled import Options, loop_for, rounds_alike
+from .compiled import GroupOptions, loop_for, rounds_alike
 from .compiled import step as step_compiled
 from .places import OnHost, Place
 from .state import WaitingState
@@ -31,7 +31,7 @@ COUNTS = ("step", "mu_product")  # numbers of the state that a plain run has on 
 SCALING = ("grad_scale", "found_inf")  # what a GradScaler tells a fused optimizer
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """A weight to step."""
 
     weight: Weight
@@ -42,8 +42,8 @@ class Work(NamedTuple):
 class Slice(NamedTuple):
     """A range of a weight's elements in the order of memory; without ends the whole weight, in its shape."""
 
-    work: Work
-    own: Options  # the weight's state before the step
+    work: StepWork
+    own: GroupOptions  # the weight's state before the step
     start: int | None
     stop: int | None
 
@@ -70,7 +70,7 @@ class Slice(NamedTuple):
         return grad
 
     def put_state(
-        self, state: Options, new: Options, given: dict[int, Tensor], place: Place
+        self, state: GroupOptions, new: GroupOptions, given: dict[int, Tensor], place: Place
     ) -> list[tuple[Tensor, Tensor]]:
         """Put what the step made of the state where the user's is, in its order; the last slice's numbers count.
 
@@ -96,17 +96,17 @@ class Slice(NamedTuple):
         return down
 
 
-def is_known(optimizer: optim.Optimizer) -> bool:
+def steps_by_weight(optimizer: optim.Optimizer) -> bool:
     """Whether an optimizer's step treats each weight by itself."""
     return type(optimizer) in ELEMENTWISE | BY_WEIGHT
 
 
-def names_of_known() -> list[str]:
+def names_by_weight() -> list[str]:
     """List the optimizers whose step treats each weight by itself."""
     return sorted(kind.__name__ for kind in ELEMENTWISE | BY_WEIGHT)
 
 
-def counts_on_device(optimizer: optim.Optimizer, group: Options) -> bool:
+def counts_on_device(optimizer: optim.Optimizer, group: GroupOptions) -> bool:
     """Whether a plain run on a device has all numbers of the state there."""
     return bool(group.get("fused") or group.get("capturable")) or type(optimizer) is optim.ASGD
 
@@ -120,18 +120,18 @@ def code_of_step(optimizer: optim.Optimizer) -> Any:
 class SlicedOptimizer:
     """One step of the user's optimizer, with its options as they were when the user called it, over slices."""
 
-    def __init__(self, user: optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, user: optim.Optimizer, device: torch.device, on_host: bool = True) -> None:
         self.user, self._device = user, device
         self.has_written = False  # whether any weight was stepped
         self.is_elementwise = type(user) in ELEMENTWISE  # which take lists of tensors by default
         self._options = [self._noted(group) for group in user.param_groups]
-        self._loops = [loop_for(type(user), group, device) for group in self._options]
+        self._loops = [loop_for(type(user), group, device) if on_host else None for group in self._options]
         self._counts_go_up = [counts_on_device(user, group) for group in self._options]
         given = {name: getattr(user, name, None) for name in SCALING}
         self._scaling = {name: value for name, value in given.items() if value is not None}
         self._scaling_here = {name: value.to("cpu") for name, value in self._scaling.items()}
 
-    def _noted(self, group: Options) -> Options:
+    def _noted(self, group: GroupOptions) -> GroupOptions:
         """Note the options of a group; where the user chose no kernels, choose those that the device takes."""
         noted = {
             key: value.clone() if isinstance(value, Tensor) else value
@@ -148,7 +148,7 @@ class SlicedOptimizer:
         """Whether the step divides gradients by the scale of a GradScaler."""
         return bool(self._scaling)
 
-    def unscale(self, work: list[Work]) -> None:
+    def unscale(self, work: list[StepWork]) -> None:
         """Divide gradients, of which ranges were stepped, by the scale of a GradScaler, as a fused kernel does."""
         scale = self._scaling_here.get("grad_scale")
         if scale is not None and not self._scaling_here.get("found_inf", 0):
@@ -168,8 +168,8 @@ class SlicedOptimizer:
             return True
         return self.is_elementwise and rounds_alike(cls, options, self._device)
 
-    def step(self, work: list[Work], state: WaitingState, place: Place) -> None:
-        """Step weights; wait until all is where it belongs."""
+    def step(self, work: list[StepWork], state: WaitingState, place: Place) -> None:
+        """Step weights. Waits until all is where it belongs, but for resident ones: these are queued on the device."""
         left = work
         if isinstance(place, OnHost) and not self._scaling_here.get("found_inf", 0):
             left = step_compiled(self._loops, work, self._scaling_here.get("grad_scale"), state)
@@ -214,7 +214,7 @@ class SlicedOptimizer:
                 down.append((part.of(weight.wire), param))
         place.down(down)
 
-    def _state(self, part: Slice, place: Place, given: dict[int, Tensor]) -> Options:
+    def _state(self, part: Slice, place: Place, given: dict[int, Tensor]) -> GroupOptions:
         """Return the state of a slice where it is stepped; note what is there already.
 
         The numbers of a weight that is cut are copied.
@@ -233,12 +233,12 @@ class SlicedOptimizer:
             state[key] = entry
         return state
 
-    def _call(self, params: list[list[Tensor]], states: dict[Tensor, Any], scaling: Options) -> None:
+    def _call(self, params: list[list[Tensor]], states: dict[Tensor, Any], scaling: GroupOptions) -> None:
         """Call the class's step on other parameters and state than the user's."""
         groups = [{**group, "params": own} for group, own in zip(self._options, params, strict=True)]
         code_of_step(self.user)(shadow_of(self.user, groups, state=states, **scaling))
 
-    def _runs(self, work: list[Work], state: WaitingState, chunk: int) -> Iterator[list[Slice]]:
+    def _runs(self, work: list[StepWork], state: WaitingState, chunk: int) -> Iterator[list[Slice]]:
         """Cut weights of more than a chunk's elements into slices, and yield runs of about a chunk's elements."""
         run: list[Slice] = []
         room = chunk
@@ -257,7 +257,7 @@ class SlicedOptimizer:
         if run:
             yield run
 
-    def _is_cut(self, item: Work, own: Options) -> bool:
+    def _is_cut(self, item: StepWork, own: GroupOptions) -> bool:
         value = item.weight.value
         if not (self.is_elementwise and value.ndim and value.numel() and isinstance(item.grad, GradientBytes)):
             return False
@@ -268,7 +268,7 @@ class SlicedOptimizer:
         return True
 
 
-def shadow_of(optimizer: optim.Optimizer, groups: list[Options], **attributes: Any) -> Any:
+def shadow_of(optimizer: optim.Optimizer, groups: list[GroupOptions], **attributes: Any) -> Any:
     """Make an optimizer that has other groups, and is the user's otherwise."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__ = {**vars(optimizer), **attributes, "param_groups": groups}

@@ -34,10 +34,11 @@ from ..stream.lazy import grad_of, own_steps
 from ..stream.leaf import Weight
 from ..stream.parameters import unit_of, weights
 from ..stream.unit import Unit
+from .compiled import say_torch_steps
 from .filed import FiledSteps
 from .half_applied import EarlySteps, Outcome, check_step, note_loaded, outlive
 from .places import ByTrips, OnDevice, OnHost, Place
-from .slices import COUNTS, SlicedOptimizer, Work, counts_on_device, is_known, names_of_known, shadow_of
+from .slices import COUNTS, SlicedOptimizer, StepWork, counts_on_device, names_by_weight, shadow_of, steps_by_weight
 from .state import WaitingState
 
 
@@ -137,11 +138,11 @@ class Steps:
             ]
 
     def place_state(self, optimizer: optim.Optimizer) -> None:
-        """Put each weight's state where the weight is stepped."""
+        """Put each weight's state where the weight is stepped, of optimizers that step weight by weight."""
         self._place_state(optimizer, is_closing=False)
 
     def _place_state(self, optimizer: optim.Optimizer, is_closing: bool) -> None:
-        if not is_known(optimizer):  # whose own code steps all weights on the host
+        if not steps_by_weight(optimizer):  # whose own code steps all weights on the host
             return
         counts_there = {
             id(param)
@@ -152,7 +153,7 @@ class Steps:
         for param, state in optimizer.state.items():
             if (weight := self._weight(param)) is None:
                 continue
-            is_resident = weight.unit.is_resident and is_known(optimizer) and not is_closing
+            is_resident = weight.unit.is_resident and steps_by_weight(optimizer) and not is_closing
             home = weight.there.device if is_resident else torch.device("cpu")
             if not is_resident:
                 self._filed.keep_state(weight, state)
@@ -190,12 +191,14 @@ class Steps:
         self.has_stepped = True
         check_step(optimizer)
         self.adopt(optimizer)
-        if not is_known(optimizer):  # it may look at all weights at once
+        if not steps_by_weight(optimizer):  # it may look at all weights at once
             if self._makes_trips:
                 raise UnsupportedError(
-                    f"optimizer_device='device' steps torch's own {', '.join(names_of_known())};"
+                    f"optimizer_device='device' steps torch's own {', '.join(names_by_weight())};"
                     f" {type(optimizer).__name__} is none of them: step it with optimizer_device='host'"
                 )
+            if self._device.type != "cpu":
+                say_torch_steps(type(optimizer).__name__, self._device.type, "it is not one of torch's own")
             self._wait_bytes(optimizer)
             own_steps.append(optimizer)
             return None
@@ -233,7 +236,7 @@ class Steps:
             work: dict[Unit, list[Weight]] = {}
             for weight in self._early_steps.left_of(optimizer, whose):
                 work.setdefault(weight.unit, []).append(weight)
-            sliced = SlicedOptimizer(optimizer, self._device)
+            sliced = SlicedOptimizer(optimizer, self._device, not self._makes_trips)
             if self.chose_residents and not self._makes_trips:
                 streamed = {groups[id(weight)] for unit in work if not unit.is_resident for weight in work[unit]}
                 self._check_bits(optimizer, sliced, streamed)
@@ -283,7 +286,7 @@ class Steps:
             next(iter(self._units)).window.is_in_step = self._was_in_step.pop(optimizer, False)
         if optimizer in self._adopted and not self._overlap:
             _wait_steps(optimizer)
-        if optimizer in self._adopted and not is_known(optimizer):
+        if optimizer in self._adopted and not steps_by_weight(optimizer):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             for unit in {unit for param in params if (unit := unit_of(param)) is not None}:
                 unit.epoch += 1  # the user's own code stepped it
@@ -300,7 +303,7 @@ class Steps:
             self.check_applied()
             self._early_steps.outcome = Outcome(is_early=True)
             self.adopt(optimizer)
-            if is_known(optimizer):
+            if steps_by_weight(optimizer):
                 self.early = optimizer
 
     @staticmethod
@@ -319,7 +322,7 @@ class Steps:
     def _step_early(self, optimizer: optim.Optimizer, unit: Unit, whose: list[Weight]) -> None:
         if not self._early_steps.stepped:  # the training step may have changed the groups
             self._early_groups = self._groups(optimizer)
-            self._early_sliced = SlicedOptimizer(optimizer, self._device)
+            self._early_sliced = SlicedOptimizer(optimizer, self._device, not self._makes_trips)
             self._reserve_state(optimizer)
         groups = self._early_groups
         mine = [weight for weight in whose if id(weight) in groups]
@@ -355,15 +358,15 @@ class Steps:
 
     # ---- the work
 
-    def _noted_work(self, whose: list[Weight], groups: dict[int, int]) -> list[Work]:
+    def _noted_work(self, whose: list[Weight], groups: dict[int, int]) -> list[StepWork]:
         found = []
         for weight in whose:
             grad = grad_of(weight.host)
-            found.append(Work(weight, grad.content if isinstance(grad, HostGradient) else grad, groups[id(weight)]))
+            found.append(StepWork(weight, grad.content if isinstance(grad, HostGradient) else grad, groups[id(weight)]))
         return found
 
     @staticmethod
-    def _wait_added(work: list[Work]) -> list[GradientBytes]:
+    def _wait_added(work: list[StepWork]) -> list[GradientBytes]:
         """Wait for sums of gradients, and raise the error of one that failed; return the gradients that are noted."""
         noted = [item.grad for item in work if isinstance(item.grad, GradientBytes)]
         for grad in noted:
@@ -414,7 +417,7 @@ class Steps:
 
         return self.thread.submit(run_and_end)
 
-    def _step(self, unit: Unit, work: list[Work], sliced: SlicedOptimizer, state: Any) -> None:
+    def _step(self, unit: Unit, work: list[StepWork], sliced: SlicedOptimizer, state: Any) -> None:
         """Step weights of a unit. Runs on the thread."""
         if self._filed.is_in_memory:
             sliced.step(work, state, self._place)

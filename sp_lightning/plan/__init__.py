@@ -102,7 +102,7 @@ def plan(
 
 
 def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
-    """Return the machine, and the device type whose kernels count."""
+    """Return the machine, measured if it is "here", and the device type whose kernels are traced."""
     target = None if device is None else torch.device(device).type
     if isinstance(given, Machine):
         return given, target or "cuda"

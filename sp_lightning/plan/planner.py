@@ -196,7 +196,7 @@ def _timed(job: Job, found: Trace, swept: Sweep, disk: OnDisk, share: float) -> 
         if size.resident:
             step.moved += 4 * (3 + 2 * share) * size.parameters
             continue
-        sent = (job.nodes - 1) / job.nodes * (size.down_nbytes + 2 * size.cast) * 2
+        sent = (job.nodes - 1) * (size.down_nbytes + 2 * size.cast)  # a machine has a part for each of its devices
         work = Work(sent=sent, trained=size.parameters, cast=size.cast)
         if index in swept.loads[False][:1]:
             works[False].up -= size.up_nbytes

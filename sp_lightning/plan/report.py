@@ -113,7 +113,7 @@ class Plan:
         return {"rows_per_s": rows} | ({"tokens_per_s": rows * tokens} if tokens else {})
 
     def to_dict(self, tokens: int | None = None) -> dict[str, Any]:
-        """Return everything as plain values."""
+        """Return everything as plain values; ``tokens`` of a row give tokens a second."""
         computed = "device_nbytes", "host_nbytes", "fits_host", "fits", "step_s"
         return asdict(self) | {name: getattr(self, name) for name in computed} | {"speed": self.speed(tokens)}
 

@@ -52,7 +52,10 @@ class Board:
         self._thread.start()
 
     def follow(self, stage: Stage, unit: int, count: int, place: str, before: Callable[[], Any] = int) -> Future[None]:
-        """Raise this rank's number by a count once ``before`` has returned, on the thread; return when all have."""
+        """Raise this rank's number by a count, on the thread, once ``before`` has returned.
+
+        Return what is done when all ranks' numbers are as high.
+        """
         column = unit * len(Stage) + stage
         item = Item(column, self._counts.get(column, 0) + count, place, Future())
         self._counts[column] = item.target

@@ -24,7 +24,7 @@ class Alone:
 
     rank = 0
     slabs: Slabs | None = None  # of its own
-    follows_buffers = True  # whether forwards that train take the first rank's buffers
+    follows_buffers = True  # whether forwards that train, and a Trainer's validation, take the first rank's buffers
 
     def steps(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool) -> Steps:
         """Make what steps the stream's weights."""
@@ -35,16 +35,16 @@ class Alone:
         return Gradients(device, steps, room)
 
     def check_shards(self, shards: list[str]) -> None:
-        """Raise unless all ranks have the same shards of DTensors."""
+        """Raise unless all ranks have the same shards of DTensors. Collective."""
 
     def share_units(self, units: list[Unit], device: Device) -> None:
-        """Have the first rank's weights on all ranks."""
+        """Copy the first rank's weights to all ranks. Collective."""
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Have the first rank's buffers on all ranks."""
+        """Copy the first rank's buffers to all ranks. Collective."""
 
     def begin_forward(self, module: nn.Module) -> None:
-        """Note the beginning of a forward that trains."""
+        """Note the beginning of a forward that trains, or of a Trainer's validation. Collective if buffers are due."""
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks of an error. Safe twice."""
@@ -54,7 +54,7 @@ class Alone:
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """End what was begun. Safe twice."""
+        """End what ranks have together; others that wait for this one raise. Safe twice."""
 
 
 class Peers(Team, Alone):  # type: ignore[misc]  # its slabs are shared ones

@@ -51,7 +51,10 @@ class Everywhere(NamedTuple):
 
 
 class Message:
-    """How the gradients of a unit lie in a message, those of one type beside each other."""
+    """How the gradients of a unit lie in a message, those of one type beside each other.
+
+    The message has a part for each rank, all of one size.
+    """
 
     def __init__(self, whose: Sequence[Weight], ranks: int) -> None:
         self.whose, self.places, self.nbytes = whose, list[int](), 0
@@ -154,7 +157,10 @@ class SharedGradients(Gradients):
                 self._settle_unreached(backward, turns)
 
     def _settle_unreached(self, backward: Backward, turns: Turns) -> None:
-        """Deliver the gradients that only other ranks have, in one message (Rule 3)."""
+        """Find in one message which weights any rank reached; deliver means that only others have (Rule 3).
+
+        Collective.
+        """
         flags = torch.tensor(turns.reached, dtype=torch.uint8, device=self._device.torch_device)
         self._team.wait(self._team.start_maximum(flags), "the end of a backward")
         if not turns.unsure:

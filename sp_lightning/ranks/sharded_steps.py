@@ -1,7 +1,7 @@
 """Steps of several ranks: each steps its part of every weight, in memory that all of a machine's ranks share.
 
-1. A rank begins a unit's step once no rank reads what is stepped, and has called the step or is past its backward. The
-   step is over when every rank has stepped its parts.
+1. A rank steps its part of a unit once every rank is ready: it has submitted the step, and its copies of the slab are
+   done. The step is over when every rank has stepped its part.
 2. Before it steps, a rank copies its parts of what its user wrote (shared_slabs.py) to the truth. All ranks make
    alike edits, so the truth is whole then; at the end of the step the user's own pages are given up.
 3. State is whole in memory that ranks share, too: a checkpoint of any number of ranks is that of one device. Numbers,
@@ -27,7 +27,7 @@ from ..compat.tensors import is_dtensor
 from ..host.device import Device
 from ..optim.filed import SliceState, ranged
 from ..optim.half_applied import Outcome, mark
-from ..optim.slices import ELEMENTWISE, SlicedOptimizer, Work, is_known
+from ..optim.slices import ELEMENTWISE, SlicedOptimizer, StepWork, steps_by_weight
 from ..optim.steps import Steps
 from ..store.store import Store
 from ..stream.host_gradient import GradientBytes
@@ -60,7 +60,8 @@ class SharedSteps(Steps):
         super().step_beside_backward(optimizer if type(optimizer) in ELEMENTWISE else None)
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
-        super().delivered(unit, whose, is_complete and all(map(_has_parts, whose)))  # for the same reason
+        has_parts = all(map(_has_parts, whose))  # all ranks step whole weights in one order
+        super().delivered(unit, whose, is_complete and has_parts)
 
     def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
         """Give this rank's part of a unit's step to the thread, and return the end of all parts (Rule 1)."""
@@ -127,7 +128,7 @@ class SharedSteps(Steps):
         self._steppers[unit] = sliced.user
         super()._submit(unit, whose, sliced, groups, state, outcome)
 
-    def _step(self, unit: Unit, work: list[Work], sliced: SlicedOptimizer, state: Any) -> None:
+    def _step(self, unit: Unit, work: list[StepWork], sliced: SlicedOptimizer, state: Any) -> None:
         own = [item for item in work if sliced.is_elementwise and _is_cut(item)]
         if len(own) < len(work):
             cut = {id(item.weight) for item in own}
@@ -149,7 +150,7 @@ class SharedSteps(Steps):
                 shared.keep(weight, sliced.user, made, state.make(weight.host))
         increment_version([weight.value for weight, _, _ in own])
 
-    def _part(self, item: Work, is_written: bool) -> Any:
+    def _part(self, item: StepWork, is_written: bool) -> Any:
         """Return this rank's part of a weight and its gradient."""
         part_of, grad = self._team.part_of, item.grad
         if isinstance(grad, GradientBytes):
@@ -176,7 +177,7 @@ class SharedSteps(Steps):
         super()._after(optimizer, args, kwargs)
         # The user's own code stepped whole weights, or shards.
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if not (optimizer in self._adopted and not is_known(optimizer)):
+        if not (optimizer in self._adopted and not steps_by_weight(optimizer)):
             params = [param for param in params if is_dtensor(param)]
         self._submit_publishing({unit for param in params if (unit := unit_of(param)) is not None})
 
@@ -197,6 +198,6 @@ def _has_parts(weight: Weight) -> bool:
     return bool(weight.value.ndim)
 
 
-def _is_cut(item: Work) -> bool:
+def _is_cut(item: StepWork) -> bool:
     """Whether ranks step parts of a weight with this gradient: none without strides has any."""
     return _has_parts(item.weight) and getattr(item.grad, "layout", torch.strided) is torch.strided

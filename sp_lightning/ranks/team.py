@@ -3,8 +3,8 @@
 1. All collectives of gradients come in one order on all ranks, that of backwards and units; weights go up without any.
    So ranks may skip units, call them in other orders and evaluate alone.
 2. Gradients are summed as a tree of a machine's ranks, and then of machines.
-3. Buffers are the first rank's before a forward that trains, if it follows one whose gradients were exchanged: DDP's
-   rule.
+3. Buffers are the first rank's before a forward that trains, or a Trainer's validation, if it follows a forward whose
+   gradients were exchanged: DDP's rule.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class Team:
     # ---- gradients
 
     def start_exchange(self, parts: Tensor) -> tuple[Tensor, Any]:
-        """Start to send a part to each rank of the machine; return what will have their parts for this one."""
+        """Collective: start to send a part to each rank of the machine; return what will have theirs for this one."""
         got = torch.empty_like(parts)
         return got, dist.all_to_all_single(got, parts, group=self._local_group, async_op=True)
 
     def gathered(self, part: Tensor, place: str, over_machines: bool = False) -> Tensor:
-        """Return what ranks of the machine have, a row for each; or what all machines have of the same part."""
+        """Collective: return what ranks of the machine have, a row for each; or all machines, of the same part."""
         group = self._across if over_machines else self._local_group
         if group.size() == 1:
             return part.view(1, -1)
@@ -107,7 +107,7 @@ class Team:
         return rows
 
     def start_maximum(self, flags: Tensor) -> Any:
-        """Start to take the largest value of each flag over all ranks, in place."""
+        """Collective: start to take the largest value of each flag over all ranks, in place."""
         return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def wait(self, work: Any, place: str) -> None:
@@ -117,7 +117,7 @@ class Team:
     # ---- weights and buffers
 
     def check_shards(self, shards: list[str]) -> None:
-        """Raise unless all ranks have the same shards of DTensors."""
+        """Collective: raise unless all ranks have the same shards of DTensors."""
         with self._watch.waiting("the model"):
             all_of_ranks = self._gathered_objects(shards)
         for rank, others in enumerate(all_of_ranks):
@@ -131,7 +131,7 @@ class Team:
                 )
 
     def share_units(self, units: list[Unit], device: Device) -> None:
-        """Have the first rank's weights on all ranks. The first of each machine wrote the streamed ones."""
+        """Collective: copy the first rank's weights to all. The first of each machine wrote the streamed ones."""
         self._is_on_host = device.is_host
         for unit in units:
             for source in unit.sources:
@@ -151,7 +151,7 @@ class Team:
         tensor.copy_(there)
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Have the first rank's buffers on all ranks, in one message."""
+        """Collective: copy the first rank's buffers to all, in one message."""
         buffers = [buffer for buffer in module.buffers() if buffer.numel()]
         if not buffers:
             return
@@ -180,7 +180,7 @@ class Team:
             self.exchanges = before
 
     def close(self) -> None:
-        """End what was begun. Safe twice."""
+        """End this rank's threads; others that wait for it raise. Safe twice."""
         self.board.close()
         self._watch.close()
 

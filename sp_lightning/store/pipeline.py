@@ -27,7 +27,7 @@ from ..host.staging import StagedCopy
 from ..host.telemetry import Counters
 from .direct import BLOCK, DirectFile, FileRange, blocks
 from .scratch import ScratchFile
-from .spans import Window
+from .spans import SpanBatch
 
 MOST = 64 << 20  # bytes of a buffer: threads wait in the kernel so long that one in Python does not delay them
 LEAST = 16 << 20
@@ -50,7 +50,7 @@ class Buffer(NamedTuple):
     memory: memoryview
 
 
-W = TypeVar("W", bound=Window)
+W = TypeVar("W", bound=SpanBatch)
 
 
 class Piece:
@@ -126,7 +126,7 @@ class Pipeline:
             torch.accelerator.set_stream(stream)
 
     def close(self) -> None:
-        """End the threads, after what they were given."""
+        """Wait for all reads and writes that were submitted, and end the threads."""
         self._reader.shutdown()
         self._writer.shutdown()
 

@@ -13,7 +13,7 @@ from .scratch import ScratchFile
 
 
 @dataclass
-class Span:
+class ElementSpan:
     """A range of a tensor's elements in the order of memory."""
 
     tensor: Tensor | None  # None: room for what the work makes; it is written once a tensor is given
@@ -34,7 +34,7 @@ def elements_of(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor.as_strided((stop - start,), (1,), tensor.storage_offset() + start)
 
 
-class Window(list[Span]):
+class SpanBatch(list[ElementSpan]):
     """Spans that are in memory together."""
 
     def place(self, file: ScratchFile) -> None:

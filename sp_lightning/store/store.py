@@ -23,17 +23,17 @@ from .pipeline import BUFFERS, FileFill, Pipeline, buffer_nbytes, pieces_of
 from .placement import Placement, UnitBytes, choose, may_move
 from .scratch import ScratchFile, check_folder, scratch_in
 from .sources import Found, SourceFile, find, written
-from .spans import Span, Window, cut
+from .spans import ElementSpan, SpanBatch, cut
 
 log = logging.getLogger(__name__)
 
-W = TypeVar("W", bound=Window)
+W = TypeVar("W", bound=SpanBatch)
 BESIDE = 4  # times the largest unit: one that arrives, the gradients of one, and two packs of them
 
 TENSORS = 5  # of a weight, at most: itself, two numbers of state, and its gradient as it came and as it is read
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """Where in a file the bytes of a weight are."""
 
     file: DirectFile
@@ -154,7 +154,7 @@ class Store:
             wide = sum(param.nbytes for param in moving if wire_of(param) is not param.dtype)  # gradients that are read
             ends = TENSORS * BLOCK * sum(map(len, units))  # of tensors' last blocks
             self._scratch = scratch_in(self._disk, placement.disk + wide + ends)
-        malloc.by_themselves()  # or what the model frees would stay with the process, beside the budget
+        malloc.map_large_blocks()  # or what the model frees would stay with the process, beside the budget
         self._pipeline = Pipeline(self._device, nbytes)
         log.info(
             "superpipeline: %s of frozen weights stay in their files, and %s go to the disk; %s are in host memory, of"
@@ -177,7 +177,7 @@ class Store:
             " budget, or give '0B' for as little as can be had"
         )
 
-    def place_of(self, index: int, param: nn.Parameter, wire: torch.dtype) -> Place | None:
+    def place_of(self, index: int, param: nn.Parameter, wire: torch.dtype) -> FilePlace | None:
         """Return where in a file a parameter of a unit is that does not travel from memory.
 
         A weight that trains moves to the scratch file, if that is its place; where it travels in another type, what
@@ -188,13 +188,13 @@ class Store:
             param.data = self.moved(param.data)
             offset = self._scratch.offset_of(param.data)
             assert offset is not None
-            return Place(self._scratch, offset) if wire is param.dtype else None
+            return FilePlace(self._scratch, offset) if wire is param.dtype else None
         found = self._found.get(id(param)) if index in self.placement.frozen else None
         if found is None:
             return None
         if found.mapping.file not in self._files:
             self._files[found.mapping.file] = SourceFile(found.mapping)
-        return Place(self._files[found.mapping.file], found.offset)
+        return FilePlace(self._files[found.mapping.file], found.offset)
 
     def filed(self, name: str, weights: Sequence[Any]) -> FiledWeights | None:
         """Return the way up of a unit's weights that are in files; None if there are none."""
@@ -247,7 +247,7 @@ class Store:
         types = [tensor.dtype for tensor in tensors]
         assert self._pipeline is not None
         ranges = cut(target.numel(), types, self._pipeline.nbytes)
-        windows = (Window(Span(one, one.dtype, *ends, one is target) for one in tensors) for ends in ranges)
+        windows = (SpanBatch(ElementSpan(one, one.dtype, *ends, one is target) for one in tensors) for ends in ranges)
         with contextlib.closing(self.fetch(windows)) as fetched:
             for window in fetched:
                 work(*[span.here for span in window])
@@ -290,7 +290,7 @@ class Store:
         ended, self._pipeline = self._pipeline, None
         if ended is not None:
             ended.close()
-            malloc.as_ever()
+            malloc.restore_thresholds()
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -1,7 +1,8 @@
 """The way of gradients down: they are packed by unit, copied, and put into `.grad` of the user's parameters.
 
-Each backward has a record of its own, by autograd's number. `.grad` is written as the backward ends, by the thread that
-called it, or by the next touch of a weight where an exception ended the backward.
+Each backward has a record of its own, by autograd's number. `.grad` is written as the backward ends, or before that
+where a step or a hook reads it, or where it is added to another. The thread that called backward does so, or the next
+touch of a weight where an exception ended the backward.
 """
 
 from __future__ import annotations

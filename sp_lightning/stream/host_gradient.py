@@ -60,8 +60,8 @@ class Norm(Tensor):
 class GradientBytes:
     """The bytes that backwards left of a weight's gradient.
 
-    `full` is what the user sees: in host memory, in the weight's type, and without bytes until somebody asks for it.
-    `raw` has the truth, times `factors`; it is `full` once that has its bytes.
+    `full` is what the user sees: in host memory and in the weight's type. `raw` has the truth, times `factors`. They
+    are one tensor if it came down so; else `full` has no bytes until somebody asks for it.
     """
 
     is_mean = False  # whether it is a mean over ranks, to which nothing was added
@@ -133,7 +133,7 @@ class GradientBytes:
             self.factors, self.norm = [], None
 
     def make_true(self) -> None:
-        """Have the true gradient in `raw`, in the weight's type. Called as `true` is."""
+        """Have the true gradient in `raw`, in the weight's type. For the optimizer's thread, or if none is pending."""
         self.true()
 
     def on_device(self) -> Tensor:
@@ -204,7 +204,7 @@ class DeviceGradientBytes(GradientBytes):
         return self.raw
 
     def accumulate(self, came: GradientBytes, worker: Executor) -> None:
-        """Add the gradient of another backward, where the sum is."""
+        """Add the gradient of another backward on the device. Waits for a step that reads the sum."""
         self.wait()
         self.step = None
         self.make_true()

@@ -50,7 +50,7 @@ class Visitor(Protocol):
         """Note that the host may write a unit's weights."""
 
     def drop(self, unit: Any) -> None:
-        """Evict a unit."""
+        """Evict a unit, unless it is held."""
 
 
 class Collector(Protocol):

@@ -67,7 +67,7 @@ class FoundUnit:
 
     index: int
     name: str
-    # Entering the forward of any of these needs the whole unit. None for the resident rest.
+    # Entering the forward of any of these needs the whole unit. Empty for the resident rest.
     modules: tuple[tuple[str, nn.Module], ...]
     params: tuple[tuple[str, nn.Parameter], ...]
     resident: bool

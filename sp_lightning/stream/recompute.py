@@ -124,7 +124,7 @@ class Argument:
 
 
 class ForwardBuffer:
-    """A buffer before a forward."""
+    """A buffer before a forward, in a module's registry; its values are kept if it is cloned."""
 
     def __init__(self, place: dict[str, Any], name: str, is_cloned: bool) -> None:
         self.place, self.name = place, name

@@ -158,9 +158,9 @@ def on_host(grad: Tensor) -> Tensor:
 
 
 def check_supported(units: Iterable[Any], device: torch.device, refused: dict[str, bool]) -> None:
-    """Raise if a parameter of these units is a DTensor that is not streamed so.
+    """Raise for a DTensor with a hook, under an option that takes none, or on another kind of mesh than the device.
 
-    ``refused``: by what DTensors are not streamed with, whether it is in force.
+    ``refused``: options that take no DTensors, and whether each is set.
     """
     sharded = [whole for unit in units for whole in unit.wholes if isinstance(whole, Sharded)]
     for whole in sharded:

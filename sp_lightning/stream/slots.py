@@ -79,7 +79,7 @@ def _is_parameter(item: object) -> TypeGuard[nn.Parameter]:
 
 
 def overlapping(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Find tensors, of these, that have bytes in common with one that begins before them; each pair is one of these."""
+    """Find overlapping tensors: each that begins inside of earlier ones, behind the one of those that ends last."""
     found: list[tuple[Tensor, Tensor]] = []
     furthest: tuple[int, Tensor] | None = None  # the end of what lies before, and whose it is
     for tensor in sorted(filter(Tensor.data_ptr, tensors), key=Tensor.data_ptr):  # those that have bytes

@@ -1,6 +1,7 @@
 """A unit: weights that travel as one, in a page-locked slab on the host and in fresh memory on the device.
 
-- Only `evict` lets go of the unit's memory on the device (residency.py); the window calls it, between visits.
+- Only `evict` lets go of the unit's memory on the device (residency.py). The window calls it, between visits; a held
+  unit does so itself where its weights were written.
 - A unit on the device is stale when its weights' versions have moved since the copy, or its epoch, which steps move
   and writes that no version shows.
 - Whatever writes to the slab first waits for copies that read it (`wait_copy`), and for the unit's step (`wait_step`).
@@ -55,7 +56,7 @@ class Pending:
                 then()
 
     def after(self, action: Callable[[], None]) -> None:
-        """Run an action now, or as the last step ends, by the step's thread. Does not block."""
+        """Run an action now, or as the last step ends, by the step's thread. Does not wait for the steps."""
         with self._lock:
             if self._count:
                 self._then = action

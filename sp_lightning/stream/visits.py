@@ -56,7 +56,7 @@ class Visit:
         self.chain()
 
     def chain(self) -> None:
-        """Take the slot, and call what the user put there, by `module.compile()`, or what we compile in its way."""
+        """Take the slot. Calls go on to what the user put there, by `module.compile()`, or to what we compile so."""
         self.compiled: Callable[..., Any] | None = call_slot(self.module)
         plain = plain_call(self.module)
         self._call = self.compiled or (torch.compile(plain) if self._compiles else plain)

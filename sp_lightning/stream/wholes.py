@@ -1,4 +1,5 @@
-"""Wholes: parameters that consist of several tensors, as quantised ones do, of any library; none of them is trained.
+"""Wholes: parameters that consist of several tensors, as quantised ones do, of any library; none is trained, but for
+DTensors (shards.py).
 
 - The tensors travel with their unit as weights like others. On the device the parameter's own class makes it up again
   of them, after each load: they are plain tensors, so that code which kept the whole has its bytes. On the host the
@@ -101,7 +102,7 @@ class WholeWeight:
         return self._parts[0].unit
 
     def on_device(self) -> Any:
-        """Return the weight on the device, to which its unit is brought; whoever keeps it keeps the memory."""
+        """Visit the unit, and return the weight made of its parts on the device; whoever keeps it keeps the memory."""
         if self._there is not None:
             return self._there
         self.unit.window.visit(self.unit)

@@ -92,7 +92,7 @@ class Window:
         self._is_closed = False
 
     def begin(self, units: Sequence[Unit], room: Room) -> None:
-        """Stream these units from now on; units without memory of their own that are added stay beside them."""
+        """Start to stream units. The list may grow later, by held units alone: the schedule has no place for others."""
         _open.add(self)
         self._units, self.room = units, room
         self._schedule = Schedule([unit.nbytes for unit in units], room.window, room.transfer)
@@ -244,14 +244,14 @@ class Window:
             self._current = None, None
 
     def drop(self, unit: Unit) -> None:
-        """Evict a unit whose weights change."""
+        """Evict a unit whose weights change, unless it is held."""
         self._current = None, None
         if not unit.is_held:
             for index in self._schedule.invalidate([unit.index]):
                 self._units[index].evict()
 
     def close(self) -> None:
-        """Evict all units."""
+        """Evict the units that stream; those that are held are the handle's."""
         self._current, self._is_closed = (None, None), True
         _open.discard(self)
         for unit in self._units:

@@ -9,7 +9,7 @@ import torch
 from sp_lightning.host.device import Device
 from sp_lightning.store.placement import UnitBytes, choose
 from sp_lightning.store.scratch import scratch_in
-from sp_lightning.store.spans import Span, Window, cut
+from sp_lightning.store.spans import ElementSpan, SpanBatch, cut
 from sp_lightning.store.store import Pipeline
 
 LORA = [UnitBytes(frozen=100, state=4, weights=2, gradients=2, fixed=1)] * 4  # 436 bytes
@@ -58,7 +58,7 @@ def test_what_the_mapping_and_the_pipeline_write_is_the_same():
             other[at:] = value
             continue
         ends = draw.choice(list(cut(len(tensor), [tensor.dtype], 1 << 14)))
-        for window in through.windows(file, [Window([Span(tensor, tensor.dtype, *ends)])]):
+        for window in through.windows(file, [SpanBatch([ElementSpan(tensor, tensor.dtype, *ends)])]):
             here = window[0].here
             assert torch.equal(here, other[slice(*ends)])
             here.mul_(value)

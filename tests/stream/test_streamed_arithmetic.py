@@ -158,7 +158,7 @@ def test_comparisons_are_of_kinds_and_not_of_numbers(arithmetic, monkeypatch):
 def test_other_bits_are_left_to_torch_and_said_once(stepped, caplog):
     """Without CUDA's arithmetic the simulated device has that of torch's operators on the CPU."""
     compiled._is_same.cache_clear()
-    compiled._say.cache_clear()
+    compiled.say_torch_steps.cache_clear()
     with caplog.at_level(logging.WARNING, "sp_lightning"):
         check(next(one for one in PROGRAMS if one.name == "groups_with_and_without_decay"), "simgpu")
     compiled._is_same.cache_clear()
