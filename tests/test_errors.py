@@ -52,7 +52,7 @@ def test_an_option_error_is_ours_and_a_value_error():
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_missing_extra_names_what_to_install_and_survives_pickling(protocol):
+def test_a_missing_extra_says_what_to_install_and_can_be_pickled(protocol):
     error = errors.MissingExtraError(feature="a picture", package="matplotlib", extra="plots")
     again = pickle.loads(pickle.dumps(error, protocol))
     assert isinstance(again, ImportError) and isinstance(again, errors.SuperpipelineError)

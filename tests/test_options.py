@@ -114,7 +114,7 @@ def test_a_budget_that_is_no_size_is_refused():
 @pytest.mark.parametrize(
     ("machines", "found"), [(1, "devices must be 1 .*got 2"), (4, r"num_nodes \* devices .*'4 \* 2'")]
 )
-def test_a_step_on_the_device_with_several_of_them_is_refused_with_what_was_given(machines, found):
+def test_steps_on_the_device_are_refused_with_several_devices(machines, found):
     with pytest.raises(OptionError, match=found):
         Options(optimizer_device="device").check_devices(2, machines)
     with pytest.raises(OptionError, match="1 with disk="):

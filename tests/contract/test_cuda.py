@@ -59,7 +59,7 @@ def step(model, optimizer, ids):
 
 
 @SLOW
-def test_all_that_travels_is_page_locked_and_counted_and_takes_its_memory_once(run):
+def test_what_travels_is_page_locked_counted_and_allocated_once(run):
     found = run("""
 said = {}
 ways = [{"activations": name} for name in ("keep", "recompute", "offload", "recompute+offload")]
@@ -136,7 +136,7 @@ print(json.dumps([planned, torch.cuda.max_memory_allocated()]))
 
 @pytest.mark.parametrize("nbytes", [1000, pytest.param(2**34, marks=SLOW)])
 @pytest.mark.slow
-def test_a_plan_is_made_by_a_process_that_has_not_touched_the_device(nbytes, run):
+def test_a_plan_is_made_without_touching_the_device(nbytes, run):
     """Beside a device that can be asked, and beside one that others fill."""
     arguments = "--model llama-3b --batch 4 --seq 512 --activations recompute --machine rtx3060".split()
     lines = run(
@@ -154,7 +154,7 @@ print(json.dumps(out.getvalue().splitlines()[:2]))
 
 
 @pytest.mark.slow
-def test_memory_that_can_not_be_locked_goes_through_a_ring_and_its_error_stays_where_it_was_made(run):
+def test_unlockable_memory_uses_a_ring_or_is_a_contained_error(run):
     found = run(
         """
 said = {}
@@ -300,7 +300,7 @@ net, first = torch.nn.Sequential(*(Attends(8, 8) for _ in range(3))), order()
 """
 
 
-def test_a_forward_runs_again_with_the_kernels_for_attention_that_torch_put_first_in_it(run):
+def test_recompute_uses_the_order_of_attention_kernels_torch_set(run):
     """As torch does at the first attention of a process on such a device."""
     first, orders, last = run(
         ATTENDS
@@ -372,13 +372,13 @@ print(json.dumps(said))
 
 
 @pytest.mark.parametrize("late, early", [pytest.param(False, 1.0, marks=SLOW), (True, 0.0)])
-def test_a_copy_is_late_where_it_may_be_and_refused_where_nothing_orders_it(late, early, run):
+def test_a_copy_may_be_late_but_is_refused_where_unordered(late, early, run):
     ordered, unordered = run(ORDERED, numbers=True, late=late)
     assert ordered == [early, 1.0]
     assert "a copy down reads on stream" in unordered and "aten::add_ writes on stream 0" in unordered
 
 
-def test_a_graph_of_a_streamed_module_is_refused_and_the_module_runs_on(run):
+def test_a_streamed_module_refuses_a_cuda_graph_and_runs_on(run):
     *said, runs_on = run("""
 net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
 x, said = torch.ones(2, 8, device="cuda"), []

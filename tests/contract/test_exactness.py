@@ -153,7 +153,7 @@ def test_streaming_is_exact_in_a_cover_of_all_pairs_of_settings(cell):
 
 
 @pytest.mark.parametrize("cell", parameters(TWO, 16))
-def test_streaming_is_exact_with_two_optimizers_that_are_stepped_by_hand(cell):
+def test_streaming_is_exact_with_two_optimizers_stepped_by_hand(cell):
     check(cell)
 
 

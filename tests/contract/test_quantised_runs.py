@@ -51,7 +51,7 @@ def test_adapters_train_over_a_quantised_base_beside_the_disk(device, form, plac
     device=parity.DEVICES,
 )
 @pytest.mark.slow
-def test_two_ranks_train_adapters_over_one_host_copy_of_a_quantised_base(device, form, net, setting):
+def test_two_ranks_train_adapters_over_one_shared_quantised_base(device, form, net, setting):
     for library in ("peft", "transformers") if net == "llama" else ():
         pytest.importorskip(library)
     window, activations = setting

@@ -104,7 +104,7 @@ def test_a_fault_in_a_programs_prediction_is_caught_in_both_runs(door, device):
 # --- What they found
 
 
-def test_weights_exchanged_after_their_block_ran_without_autocast(device):
+def test_weights_may_be_exchanged_after_a_run_without_autocast(device):
     acts = [
         programs.Act(7, "before step", "module", "evaluate: a block", 90),
         programs.Act(8, "batch start", "module", "weight: exchange", 76),
@@ -124,7 +124,7 @@ def test_weights_exchanged_after_their_block_ran_without_autocast(device):
 
 
 @pytest.mark.slow
-def test_graphs_of_gradients_are_summed_in_order_from_the_first_step(device):
+def test_graphs_of_gradients_are_summed_in_order_from_the_start(device):
     program = programs.Program(
         3483,
         kinds=("Checkpointed", "Normed", "Checkpointed", "Batched"),

@@ -147,7 +147,7 @@ BACKWARDS = {
 
 @pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize("when", often(["before", "after forward"]))
-def test_hooks_of_weights_are_called_only_where_a_gradient_arrives(when, backward, device):
+def test_hooks_of_weights_are_called_only_where_gradients_arrive(when, backward, device):
     def run(net, device):
         seen, weights = [], list(net.parameters())
 
@@ -169,7 +169,7 @@ def test_hooks_of_weights_are_called_only_where_a_gradient_arrives(when, backwar
     check(models.stack_of(Experts), run, device)
 
 
-def test_hooks_of_weights_that_got_no_gradient_are_the_users_again_after_streaming(device):
+def test_hooks_of_weights_without_gradients_outlive_streaming(device):
     net = models.stack_of(Experts)()
     calls, weight = [], net.blocks[0].experts[0].weight
     hooks = [weight.register_hook(calls.append), weight.register_post_accumulate_grad_hook(calls.append)]
@@ -258,7 +258,7 @@ class Packing(nn.Module):
         return self.head(self.memory(packed)[1][-1])
 
 
-def test_an_argument_on_the_host_beside_others_on_the_device_stays_there(device):
+def test_a_host_argument_beside_others_on_the_device_stays_there(device):
     def loss(net, x):
         lengths = torch.arange(1, len(x) + 1)
         return net(x[:, None].repeat(1, len(x), 1), lengths).square().mean()
@@ -279,7 +279,7 @@ def freeze_all(net):
 
 @pytest.mark.parametrize("freeze", [freeze_one, freeze_all])
 @pytest.mark.parametrize("thaws", [True, False])
-def test_weights_that_are_frozen_between_two_forwards_of_one_backward(freeze, thaws, device):
+def test_weights_may_freeze_between_two_forwards_of_one_backward(freeze, thaws, device):
     def run(net, device):
         first, second = inputs(device, 2)
         net(first).square().sum().backward()
@@ -334,7 +334,7 @@ class ConvertsInItsStep(L.LightningModule):
 
 
 @pytest.mark.parametrize("when", ["before the forward", "after it", "in a hook"])
-def test_weights_that_get_other_strides_within_a_step_are_an_error(device, when):
+def test_weights_that_change_strides_within_a_step_are_an_error(device, when):
     strategy = parity.streaming_strategy(device.type, window=1, units=["Conv2d"])
     with pytest.raises((ExactnessError, UnsupportedError), match=r"net.1.weight.* strides"):
         fit(lambda: ConvertsInItsStep(when), strategy, device)

@@ -96,7 +96,7 @@ def check_cell(case, accelerator, precision, window, activations, optimizer):
 @pytest.mark.slow
 @pytest.mark.simgpu
 @pytest.mark.parametrize(("number", "name"), enumerate(FAMILIES))
-def test_a_family_whose_frozen_weights_stay_in_files_trains_as_in_memory(number, name):
+def test_a_family_with_frozen_weights_in_files_trains_exactly(number, name):
     case = FAMILIES[name].case
     for library in case.tags:
         pytest.importorskip(library)

@@ -112,7 +112,7 @@ def test_a_run_resumes_from_a_checkpoint_of_other_processes(first, second, tmp_p
         parity.compare(theirs, ours)
 
 
-def test_a_model_that_ddp_would_wrap_is_shared_and_others_are_not():
+def test_only_a_model_that_ddp_would_wrap_is_shared():
     for found in processes.run(2, ranked_hf.facts):
         assert (found["shared"], found["streamed"]) == (["moved first", "prepared"], 4)
         assert found["torch's DDP"].startswith("UnsupportedError: Net streams, and DDP around it would not exchange")
@@ -153,7 +153,7 @@ ACCELERATE += "--dynamo_backend no --main_process_port".split()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate launch"])
-def test_launch_under_a_launcher_of_processes_runs_the_script_as_it_is(launcher, tmp_path):
+def test_launch_under_another_launcher_runs_the_script_as_it_is(launcher, tmp_path):
     """A rank that ends before the others does not end them."""
     from safetensors.torch import load_file
 

@@ -55,7 +55,7 @@ def launch(*arguments):
     return ended.value.code
 
 
-def test_a_script_runs_with_its_own_arguments_while_its_models_stream(script, capsys):
+def test_a_script_gets_its_own_arguments_while_its_models_stream(script, capsys):
     path = list(sys.path)
     code = launch("--window", "1", "--units", "Linear,LayerNorm", "--", script, "--window", "7", "--", "x")
     assert code == 0 and sys.path == path and sys.argv == ["sp_lightning"]
@@ -71,7 +71,7 @@ def test_a_module_runs_as_with_python_m(script, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]])
-def test_an_error_of_this_package_is_one_line_with_its_place_in_the_script(how, script, capsys, monkeypatch):
+def test_a_package_error_is_one_line_with_its_place_in_a_script(how, script, capsys, monkeypatch):
     monkeypatch.chdir("folder")
     assert launch("--", *how, "--twice") == 1
     line = script_line('handle.stream(net, "cpu", window=1)')

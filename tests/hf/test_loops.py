@@ -218,7 +218,7 @@ def copied_and_unwrapped(folder, make=Scaled, patched=False, **options):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"make": lambda: nn.Sequential(Scaled(), Scaled())}, {"patched": True}])
-def test_copies_of_what_accelerate_wraps_are_those_of_the_stock_run(options, device, tmp_path):
+def test_copies_of_what_accelerate_wraps_are_as_in_the_stock_run(options, device, tmp_path):
     compare(functools.partial(copied_and_unwrapped, **options), tmp_path)
 
 
@@ -263,7 +263,7 @@ COMPILED = {"mixed_precision": "no", "dynamo_backend": "eager"}  # which has no 
     ],
     indirect=["device"],
 )
-def test_a_model_that_is_prepared_already_streams_in_a_later_context_and_so_do_its_copies(settings, device):
+def test_a_prepared_model_and_its_copies_stream_in_a_new_context(settings, device):
     """accelerate's mark of it says nothing of where it is."""
     (expected, _), (found, streamed) = in_contexts(False, **settings), in_contexts(True, **settings)
     assert streamed == [2 if "copies" in settings else 1] * 2

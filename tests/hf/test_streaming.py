@@ -143,7 +143,7 @@ def test_what_a_streamed_model_gets_later_is_moved_with_it(device, move):
 
 
 @ON_DEVICE
-def test_a_streamed_model_that_is_moved_leaves_its_weights_on_the_device(device):
+def test_a_moved_streamed_model_keeps_its_weights_on_the_device(device):
     with sp_lightning.hf.streaming(window=100) as stream, torch.no_grad():
         net = blocks().to(device)
         for _ in range(2):
@@ -155,7 +155,7 @@ def test_a_streamed_model_that_is_moved_leaves_its_weights_on_the_device(device)
 
 @ON_DEVICE
 @pytest.mark.parametrize("recording", [False, True])
-def test_a_layer_that_is_called_by_itself_gets_its_arguments_on_the_device(device, recording):
+def test_a_layer_called_by_itself_gets_arguments_on_the_device(device, recording):
     """Its caller sends them to where the weight is: peft's prompt encoder, at each save of a Trainer."""
 
     def run(net):
@@ -259,7 +259,7 @@ def test_models_that_go_to_where_another_one_is_stream_as_well(device):
 
 @ON_DEVICE
 @pytest.mark.parametrize("move", ["to", "prepare"])
-def test_a_head_that_was_made_where_a_model_is_streams_with_the_whole(device, move):
+def test_a_head_made_where_a_model_is_streams_with_the_whole(device, move):
     def train():
         torch.manual_seed(1)
         net = Placed(nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 5)).to(device)
@@ -284,7 +284,7 @@ def test_a_head_that_was_made_where_a_model_is_streams_with_the_whole(device, mo
 
 
 @ON_DEVICE
-def test_quantised_weights_stay_the_objects_that_they_are_when_a_module_around_them_streams(device):
+def test_quantised_weights_keep_identity_when_a_parent_streams(device):
     quantization = pytest.importorskip("torchao.quantization")
     net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))).requires_grad_(False)
     quantization.quantize_(net, quantization.Int8WeightOnlyConfig())
@@ -343,7 +343,7 @@ def head():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("simgpu", marks=pytest.mark.simgpu)], indirect=True)
 @pytest.mark.parametrize("way", ["from outside", "in a forward", "moves parts of units"])
-def test_parts_that_a_streamed_model_gets_after_they_moved_are_streamed_with_it(device, way):
+def test_moved_parts_that_a_streamed_model_gets_stream_with_it(device, way):
     def train():
         torch.manual_seed(1)
         accelerator = accelerate.Accelerator()
@@ -403,7 +403,7 @@ def test_modules_around_one_model_are_moved_one_after_the_other(device):
 
 
 @ON_DEVICE
-def test_a_model_that_was_dropped_is_closed_before_the_next_one_streams(device):
+def test_a_dropped_model_is_closed_before_the_next_one_streams(device):
     with sp_lightning.hf.streaming(window=1) as stream:
         net = blocks().to(device)
         refer = weakref.ref(net)
@@ -438,7 +438,7 @@ def test_a_model_that_would_fit_streams_and_the_log_says_so(device, caplog):
     assert any("Stack streams, and would fit (only_if_needed=True)" in line for line in caplog.messages)
 
 
-def test_a_model_that_accelerate_is_told_not_to_place_is_left_alone(device):
+def test_a_model_that_accelerate_is_not_to_place_is_left_alone(device):
     with sp_lightning.hf.streaming(window=1) as stream:
         accelerate.Accelerator().prepare_model(blocks(), device_placement=False)
         accelerate.Accelerator(device_placement=False).prepare_model(blocks())
@@ -575,7 +575,7 @@ def test_without_accelerate_an_error_says_what_to_install(monkeypatch, unloaded)
         pass
 
 
-def test_an_accelerate_that_lacks_a_package_of_its_own_says_which(monkeypatch, unloaded, tmp_path):
+def test_an_accelerate_that_lacks_a_dependency_says_which(monkeypatch, unloaded, tmp_path):
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "__init__.py").write_text("import needed_by_accelerate\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -113,7 +113,7 @@ def test_a_reference_that_fits_stays_on_the_device(run, device, tmp_path):
 
 @ON_DEVICE
 @pytest.mark.parametrize("run", ["DPO with a reference", "GRPO with a reference"])
-def test_a_reference_that_fits_beside_a_policy_that_does_not_is_left_to_stock_code(run, device, tmp_path, monkeypatch):
+def test_a_policy_streams_and_a_reference_that_fits_does_not(run, device, tmp_path, monkeypatch):
     weights = sum(parameter.nbytes for parameter in llama().parameters())
     monkeypatch.setattr("sp_lightning.hf.context.SHARE", 1.5 * weights / (1 << 30))
     with streaming(window=1, only_if_needed=True) as stream:

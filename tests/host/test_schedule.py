@@ -98,7 +98,7 @@ def test_inference_goes_on_with_the_first_unit():
     )
 
 
-def test_without_a_prediction_units_come_on_demand_and_the_least_recently_visited_goes():
+def test_without_prediction_the_least_recently_visited_unit_goes():
     assert run(started(4, 2), sweep(4)) == literal("+0 0  +1 1  -0 +2 2  -1 +3 3  3  2  -3 +1 1  -2 +0 0")
 
 
@@ -111,7 +111,7 @@ def test_a_skipped_unit_moves_the_prediction_on():
     )
 
 
-def test_a_unit_that_was_not_predicted_comes_on_demand_and_the_prediction_waits():
+def test_an_unpredicted_unit_comes_while_the_prediction_waits():
     order = [0, 1, 3, 4, 4, 3, 1, 0]
     assert run(started(5, 3, 1, order), [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]) == literal(
         "+0 +1 +3 0  -0 +4 1  -1 +2 2!  -2 +1 3  4  4  -4 +0 3  -3 +2 2!  1  0"
@@ -185,7 +185,7 @@ def check_visit(schedule, unit, held):
 
 
 @given(sizes(), orders, st.booleans(), st.lists(st.one_of(visits, visits, visits, changes), max_size=40))
-def test_whatever_happens_every_visit_finds_its_unit_within_the_window(size, order, wrap, steps):
+def test_whatever_happens_a_visited_unit_is_within_the_window(size, order, wrap, steps):
     schedule = started(UNITS, *size, order, wrap)
     for kind, *arguments in steps:
         if kind == "visit":
@@ -198,7 +198,7 @@ def test_whatever_happens_every_visit_finds_its_unit_within_the_window(size, ord
 
 
 @given(sizes(), orders, st.booleans())
-def test_a_predicted_visit_never_surprises_and_is_never_waited_for(size, order, wrap):
+def test_a_predicted_visit_never_surprises_and_never_waits(size, order, wrap):
     schedule = started(UNITS, *size, order, wrap)
     for index, unit in enumerate(order * (2 if wrap else 1)):
         decision = schedule.visit(unit)

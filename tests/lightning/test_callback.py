@@ -135,7 +135,7 @@ def test_it_reports_what_a_step_moved_in_the_loggers_rhythm():
         assert metrics["superpipeline/bytes_up"] > sum(streamed)
 
 
-def test_what_it_reports_adds_up():
+def test_step_figures_add_up():
     """Every step, validation apart, and what was copied to stay on the device before the first."""
     logger = Kept()
     trainer = fit([LOGGING()], logger=logger, log_every_n_steps=1, limit_val_batches=0)

@@ -89,7 +89,7 @@ def tensors(checkpoint):
 
 @BOTH
 @pytest.mark.parametrize("writer, reader", often(CROSSINGS, ("plain", "streaming"), ("streaming", "plain")))
-def test_a_run_resumes_from_the_middle_of_an_epoch_wherever_it_was_written(writer, reader, accelerator, tmp_path):
+def test_a_run_resumes_within_an_epoch_wherever_it_was_written(writer, reader, accelerator, tmp_path):
     """Six of eight steps by one strategy, the rest by another: equal to the plain one in both parts."""
 
     def interrupted(first, second):
@@ -152,7 +152,7 @@ def mapped_files(tensors):
     return {path for path in found if path.startswith("/") and not path.startswith("/dev/")}
 
 
-def test_a_file_is_mapped_not_read_and_only_what_is_copied_out_of_it(tmp_path):
+def test_only_weights_and_optimizer_states_of_a_file_are_mapped(tmp_path):
     fit("plain", max_epochs=1, save=tmp_path / "end.ckpt", callbacks=[Scores()])
     checkpoint = make_trainer("streaming").strategy.load_checkpoint(tmp_path / "end.ckpt")
     plain = make_trainer("plain").strategy.load_checkpoint(tmp_path / "end.ckpt")
@@ -201,7 +201,7 @@ def test_the_users_checkpoint_io_is_used(inner, tmp_path):
     assert type(wrapped.checkpoint_io).__name__ == ("MappedCheckpointIO" if inner is None else "TorchCheckpointIO")
 
 
-def test_a_file_that_is_not_local_is_written_and_read_by_lightning():
+def test_a_file_that_is_not_local_is_left_to_lightning():
     expected = state_of(*fit("plain"))
     fit("streaming", max_epochs=1, save="memory://checkpoints/end.ckpt")
     parity.assert_same(expected, state_of(*fit("streaming", ckpt_path="memory://checkpoints/end.ckpt")))
@@ -280,7 +280,7 @@ NO_SUCH_THING = [
 
 
 @pytest.mark.parametrize("errors", [{}, *map(slow, NO_SUCH_THING[1:])])
-def test_a_file_is_on_the_disk_before_it_replaces_the_old_one_and_its_name_afterwards(errors, tmp_path, monkeypatch):
+def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(errors, tmp_path, monkeypatch):
     """Where file system and platform know of such a thing; where they do not, it is written all the same."""
     trainer, _ = fit("streaming", save=tmp_path / "run" / "last.ckpt")
     before = (tmp_path / "run" / "last.ckpt").read_bytes()
@@ -296,7 +296,7 @@ def test_a_file_is_on_the_disk_before_it_replaces_the_old_one_and_its_name_after
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
-def test_a_file_that_does_not_arrive_on_the_disk_leaves_the_previous_one_whole(error, tmp_path, monkeypatch):
+def test_a_file_that_misses_the_disk_leaves_the_old_one_whole(error, tmp_path, monkeypatch):
     trainer, module = fit("streaming", save=tmp_path / "last.ckpt")
     before = (tmp_path / "last.ckpt").read_bytes()
     module.net.head.bias.data.add_(1)

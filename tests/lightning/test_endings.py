@@ -182,7 +182,7 @@ PLACES = [None, *IN_A_STEP, "validation", "sanity"]
 
 @BOTH
 @pytest.mark.parametrize("place", often(PLACES, "backward", "validation"))
-def test_after_a_failure_weights_are_those_of_the_plain_run_and_so_is_the_next_run(place, accelerator):
+def test_a_failure_leaves_weights_and_next_run_as_in_a_plain_run(place, accelerator):
     expected = run_on("plain", accelerator, place)
     allocated = accelerator == "simgpu" and left_on_device()
     actual = run_on("streaming", accelerator, place)
@@ -223,7 +223,7 @@ class Overlapping(models.ZooModule):
 
 @BOTH
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_failure_while_the_optimizer_already_steps_says_which_weights_it_left(overlap, accelerator, caplog):
+def test_a_failure_during_optimizer_steps_says_what_was_stepped(overlap, accelerator, caplog):
     """Each parameter is that of before or of after the step; without overlap all are those of before."""
     L.seed_everything(0, verbose=False)
     module = Overlapping(once_stepped=overlap)
@@ -266,7 +266,7 @@ def half_done(accelerator, folder):
 
 
 @BOTH
-def test_nothing_saves_a_step_that_failed_half_done_and_the_last_checkpoint_stays(accelerator, tmp_path, caplog):
+def test_a_half_done_step_is_not_saved_over_the_last_checkpoint(accelerator, tmp_path, caplog):
     module, saving = half_done(accelerator, tmp_path)
     here = tmp_path / "kept"
     assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == ["epoch=0-step=2.ckpt", "last.ckpt"]
@@ -281,7 +281,7 @@ def test_nothing_saves_a_step_that_failed_half_done_and_the_last_checkpoint_stay
 
 @BOTH
 @pytest.mark.parametrize("with_state", often([True, False]))
-def test_a_module_of_such_a_step_goes_on_from_a_checkpoint_and_from_nothing_else(accelerator, with_state, tmp_path):
+def test_a_half_stepped_module_goes_on_only_from_a_checkpoint(accelerator, with_state, tmp_path):
     """Also with a new optimizer, since the weights are those of no step."""
     module, _ = half_done(accelerator, tmp_path)
     last = str(tmp_path / "kept" / "last.ckpt")
@@ -384,7 +384,7 @@ def test_a_copy_that_fails_leaves_the_weights_of_a_finished_step(copy, error, ac
     parity.assert_same(weights(plain), weights(module))
 
 
-def test_a_backward_that_fills_the_device_is_told_what_makes_room(monkeypatch):
+def test_a_backward_that_fills_the_device_says_what_makes_room(monkeypatch):
     import simgpu
 
     def fill(ctx, grad):

@@ -194,13 +194,13 @@ def test_a_loop_is_bitwise_the_plain_one(loop, overlap, device):
     loop=[plainly, with_everything_in_between, adversaries],
     device=parity.DEVICES,
 )
-def test_under_other_precisions_too(loop, precision, device):
+def test_a_loop_is_bitwise_the_plain_one_in_lower_precisions(loop, precision, device):
     compare(loop, device, precision, activations="recompute")
 
 
 @pytest.mark.simgpu
 @pytest.mark.parametrize("loop", often([adversaries, plainly, with_everything_in_between]))
-def test_a_gradient_scaler_too(loop):
+def test_a_loop_is_bitwise_the_plain_one_with_a_gradient_scaler(loop):
     compare(loop, torch.device("simgpu", 0), "16-mixed")
 
 
@@ -405,7 +405,7 @@ def by_the_command(folder, *options):
 
 
 @pytest.mark.slow
-def test_a_script_that_names_the_strategy_is_run_by_the_command_line(tmp_path, monkeypatch):
+def test_the_command_line_runs_a_script_that_names_the_strategy(tmp_path, monkeypatch):
     done = by_the_command(tmp_path, "--precision=bf16-mixed")
     assert done.returncode == 0, done.stderr
     monkeypatch.setattr(sys, "argv", ["script.py", str(tmp_path / "plain.pt"), "auto"])
@@ -415,7 +415,7 @@ def test_a_script_that_names_the_strategy_is_run_by_the_command_line(tmp_path, m
     parity.assert_same(*results)
 
 
-def test_tensors_that_load_when_they_are_read_are_loaded_into_a_model(device, tmp_path):
+def test_tensors_that_load_lazily_are_loaded_into_a_model(device, tmp_path):
     """As litgpt reads its checkpoints."""
 
     def loop(fabric):

@@ -198,7 +198,7 @@ def seeded(make_module):
 
 @BOTH
 @pytest.mark.parametrize("trainers", often([2, 1]))
-def test_all_four_commands_one_after_another_on_one_and_on_two_trainers(trainers, accelerator):
+def test_all_four_commands_run_in_turn_on_one_and_two_trainers(trainers, accelerator):
     def run(make_strategy):
         module = seeded(zoo("batch_norm"))
         loader = models.loader(module.case, 3)
@@ -262,7 +262,7 @@ def test_a_module_without_parameters_runs_all_four_commands(bar, accelerator, tm
 
 
 @BOTH
-def test_the_device_is_the_computing_one_during_the_run_and_the_host_afterwards(accelerator):
+def test_a_module_is_on_the_computing_device_only_during_a_run(accelerator):
     class Looking(cb.Callback):
         seen = set()
 
@@ -321,7 +321,7 @@ class Sized(models.ZooModule):
 
 
 @BOTH
-def test_the_tuner_finds_what_it_finds_plainly_and_leaves_the_weights(accelerator):
+def test_the_tuner_finds_what_a_plain_one_does_and_keeps_weights(accelerator):
     def run(make_strategy):
         module = seeded(Sized)
         before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -433,7 +433,7 @@ class OnMeta(models.ZooModule):
 
 
 @pytest.mark.parametrize("device", often(["simgpu", "cpu"]))
-def test_a_checkpoint_goes_into_weights_that_were_made_on_the_meta_device(device, tmp_path):
+def test_a_checkpoint_goes_into_weights_made_on_the_meta_device(device, tmp_path):
     """It is loaded before the module is set up, and torch loads nothing into weights on the meta device."""
     case, path = models.case("mlp"), tmp_path / "of.ckpt"
     first = trainer_with(parity.plain_strategy(device), device, max_steps=2)

@@ -44,7 +44,7 @@ def test_a_factory_is_planned_like_its_module():
     assert one.device_terms == other.device_terms and one.step_s == other.step_s
 
 
-def test_products_of_experts_run_in_fp32_where_autocast_leaves_them():
+def test_products_of_experts_that_autocast_leaves_run_in_fp32():
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()

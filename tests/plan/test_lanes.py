@@ -107,7 +107,7 @@ def test_the_first_unit_is_stepped_with_nothing_beside_it():
     assert seconds(Work(flops=35), Work(flops=70), first=first, cost=cost) == pytest.approx(105 + 4 + 2.8 + 4)
 
 
-def test_gradients_are_added_beside_backward_and_their_norms_are_the_device_s():
+def test_sums_run_beside_backward_and_norms_run_on_the_device():
     works, cost = (Work(flops=4), Work(flops=4), STEP), StepCost(added=Bytes(0, 60))
     assert seconds(*works, cost=cost, accumulate=3) == pytest.approx(3 * 4 + 3 * 600 / 100)
     assert seconds(*works, cost=cost, accumulate=3, clip=True, summed=50) == pytest.approx(30 + 50 / 10)

@@ -58,7 +58,7 @@ def test_on_the_simulated_device(name):
         assert is_near(planned(NETS[name], window, activations, "32-true", "simgpu"), run)
 
 
-def test_what_a_model_returns_beside_its_loss_is_gone_before_backward():
+def test_outputs_beside_the_loss_are_gone_before_backward():
     net, options = NETS["llama"], {"optimizer": "SGD", "machine": "h200", "window": 1}
     whole, loss = (plan(net.make, net.batch, loss=what, **options).device_terms for what in (None, net.loss))
     assert whole == loss

@@ -74,7 +74,7 @@ def test_the_difference_to_a_plain_trainer_is_none_in_the_result(docs_world):
     assert name == "SuperpipelineStrategy" and all(torch.equal(trained[key], expected[key]) for key in expected)
 
 
-def test_three_lines_in_a_config_of_another_project_set_the_strategy(docs_world, monkeypatch):
+def test_three_lines_in_another_projects_config_set_the_strategy(docs_world, monkeypatch):
     """lightning.md shows them."""
     pytest.importorskip("jsonargparse")
     import yaml
@@ -244,7 +244,7 @@ def test_the_reference_is_what_the_docstrings_say():
 # --- What the site makes of them
 
 
-def test_the_home_of_the_site_is_the_readme_and_names_pages_by_their_titles():
+def test_the_sites_home_is_the_readme_and_names_pages_by_title():
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="README.md"))
     home = script("site_hooks").on_page_markdown("", page)
     assert home.startswith("# sp-lightning\n") and "[What fits where](what-fits.md)" in home

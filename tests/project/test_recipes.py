@@ -217,7 +217,7 @@ def test_transformers_reads_what_is_exported(recipe, kind):
     assert len(expected) > 10 and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_adapters_and_the_merged_model_are_read_by_their_libraries():
+def test_peft_and_transformers_read_adapters_and_a_merged_model():
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

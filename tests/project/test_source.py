@@ -81,7 +81,7 @@ def test_no_files_import_each_other():
 LIGHTNINGS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
-def test_the_modules_that_run_under_both_names_of_lightning_import_it_from_one_place():
+def test_lightning_is_imported_by_either_name_in_one_place():
     found = {}
     for file in sorted((ROOT / PACKAGE / "lightning").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

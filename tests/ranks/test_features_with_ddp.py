@@ -37,5 +37,5 @@ def test_master_weights_are_stepped_with_the_mean_in_fp32(precision, dtype, acce
 
 @SLOW
 @pytest.mark.parametrize(("size", "kind"), [(1, "BatchNorm1d"), (2, "SyncBatchNorm")])
-def test_batch_norms_are_synchronised_in_a_fit_on_several_devices_alone(size, kind):
+def test_batch_norms_synchronise_only_in_fits_on_several_devices(size, kind):
     assert processes.run(size, ranked_features.synchronised_norms) == [(kind, False)] * size

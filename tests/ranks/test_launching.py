@@ -72,7 +72,7 @@ def agents(script, *arguments, local=1, more=()):
 
 
 @pytest.mark.slow
-def test_a_script_that_torchrun_starts_on_two_nodes_runs_as_under_ddp(tmp_path):
+def test_a_script_under_torchrun_on_two_nodes_runs_as_under_ddp(tmp_path):
     expected = run("torchrun", "ddp", tmp_path / "ddp")
     folder = tmp_path / "ours"
     folder.mkdir()
@@ -99,7 +99,7 @@ def test_a_run_that_torchrun_restarts_on_two_nodes_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loop_with_accelerate_that_torchrun_launches_on_two_nodes_runs_as_under_ddp(tmp_path):
+def test_a_loop_with_accelerate_on_two_nodes_runs_as_under_ddp(tmp_path):
     pytest.importorskip("accelerate", reason="the script is one of accelerate")
     script = RIGS / "accelerate_script.py"
     launched = ["-m", "sp_lightning", "launch", "--window", "1", "--", script]
@@ -152,7 +152,7 @@ def train(package=L, run="fit", **options):
 
 @pytest.mark.parametrize(("launched", "by"), [(TORCHRUN, "TorchElasticEnvironment"), (SRUN, "SLURMEnvironment")])
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning", "fabric"])
-def test_processes_of_a_launcher_do_not_train_on_all_the_data_each(package, launched, by, monkeypatch):
+def test_launched_processes_do_not_each_train_on_all_the_data(package, launched, by, monkeypatch):
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(OptionError, match=f"devices must be 2, the number of processes that {by} finds.*, got 1"):

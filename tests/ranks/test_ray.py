@@ -49,7 +49,7 @@ def test_two_workers_train_as_under_rays_ddp(run, under_ddp, tmp_path):
     assert len(list((tmp_path / "ours").glob("* ran on 0, cpu"))) == 2
 
 
-def test_workers_that_ray_starts_again_go_on_from_the_checkpoint_that_they_reported(tmp_path):
+def test_workers_that_ray_restarts_go_on_from_their_checkpoint(tmp_path):
     parity.compare(ended("killed under ddp", tmp_path / "ddp"), ended("killed", tmp_path / "killed"))
     began = sorted(path.name for path in (tmp_path / "killed").glob("began *"))
     assert began == [f"began {rank} at {step}" for rank in range(2) for step in (0, 4)]

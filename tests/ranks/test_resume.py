@@ -38,14 +38,14 @@ def contents(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 4, 1)])
-def test_another_number_of_devices_resumes_in_the_middle_of_an_epoch(sizes, tmp_path):
+def test_another_number_of_devices_resumes_within_an_epoch(sizes, tmp_path):
     plain = run(sizes, ["plain"] * len(sizes), tmp_path)
     parity.compare(plain, run(sizes, ["streaming"] * len(sizes), tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "third"), [("adamw", 2), ("adamw", 1), ("adafactor", 2)])
-def test_another_number_of_nodes_and_devices_resumes_and_plain_lightning_does(optimizer, third, tmp_path):
+def test_other_numbers_of_nodes_and_plain_lightning_resume_runs(optimizer, third, tmp_path):
     sizes, nodes = (1, 4, 2, 1), (1, 2, third, 1)  # alone, 2 x 2, 2 x 1 or 1 x 2, plain
     plain = run(sizes, ["plain"] * 4, tmp_path, optimizer)
     sides = ["streaming", "streaming", "streaming", "plain"]
@@ -56,7 +56,7 @@ def test_another_number_of_nodes_and_devices_resumes_and_plain_lightning_does(op
 @pytest.mark.parametrize(
     "optimizer", ["adamw", *(pytest.param(one, marks=pytest.mark.slow) for one in ("adafactor", "two"))]
 )
-def test_plain_lightning_and_the_strategy_resume_from_one_another(first, optimizer, tmp_path):
+def test_plain_lightning_and_the_strategy_resume_each_other(first, optimizer, tmp_path):
     sizes = (1, 2, 2)
     other = {"plain": "streaming", "streaming": "plain"}[first]
     sides = list(itertools.islice(itertools.cycle([first, other]), len(sizes)))

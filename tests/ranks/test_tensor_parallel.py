@@ -55,7 +55,7 @@ DEVICE = pytest.mark.simgpu
         pytest.param("qwen3 from a checkpoint", True, KEEP, marks=DEVICE),  # whose norms have a collective in a hook
     ],
 )
-def test_a_checkpoint_that_transformers_cuts_trains_as_without_streaming(name, simulated, options):
+def test_a_checkpoint_cut_by_transformers_trains_as_unstreamed(name, simulated, options):
     check(name, simulated, options, accumulate=2)
 
 
@@ -69,11 +69,11 @@ def test_a_checkpoint_that_transformers_cuts_trains_as_without_streaming(name, s
         case("sharded loss", RECOMPUTE, clip=0.1),
     ],
 )
-def test_a_device_trains_shards_as_the_cpu_does_without_streaming(name, options, settings):
+def test_a_device_trains_shards_as_the_unstreamed_cpu_does(name, options, settings):
     check(name, True, options, **settings)
 
 
-def test_ranks_cut_a_model_alike_where_one_has_no_element_of_a_layer():
+def test_ranks_cut_a_model_alike_if_one_has_no_part_of_a_layer():
     first, second = processes.run(2, sharded.units_where_one_rank_has_nothing)
     assert first == second and first[1] == ("1", ["1"])
 
@@ -136,7 +136,7 @@ def test_two_by_two_ranks_are_ddp_over_the_same_shards(name, simulated, options,
         (3, "unevenly", RECOMPUTE, {"accumulate": 2}),
     ],
 )
-def test_one_rank_and_three_train_as_under_plain_tensor_parallelism(ranks, name, options, settings):
+def test_one_and_three_ranks_train_as_plain_tensor_parallel_ones(ranks, name, options, settings):
     for found in processes.run(ranks, sharded.compare, name, False, options, **settings):
         assert not found["differ"] and found["fetches"] > 0
 
@@ -163,7 +163,7 @@ def test_one_by_two_ranks_are_plain_tensor_parallelism():
         assert not found["differ"] and found["fetches"] > 0
 
 
-def test_ranks_with_different_shards_are_not_taken_for_equal_ones():
+def test_ranks_with_different_shards_are_not_taken_for_equal():
     for error in processes.run(4, sharded.mixed_up):
         assert (
             error.startswith("UnsupportedError: the ranks' models differ: ") and "1.up.weight ((Shard(dim=0),)" in error
@@ -210,7 +210,7 @@ def test_a_backward_of_some_dtensors_brings_their_gradients():
 
 
 @pytest.mark.simgpu
-def test_what_is_set_on_dtensors_and_refers_to_them_stays_as_they_move_to_the_host():
+def test_what_is_set_on_dtensors_stays_as_they_move_to_the_host():
     for kept, error in processes.run(2, sharded.marked):
         assert kept and all(kept)
         assert error.startswith("UnsupportedError: ") and "recorded before its module was streamed" in error

@@ -131,7 +131,7 @@ def test_a_module_under_fully_shard_is_refused():
         pytest.param("in sequence", {}, {"data": 2}, marks=SLOW),
     ],
 )
-def test_a_loop_by_fabric_trains_shards_as_under_lightnings_own_strategy(name, options, settings, tmp_path):
+def test_a_fabric_loop_trains_shards_as_with_lightnings_strategy(name, options, settings, tmp_path):
     def run(folder, options, accelerator="cpu", **settings):
         size = 2 * settings.get("data", 1)
         return processes.run(size, sharded_fabric.run, name, options, str(tmp_path / folder), accelerator, **settings)
@@ -145,7 +145,7 @@ def test_a_loop_by_fabric_trains_shards_as_under_lightnings_own_strategy(name, o
 
 @SLOW
 @pytest.mark.parametrize("first", [None, {}])
-def test_a_loop_by_fabric_goes_on_from_a_checkpoint_of_either_strategy(first, tmp_path):
+def test_a_fabric_loop_resumes_a_checkpoint_of_either_strategy(first, tmp_path):
     path = str(tmp_path / "saved")
     processes.run(2, sharded_fabric.run, "in sequence", first, str(tmp_path))
     expected, found = (
@@ -154,7 +154,7 @@ def test_a_loop_by_fabric_goes_on_from_a_checkpoint_of_either_strategy(first, tm
     assert [sharded.difference(*pair) for pair in zip(expected, found, strict=True)] == [[], []]
 
 
-def test_fabric_refuses_modules_that_are_not_cut_or_fully_sharded():
+def test_fabric_refuses_modules_that_are_uncut_or_fully_sharded():
     for error in processes.run(2, sharded_fabric.refused, "whole"):
         assert error.startswith("OptionError: tensor_parallel_size must be 1 for a module none of whose parameters")
         assert "fabric.strategy.device_mesh" in error

@@ -93,7 +93,7 @@ def test_a_folder_that_is_not_there_is_refused():
         streaming(net(), disk="/no/such/folder")
 
 
-def test_a_file_system_without_direct_transfers_has_the_bits_and_that_is_said_once(monkeypatch, caplog):
+def test_a_disk_without_direct_transfers_is_exact_and_warns_once(monkeypatch, caplog):
     model, plain = net(), net()
     opened = os.open
 
@@ -129,7 +129,7 @@ def trained():
 
 
 @pytest.mark.parametrize("call, at", [("pwritev", 2), ("preadv", 12)])
-def test_a_step_that_fails_half_way_is_neither_stepped_on_nor_saved(call, at, monkeypatch):
+def test_a_step_failed_midway_is_neither_stepped_on_nor_saved(call, at, monkeypatch):
     model, optimizer = trained()
     with streaming(model) as handle:
         backward(model)
@@ -163,7 +163,7 @@ def test_a_step_that_fails_half_way_is_neither_stepped_on_nor_saved(call, at, mo
     assert all(torch.equal(mine, other) for mine, other in zip(found, plain.parameters(), strict=True))
 
 
-def test_a_gradient_that_is_not_written_is_an_error_before_anything_is_stepped(monkeypatch):
+def test_an_unwritten_gradient_is_an_error_before_any_step(monkeypatch):
     model, optimizer = trained()
     with streaming(model):
         before = copy.deepcopy(model.state_dict())

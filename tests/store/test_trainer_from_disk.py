@@ -82,7 +82,7 @@ def test_training_from_a_disk_is_plain_training(row):
         assert actual.telemetry["disk_written"] > 0 and actual.telemetry["disk_read"] > 0
 
 
-def test_a_checkpoint_of_what_is_on_the_disk_is_torchs_and_past_the_page_cache(monkeypatch):
+def test_a_checkpoint_from_a_disk_is_torchs_past_the_page_cache(monkeypatch):
     model = nn.Sequential(nn.Linear(1000, 70), nn.Linear(70, 999))
     optimizer = torch.optim.AdamW(model.parameters())
     with stream(model, "cpu", host_budget=0, disk=os.getcwd(), window=1):

@@ -145,7 +145,7 @@ def test_weights_and_gradients_that_travel_in_another_type(device):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adagrad"])
-def test_state_alone_leaves_memory_first_and_so_does_state_that_is_loaded(optimizer, monkeypatch):
+def test_state_leaves_memory_first_and_so_does_loaded_state(optimizer, monkeypatch):
     for name in ("MOST", "LEAST", "SMALLEST"):
         monkeypatch.setattr(pipeline, name, 1 << 14)
     monkeypatch.setattr(store, "BESIDE", 0)
@@ -167,7 +167,7 @@ def test_state_alone_leaves_memory_first_and_so_does_state_that_is_loaded(optimi
         assert not any(handle.store.is_filed(weight.value) for weight in weights)
 
 
-def test_all_that_trains_is_in_the_file_and_the_file_ends_with_it():
+def test_what_trains_is_in_the_file_and_the_file_ends_with_it():
     model = net()
     with stream(model, "cpu", window=1, **options()) as handle:
         optimizer = torch.optim.AdamW(model.parameters())

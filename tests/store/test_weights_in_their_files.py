@@ -77,12 +77,12 @@ def test_a_weight_that_is_written_goes_up_from_memory(device, program):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_weights_that_autocast_casts_travel_as_their_file_has_them(device):
+def test_weights_that_autocast_casts_travel_as_in_their_file(device):
     check(Program(autocast, net, options={"host_budget": 0, "wire": torch.bfloat16}), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_frozen_weights_take_no_host_memory_and_are_read_for_each_visit(device):
+def test_frozen_weights_are_read_each_visit_without_host_memory(device):
     model = net()
     before, there = mapped(model), [p.data_ptr() for p in model.blocks.parameters() if not p.requires_grad]
     with stream(model, device, host_budget=0, window=1) as handle:
@@ -139,7 +139,7 @@ def failing(monkeypatch, number):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_read_that_fails_is_typed_and_the_next_visit_reads_again(device, monkeypatch):
+def test_a_read_that_fails_is_typed_and_the_next_visit_retries(device, monkeypatch):
     model = net()
     with stream(model, device, host_budget=0, window=2) as handle:
         x = torch.ones(4, 8, device=handle.device.torch_device)

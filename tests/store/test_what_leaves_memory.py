@@ -67,7 +67,7 @@ def test_what_the_mapping_and_the_pipeline_write_is_the_same():
     through.close()
 
 
-def test_a_range_is_free_again_when_its_tensor_is_gone_and_not_before():
+def test_a_range_is_free_again_only_when_its_tensor_is_gone():
     file = scratch_in(os.getcwd(), 0)
     first = file.take(torch.empty(2000))
     address, view = first.data_ptr(), first[10:]

@@ -104,24 +104,24 @@ def check_partition(root, units):
 # --- hand-made trees, "auto" -----------------------------------------------------------------------------------------
 
 
-def test_elements_of_a_module_list_are_units_and_the_small_rest_is_resident():
+def test_module_list_elements_are_units_and_the_rest_is_resident():
     model = Holder(stem=nn.Linear(2, 16), layers=blocks(4), norm=nn.LayerNorm(16))
     assert names(check_partition(model, partition(model))) == [*numbered("layers", 4), "(root)"]
 
 
-def test_the_elements_of_nested_lists_are_units_and_none_is_passed_over():
+def test_all_elements_of_nested_lists_are_units():
     model = Holder(stages=nn.ModuleList([nn.ModuleList([Block(), None, Block()]), blocks(2)]))
     units = check_partition(model, partition(model))
     assert names(units) == ["stages.0.0", "stages.0.2", "stages.1.0", "stages.1.1"]
 
 
-def test_a_block_in_several_places_is_one_unit_with_its_first_name():
+def test_a_block_in_many_places_is_one_unit_with_its_first_name():
     shared = Block()
     model = Holder(layers=nn.ModuleList([shared, Block(), shared]), again=shared)
     assert names(check_partition(model, partition(model))) == ["layers.0", "layers.1"]
 
 
-def test_a_tied_weight_is_owned_by_the_first_module_and_the_other_is_listed_nowhere():
+def test_a_tied_weight_is_owned_by_the_first_module_alone():
     embedding, head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
     head.weight = embedding.weight
     model = Holder(embedding=embedding, layers=blocks(3), head=head)
@@ -151,7 +151,7 @@ def test_the_resident_rest_is_at_most_one_typical_unit():
     assert root_names(units[3]) == [f"adapters.{index}" for index in range(4, 8)]
 
 
-def test_a_block_without_a_forward_is_entered_by_its_children_and_its_own_weights_are_resident():
+def test_a_block_without_a_forward_is_entered_by_its_children():
     model = Holder(layers=nn.ModuleList(Methods() for _ in range(2)))
     units = check_partition(model, partition(model))
     assert names(units) == ["layers.0", "layers.1", "(root)"]
@@ -181,7 +181,7 @@ def two_tensors(*parts, trained=False):
     return Holder(net=Holder(weight=nn.Parameter(weight, requires_grad=trained)))
 
 
-def test_parameters_that_are_made_of_several_tensors_are_refused_by_name_if_they_train():
+def test_trained_weights_of_several_tensors_are_refused_by_name():
     with pytest.raises(PartitionError, match=r"net\.weight is a TwoTensor, .* several tensors and requires grad: .*"):
         partition(two_tensors(torch.ones(4, 4), torch.ones(4, 4), trained=True))
 
@@ -199,7 +199,7 @@ def test_parts_that_share_their_memory_are_refused_by_name(shares):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_parameters_that_cannot_be_taken_apart_into_plain_tensors_are_refused_by_name(fails, monkeypatch):
+def test_weights_that_cannot_be_taken_apart_are_refused_by_name(fails, monkeypatch):
     kind = torch.testing._internal.two_tensor.TwoTensor
     model = two_tensors(torch.ones(4, 4), torch.ones(4, 4))
     monkeypatch.setattr(kind, "__tensor_flatten__", (lambda self: 1 / 0) if fails else lambda self: (["none"], None))
@@ -209,7 +209,7 @@ def test_parameters_that_cannot_be_taken_apart_into_plain_tensors_are_refused_by
         partition(model)
 
 
-def test_parameters_whose_gradients_are_of_another_type_are_refused_by_name():
+def test_weights_with_another_gradient_type_are_refused_by_name():
     net = Holder(net=nn.Linear(4, 4).bfloat16())
     net.net.weight.grad_dtype = None
     assert partition(net)
@@ -221,7 +221,7 @@ def test_parameters_whose_gradients_are_of_another_type_are_refused_by_name():
 # --- cut by bytes ----------------------------------------------------------------------------------------------------
 
 
-def test_an_expert_block_above_max_bytes_is_cut_into_experts_and_the_rest_of_it_travels_as_one():
+def test_a_large_expert_block_is_cut_into_experts_and_one_rest():
     model = Holder(layers=nn.ModuleList(ExpertBlock(experts=3, width=64) for _ in range(9)))
     assert names(partition(model)) == numbered("layers", 9)
     units = check_partition(model, partition(model, max_bytes=150_000))
@@ -233,14 +233,14 @@ def test_an_expert_block_above_max_bytes_is_cut_into_experts_and_the_rest_of_it_
 # --- class names and callables ---------------------------------------------------------------------------------------
 
 
-def test_named_classes_are_the_units_and_everything_else_is_resident():
+def test_named_classes_are_the_units_and_all_else_is_resident():
     model = Holder(embedding=nn.Embedding(500, 16), layers=blocks(3))
     units = check_partition(model, partition(model, ["Block"]))
     assert names(units) == [*numbered("layers", 3), "(root)"]
     assert [name for name, _ in units[-1].params] == ["embedding.weight"]
 
 
-def test_an_unknown_class_name_lists_the_classes_that_exist_best_first():
+def test_an_unknown_class_name_lists_existing_ones_best_first():
     model = Holder(embedding=nn.Embedding(50, 16), act=nn.ReLU(), layers=blocks(3))
     expected = (
         r"units names the class 'Blok', which is not in Holder; "
@@ -341,7 +341,7 @@ def build(plan, shared, weight):
 
 
 @given(plan=PLANS, max_bytes=st.sampled_from([None, 512, 4096, 20_000, 10**6]))
-def test_every_tree_is_cut_so_that_each_parameter_is_in_exactly_one_unit(plan, max_bytes):
+def test_each_parameter_of_every_tree_is_in_exactly_one_unit(plan, max_bytes):
     model = Holder(net=on_meta(lambda: build(plan, Block(), nn.Parameter(torch.zeros(16, 16)))))
     check_partition(model, partition(model, max_bytes=max_bytes))
 
@@ -361,7 +361,7 @@ Pair = namedtuple("Pair", ["left", "right"])
         (lambda weight: Pair(0, weight), lambda kept: kept.right),
     ],
 )
-def test_what_a_module_keeps_beside_the_registry_is_found_and_set(keep, read):
+def test_weights_kept_beside_the_registry_are_found_and_set(keep, read):
     layer = nn.Linear(2, 2)
     layer.kept = keep(layer.weight)
     _, slot = slots(layer)[layer.weight]

@@ -43,7 +43,7 @@ class Wide(L.LightningModule):
 
 
 @pytest.mark.simgpu
-def test_a_fit_stops_before_it_starts_and_leaves_the_module_alone():
+def test_a_fit_without_room_never_starts_or_touches_its_module():
     import simgpu
 
     simgpu.config.capacity = 600 * 1024
@@ -78,7 +78,7 @@ def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
     assert "but 3.00 GiB are free, and the system may end the process" in warned
 
 
-def test_processes_that_will_make_more_copies_than_there_is_room_for(monkeypatch, caplog):
+def test_processes_that_make_more_copies_than_fit_are_warned_of(monkeypatch, caplog):
     monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, GIB, "machine", 4 * GIB))
     made = nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False)  # 1 GiB, of which no page is touched
     with caplog.at_level(logging.WARNING, "sp_lightning"):

@@ -82,7 +82,7 @@ def test_hooks_that_forward_registers_are_registered_once(device):
     check(models.stack_of(Hooking), training(), device, activations="recompute")
 
 
-def test_hooks_inside_a_unit_run_again_and_those_of_the_unit_do_not(device):
+def test_hooks_inside_a_unit_run_again_and_its_own_do_not(device):
     net, ran = blocks(), []
     net.blocks[1].up.register_forward_hook(lambda *_: ran.append("up"))
     net.blocks[1].register_forward_hook(lambda *_: ran.append("block"))

@@ -46,7 +46,7 @@ def test_copies_add_up_to_the_counters(device):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_units_compute_forward_in_order_and_backward_in_the_opposite_one(device, activations):
+def test_units_compute_forward_in_order_and_backward_in_reverse(device, activations):
     recorder, _ = record(device, activations=activations)
     for step in recorder.steps:
         order = [(s.phase, s.unit) for s in step.of("compute") if s.unit in BLOCKS]
@@ -114,7 +114,7 @@ def test_waiting_for_weights_is_seen_on_a_slow_link():
     assert any(share() > 0.5 for _ in range(5))
 
 
-def test_only_what_is_wanted_is_recorded_and_each_of_that_as_a_whole(device):
+def test_only_wanted_batches_are_recorded_and_each_as_a_whole(device):
     wanted = {1, 2, 5}
     module = side_by_side.blocks()
     with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:

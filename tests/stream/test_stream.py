@@ -35,7 +35,7 @@ def used_bytes(device):
     return torch.accelerator.memory_allocated() if device.type == "simgpu" else 0
 
 
-def test_parameters_are_the_same_objects_on_the_host_between_steps(device):
+def test_parameters_are_the_same_host_objects_between_steps(device):
     net = blocks()
     before = dict(net.named_parameters())
     with streamed(net, device, window=2):

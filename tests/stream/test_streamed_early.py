@@ -227,7 +227,7 @@ def test_a_second_backward_after_steps_is_refused():
 
 
 @pytest.mark.parametrize("touch, said", [("an option", "options of the optimizer changed"), ("a weight", "stepped")])
-def test_a_hook_in_backward_that_touches_what_is_stepped_is_refused(touch, said):
+def test_a_backward_hook_that_touches_what_is_stepped_is_refused(touch, said):
     model = Net()
     optimizer, last = adamw(model), model.blocks[-1].up.weight
 
@@ -269,7 +269,7 @@ class Failing(Net):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_backward_that_ends_half_way_leaves_a_step_half_applied(error):
+def test_a_backward_that_ends_midway_leaves_a_half_applied_step(error):
     model = Failing()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     state, weights = (copy.deepcopy(one.state_dict()) for one in (optimizer, model))
@@ -298,7 +298,7 @@ def test_a_backward_that_ends_half_way_leaves_a_step_half_applied(error):
     compare("weight", list(plain.parameters()), list(model.parameters()))
 
 
-def test_a_step_without_the_gradients_that_were_stepped_is_refused():
+def test_a_step_that_lacks_gradients_already_stepped_is_refused():
     """In a plain run a step without gradients would change nothing."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -358,7 +358,7 @@ class KeepingNet(ReadingNet):
 
 @pytest.mark.parametrize("device", ["cpu", "simgpu"])
 @pytest.mark.parametrize("make", [ReadingNet, KeepingNet])
-def test_a_backward_that_reads_what_was_stepped_beside_it_is_refused(device, make):
+def test_a_backward_that_reads_what_was_stepped_is_refused(device, make):
     compare(device, trained(once, device, None, make), trained(once, device, False, make))
     with pytest.raises(ExactnessError, match=r"after it was stepped beside the first backward"):
         trained(once, device, True, make, window=1)

@@ -246,7 +246,7 @@ def test_gradients_are_those_of_the_plain_run(program, policy, window, device):
 
 @pytest.mark.parametrize("device", ["simgpu", "cpu"])
 @pytest.mark.simgpu
-def test_sums_are_made_beside_the_backward_that_makes_their_gradients(device):
+def test_sums_are_made_beside_the_backward_of_their_gradients(device):
     model = Net()
     with streamed(model, device, resident=0):
         seen, last = [], model.blocks[-1].up.weight

@@ -252,7 +252,7 @@ def test_a_weight_written_before_backward_raises_torch_s_error():
             loss.backward()
 
 
-def test_a_buffer_first_written_in_a_later_call_is_refused_under_recompute():
+def test_recompute_refuses_a_buffer_first_written_in_later_calls():
     model = Net(Counts)
     for block in model.blocks:
         block.forward = functools.partial(Block.forward, block)
@@ -270,7 +270,7 @@ class Converts(Block):
         return super().forward(x)
 
 
-def test_a_conversion_in_a_forward_that_changes_nothing_is_no_write():
+def test_a_conversion_that_changes_nothing_is_no_write():
     model = Net(Converts)
     with streamed(model, "cpu", activations="recompute"):
         model(torch.ones(4, 8)).sum().backward()

@@ -148,7 +148,7 @@ def test_a_full_device_gives_up_idle_units_with_the_same_bits():
 
 
 @pytest.mark.simgpu
-def test_a_device_without_room_for_one_unit_is_an_error_with_numbers():
+def test_too_little_room_for_one_unit_is_an_error_with_numbers():
     import simgpu
 
     model, x = Net(), torch.ones(4, 8, device="simgpu")
@@ -161,7 +161,7 @@ def test_a_device_without_room_for_one_unit_is_an_error_with_numbers():
 
 
 @pytest.mark.simgpu
-def test_a_device_without_room_for_residents_leaves_a_plain_module():
+def test_too_little_room_for_residents_leaves_a_plain_module():
     import simgpu
 
     model = Net()

@@ -19,7 +19,7 @@ def under_autocast_s_cache(run, model):
 
 
 @pytest.mark.simgpu
-def test_autocast_s_cache_gives_other_bits_for_weights_used_twice():
+def test_autocasts_cache_gives_other_bits_for_weights_used_twice():
     with pytest.raises(AssertionError, match="value"):
         check(Program(under_autocast_s_cache), "simgpu")
 
@@ -67,7 +67,7 @@ class CountsInPython(Block):
         return super().forward(x)
 
 
-def test_python_state_changes_in_both_runs_of_a_recomputed_forward():
+def test_python_state_changes_twice_in_a_recomputed_forward():
     model = Net(CountsInPython)
     with streamed(model, "cpu", activations="recompute"):
         model(torch.ones(4, 8)).sum().backward()
@@ -75,7 +75,7 @@ def test_python_state_changes_in_both_runs_of_a_recomputed_forward():
 
 
 @pytest.mark.simgpu
-def test_random_tensors_like_weights_come_from_the_host_between_steps():
+def test_between_steps_random_tensors_like_weights_are_the_hosts():
     model = Net()
     with streamed(model, "simgpu"):
         torch.manual_seed(0)

@@ -141,7 +141,7 @@ class Compiled(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("device", ["cpu", "simgpu"])
 @pytest.mark.simgpu
-def test_an_optimizer_that_compiles_its_code_steps_as_in_the_plain_run(device):
+def test_an_optimizer_with_compiled_code_steps_as_in_a_plain_run(device):
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=64):  # for each shape of a weight
         check(Program(program(Compiled, {}), Net), device)
@@ -162,7 +162,7 @@ class Around(torch.optim.Optimizer):
 
 
 @pytest.mark.simgpu
-def test_an_optimizer_that_steps_another_one_does_so_within_a_step():
+def test_an_optimizer_that_steps_another_does_so_within_a_step():
     check(Program(program(Around, {}), Net), "simgpu")
     model = Net()
     with streamed(model, "simgpu") as handle, handle.scope("train"):

@@ -130,7 +130,7 @@ def test_a_device_without_room_names_a_number_that_fits():
 
 
 @pytest.mark.simgpu
-def test_resident_units_travel_once_and_their_state_is_on_the_device():
+def test_resident_units_travel_once_with_state_on_the_device():
     model, run = Net(), Run(torch.device("simgpu", 0), True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     with stream(model, "simgpu", window=1, resident=9) as handle:
@@ -147,7 +147,7 @@ def test_resident_units_travel_once_and_their_state_is_on_the_device():
 
 
 @pytest.mark.simgpu
-def test_residents_of_an_optimizer_with_other_bits_on_the_host_are_refused(arithmetic):
+def test_residents_refuse_an_optimizer_that_differs_on_the_host(arithmetic):
     model, x = Net(), torch.ones(4, 8, device="simgpu")
     with stream(model, "simgpu", window=1, resident=2):
         model(x).square().mean().backward()

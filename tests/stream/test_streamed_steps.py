@@ -161,7 +161,7 @@ def failed_after_one_unit(monkeypatch, model, optimizer):
     monkeypatch.setattr(SlicedOptimizer, "step", whole)
 
 
-def test_a_step_that_failed_half_way_is_neither_stepped_on_nor_saved(monkeypatch):
+def test_a_step_failed_midway_is_neither_stepped_on_nor_saved(monkeypatch):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with streamed(model, "cpu"):
@@ -293,7 +293,7 @@ def slow_steps(monkeypatch):
     monkeypatch.setattr(Steps, "_step", late)
 
 
-def test_an_array_kept_over_a_weight_has_the_step_once_it_is_over(monkeypatch):
+def test_an_array_kept_over_a_weight_has_the_step_afterwards(monkeypatch):
     seen = []
     for streams in (False, True):
         torch.manual_seed(0)

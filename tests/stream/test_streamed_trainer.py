@@ -62,7 +62,7 @@ def test_the_zoo_trains_with_the_bits_of_plain_runs(name, setting):
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_weights_written_by_a_forward_are_refused_under_recompute(name):
+def test_recompute_refuses_weights_written_by_a_forward(name):
     make = functools.partial(models.ZooModule, models.ZOO[name], optimizer="adamw", fused=False)
     strategy = StreamStrategy("cpu", window=1, activations="recompute")
     with pytest.raises(ExactnessError, match="writes to its weights in its forward"):

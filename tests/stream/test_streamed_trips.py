@@ -97,7 +97,7 @@ def test_a_clipped_step_moves_weights_and_state_alone():
     assert moved(optimizer_device="host") == (0, 0)
 
 
-def test_a_weight_that_travels_in_half_precision_comes_down_in_both_types():
+def test_a_weight_sent_in_half_precision_returns_in_both_types():
     up, down = moved(optimizer_device="device", wire=torch.bfloat16)
     assert up == 12 and 13.9 < down < 14
 

@@ -326,7 +326,7 @@ def test_a_weight_in_two_streams_is_refused_by_name():
         stream(other, "cpu").__enter__()
 
 
-def test_a_forward_that_writes_weights_is_refused_under_recompute():
+def test_recompute_refuses_a_forward_that_writes_weights():
     model = Net(Writing)
     with streamed(model, "cpu", activations="recompute"):
         with pytest.raises(ExactnessError, match=r"blocks\.0 writes to its weights.*activations='keep'"):

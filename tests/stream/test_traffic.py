@@ -72,7 +72,7 @@ def test_what_is_resident_stays_between_micro_batches(device, window):
 # --- Down
 
 
-def test_frozen_units_send_no_gradients_and_a_frozen_prefix_is_not_fetched_for_backward(device):
+def test_a_frozen_prefix_sends_no_gradients_and_skips_backward(device):
     with streaming(models.frozen_prefix, device, window=1) as (net, handle):
         train(net, device)
         step = added(handle, lambda: train(net, device))
@@ -97,7 +97,7 @@ def test_gradients_never_pile_up_on_the_device(window):
 
 
 @pytest.mark.simgpu
-def test_nothing_of_a_backward_is_on_the_device_in_the_next_forward():
+def test_a_backward_leaves_nothing_on_the_device():
     device = torch.device("simgpu", 0)
     with streaming(models.stack_of(Wide, 4), device, window=1) as (net, _):
         seen = []
