@@ -169,7 +169,8 @@ class Handle:
         trains = torch.is_grad_enabled()
         if (listener := self.device.counters.listener) is not None:
             listener.begin_pass(kind, trains)
-        self._gradients.ring.let_go()  # the last ones of a backward, whose steps the first unit waits for
+        if not self.device.is_capturing():
+            self._gradients.let_go()
         self.room.begin_step(trains)
         if trains or kind == "validate":  # which a Trainer does on all ranks at once
             self.team.begin_forward(self.module)

@@ -205,18 +205,21 @@ class Trace:
         visit.peak = max(visit.peak, visit.grown)
 
     def _take(self, unit: FoundUnit, parameter: Tensor) -> None:
-        """Take note of a gradient that is complete (Rule 3)."""
+        """Take note of a gradient that is complete (Rule 3); one that came through a cast is narrowed."""
+        if id(parameter) in self.setting.narrow:
+            self._change(aligned(parameter.nbytes // 2))
+            self._change(-aligned(parameter.nbytes))
         self._came[unit.index].append(parameter)
         if len(self._came[unit.index]) == sum(p.requires_grad for _, p in unit.params):
             self._send(unit.index)
 
     def _send(self, unit: int) -> None:
-        """Narrow a unit's gradients, widen them for their norms, pack them, and let go of all."""
+        """Widen a unit's gradients for their norms, pack them, and let go of all."""
         setting, params = self.setting, [p for p in self._came.pop(unit) if p.grad is not None]
         came = sum(aligned(p.grad.nbytes) for p in params if p.grad is not None)
         goes = sum(aligned(p.nbytes // 2 if id(p) in setting.narrow else p.nbytes) for p in params)
         wide = sum(aligned(4 * p.numel()) for p in params if setting.masters or id(p) in setting.narrow)
-        for nbytes in (goes - came, wide, -wide, goes, came - 2 * goes):
+        for nbytes in (wide, -wide, goes, came - 2 * goes):
             self._change(nbytes)
         self.visits[-1].packed.append(goes)
         self.visits[-1].work.moved += 2 * (goes + wide)

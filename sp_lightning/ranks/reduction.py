@@ -181,7 +181,7 @@ class SharedGradients(Gradients):
             for weight in unit.weights:
                 kept = self._shown[weight]() if weight in self._shown else None
                 if kept is not None and kept is not grad_of(weight.host):
-                    set_data(kept, kept.content.true().clone())
+                    set_data(kept, kept.content.settle().clone())
                     kept.content = None
 
     def _message_of(self, unit: Unit) -> Message:
@@ -300,6 +300,10 @@ class SharedGradients(Gradients):
                     set_grad(weight.host, shown)
                     self._shown[weight] = weakref.ref(shown)
         super()._deposit_all(local)
+
+    def let_go(self) -> None:
+        super().let_go()
+        self._sums.let_go()
 
     def close(self) -> None:
         super().close()

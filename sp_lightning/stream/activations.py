@@ -102,7 +102,7 @@ class Trip:
         self._saved: dict[Any, Moved] = {}
         self._stream = device.current_stream()  # of the forward, and then of the memory that is copied up to
         self._is_on_others = False  # whether tensors were saved on streams of the user's
-        self._arrivals: list[Arrival] | None = None  # of the copies up
+        self._arrivals: list[Arrival] = []  # of the copies up
         self._waiting: Any = None  # the stream that waited for them last
         self._arriving: list[Tensor] = []  # memory that may not be freed before compute waits for them
         self._ring: Ring | None = None  # which has what went down, once the forward has ended
@@ -128,15 +128,17 @@ class Trip:
             ring.hold(sources, [one.went_down for one in moved], self._stream)
 
     def fetch(self) -> None:
-        """Start to copy all of them up."""
-        if self._arrivals is None:
-            if self._ring is not None:
-                self._ring.let_go()  # of what comes back now
-            self._stream = self._device.current_stream()
-            fetched = [moved.fetch() for moved in self._saved.values()]
-            self._arriving = [there for there, _ in fetched]
-            self._arrivals = [arrival for _, arrival in fetched]
-            self._saved = {}
+        """Start to copy all of them up; if there is no memory for one, the next call goes on."""
+        if not self._saved:
+            return
+        if self._ring is not None:
+            self._ring.let_go()  # of what comes back now
+        self._stream = self._device.current_stream()
+        for key in list(self._saved):
+            there, arrival = self._saved[key].fetch()
+            del self._saved[key]
+            self._arriving.append(there)
+            self._arrivals.append(arrival)
 
     def wait(self, there: Tensor) -> None:
         """Make compute wait for the unit's saved tensors, and start to fetch those of the unit before."""
@@ -148,10 +150,11 @@ class Trip:
         if here != self._stream:
             self._device.keep_for(there, here)
         if (before := self._before()) is not None:
-            before.fetch()
+            with contextlib.suppress(torch.OutOfMemoryError):  # it is fetched when it is needed
+                before.fetch()
 
     def _wait_arrivals(self, stream: Any) -> None:
-        for arrival in self._arrivals or ():
+        for arrival in self._arrivals:
             arrival.wait(stream)
         self._arriving = []
 

@@ -1,14 +1,15 @@
 """The way of gradients down: they are packed by unit, copied, and put into `.grad` of the user's parameters.
 
-Each backward has a record of its own, by autograd's number. `.grad` is written as the backward ends, or before that
-where a step or a hook reads it, or where it is added to another. The thread that called backward does so, or the next
-touch of a weight where an exception ended the backward.
+Each backward has a record of its own, by autograd's number. `.grad` is written as the last gradient of a unit came, and
+as the backward ends where that would have to wait: for a reader of what is there, or of a unit that is not complete.
+Where an exception ended a backward, the next touch of a weight writes the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from typing import Any, Protocol
 
@@ -36,12 +37,12 @@ from .unit import Unit
 class Backward:
     """A backward, and the gradients of units that wait for the rest of their unit's."""
 
-    def __init__(self, collector: Gradients, thread: int | None) -> None:
-        self.collector = collector
+    def __init__(self, collector: Gradients, number: int, thread: int | None) -> None:
+        self.collector, self.number = collector, number  # by autograd: one inside of another has a higher one
         self.thread = thread  # which called it
         self.came: dict[Unit, dict[Weight, Tensor]] = {}
         self.streams: set[Any] = set()  # on which they were computed
-        self.sent: list[tuple[Weight, Any]] = []  # what is yet to be put into `.grad`
+        self.sent: list[tuple[Weight, Any]] = []  # what is put into `.grad` at the end
 
 
 # By autograd's number and the stream: those under way, and those that an exception ended.
@@ -85,6 +86,10 @@ class Gradients:
         self._room = room  # for gradients that stay on the device until the step
         self.ring = Ring()
 
+    def let_go(self) -> None:
+        """Let go of memory whose copies down are under way, before a forward: the device waits for them."""
+        self.ring.let_go()
+
     def close(self) -> None:
         """Release memory on the device, once the copies are done."""
         self.ring.close()
@@ -93,7 +98,7 @@ class Gradients:
         """Take a leaf's gradient; with the last one of a unit, send them down."""
         key, unit = (graph_task(), self), weight.unit
         if (backward := backwards.get(key)) is None:
-            backward = backwards[key] = Backward(self, unit.window.thread)
+            backward = backwards[key] = Backward(self, key[0], unit.window.thread)
             at_end_of_backward(lambda: self.end(backwards.pop(key)))
         backward.streams.add(self._device.current_stream())
         came = backward.came.setdefault(unit, {})
@@ -112,15 +117,24 @@ class Gradients:
             )
         if weight.is_shard and (grad := weight.received(grad)) is None:
             return
+        if weight.is_narrow:
+            grad = self._narrowed(weight, grad)
         came[weight] = grad
         del grad  # which may be wider than what is sent down of it
         if len(came) >= unit.trained:
             self._flush(backward, unit, backward.came.pop(unit), is_complete=True)
 
+    @staticmethod
+    @torch.no_grad()
+    def _narrowed(weight: Weight, grad: Tensor) -> Tensor:
+        """Return a gradient in the type of the cast that it came through, if that has all bits and no hook sees it."""
+        with without_dispatch():
+            is_narrowed = weight.is_of_one_cast(grad) and not hooks_of_gradient(weight.host)
+            return grad.to(weight.dtype) if is_narrowed else grad
+
     def end(self, backward: Backward) -> None:
         """Send down what came of units that did not get all their gradients, and put all into `.grad`."""
-        if backwards:
-            self._deposit_before(backward)
+        self._deposit_before(backward, {weight for weight, _ in backward.sent}.union(*backward.came.values()))
         with contextlib.ExitStack() as ends:  # which go on, last one first, where a hook of the user's raises
             if (listener := self._device.counters.listener) is not None:
                 ends.callback(listener.idle)
@@ -129,11 +143,13 @@ class Gradients:
             while backward.came:
                 self._flush(backward, *backward.came.popitem(), is_complete=False)
 
-    def _deposit_before(self, inner: Backward) -> None:
-        """Deposit what a backward has so far of weights that the one inside of it has, too: sums depend on order."""
-        mine = {weight for weight, _ in inner.sent}.union(*inner.came.values())
+    def _deposit_before(self, inner: Backward, whose: Iterable[Weight]) -> None:
+        """Deposit what backwards around this one have so far of these weights: sums depend on order."""
+        if not backwards:
+            return
+        mine = set(whose)
         for backward in list(backwards.values()):
-            if backward.collector is self:
+            if backward.collector is self and backward.number < inner.number:
                 for unit in [unit for unit, came in backward.came.items() if not mine.isdisjoint(came)]:
                     self._flush(backward, unit, backward.came.pop(unit), is_complete=False)
                 sent, backward.sent[:] = backward.sent[:], []
@@ -153,7 +169,7 @@ class Gradients:
             for grad in came.values():
                 self._device.keep_for(grad, here)
         with without_dispatch():
-            hooked = [weight for weight in came if hooks_of_gradient(weight.host) or weight.is_narrow]
+            hooked = [weight for weight in came if hooks_of_gradient(weight.host)]
         with torch.no_grad():
             for weight in hooked:  # with dispatch: the weights and gradients that hooks read wait
                 window = weight.unit.window
@@ -166,20 +182,18 @@ class Gradients:
     def _deliver(self, backward: Backward, unit: Unit, sent: list[tuple[Weight, Any]], is_complete: bool) -> None:
         """Put a unit's gradients into `.grad`, and tell the steps.
 
-        Now if a step or a hook of the user's reads them, or if they are added to others: beside the rest of backward.
+        At the end of backward those that would have to wait, unless a step or a hook of the user's reads them now.
         """
         with without_dispatch():
             after = [weight.host for weight, _ in sent if hooks_after_accumulation(weight.host)]
-            added = {weight: came for weight, came in sent if len(backwards) <= 1 and _is_added(weight, came)}
-        if after or self._steps.early is not None:
-            backward.sent += [one for one in sent if one[0].is_shard]  # which wait, and which no step of ours reads
-            self._deposit_all([one for one in sent if not one[0].is_shard])
-            for host in after:
-                for hook in list(hooks_after_accumulation(host).values()):
-                    hook(host)
-        else:
-            self._deposit_all(list(added.items()))
-            backward.sent += [one for one in sent if one[0] not in added]
+            is_read = bool(after) or self._steps.early is not None
+            waits = {weight for weight, came in sent if weight.is_shard or not (is_read or _can_take(weight, came))}
+        self._deposit_before(backward, [weight for weight, _ in sent if weight not in waits])
+        backward.sent += [one for one in sent if one[0] in waits]
+        self._deposit_all([one for one in sent if one[0] not in waits])
+        for host in after:
+            for hook in list(hooks_after_accumulation(host).values()):
+                hook(host)
         self._steps.delivered(unit, [weight for weight, _ in sent], is_complete)
 
     @staticmethod
@@ -188,12 +202,8 @@ class Gradients:
         with without_dispatch():
             hooks = list((hooks_of_gradient(weight.host) or {}).values())
         for hook in hooks:
-            weight.uses = 0
             changed = hook(grad)
             grad = grad if changed is None else changed
-        if weight.is_narrow and weight.uses == 1:
-            grad = grad.to(weight.dtype)  # in which it came from the only use
-        weight.uses = 0
         return grad
 
     def _send(self, unit: Unit, came: dict[Weight, Tensor], here: Any) -> list[tuple[Weight, Any]]:
@@ -270,11 +280,10 @@ class Gradients:
                     _add_tensors(host, there, came)
 
 
-def _is_added(weight: Weight, came: Any) -> bool:
-    """Whether a gradient is added to one of which nobody has a view. Called without dispatch."""
+def _can_take(weight: Weight, came: Any) -> bool:
+    """Whether `.grad` takes a gradient without a wait: it is None, or nothing reads it. Called without dispatch."""
     there = grad_of(weight.host)
-    is_noted = isinstance(came, GradientBytes) and isinstance(there, HostGradient) and there.is_unread
-    return is_noted and not (weight.is_shard or came.is_mean)
+    return isinstance(came, GradientBytes) and (there is None or (isinstance(there, HostGradient) and there.is_unread))
 
 
 def norms_by_type(dense: list[tuple[Weight, Tensor]]) -> dict[Weight, Tensor]:

@@ -12,8 +12,8 @@ backward is that of the cast; any other function gets the weight in its own type
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -87,7 +87,7 @@ class Weight:
         self.hook: Any = None  # on the leaf, by which its gradient is taken
         self.end_of_graph: Any = None  # autograd's node for the host's parameter itself, which is to get no gradient
         self.lent = -1  # the storage that a function got last for it, in its own type
-        self.uses = 0  # gradients that came through what was lent
+        self.casts: list[torch.UntypedStorage] = []  # of gradients that came through casts, until the sum is taken
         self.is_half_applied = False  # stepped beside a backward, and the user has not called the step yet
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
         self.moved: weakref.ref[Tensor] | None = None  # the copy that the user made last by `weight.to(device)`
@@ -122,6 +122,11 @@ class Weight:
                 self.value.view(made.dtype).as_strided(*form).copy_(made)
         elif not self.unit.depth:  # or the end of the call keeps it
             self.unit.keep_write(self)
+
+    def is_of_one_cast(self, grad: Tensor) -> bool:
+        """Whether a gradient came through one cast alone, and so has no bits that the narrower type has not."""
+        came, self.casts = {storage_id(storage) for storage in self.casts}, []
+        return storage_id(grad.untyped_storage()) in came
 
     def lost_write(self) -> ExactnessError:
         """Make the error of a write to what travels in another type."""
@@ -249,7 +254,7 @@ class Lend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, weight: Weight, is_cast: bool) -> Tensor:
-        ctx.weight, ctx.uses = weight, 1 if is_cast else 2  # a gradient in the weight's own type stays in it
+        ctx.weight, ctx.is_cast = weight, is_cast
         if is_cast:
             return weight.there.view_as(weight.there)
         weight.unit.wait_step()
@@ -257,8 +262,14 @@ class Lend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.weight.uses += ctx.uses
-        return grads[0].to(ctx.weight.value.dtype), None, None
+        if not ctx.is_cast:
+            return grads[0], None, None
+        # Laid out as the leaf, which takes it over if it is the only one: its storage tells that nothing was added, as
+        # autograd adds in place only to what nobody else refers to.
+        like, came = ctx.weight.value, grads[0]
+        grad = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=came.device).copy_(came)
+        ctx.weight.casts.append(grad.untyped_storage())
+        return grad, None, None
 
 
 def has_form_of(weight: Weight, data: Tensor) -> bool:
@@ -330,7 +341,7 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
             written.append((leaf.weight, made, version_of(made)))
         return made
 
-    with leaves[0].weight.unit.window.using(units) if units else NOTHING:
+    with using(units) if units else NOTHING:
         if is_nested or kwargs:
             args, kwargs = tree_map_only(Leaf, give, (args, kwargs))
         else:
@@ -342,6 +353,15 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
             if result is made:
                 result = weight.leaf
     return result
+
+
+@contextmanager
+def using(units: Sequence[Any]) -> Iterator[None]:
+    """Keep units on the device meanwhile, each by the window of its own stream."""
+    with ExitStack() as stack:
+        for window in dict.fromkeys(unit.window for unit in units):
+            stack.enter_context(window.using([unit for unit in units if unit.window is window]))
+        yield
 
 
 def casts_of(module: nn.Module, dtype: torch.dtype | None, device: str = "cuda") -> set[int]:

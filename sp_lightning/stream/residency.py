@@ -52,6 +52,7 @@ class Residency:
 
     def allocate(self, here: Any) -> None:
         """Take memory of the stream ``here``, on which the caller launches kernels; copies up wait for what it has."""
+        assert self.state is Presence.ABSENT
         self.flat = self._device.empty(self._nbytes)
         self.state, self.arrived, self.home = Presence.LOADING, None, here
         self.shown_on = None

@@ -44,8 +44,10 @@ class Pending:
         """Note a step, which this function starts."""
         with self._lock:
             self._count += 1
-        self.last = submit()
-        return self.last
+        last = submit()
+        with self._lock:
+            self.last = last
+        return last
 
     def end(self) -> None:
         """Note the end of a step, and run what waits for the last one. Called by the step's thread."""
@@ -74,10 +76,9 @@ class Pending:
             try:
                 last.result()
             finally:
-                if (
-                    self.last is last and last.done()
-                ):  # other threads wait as well, and an interrupt ends the wait alone
-                    self.last = None
+                with self._lock:  # other threads wait as well, or begin a step; an interrupt ends the wait alone
+                    if self.last is last and last.done():
+                        self.last = None
 
 
 class Unit:
@@ -112,7 +113,8 @@ class Unit:
         # The bytes, in this call, of leaves that the user may write behind their versions.
         self.exposed: dict[Weight, Tensor] = {}
         self.copies: list[tuple[Weight, Tensor, int]] = []  # `.data` of what travels in another type, and its version
-        self.has_new_wire = False  # whether weights that travel in another type may have been written
+        self._before_access: Stamp | None = None  # before the first access since the copies in other types were right
+        self._has_new_wires = False  # whether these copies are to be made anew
         self._copied: Arrival | None = None  # the end of the copy up, until the host has waited for it
         self._stamp: Stamp | None = None  # of what was copied; None: not yet copied
         self.sources: list[Tensor] = []  # the first bytes of weights that the host does not keep
@@ -220,7 +222,7 @@ class Unit:
         self.steps.after(self._copy)
 
     def _copy(self) -> None:
-        if self.has_new_wire:
+        if self._may_have_new_wires() or self._has_new_wires:
             self._cast()
         source = self.slab if self.is_edited() else self.truth
         listener = self.device.counters.listener
@@ -256,7 +258,7 @@ class Unit:
 
     def _cast(self) -> None:
         """Make the copies that travel in another type anew."""
-        self.has_new_wire = False
+        self._has_new_wires = False
         self.wait_copy()
         for weight in self.weights if self.is_edited() else ():
             if weight.is_narrow:
@@ -290,7 +292,8 @@ class Unit:
         """Wait until no copy reads the slab, which is about to be written."""
         if (copied := self._copied) is not None:
             copied.synchronize()
-            self._copied = None
+            if self._copied is copied:  # and no other thread has begun one
+                self._copied = None
 
     def before_host_access(self, weight: Weight) -> None:
         """Wait until the host may read and write a weight's bytes."""
@@ -298,8 +301,14 @@ class Unit:
             raise stepped_already(weight.name)
         self.wait_step()
         self.wait_copy()
-        self.has_new_wire = True
+        if self._before_access is None:
+            self._before_access = self._now()
         self.window.look_again(self)
+
+    def _may_have_new_wires(self) -> bool:
+        """Whether somebody wrote what travels in another type, since the host was accessed. Asking forgets accesses."""
+        before, self._before_access = self._before_access, None
+        return before is not None and (self.is_exposed or before != self._now())
 
     def keep_write(self, weight: Weight) -> None:
         """Copy to the host what was written to a leaf."""
@@ -325,6 +334,7 @@ class Unit:
 
     def begin_step(self, step: Callable[[], Future[None]]) -> Future[None]:
         """Note a step, which this function starts."""
+        self._has_new_wires |= self._may_have_new_wires()  # some of its weights may not be stepped
         self.epoch += 1
         return self.steps.begin(step)
 

@@ -23,7 +23,7 @@ from ..compat.tensors import IS_PARAMETER, flattened
 from ..compat.torch import tree_map_only, without_dispatch
 from ..errors import PartitionError, UnsupportedError
 from .lazy import found_in, requires_grad_of, writes
-from .leaf import Weight
+from .leaf import Weight, using
 from .slots import Slot
 
 
@@ -162,7 +162,7 @@ class ReadWhole:
             finally:
                 show_device(found)
         units = list({whole.unit: None for whole in found})
-        with units[0].window.using(units):
+        with using(units):
             args, kwargs = tree_map_only(ReadWhole, lambda host: read[id(host)].on_device(), (args, kwargs or {}))
             return func(*args, **kwargs)
 

@@ -11,6 +11,7 @@ from test_streamed_optimizers import program as steps_of
 
 from sp_lightning.optim import compiled
 from sp_lightning.stream.host_gradient import HostGradient
+from sp_lightning.stream.unit import Unit
 
 PROGRAMS = []
 program = collected(PROGRAMS)
@@ -211,3 +212,29 @@ def test_a_number_that_clips_has_the_devices_rounding(options):
     one = {"mul_.Tensor": lambda gradient, factor: gradient * float(factor.to(gradient.dtype))}
     with rounding.replaced({**one, "_foreach_mul_.Tensor": rounded_first}):
         check(Program(clipped_in_half_precision, lambda: Net().bfloat16(), options=options), "simgpu")
+
+
+def test_copies_in_another_type_are_made_anew_for_writes_alone(monkeypatch):
+    made, cast = [], Unit._cast
+    monkeypatch.setattr(Unit, "_cast", lambda unit: made.append(unit.index) or cast(unit))
+    model = Net()
+    with streamed(model, "cpu", wire=torch.bfloat16) as handle:
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step():
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                model(torch.ones(4, 8)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            handle.finish_step()
+
+        step()
+        made.clear()
+        for _ in range(3):
+            step()
+            assert all(param.isfinite().all() for param in model.parameters())
+        assert not made
+        with torch.no_grad():
+            model.blocks[1].up.weight.mul_(0.5)
+        step()
+        assert len(made) == 1

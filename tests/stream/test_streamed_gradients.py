@@ -231,6 +231,62 @@ EDITS = [
 ]
 
 
+class InFloat(torch.autograd.Function):
+    """A product that is computed in FP32 under autocast, too."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return (grad @ weight.float()).to(x.dtype), grad.t() @ x.float()
+
+
+class CastOnceOnly(Block):
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            beside = InFloat.apply(x, self.up.weight)
+        return x + self.down((self.up(x) + beside).tanh())
+
+
+class CastInside(Block):
+    def turn(self, x):
+        return self.down(self.up(x).tanh())
+
+    def forward(self, x):
+        return self.turn(checkpoint(self.turn, self.turn(x), use_reentrant=True))
+
+
+def in_halves(run, model, i):
+    with torch.autocast(run.device.type, dtype=torch.bfloat16, cache_enabled=False):
+        return model(run.x(i)).float().square().mean()
+
+
+@program(lambda: Net(CastOnceOnly), wire=torch.bfloat16)
+def of_one_cast_and_of_a_function_of_the_users(run, model):
+    return run.loop(model, lambda model, optimizer, i: run.train(in_halves(run, model, i), optimizer))
+
+
+@program(lambda: Net(CastInside), wire=torch.bfloat16)
+def of_casts_in_a_backward_and_in_one_inside(run, model):
+    return run.loop(model, lambda model, optimizer, i: run.train(in_halves(run, model, i), optimizer))
+
+
+@program(lambda: Net(CastInside))
+def seen_by_hooks_in_the_order_of_reentrant_backwards(run, model):
+    seen, optimizer = [], run.adamw(model.parameters())
+    model.blocks[1].down.weight.register_post_accumulate_grad_hook(
+        lambda weight: seen.append(weight.grad.clone().cpu())
+    )
+    for i in range(3):
+        model(run.x(i)).square().mean().backward()
+    optimizer.step()
+    return seen
+
+
 @pytest.mark.parametrize("device", often(["simgpu", "cpu"]))
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.simgpu

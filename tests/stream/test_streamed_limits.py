@@ -84,9 +84,13 @@ def test_between_steps_random_tensors_like_weights_are_the_hosts():
         assert torch.equal(found, torch.randn(found.shape))
 
 
-def test_gradients_are_in_place_as_backward_ends():
+def test_gradients_are_in_place_once_all_of_their_unit_came():
     model, seen = Net(), []
-    model.blocks[0].up.weight.register_hook(lambda grad: seen.append(model.blocks[4].up.weight.grad))
+    for name, block in (("before", 4), ("its own", 0)):
+        weights = model.blocks[block].down.weight, model.blocks[block].up.weight
+        weights[1].register_hook(
+            lambda grad, name=name, weight=weights[0]: seen.append((name, weight.grad is not None))
+        )
     with streamed(model, "cpu"):
         model(torch.ones(4, 8)).sum().backward()
-        assert seen == [None] and model.blocks[4].up.weight.grad is not None
+        assert seen == [("before", False), ("its own", False)]  # a plain run has those of `down` by then

@@ -1,6 +1,7 @@
 """Compiled, parametrized, nested and shared modules, threads, forks and streams of the user's."""
 
 import contextlib
+import copy
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from sp_lightning.errors import UnsupportedError
+from sp_lightning.stream.residency import Presence
 
 PROGRAMS = []
 program = collected(PROGRAMS)
@@ -244,3 +246,26 @@ def test_blocks_of_a_loop_of_the_user_s_are_loaded_ahead(monkeypatch):
             for block in model.blocks:
                 x = block(x)
         assert all(found)
+
+
+@pytest.mark.parametrize("device", ["simgpu", "cpu"])
+@pytest.mark.simgpu
+def test_functions_of_two_streams_keep_each_to_its_window(device):
+    """A student, and a teacher whose weights it is held to: a penalty reads pairs of weights outside of any call."""
+    student, teacher = Net(), Net()
+    plain = copy.deepcopy(student).to(device), copy.deepcopy(teacher).to(device)
+
+    def step(student, teacher, i):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).to(device)
+        held = sum((p - q).square().sum() for p, q in zip(student.parameters(), teacher.parameters(), strict=True))
+        loss = (student(x) - teacher(x).detach()).square().mean() + held
+        loss.backward()
+        return [loss.detach().cpu()] + [p.grad.cpu().clone() for p in student.parameters()]
+
+    with streamed(student, device, resident=0) as one, streamed(teacher.requires_grad_(False), device) as other:
+        plain[1].requires_grad_(False)
+        for i in range(3):
+            torch.testing.assert_close(step(student, teacher, i), step(*plain, i), rtol=0, atol=0)
+            for handle in (one, other):
+                there = [unit for unit in handle.units if unit.memory.state is not Presence.ABSENT]
+                assert sum(not unit.is_held for unit in there) <= 2
