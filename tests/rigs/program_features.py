@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import wrapped
-from program_nets import WIDTH, Block, Net, batch, other
+from program_nets import REENTRANT, WIDTH, Block, Net, batch, other
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -188,7 +188,7 @@ def resumes(program: Program) -> bool:
 
 def runs_again(program: Program) -> bool:
     """A checkpoint's second run sees what a weight is by then, and does once more what is inside of it."""
-    is_checkpointed = not {"Checkpointed", "Reentrant"}.isdisjoint(program.kinds)
+    is_checkpointed = not {"Checkpointed", *REENTRANT}.isdisjoint(program.kinds)
     return "recompute" in program.activations or is_checkpointed
 
 
@@ -218,7 +218,7 @@ def not_fabrics(program: Program) -> bool:
 
 def cannot_ask(program: Program) -> bool:
     """A reentrant checkpoint knows no `torch.autograd.grad`."""
-    return not_fabrics(program) or "Reentrant" in program.kinds
+    return not_fabrics(program) or not REENTRANT.isdisjoint(program.kinds)
 
 
 # --- Weights that are written between steps

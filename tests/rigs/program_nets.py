@@ -124,6 +124,37 @@ class Reentrant(Dense):
         return checkpoint(super().computed, x, use_reentrant=True)
 
 
+class Surrounded(Dense):
+    """Recomputes itself in a backward of its own, between two other uses of its weights."""
+
+    def computed(self, x: Tensor) -> Tensor:
+        first = super().computed(x)
+        return super().computed(checkpoint(super().computed, first, use_reentrant=True))
+
+
+class InFloat(torch.autograd.Function):
+    """A product in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return (grads[0] @ weight.float()).to(x.dtype), (grads[0].t() @ x.float()).to(weight.dtype)
+
+
+class Handed(Block):
+    """Hands a weight to a function of its own, beside a layer that uses it as well."""
+
+    def computed(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            beside = InFloat.apply(x, self.linear.weight)
+        return torch.tanh(self.linear(x) + beside)
+
+
 class Nested(Block):
     """Has a block inside."""
 
@@ -239,9 +270,11 @@ class Counting(Block):
 
 WITHIN: list[type[Block]] = [Dense, Normed, Batched, Dropping, Attending, Scaled, Repeating, Recurrent, Checkpointed]
 WITHIN += [Reentrant, Nested, Skipped, Experts, InParts, Lent, Tied, Normalised, Adapter, Quantised, Lazy, Writing]
-WITHIN += [Counting]
+WITHIN += [Counting, Surrounded, Handed]
+REENTRANT = {"Reentrant", "Surrounded"}  # whose checkpoint runs a backward inside of backward
 KINDS = {kind.__name__: kind for kind in WITHIN}
-USES_TWICE = {"Repeating", "Recurrent", "Lent", "Tied", "again"}  # weights, so that autocast's cache counts
+# Kinds that use a weight twice, so that autocast's cache counts.
+USES_TWICE = {"Repeating", "Recurrent", "Lent", "Tied", "Surrounded", "again"}
 
 
 class Net(nn.Module):

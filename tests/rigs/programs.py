@@ -30,7 +30,7 @@ import torch
 from lightning import seed_everything
 from program_doors import DOORS, HOOKS, MIXED, OPTIMIZERS, OTHER_KERNELS, record
 from program_features import FEATURES, MOMENTS, cannot_ask, refuses_writes, steps_early, writes_wrongly
-from program_nets import USES_TWICE, WITHIN
+from program_nets import REENTRANT, USES_TWICE, WITHIN
 
 import parity
 from sp_lightning.errors import SuperpipelineError
@@ -145,7 +145,8 @@ def may_be_refused(program: Program) -> bool:
     quantised = "Quantised" in program.kinds  # where an option does not take it
     rounds = bool(program.option.get("resident")) and program.optimizer == "adafactor"  # otherwise on the host
     writes = "Writing" in program.kinds and refuses_writes(program)
-    reads = "Reentrant" in program.kinds and program.loss == "of weights too"  # a second gradient after the inner one
+    # A second gradient after the inner one.
+    reads = "Surrounded" in program.kinds or ("Reentrant" in program.kinds and program.loss == "of weights too")
     return (
         quantised
         or rounds
@@ -199,7 +200,7 @@ def draw_program(dice: random.Random, number: int, ranked: bool, door: str | Non
     trainer, loop = door in ("trainer", "pytorch_lightning"), door in ("by hand", "fabric")
     names = [kind.__name__ for kind in WITHIN]
     if ranked:
-        names = [name for name in names if name not in ("Quantised", "Reentrant")]
+        names = [name for name in names if name not in ("Quantised", *REENTRANT)]
     if door != "by hand" or ranked:
         names.remove("Lazy")  # the others look at sizes of weights before the first call
     kinds = tuple(dice.choice(names) for _ in range(dice.randint(2, 4))) + ("again",) * (dice.random() < 0.1)
