@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import time
@@ -25,10 +24,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .device import Device
+from .device import NOT_RECORDED, Device
 from .telemetry import Lane, Span, causes
 
-NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 LAG = 2  # passes that begin after a pass before it is read (Rule 2)
 DISK_LANES: tuple[Lane, ...] = ("disk in", "disk out")
 OF_THE_HOST: tuple[Lane, ...] = ("optimizer", *DISK_LANES)  # by its clock
@@ -201,7 +199,7 @@ class Recorder:
         """Mark the work that is issued in this context as one lane's."""
         of_pass = self._now  # which the calling thread may end meanwhile
         if of_pass is None:
-            return NOTHING
+            return NOT_RECORDED
         now: Callable[[], Any] = time.perf_counter
         if lane not in OF_THE_HOST:
             now = lambda: self._clock.moment(self._clock.compute)  # noqa: E731  # whose thread copies
@@ -211,7 +209,7 @@ class Recorder:
         """Mark a wait of the compute stream in this context. Then it computes for ``unit``, or goes on as before."""
         now = self._computing
         if self._now is None or (unit and now is not None and (now.unit, now.phase) == (unit, phase)):
-            return NOTHING
+            return NOT_RECORDED
         if not unit and now is not None:
             unit, phase = now.unit, now.phase
         return _Wait(self, _Entry("compute", unit, phase, cause), unit, phase)

@@ -310,13 +310,11 @@ def _gradient(grad: Any, value: Tensor, scale: Tensor | None) -> tuple[Tensor, f
             return None
         return torch.empty_like(value).copy_(grad), 1.0
     grad.arrived.synchronize()
-    bytes_there = grad.full if grad.is_full else grad.raw
-    assert bytes_there is not None
     if scale is not None:
         return grad.true().div_(scale), 1.0  # as the fused kernel does, and the user's gradient is unscaled, too
-    if len(grad.factors) > 1 or bytes_there.dtype not in TYPES:
+    if len(grad.factors) > 1 or grad.raw.dtype not in TYPES:
         return grad.true(), 1.0
-    return bytes_there, float(grad.factors[0]) if grad.factors else 1.0
+    return grad.raw, float(grad.factors[0]) if grad.factors else 1.0
 
 
 def _run(loop: Loop, flags: int, parts: list[Stepped]) -> None:

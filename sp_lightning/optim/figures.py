@@ -45,7 +45,7 @@ def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str
         "units": len(streamed),
         "resident_root_bytes": resident,
         "weight_bytes": sum(unit.up_nbytes for unit in numbers),
-        "resident_bytes": resident + window.resident_nbytes,
+        "resident_bytes": resident + window.loaded_nbytes,
         "window_bytes": resident + kept + sum(largest) + 2 * max((unit.down_nbytes for unit in streamed), default=0),
         "device_peak": device.memory_peak(),
         "host_bytes": on_host + wires + gradients,
@@ -84,7 +84,7 @@ def explaining(window: Window, policy: Activations, device: Device) -> Iterator[
 
 def _what_fills(window: Window, policy: Activations, device: Device) -> str:
     """Say what fills the device, and name three changes that make room."""
-    held, changes = window.resident_nbytes, []
+    held, changes = window.loaded_nbytes, []
     if not policy.recomputes:
         changes.append("activations='recompute' (each forward runs twice)")
     elif not policy.offloads:

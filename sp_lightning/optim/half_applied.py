@@ -141,15 +141,15 @@ class EarlySteps:
         self._stepper = optimizer
         for weight in whose:
             content = self.stepped[weight] = grad_of(weight.host).content
-            content.is_stepped_early = weight.is_half_applied = True
+            content.is_stepped_early = weight.is_stepped_early = True
 
     def left_of(self, optimizer: optim.Optimizer, whose: list[Weight]) -> list[Weight]:
         """Return the weights that the user's call of the step is to step; raise if it is not that of those stepped."""
         if optimizer is self._stepper:
             self._check_same(optimizer)
-            return [weight for weight in whose if not weight.is_half_applied]
+            return [weight for weight in whose if not weight.is_stepped_early]
         for weight in whose:
-            if weight.is_half_applied:
+            if weight.is_stepped_early:
                 raise stepped_already(weight.name)
         return whose
 
@@ -174,7 +174,7 @@ class EarlySteps:
 
     def _forget(self) -> None:
         for weight, content in self.stepped.items():
-            content.is_stepped_early = weight.is_half_applied = False
+            content.is_stepped_early = weight.is_stepped_early = False
         self.stepped.clear()
         self._stepper = None
 

@@ -99,7 +99,7 @@ class WaitingState(collections.defaultdict[Any, Any]):
 
 def _wait_step(weight: Weight) -> None:
     """Wait for a weight's step; raise if its backward still runs, in which a plain run has the state of before."""
-    if weight.unit.is_final and weight.is_half_applied:
+    if weight.unit.is_final and weight.is_stepped_early:
         raise stepped_already(weight.name)
     weight.unit.wait_step()
 

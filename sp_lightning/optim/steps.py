@@ -153,7 +153,7 @@ class Steps:
         for param, state in optimizer.state.items():
             if (weight := self._weight(param)) is None:
                 continue
-            is_resident = weight.unit.is_resident and steps_by_weight(optimizer) and not is_closing
+            is_resident = weight.unit.is_resident and not is_closing
             home = weight.there.device if is_resident else torch.device("cpu")
             if not is_resident:
                 self._filed.keep_state(weight, state)

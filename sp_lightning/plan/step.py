@@ -58,7 +58,7 @@ def sweep(found: Trace, window: int, transfer: int) -> Sweep:
                 leaving.clear()
             beside = there + visit.peak + sum(leaving) + (ahead if visit.work.up else 0)
             kept = max(0, min(there + sum(leaving), beside))
-            now = {WINDOW: schedule.resident_nbytes, KEPT: kept, WORKING: beside - kept, GRADIENTS: sum(packs)}
+            now = {WINDOW: schedule.loaded_nbytes, KEPT: kept, WORKING: beside - kept, GRADIENTS: sum(packs)}
             if sum(now.values()) > sum(terms.values()):
                 terms = now
             there += visit.grown
@@ -87,15 +87,15 @@ class Bytes(NamedTuple):
         return work.cast * self.half + (work.trained - work.cast) * self.full
 
 
-NOTHING = Bytes()
+NO_BYTES = Bytes()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
     """Bytes of memory that a step costs for each parameter, by kind of pass over them."""
 
-    added: Bytes = NOTHING  # by the cores, where gradients of several batches are added
-    stepped: Bytes = NOTHING  # by the cores
+    added: Bytes = NO_BYTES  # by the cores, where gradients of several batches are added
+    stepped: Bytes = NO_BYTES  # by the cores
     on_device: float = 0.0  # of device memory, for a step there
     up: float = 0.0  # that go up for a step on the device
     down: float = 0.0  # that come down after it

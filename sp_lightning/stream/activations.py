@@ -23,16 +23,13 @@ from ..compat.tensors import consists_of_tensors, flattened
 from ..compat.torch import admits_hooks, storage_id, top_hooks
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import Arrival, Device, Ring, dense_strides
-from .leaf import Weight, stepped_already
+from .leaf import NO_CONTEXT, Weight, stepped_already
 from .recompute import Recompute
 from .residency import shown
 
 WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
 SMALLEST = 1 << 10  # bytes; less is not worth a copy
 UNPACK: Callable[[Any], Tensor] = operator.methodcaller("get")  # of what a tensor was packed to
-
-
-NOTHING = contextlib.nullcontext()
 
 
 def was_written(version: int, expected: int, shape: torch.Size) -> RuntimeError:
@@ -70,7 +67,7 @@ class SavedWeight:
     def get(self) -> Tensor:
         unit = self.weight.unit
         unit.window.visit(unit)
-        if self.weight.is_half_applied and (unit.is_past_step or not unit.is_final):
+        if self.weight.is_stepped_early and (unit.is_past_step or not unit.is_final):
             raise stepped_already(self.weight.name)
         dtype, shape, stride, offset = self.place
         if (version := self.weight.there._version) != self.version:
@@ -145,7 +142,7 @@ class Trip:
         if (here := self._device.current_stream()) != self._waiting:
             self._waiting = here
             listener = self._device.counters.listener
-            with NOTHING if listener is None else listener.waiting("activations"):
+            with NO_CONTEXT if listener is None else listener.waiting("activations"):
                 self._wait_arrivals(here)
         if here != self._stream:
             self._device.keep_for(there, here)
@@ -178,7 +175,7 @@ class Moved:
         device.down.wait_event(here.record_event())
         flat = self._source.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         listener = device.counters.listener
-        recorded = NOTHING if listener is None else listener.work("down", "", "activations", flat.nbytes)
+        recorded = NO_CONTEXT if listener is None else listener.work("down", "", "activations", flat.nbytes)
         self.went_down = device.send_down(self._here, flat, recorded)
         device.counters.bytes_offloaded += flat.nbytes
 
@@ -195,7 +192,7 @@ class Moved:
         device, there = self._device, self._device.empty(self._here.nbytes)
         device.after_compute(device.up)
         listener = device.counters.listener
-        recorded = NOTHING if listener is None else listener.work("up", "", "activations", there.nbytes)
+        recorded = NO_CONTEXT if listener is None else listener.work("up", "", "activations", there.nbytes)
         arrival = device.send_up(there, self._here, self.went_down, recorded)
         device.counters.bytes_brought_back += there.nbytes
         self._there, self._here = there, None
@@ -304,7 +301,7 @@ class Activations:
     def saving(self) -> Any:
         """Return the hooks under which a weight is used, unless ours are there or nothing is recorded."""
         if not torch.is_grad_enabled():
-            return NOTHING
+            return NO_CONTEXT
         if not admits_hooks():
             raise UnsupportedError(
                 "saved-tensor hooks are disabled around a streamed module (by disable_saved_tensors_hooks, or by a"
@@ -313,7 +310,7 @@ class Activations:
         top = top_hooks(False)
         if top is None:
             return self._hooks
-        return NOTHING if isinstance(getattr(top[0], "__self__", None), SavedTensors) else SavedElsewhere(self, top)
+        return NO_CONTEXT if isinstance(getattr(top[0], "__self__", None), SavedTensors) else SavedElsewhere(self, top)
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor goes to the host: on the device, worth a copy, and without gaps or overlaps."""

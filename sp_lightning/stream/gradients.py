@@ -108,7 +108,7 @@ class Gradients:
             trains = weight.host.requires_grad
         if grad is None or not trains:
             return  # frozen since the forward, as by `toggle_optimizer`
-        if weight.is_half_applied:
+        if weight.is_stepped_early:
             raise stepped_already(weight.name)
         if grad.requires_grad:
             raise UnsupportedError(

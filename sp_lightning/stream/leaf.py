@@ -31,7 +31,7 @@ from .slots import Slot
 CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights; they write to none
 CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights in these alone
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)  # in evaluation one kernel gets all weights inside
-NOTHING: AbstractContextManager[None] = nullcontext()
+NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class Visitor(Protocol):
@@ -88,7 +88,7 @@ class Weight:
         self.end_of_graph: Any = None  # autograd's node for the host's parameter itself, which is to get no gradient
         self.lent = -1  # the storage that a function got last for it, in its own type
         self.casts: list[torch.UntypedStorage] = []  # of gradients that came through casts, until the sum is taken
-        self.is_half_applied = False  # stepped beside a backward, and the user has not called the step yet
+        self.is_stepped_early = False  # stepped beside a backward, and the user has not called the step yet
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
         self.moved: weakref.ref[Tensor] | None = None  # the copy that the user made last by `weight.to(device)`
         # The user's views of the host's bytes, by their ids.
@@ -334,14 +334,14 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
         for weight, made, _ in written:  # it is among the arguments twice
             if weight is leaf.weight:
                 return made
-        if leaf.weight.is_half_applied and leaf.weight.unit.is_past_step:
+        if leaf.weight.is_stepped_early and leaf.weight.unit.is_past_step:
             raise stepped_already(leaf.weight.name)
         made = leaf.given_to(func)
         if func not in CASTING:
             written.append((leaf.weight, made, version_of(made)))
         return made
 
-    with using(units) if units else NOTHING:
+    with using(units) if units else NO_CONTEXT:
         if is_nested or kwargs:
             args, kwargs = tree_map_only(Leaf, give, (args, kwargs))
         else:

@@ -40,7 +40,7 @@ from .lazy import (
     shares_bytes,
     writes,
 )
-from .leaf import NOTHING, Weight, call_with_leaves, check_form, graph_after_close, has_form_of, using, version_of
+from .leaf import NO_CONTEXT, Weight, call_with_leaves, check_form, graph_after_close, has_form_of, using, version_of
 from .shards import on_host
 from .unit import Unit
 
@@ -125,7 +125,7 @@ class Watched(Lazy):
         args, kwargs = tree_map_only(Tensor, on_device, (args, kwargs or {}))
         if func in STRIDING and isinstance(first, HostParameter) and (weight := first.weight_of()) is not None:
             args, kwargs = _in_its_unit(weight, *args, **kwargs)
-        with without_dispatch(), using(units) if units else NOTHING:
+        with without_dispatch(), using(units) if units else NO_CONTEXT:
             result = call_with_leaves(func, args, kwargs) if has_leaves else func(*args, **kwargs)
             if isinstance(first, HostParameter) and (weight := first.weight_of()) is not None:
                 given = weight.lent if weight.is_lent else storage_id(weight.leaf.untyped_storage())

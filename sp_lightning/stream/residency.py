@@ -26,7 +26,7 @@ from ..host.device import Arrival, Device
 from .lazy import set_data
 from .leaf import Absent, Leaf, Weight
 
-NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 shown: dict[int, Residency] = {}  # by the address of their storage
 
 
@@ -45,7 +45,7 @@ class Residency:
         self._device, self.weights, self._nbytes = device, weights, nbytes
         self.places, self._dtypes = [weight.at for weight in weights], {weight.dtype for weight in weights}
         self.state = Presence.ABSENT
-        self.flat = NOTHING
+        self.flat = NO_BYTES
         self.arrived: Arrival | None = None  # the end of the copy up; None: the copy is yet to begin
         self.home: Any = None  # the stream of the memory
         self.shown_on: Any = None  # the stream that waited for the copy last
@@ -92,7 +92,7 @@ class Residency:
                     set_data(weight.there, weight.blank)
                     if weight.there is weight.leaf:
                         weight.there.__class__ = Absent
-        self.state, self.flat = Presence.ABSENT, NOTHING
+        self.state, self.flat = Presence.ABSENT, NO_BYTES
 
 
 def show_versions(weights: Sequence[Weight], versions: Sequence[int]) -> None:

@@ -38,15 +38,15 @@ class Schedule:
     def __init__(self, nbytes: Sequence[int], window: int, transfer: int = 1) -> None:
         self._nbytes = tuple(nbytes)
         # The units on the device, in order of loading, and when each was last visited or loaded.
-        self.resident: dict[int, int] = {}
-        self.resident_nbytes = 0  # of all of them
+        self.loaded: dict[int, int] = {}
+        self.loaded_nbytes = 0  # of all of them
         self._clock = itertools.count(1)
         self.window = window
         self.transfer = transfer
         self.begin()
 
     def begin(self, order: Sequence[int] = (), wrap: bool = False) -> None:
-        """Start a pass with these predicted visits; resident units stay.
+        """Start a pass with these predicted visits; loaded units stay.
 
         With `wrap` the order starts again after its last visit, otherwise no visit is predicted beyond it.
         """
@@ -67,20 +67,20 @@ class Schedule:
         self._forget_ahead()
 
     def invalidate(self, units: Iterable[int]) -> list[int]:
-        """Mark these units as not resident, because they are stale; return those that were."""
-        were = [unit for unit in dict.fromkeys(units) if unit in self.resident]
+        """Mark these units as not loaded, because they are stale; return those that were."""
+        were = [unit for unit in dict.fromkeys(units) if unit in self.loaded]
         self._move(were, ())
         return were
 
     def visit(self, unit: int, in_use: Container[int] = ()) -> Decision:
-        """Decide what to evict and load so that `unit` is resident now; those `in_use` are not evicted.
+        """Decide what to evict and load so that `unit` is loaded now; those `in_use` are not evicted.
 
         `in_use` is looked into only when something has to be evicted or could be prefetched.
         """
         surprise = self._arrive(unit)
         evict, load = self._demand(unit, in_use)
         ahead_evict, ahead_load = self._prefetch(unit, in_use) if self.window > 1 else ([], [])
-        self.resident[unit] = next(self._clock)
+        self.loaded[unit] = next(self._clock)
         return Decision((*evict, *ahead_evict), (*load, *ahead_load), surprise)
 
     # Where we are in the order
@@ -149,14 +149,14 @@ class Schedule:
     # What to move
 
     def _demand(self, unit: int, in_use: Container[int]) -> tuple[list[int], list[int]]:
-        """Make the visited unit resident, and evict as many others as exceed the window: none that may still fit.
+        """Load the visited unit, and evict as many others as exceed the window: none that may still fit.
 
         A unit in use is not evicted and, unless it is the visited one, not counted. What exceeds the window then is
         evicted at the first visit at which it is in use no longer.
         """
-        load = [] if unit in self.resident else [unit]
+        load = [] if unit in self.loaded else [unit]
         evict: list[int] = []
-        if len(self.resident) + len(load) > self.window:
+        if len(self.loaded) + len(load) > self.window:
             evictable = self._evictable(unit, in_use)
             excess = len(evictable) + 1 - self.window
             evict = evictable[: max(excess, 0)]
@@ -172,11 +172,11 @@ class Schedule:
         before that costs no extra load, since a place is empty or its unit would be evicted anyway. Free loads start
         when there are `transfer` of them.
         """
-        if self.resident.keys() >= self._ahead_units:
+        if self.loaded.keys() >= self._ahead_units:
             return [], []
         order, length = self._order, len(self._order)
         wanted = [position for position in self._ahead if order[position % length] != unit][: self.window - 1]
-        missing = [position for position in wanted if order[position % length] not in self.resident]
+        missing = [position for position in wanted if order[position % length] not in self.loaded]
         if not missing:
             return [], []
         due = self.transfer if missing[0] == wanted[0] else 0
@@ -204,7 +204,7 @@ class Schedule:
     def _is_free(self, victim_use: int, position: int, unit: int, wanted: list[int]) -> bool:
         """Whether the idle unit would be evicted anyway when the unit at `position` is due.
 
-        Every unit visited before then is resident by then, and competes with the idle one, except for the unit that
+        Every unit visited before then is loaded by then, and competes with the idle one, except for the unit that
         will be computing at that moment.
         """
         if victim_use == NEVER:
@@ -219,18 +219,18 @@ class Schedule:
 
         (Belady.) Among several that are not predicted, the least recently visited is first.
         """
-        idle = [other for other in self.resident if other != unit and other not in in_use]
-        idle.sort(key=self.resident.__getitem__)
+        idle = [other for other in self.loaded if other != unit and other not in in_use]
+        idle.sort(key=self.loaded.__getitem__)
         idle.sort(key=self._use, reverse=True)  # which leaves those of one use in their order
         return idle
 
     def _move(self, evict: Iterable[int], load: Iterable[int]) -> None:
         for unit in evict:
-            del self.resident[unit]
-            self.resident_nbytes -= self._nbytes[unit]
+            del self.loaded[unit]
+            self.loaded_nbytes -= self._nbytes[unit]
         for unit in load:
-            self.resident[unit] = next(self._clock)
-            self.resident_nbytes += self._nbytes[unit]
+            self.loaded[unit] = next(self._clock)
+            self.loaded_nbytes += self._nbytes[unit]
 
 
 def _without_repeats(order: Sequence[int], wrap: bool) -> tuple[int, ...]:

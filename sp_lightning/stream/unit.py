@@ -25,7 +25,7 @@ from ..host.room import UnitNumbers
 from ..store.store import FiledWeights
 from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
 from .leaf import Absent, Leaf, Narrow, Visitor, Weight, stepped_already, version_of
-from .residency import NOTHING, Presence, Residency, show_versions
+from .residency import NO_BYTES, Presence, Residency, show_versions
 from .wholes import WholeWeight
 
 Stamp: TypeAlias = tuple[int, list[int]]  # epoch and versions of a unit's weights
@@ -139,8 +139,8 @@ class Unit:
 
     def _allocate(self) -> None:
         nbytes = sum(aligned(weight.nbytes) for weight in self.weights if weight.place is None)
-        self.slab = self.device.slab(nbytes) if nbytes else NOTHING
-        self.truth = self.device.slabs.truth(self.slab) if nbytes else NOTHING
+        self.slab = self.device.slab(nbytes) if nbytes else NO_BYTES
+        self.truth = self.device.slabs.truth(self.slab) if nbytes else NO_BYTES
 
     def _adopt(self, weight: Weight, blank: Tensor) -> None:
         """Move a parameter's bytes into the slab, and make its leaf."""
@@ -297,7 +297,7 @@ class Unit:
 
     def before_host_access(self, weight: Weight) -> None:
         """Wait until the host may read and write a weight's bytes."""
-        if self.is_final and weight.is_half_applied:
+        if self.is_final and weight.is_stepped_early:
             raise stepped_already(weight.name)
         self.wait_step()
         self.wait_copy()

@@ -20,7 +20,7 @@ from ..host.device import Device, DeviceMemoryError
 from ..host.room import Room
 from ..options import format_bytes
 from .activations import Activations
-from .leaf import NOTHING, graph_after_close
+from .leaf import NO_CONTEXT, graph_after_close
 from .residency import Presence
 from .schedule import Schedule
 from .unit import Unit
@@ -182,19 +182,19 @@ class Window:
         self._current = None, None  # until the visit succeeds: it may evict the unit that was visited last
         listener, phase = self._device.counters.listener, "forward" if graph_task() == -1 else "backward"
         # Modes of dispatch are those of a selective checkpoint, or of fake tensors.
-        with without_dispatch_modes() if dispatch_mode_count() else NOTHING:
+        with without_dispatch_modes() if dispatch_mode_count() else NO_CONTEXT:
             if not unit.is_held:
                 self._bring(unit, here[1])
-            with NOTHING if listener is None else listener.waiting("weights", unit.name, phase):
+            with NO_CONTEXT if listener is None else listener.waiting("weights", unit.name, phase):
                 unit.show(here[1])
         self._current = here
 
     def _bring(self, unit: Unit, stream: Any) -> None:
-        if len(self._schedule.resident) == self._streamed <= self.room.window and not unit.is_stale():
+        if len(self._schedule.loaded) == self._streamed <= self.room.window and not unit.is_stale():
             return  # all units are there, and stay
         period = self._trace.add(unit.index)
         schedule, room, counters = self._schedule, self.room, self._device.counters
-        if unit.index in schedule.resident and unit.index not in self._in_use and unit.is_stale():
+        if unit.index in schedule.loaded and unit.index not in self._in_use and unit.is_stale():
             self.drop(unit)
         if period:
             schedule.begin(period, wrap=True)
@@ -204,16 +204,20 @@ class Window:
         counters.surprises += decision.surprise
         for index in decision.evict:
             self._units[index].evict()
-        for index in decision.load:
-            if index in schedule.resident:  # or there was no memory
-                self._load(self._units[index], stream, is_needed=index == unit.index)
+        try:
+            for index in decision.load:
+                if index in schedule.loaded:  # or there was no memory
+                    self._load(self._units[index], stream, is_needed=index == unit.index)
+        except BaseException:
+            schedule.invalidate(i for i in decision.load if self._units[i].memory.state is Presence.ABSENT)
+            raise
         if decision.load and room.grows:
-            room.note_memory(schedule.resident_nbytes)
+            room.note_memory(schedule.loaded_nbytes)
 
     @property
-    def resident_nbytes(self) -> int:
+    def loaded_nbytes(self) -> int:
         """The bytes of the units that are on the device, or on their way there."""
-        return self._schedule.resident_nbytes
+        return self._schedule.loaded_nbytes
 
     def _load(self, unit: Unit, stream: Any, is_needed: bool) -> None:
         """Load a unit. Where the device is full, a unit that is needed now takes the place of all idle ones."""
@@ -224,7 +228,7 @@ class Window:
             if not is_needed:
                 self._schedule.invalidate([unit.index])
                 return
-            idle = [index for index in self._schedule.resident if index not in self._in_use and index != unit.index]
+            idle = [index for index in self._schedule.loaded if index not in self._in_use and index != unit.index]
             for index in self._schedule.invalidate(idle):
                 self._units[index].evict()
             try:

@@ -126,7 +126,7 @@ def test_a_held_unit_stays_beside_the_window():
     schedule.visit(0)
     assert schedule.visit(1, in_use=(0, 1)) == Decision((), (1,), False)
     assert schedule.visit(2, in_use=(0,)) == Decision((1,), (2,), False)
-    assert list(schedule.resident) == [0, 2]
+    assert list(schedule.loaded) == [0, 2]
 
 
 # Changes from outside
@@ -136,7 +136,7 @@ def test_invalidated_units_are_loaded_again():
     schedule = started(3, 2, 1, [0, 1, 2])
     schedule.visit(0)
     assert schedule.invalidate([0, 2, 0]) == [0]
-    assert list(schedule.resident) == [1]
+    assert list(schedule.loaded) == [1]
     assert schedule.visit(0) == Decision((), (0,), False)
 
 
@@ -144,7 +144,7 @@ def test_a_smaller_window_holds_from_the_next_visit():
     schedule = started(6, 4, 2, sweep(6))
     schedule.visit(0)
     schedule.resize(2, 1)
-    assert (schedule.window, schedule.transfer, [*schedule.resident]) == (2, 1, [0, 1, 2, 3])
+    assert (schedule.window, schedule.transfer, [*schedule.loaded]) == (2, 1, [0, 1, 2, 3])
     assert schedule.visit(1) == Decision((0, 3), (), False)
 
 
@@ -172,9 +172,9 @@ changes = st.one_of(
 
 def check_visit(schedule, unit, held):
     """Check at one visit that the unit is there, and that at most a window of idle units is."""
-    before = set(schedule.resident)
+    before = set(schedule.loaded)
     decision = schedule.visit(unit, held)
-    evicted, loaded, after = set(decision.evict), set(decision.load), set(schedule.resident)
+    evicted, loaded, after = set(decision.evict), set(decision.load), set(schedule.loaded)
     assert len(evicted) == len(decision.evict) and len(loaded) == len(decision.load)
     assert evicted <= before - held - {unit}
     assert not loaded & before
@@ -194,7 +194,7 @@ def test_whatever_happens_a_visited_unit_is_within_the_window(size, order, wrap,
             schedule.resize(*arguments[0])
         else:
             getattr(schedule, kind)(*arguments)
-        assert schedule.resident_nbytes == len(schedule.resident)  # each is of one byte
+        assert schedule.loaded_nbytes == len(schedule.loaded)  # each is of one byte
 
 
 @given(sizes(), orders, st.booleans())
