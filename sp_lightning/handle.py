@@ -106,28 +106,13 @@ class Handle:
         self._wire = wire if options.wire_dtype == "auto" or options.master_weights else None
         self.team = team or Alone()
         self.device = Device(device, options.host_memory, self.team.slabs)
-        pack_weights(module)
-        bring_to_host(module)
-        if not self.device.is_host:
-            check_moves(module)
-        self._slots = slots(module)
-        self._check_free(module.named_parameters())
-        cut = partition(module, options.units)
-        self._check_shards(cut)
-        asked = 0 if options.resident == "auto" else options.resident
-        first, free = choose_residents(cut, self._slots, asked), free_bytes(self.device)
-        streamed = [part for part in cut if not part.resident and part not in first]
-        streams = {id(param) for part in streamed for _, param in part.params}
-        casts_to = None if options.master_weights else self._wire
-        self._narrow = streams & casts_of(module, casts_to, self.device.torch_device.type)
-        check_memory(cut, options, self.device, self._wire_of, trains)
-        materialize(module)
+        free = free_bytes(self.device)
+        streamed, kept, first = self._cut(trains)
         self.units: list[Unit] = []
         self.store = Store(options.host_budget, options.disk, self.device)
         makes_trips = options.optimizer_device == "device" and not self.device.is_host
         self.steps = self.team.steps(chunk, options.optimizer_overlap, self.device, self.store, makes_trips)
         self.steps.chose_residents = bool(first)
-        kept = [part for part in cut if part not in streamed]
         plain = [(param, param.data) for part in kept for _, param in part.params]
         self._first_called: Visit | None = None  # since the last step began
         self._is_new = False  # whether modules or parameters were added anywhere
@@ -273,6 +258,29 @@ class Handle:
         return [weight for unit in self.units for weight in unit.weights]
 
     # ---- making
+
+    def _cut(self, trains: bool) -> tuple[list[FoundUnit], list[FoundUnit], list[FoundUnit]]:
+        """Prepare the module, and cut it: into what streams, what stays, and what of that the user asked for.
+
+        Raises for weights that cannot be streamed, and where memory does not suffice.
+        """
+        module, options = self.module, self.options
+        pack_weights(module)
+        bring_to_host(module)
+        if not self.device.is_host:
+            check_moves(module)
+        self._slots = slots(module)
+        self._check_free(module.named_parameters())
+        cut = partition(module, options.units)
+        self._check_shards(cut)
+        first = choose_residents(cut, self._slots, 0 if options.resident == "auto" else options.resident)
+        streamed = [part for part in cut if not part.resident and part not in first]
+        streams = {id(param) for part in streamed for _, param in part.params}
+        casts_to = None if options.master_weights else self._wire
+        self._narrow = streams & casts_of(module, casts_to, self.device.torch_device.type)
+        check_memory(cut, options, self.device, self._wire_of, trains)
+        materialize(module)
+        return streamed, [part for part in cut if part not in streamed], first
 
     def _make_units(self, streamed: list[FoundUnit], kept: list[FoundUnit]) -> None:
         """Make units of what streams, and of what stays on the device."""
