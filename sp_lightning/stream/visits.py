@@ -111,43 +111,43 @@ class Visit:
     def _called(self, args: Any, kwargs: Any) -> Any:
         is_compiled = compiling_callback() is not None
         is_plain = not is_compiled and self.compiled is None  # compilers know no absent leaves
-        self._lends = self.contains_others and not self._window.is_in_call and is_plain
+        lends = self.contains_others and not self._window.is_in_call and is_plain
         call = compiling_as_here(self._call) if is_compiled else self._call
-        return self._visited(call, args, kwargs)
+        return self._visited(functools.partial(self._recorded, call, lends), args, kwargs)
 
     @never_compiled_hook
-    def _visited(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _visited(self, recorded: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         is_entered = self.is_entry and not self.units[0].depth  # the unit that is entered here
         if is_entered and (self._policy.recomputes or self._policy.offloads) and torch.is_grad_enabled():
-            return self._policy.run(self._recompute, functools.partial(self._recorded, call), args, kwargs)
-        return self._recorded(call, *args, **kwargs)
+            return self._policy.run(self._recompute, recorded, args, kwargs)
+        return recorded(*args, **kwargs)
 
-    def _recorded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _recorded(self, call: Callable[..., Any], lends: bool, /, *args: Any, **kwargs: Any) -> Any:
         with self._policy.saving():
             units = self.units if self.module.training or not self.asked else [*self.units, *self.asked]
             opened = [unit for unit in units if not unit.depth]
             if opened or not self.units:
-                return self._inside(call, args, kwargs, opened)
+                return self._inside(functools.partial(call, *args, **kwargs), opened, lends)
             here = self._policy.device.current_stream()
             for unit in self.units:
                 if unit.memory.shown_on != here:
                     unit.show(here)  # to a stream of the user's, inside of the unit's call
             return call(*args, **kwargs)
 
-    def _inside(self, call: Callable[..., Any], args: Any, kwargs: Any, opened: list[Unit]) -> Any:
-        """Call the module while its units are on the device and bound."""
+    def _inside(self, call: Callable[[], Any], opened: list[Unit], lends: bool) -> Any:
+        """Call the module while its units are on the device and bound, and with ``lends`` all leaves in the modules."""
         window = self._window
         bound: list[tuple[Unit, list[int]]] = []
         lent: list[Unit] | None = None
         noted = window.begin_call(opened)
         try:
-            if self._lends:
+            if lends:
                 lent = window.lend()
             for unit in opened:
                 unit.depth = 1
                 unit.calls += graph_task() == -1
                 bound.append((unit, unit.bind()))
-            return call(*args, **kwargs)
+            return call()
         finally:
             try:
                 for unit in opened:
