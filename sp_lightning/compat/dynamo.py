@@ -48,10 +48,8 @@ def not_compiled_itself(function: F) -> F:
     return cast(F, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
 
 
-def is_compiling_here() -> bool:
-    """Whether this thread is in a compiler, which looks at tensors to compile code for them."""
-    return CompileContext.current_compile_id() is not None
-
+# Not None in a compiler, which looks at tensors to compile code for them, on this thread.
+compilation: Callable[[], Any] = CompileContext.current_compile_id
 
 # Not None if functions that the caller calls are compiled; for callers that are not compiled themselves.
 compiling_callback: Callable[[], Any] = eval_frame.get_eval_frame_callback

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..compat.dynamo import graph_break, is_compiling_here
+from ..compat.dynamo import compilation, graph_break
 from ..compat.torch import storage_id, tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
@@ -184,7 +184,7 @@ class Leaf(nn.Parameter):
     @property
     def grad(self) -> Any:
         """The user's parameter's gradient: between backwards autograd leaves none here. Compilers find none."""
-        return None if is_compiling_here() else self.weight.host.grad
+        return None if compilation() is not None else self.weight.host.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

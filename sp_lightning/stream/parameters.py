@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import reduce_tensor
 
-from ..compat.dynamo import graph_break, is_compiling_here
+from ..compat.dynamo import compilation, graph_break
 from ..compat.tensors import IS_PARAMETER, is_dtensor, is_dtensor_class, local_of, over_spec, spec_of
 from ..compat.torch import hooks_of_gradient, storage_id, tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
@@ -304,7 +304,7 @@ class HostParameter(Watched, nn.Parameter):
         """The gradient. Torch's own way here is longer, and `zero_grad` takes it twice for each parameter."""
         if backwards:
             recover()
-        if is_compiling_here() and self.device.type != "cpu":
+        if compilation() is not None and self.device.type != "cpu":
             return None  # a compiler finds the weight on the device, and would the gradient on the host
         with without_dispatch():
             return grad_of(self)  # type: ignore[no-any-return]
