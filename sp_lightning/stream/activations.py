@@ -100,7 +100,7 @@ class Trip:
         self._stream = device.current_stream()  # of the forward, and then of the memory that is copied up to
         self._is_on_others = False  # whether tensors were saved on streams of the user's
         self._arrivals: list[Arrival] = []  # of the copies up
-        self._waiting: Any = None  # the stream that waited for them last
+        self._waiting: Any = device.up  # the stream that waited for them last; that of copies: none
         self._arriving: list[Tensor] = []  # memory that may not be freed before compute waits for them
         self._ring: Ring | None = None  # which has what went down, once the forward has ended
 

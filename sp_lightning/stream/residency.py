@@ -48,14 +48,15 @@ class Residency:
         self.flat = NO_BYTES
         self.arrived: Arrival | None = None  # the end of the copy up; None: the copy is yet to begin
         self.home: Any = None  # the stream of the memory
-        self.shown_on: Any = None  # the stream that waited for the copy last
+        # The stream that waited for the copy last; that of copies: none. A stream of torch 2.11 is not other than None.
+        self.shown_on: Any = device.up
 
     def allocate(self, here: Any) -> None:
         """Take memory of the stream ``here``, on which the caller launches kernels; copies up wait for what it has."""
         assert self.state is Presence.ABSENT
         self.flat = self._device.empty(self._nbytes)
         self.state, self.arrived, self.home = Presence.LOADING, None, here
-        self.shown_on = None
+        self.shown_on = self._device.up
         self._device.up.wait_event(here.record_event())
 
     def show(self, here: Any, versions: Sequence[int]) -> None:
