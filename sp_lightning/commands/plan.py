@@ -98,5 +98,4 @@ def _of_model(
     """Return the run that plan's own arguments describe."""
     from .models import find
 
-    precision = "bf16-mixed" if adapters is None else "bf16-true"
-    return {"precision": precision, **find(model, batch, seq, adapters), **run}
+    return {"precision": "bf16-true" if adapters else "bf16-mixed", **find(model, batch, seq, adapters), **run}
