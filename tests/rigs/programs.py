@@ -160,7 +160,9 @@ def is_refused_today(program: Program) -> bool:
     """Whether there is a typed error that the contract does not name."""
     narrow = program.is_mixed and program.option.get("wire_dtype") != "as-is"
     later = any(act.step > 0 and act.feature.startswith(("loss: ", "inside: ", "evaluate: ")) for act in program.acts)
-    return "Lazy" in program.kinds or (narrow and later) or program.option.get("memory_budget") is not None
+    copied = "Lent" in program.kinds and program.does("module: copy")  # with a hidden module, which is on the host
+    handed = "Handed" in program.kinds and program.does("module: parametrize")  # over the bytes of the weight
+    return "Lazy" in program.kinds or (narrow and later) or copied or handed or "memory_budget" in program.option
 
 
 def is_right(program: Program) -> bool:
