@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sp_lightning.plan.machines import REACHED, Machine, Reached
-from sp_lightning.plan.step import NOTHING, Bytes, Run, StepCost, step_time
+from sp_lightning.plan.step import NO_BYTES, Bytes, Run, StepCost, step_time
 from sp_lightning.plan.trace import Work
 
 RESULTS = pathlib.Path(__file__).with_name("results")
@@ -45,10 +45,10 @@ ONE_CORE = 12e9  # bytes/s of a norm that torch computes on one core
 class Cost:
     """The bytes of host memory that a step of a version costs for each parameter; nothing runs beside the last two."""
 
-    stepped: Bytes = NOTHING  # by the optimizer
-    landed: Bytes = NOTHING  # when gradients are down
-    clipped: Bytes = NOTHING  # then, if they are clipped: norms, and the factor
-    clipped_by_one: Bytes = NOTHING  # the same by one core
+    stepped: Bytes = NO_BYTES  # by the optimizer
+    landed: Bytes = NO_BYTES  # when gradients are down
+    clipped: Bytes = NO_BYTES  # then, if they are clipped: norms, and the factor
+    clipped_by_one: Bytes = NO_BYTES  # the same by one core
     on_device: float = 0.0  # of device memory, for a step there
 
 
@@ -139,7 +139,7 @@ class Row:
         landed, alone = cost.landed, 0.0
         if self.run.clip:
             alone = (landed.of(trained) + cost.clipped.of(trained)) / cores + cost.clipped_by_one.of(trained) / ONE_CORE
-            landed = NOTHING
+            landed = NO_BYTES
         stepped = Bytes(cost.stepped.half + landed.half, cost.stepped.full + landed.full)
         run = replace(self.run, cost=StepCost(stepped=stepped, on_device=cost.on_device))
         return alone + step_time(*works, self.machine, run, reached).seconds

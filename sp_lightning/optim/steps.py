@@ -395,6 +395,8 @@ class Steps:
         def run() -> None:
             self._run(unit, whose, sliced, outcome, step)
 
+        for weight in whose:
+            weight.edits += 1
         future: Future[None] = unit.begin_step(lambda: self._start(unit, whose, run))
         is_watched = True
         for _, grad, _ in work:

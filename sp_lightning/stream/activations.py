@@ -23,7 +23,7 @@ from ..compat.tensors import consists_of_tensors, flattened
 from ..compat.torch import admits_hooks, storage_id, top_hooks
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import Arrival, Device, Ring, dense_strides
-from .leaf import NO_CONTEXT, Weight, stepped_already
+from .leaf import NO_CONTEXT, Weight, stepped_already, written_between
 from .recompute import Recompute
 from .residency import shown
 
@@ -57,10 +57,10 @@ class Kept:
 class SavedWeight:
     """A weight, or a view of one, which is on the device when it is asked for."""
 
-    __slots__ = ("place", "version", "weight")
+    __slots__ = ("edits", "place", "version", "weight")
 
     def __init__(self, tensor: Tensor, weight: Weight) -> None:
-        self.weight, self.version = weight, weight.there._version
+        self.weight, self.version, self.edits = weight, weight.there._version, weight.edits
         self.place = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     @never_compiled_hook
@@ -70,8 +70,12 @@ class SavedWeight:
         if self.weight.is_stepped_early and (unit.is_past_step or not unit.is_final):
             raise stepped_already(self.weight.name)
         dtype, shape, stride, offset = self.place
-        if (version := self.weight.there._version) != self.version:
-            raise was_written(version, self.version, shape)
+        version = self.weight.there._version
+        if (version, self.weight.edits) != (self.version, self.edits):
+            if self.weight.is_lent and not unit.is_final:
+                raise written_between(self.weight.name)
+            if version != self.version:
+                raise was_written(version, self.version, shape)
         memory: Tensor = unit.memory.flat
         return memory.view(dtype).as_strided(shape, stride, offset)
 
@@ -200,6 +204,10 @@ class Moved:
 
     @never_compiled_hook
     def get(self) -> Tensor:
+        if self._source is not None:  # the forward is under way, and a backward inside of it
+            if (version := self._source._version) != self._version:
+                raise was_written(version, self._version, self._source.shape)
+            return self._source
         if self._was_written:
             raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self._form[0])}")
         self._trip.fetch()

@@ -25,6 +25,7 @@ METADATA |= {Tensor.stride, Tensor.storage_offset, Tensor.element_size, Tensor.i
 METADATA |= {Tensor.is_inference, Tensor.is_pinned, Tensor.__len__, Tensor.__hash__}
 METADATA |= {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 METADATA |= {grad_of, set_grad}
+METADATA |= {_tensor.grad_dtype.__get__} if hasattr(Tensor, "grad_dtype") else set()  # compilers ask
 
 ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # through which the user may write at any time, unseen
 
@@ -34,7 +35,7 @@ own_steps: list[Any] = []  # the optimizer whose own code steps on the host now,
 
 def in_own_step() -> bool:
     """Whether torch compiles code of an optimizer's own step, which has waited for its weights and gradients."""
-    return bool(own_steps) and torch.compiler.is_compiling()
+    return len(own_steps) > 0 and torch.compiler.is_compiling()  # torch 2.11 compiles no `bool` of a list
 
 
 def has_others(types: Any) -> bool:

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..compat.dynamo import compilation, graph_break
-from ..compat.torch import storage_id, tree_map_only, without_dispatch
+from ..compat.torch import at_end_of_backward, graph_task, storage_id, tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
 from .lazy import METADATA, data_of, found_in
 from .slots import Slot
 
+DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward}  # functions that ask for gradients of leaves
 CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights; they write to none
 CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights in these alone
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)  # in evaluation one kernel gets all weights inside
@@ -88,6 +89,7 @@ class Weight:
         self.end_of_graph: Any = None  # autograd's node for the host's parameter itself, which is to get no gradient
         self.lent = -1  # the storage that a function got last for it, in its own type
         self.casts: list[torch.UntypedStorage] = []  # of gradients that came through casts, until the sum is taken
+        self.edits = 0  # steps, and other data that the user assigned
         self.is_stepped_early = False  # stepped beside a backward, and the user has not called the step yet
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
         self.moved: weakref.ref[Tensor] | None = None  # the copy that the user made last by `weight.to(device)`
@@ -126,7 +128,7 @@ class Weight:
     def is_of_one_cast(self, grad: Tensor) -> bool:
         """Whether a gradient came through one cast alone, and so has no bits that the narrower type has not."""
         came, self.casts = {storage_id(storage) for storage in self.casts}, []
-        return storage_id(grad.untyped_storage()) in came
+        return grad._version == 1 and storage_id(grad.untyped_storage()) in came  # 1: of the copy that made it
 
     def lost_write(self) -> ExactnessError:
         """Make the error of a write to what travels in another type."""
@@ -220,6 +222,10 @@ class Absent(Leaf):
         with without_dispatch():
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
+            if func in DIFFERENTIATING:
+                edge = torch.autograd.graph.get_gradient_edge
+                args, kwargs = tree_map_only(Leaf, edge, (args, kwargs or {}))
+                return func(*args, **kwargs)
             graph_break()
             return call_with_leaves(func, args, kwargs or {})
 
@@ -268,8 +274,29 @@ class Lend(torch.autograd.Function):
         # autograd adds in place only to what nobody else refers to.
         like, came = ctx.weight.value, grads[0]
         grad = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=came.device).copy_(came)
-        ctx.weight.casts.append(grad.untyped_storage())
+        _note_cast(ctx.weight, grad)
         return grad, None, None
+
+
+# By autograd's number of a backward: weights of which gradients came through casts.
+casts: dict[int, list[Weight]] = {}
+
+
+def _note_cast(weight: Weight, grad: Tensor) -> None:
+    """Note a gradient that came through a cast, until its backward ends or another one begins."""
+    if (backward := graph_task()) not in casts:
+        _forget_casts()
+        casts[backward] = []
+        at_end_of_backward(_forget_casts)
+    casts[backward].append(weight)
+    weight.casts.append(grad.untyped_storage())
+
+
+def _forget_casts() -> None:
+    for whose in casts.values():
+        for weight in whose:
+            weight.casts = []
+    casts.clear()
 
 
 def has_form_of(weight: Weight, data: Tensor) -> bool:
@@ -305,6 +332,14 @@ def stepped_already(name: str) -> ExactnessError:
     """Make the error of a second backward through a weight that was stepped beside the first."""
     return ExactnessError(
         f"{name} got another gradient after it was stepped beside the first backward: set optimizer_overlap=False"
+    )
+
+
+def written_between(name: str) -> ExactnessError:
+    """Make the error of a backward through a weight that travels in autocast's type and was written since."""
+    return ExactnessError(
+        f"{name} was stepped or written between a forward and its backward, which in a plain run goes on with what"
+        " autocast had cast: set wire_dtype='as-is'"
     )
 
 

@@ -514,6 +514,7 @@ def _write_data(param: HostParameter, data: Tensor) -> None:
     check_form(weight, data)
     param.before()
     weight.unit.epoch += 1
+    weight.edits += 1
     with without_dispatch():
         if weight.aliases and not shares_bytes(data, weight.value):
             _let_go_of_aliases(weight, data_of(param).clone())

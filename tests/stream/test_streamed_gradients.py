@@ -8,9 +8,11 @@ import threading
 import pytest
 import torch
 from often import often
-from stream_programs import PLACES, Block, Net, Program, cases, check, collected, streamed
+from stream_programs import PLACES, Block, Net, Program, Run, cases, check, collected, streamed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from sp_lightning import errors
 
 PROGRAMS = []
 program = collected(PROGRAMS)
@@ -275,6 +277,26 @@ def of_casts_in_a_backward_and_in_one_inside(run, model):
     return run.loop(model, lambda model, optimizer, i: run.train(in_halves(run, model, i), optimizer))
 
 
+@program(Net, wire=torch.bfloat16)
+def of_a_model_that_is_compiled_under_autocast(run, model):
+    model.compile(backend="eager")
+    return run.loop(model, lambda model, optimizer, i: run.train(in_halves(run, model, i), optimizer))
+
+
+class Penalised(Block):
+    """A block whose forward differentiates a part of itself."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        (slope,) = torch.autograd.grad(y.square().mean(), [self.up.weight], create_graph=True)
+        return y + 0.1 * slope.sum()
+
+
+@program(lambda: Net(Penalised), "keep", "offload")
+def of_a_backward_inside_of_a_forward(run, model):
+    return run.loop(model)
+
+
 @program(lambda: Net(CastInside))
 def seen_by_hooks_in_the_order_of_reentrant_backwards(run, model):
     seen, optimizer = [], run.adamw(model.parameters())
@@ -298,6 +320,33 @@ def test_edited_gradients_are_those_of_the_plain_run(edit, device):
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
 def test_gradients_are_those_of_the_plain_run(program, policy, window, device):
     check(program, device, policy, window)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_before_the_backward_of_a_cast_is_an_error(kind):
+    model = Net()
+    with streamed(model, "cpu", resident=0, wire=torch.bfloat16):
+        optimizer = kind(model.parameters(), 0.1)
+        run = Run(torch.device("cpu"), True)
+        first, second = in_halves(run, model, 0), in_halves(run, model, 1)
+        second.backward()
+        optimizer.step()
+        with pytest.raises(
+            errors.ExactnessError, match=r"between a forward and its backward, .* set wire_dtype='as-is'"
+        ):
+            first.backward()
+
+
+def test_gradients_that_are_asked_for_leave_nothing_with_weights():
+    model = Net()
+    with streamed(model, "cpu", resident=0, wire=torch.bfloat16) as handle:
+        loss = in_halves(Run(torch.device("cpu"), True), model, 0)
+        weight = model.blocks[1].up.weight
+        (grad,) = torch.autograd.grad(loss, [weight])
+        assert not any(weight.casts for weight in handle.weights)
+        grad.mul_(1.01)
+        weight.view(-1).backward(grad.view(-1))
+        assert torch.equal(weight.grad, grad)
 
 
 @pytest.mark.parametrize("device", ["simgpu", "cpu"])
