@@ -170,7 +170,7 @@ def _usual(machines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _row(name: str, file: dict[str, Any], result: dict[str, Any], row: dict[str, Any], machine: Machine) -> Row:
-    trainer = file["campaign"] == "trainer"  # Hugging Face's, whose setting is in benchmarks/gpu/trainer.py
+    trainer = file["campaign"] == "trainer"  # Hugging Face's, whose file has no setting
     setting = result.get("setting") or {"model": "llama-1b", "batch": 4, "seq": 2048, "clip": 1.0, "inference": False}
     commit = (result.get("commit") or file["facts"]["commit"])[:7]
     window = row["options"].get("window")

@@ -11,15 +11,19 @@ import argparse
 import json
 import pathlib
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 DOCS = pathlib.Path(__file__).resolve().parent
 ROOT = DOCS.parent
-RESULT = ROOT / "benchmarks" / "results" / "peers-nvidia-h200.json"
+RESULTS = ROOT / "benchmarks" / "results"
+PEERS = "step-*.json", "peers-*.json"  # files with peers, the newest kind first
+NOT_REAL = ("cpu", "simgpu", "null-cuda")  # devices
+TOKENS = 8192  # of their step
 CHART = DOCS / "chart.svg"
 SHOWN = {
+    "superpipeline window=auto resident=auto": "sp-lightning",
     "superpipeline window=4": "sp-lightning, window=4",
     "deepspeed": "DeepSpeed ZeRO-3 offload",
     "fsdp2": "FSDP2 CPU offload",
@@ -46,18 +50,28 @@ class Bar(NamedTuple):
 
 
 def result() -> dict[str, Any]:
-    """Return the training result of the file."""
-    results = json.loads(RESULT.read_text())["results"]
-    (found,) = [each for each in results if not each["setting"]["inference"]]
-    return found
+    """Return the newest comparison with peers, and what its file says of all."""
+    files = [path for pattern in PEERS for path in sorted(RESULTS.glob(pattern))]
+    return next(found for path in files for found in _with_peers(path))
+
+
+def _with_peers(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    file = json.loads(path.read_text())
+    for found in file["results"]:
+        has_peers = any(row["contender"] == "deepspeed" and row["step_s"] for row in found.get("rows", ()))
+        if has_peers and f" {TOKENS} tokens" in found["label"] and file["facts"]["device"] not in NOT_REAL:
+            yield {**file["facts"], "file": path.name, **found}
 
 
 def bars(found: dict[str, Any]) -> list[Bar]:
     """Return the bars of the measured chart, in its order."""
-    rows = {row["label"]: row for row in found["rows"]}
+    rows = {row["label"]: row for row in found["rows"] if row["step_s"]}
+    shown = [label for label in SHOWN if label in rows]
     return [
-        Bar(name, rows[label]["step_s"]["median"], rows[label]["device_peak"] / 2**30, OTHERS if place else OURS)
-        for place, (label, name) in enumerate(SHOWN.items())
+        Bar(
+            SHOWN[label], rows[label]["step_s"]["median"], rows[label]["device_peak"] / 2**30, OTHERS if place else OURS
+        )
+        for place, label in enumerate(shown)
     ]
 
 
@@ -65,14 +79,14 @@ def conditions(found: dict[str, Any]) -> list[str]:
     """Return the lines below the chart: what was measured, on what, with which versions."""
     setting, versions = found["setting"], found["versions"]
     clipping = "no clipping" if setting["clip"] is None else f"clipped at {setting['clip']}"
-    tokens = f"{found['model']['tokens_per_step']:,} tokens a step"
-    work = f"{setting['model']}, {tokens}, {setting['precision']}, {setting['optimizer']}, {clipping}, "
+    tokens = f"{setting['batch'] * setting['seq']:,} tokens a step"
+    work = f"{setting['model']}, {tokens}, {setting['precision']}, adamw, {clipping}, "
     return [
         work + f"activations: {setting['activations']}",
         f"one {found['device']}, {found['cores']} cores, torch {versions['torch']}, deepspeed {versions['deepspeed']}; "
         f"{setting['repetitions']} x {setting['steps']} steps",
         f"commit {found['commit'][:7]}{' with local changes' * found['commit'].endswith('+')}, {found['date'][:10]}, "
-        f"benchmarks/results/{RESULT.name}",
+        f"benchmarks/results/{found['file']}",
     ]
 
 

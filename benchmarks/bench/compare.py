@@ -1,4 +1,4 @@
-"""Compare this strategy with plain Lightning, FSDP2's CPU offload and DeepSpeed's ZeRO-3 offload on this machine.
+"""Compare this strategy with plain Lightning and with what others offload to the host, on this machine.
 
     python benchmarks/bench/compare.py [--model llama-3b] [--windows 2 4 auto] [--clip none] [--json FILE]
 
@@ -10,8 +10,9 @@
    a step leaves to the next, such as an optimizer step on the host, is included. The first steps do not count.
 4. Host memory is the most that the process had beyond what it had before the model was made; device memory is the peak
    of what the device's allocator handed out.
-5. Losses of this strategy have to equal plain Lightning's as far as both repeat their own: a GPU's kernels may add in
-   another order in each run. Where the optimizer's arithmetic is another one, only the first loss has to.
+5. Losses of this strategy have to equal the plain run's as far as both repeat their own: a GPU's kernels may add in
+   another order in each run. With torch's fused kernels on the CPU, whose arithmetic is another one, only the first
+   loss has to.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]  # measure this checkout, even if another version is installed
 
 from contenders import CONTENDERS, OURS, Setting  # noqa: E402
-from shapes import config_of  # noqa: E402
+from shapes import config_of, tiny  # noqa: E402
 
 from sp_lightning.errors import SuperpipelineError  # noqa: E402
 from sp_lightning.options import format_bytes  # noqa: E402
 
 GRACE_S = 60  # after the end of the time, for a turn that has begun
-LIBRARIES = ("sp-lightning", "torch", "lightning", "transformers", "deepspeed")
+LIBRARIES = ("sp-lightning", "torch", "lightning", "transformers", "accelerate", "peft", "deepspeed", "torchao")
 
 
 @dataclasses.dataclass
@@ -55,13 +56,15 @@ class Row:
 
     contender: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
     error: str | None = None
     turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def label(self) -> str:
         """Name of the row."""
-        return " ".join([self.contender, *(f"{name}={value}" for name, value in self.options.items())])
+        given = {**self.options, **self.environment}
+        return " ".join([self.contender, *(f"{name}={value}" for name, value in given.items())])
 
     @property
     def step_s(self) -> float | None:
@@ -90,6 +93,7 @@ class Row:
             "label": self.label,
             "contender": self.contender,
             "options": self.options,
+            "environment": self.environment,
             "error": self.error,
             "step_s": None if self.step_s is None else {"median": self.step_s},
             "device_peak": self.most("device_peak"),
@@ -126,7 +130,7 @@ def compare(
 
 def _take_turn(setting: Setting, row: Row, limit: float) -> None:
     job = {"setting": dataclasses.asdict(setting), "contender": row.contender, "options": row.options}
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = {**os.environ, **row.environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, str(HERE / "contenders.py"), json.dumps(job)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
@@ -155,7 +159,7 @@ def _equal_losses(setting: Setting, row: Row, other: Row) -> int:
     if other.contender == OURS:
         same_arithmetic = {**row.options, "window": None} == {**other.options, "window": None}
     else:
-        same_arithmetic = (on_cpu and not setting.fused) or row.options.get("optimizer_device") == "device"
+        same_arithmetic = not (on_cpu and setting.fused)
     return min(row.repeated(on_cpu), other.repeated(on_cpu)) if same_arithmetic else 1
 
 
@@ -170,6 +174,7 @@ def facts() -> dict[str, Any]:
         "commit": commit or None,
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions},
         "system": platform.platform(),
+        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
 
@@ -198,8 +203,9 @@ def setting_of(clip: float | None = 1.0, **given: Any) -> Setting:
     chosen = {"device": "cpu" if accelerator is None else accelerator.type}
     chosen |= {name: value for name, value in given.items() if value is not None}
     chosen.setdefault("model", "llama-tiny" if chosen["device"] == "cpu" else "llama-1b")
-    tiny = config_of(chosen["model"])["vocab_size"] < 1000
-    return Setting(clip=clip, **{"batch": 2 if tiny else 4, "seq": 64 if tiny else 2048, **chosen})
+    config_of(chosen["model"])  # or an error that lists the models
+    small = chosen["model"] == tiny(chosen["model"])
+    return Setting(clip=clip, **{"batch": 2 if small else 4, "seq": 64 if small else 2048, **chosen})
 
 
 def main() -> int:

@@ -15,19 +15,21 @@ import campaign
 import predicted
 import shapes
 import torch
-from compare import Row, compare, differences, ours, setting_of
-from contenders import OURS, Setting
+from compare import Row, compare, differences, setting_of
+from compare import ours as ours
+from contenders import NEW_TOKENS, OURS, Setting
 
 from sp_lightning.host.rates import measured as measure
+from sp_lightning.observe.report import in_words
 from sp_lightning.options import format_bytes, parse_bytes
 from sp_lightning.plan.machines import MACHINES, REACHED, Machine
-
-__all__ = ["Comparison", "Row", "ahead", "begin", "memory", "merit", "others", "ours", "parser", "speed"]
 
 DEVICE_OFF, STEP_OFF = 0.05, 0.15  # shares by which a plan may differ from the measurement
 MEASURED_S = 120  # for the machine, and at most half of the time that is left: what remains is the rows'
 
-Bar = Callable[["Result"], "Verdict | None"]
+Bar = Callable[["Result"], "Verdict"]
+STATES = {True: "met", False: "MISSED", None: "-"}
+NO_PEAKS = "not known: this device has no memory of its own"
 
 
 @dataclass
@@ -46,6 +48,17 @@ class Result:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in shapes.build(self.setting.model).parameters())
 
+    def done(self, *contenders: str) -> list[Row]:
+        """Return the rows of these contenders that have a time."""
+        return [row for row in self.rows if row.contender in contenders and row.step_s is not None]
+
+    def unknown(self, bar: str, *contenders: str) -> Verdict | None:
+        """Say why a bar is not known: a contender has no time; None if all have."""
+        lacking = [name for name in contenders if not self.done(name)]
+        errors = {row.label: row.error or "not measured" for row in self.rows if row.contender in lacking}
+        why = "; ".join(f"{label}: {error}" for label, error in errors.items())
+        return Verdict(bar, f"not known: {why or 'no row of ' + ', '.join(lacking)}", None) if lacking else None
+
     def as_dict(self) -> dict[str, Any]:
         """Return the values for JSON."""
         return {
@@ -61,14 +74,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A bar, what was measured, and whether the bar is reached."""
+    """A bar, what was measured, and whether the bar is reached; None: not known, for the reason that is said."""
 
     bar: str
     measured: str
-    reached: bool
+    reached: bool | None
 
     def __str__(self) -> str:
-        return f"{'reached' if self.reached else 'MISSED '}  {self.bar}: {self.measured}"
+        return f"{STATES[self.reached]:9} {self.bar}: {self.measured}"
 
 
 @dataclass(frozen=True)
@@ -109,8 +122,13 @@ def machine(given: str) -> Machine:
         raise argparse.ArgumentTypeError(f"{given} is not {allowed} ({error})") from error
 
 
-def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparison]) -> int:
-    """Run the campaign, or print the plan's predictions."""
+def begin(
+    name: str,
+    options: argparse.Namespace,
+    comparisons: Sequence[Comparison],
+    checked: Callable[[campaign.Campaign], None] = lambda run: None,
+) -> int:
+    """Run the campaign, what it checks first, or print the plan's predictions."""
     comparisons = [comparison for comparison in comparisons if (options.only or "") in comparison.label]
     if options.row is not None:
         comparisons = [replace(c, rows=_named(c.rows, options.row)) for c in comparisons]
@@ -118,8 +136,10 @@ def begin(name: str, options: argparse.Namespace, comparisons: Sequence[Comparis
         often = {"repetitions": options.repetitions}
         comparisons = [replace(c, setting={**c.setting, **often}) for c in comparisons]
     if options.predict is None:
-        return run_all(campaign.Campaign(name, options), comparisons)
-    for comparison in comparisons:
+        run = campaign.Campaign(name, options)
+        checked(run)
+        return run_all(run, comparisons)
+    for comparison in (one for one in comparisons if one.setting.get("door") in (None, "lightning")):
         print(comparison.label, *map(_planned_line, _predictions(comparison, options.predict)), sep="\n")
     return 0
 
@@ -150,46 +170,46 @@ def _planned_line(planned: predicted.Prediction) -> str:
 def run_all(run: campaign.Campaign, comparisons: Sequence[Comparison]) -> int:
     """Run comparisons until the time is over, and print their table; return 1 if a bar is missed or losses differ."""
     lines: list[str] = []
-    missed = False
+    machine, unplanned = _measured(run)
     for number, comparison in enumerate(comparisons):
         if run.left_s <= 0:
             lines.append(f"not begun, no time left: {', '.join(c.label for c in comparisons[number:])}")
             break
         run.say(f"== {comparison.label}")
-        entry = {"label": comparison.label, "error": "interrupted before anything was measured"}
-        run.add(entry)
-        result = _compared(run, comparison, entry)
-        if result.machine is not None:
-            result.plans = predicted.beside(result.setting, result.machine, _done(result, OURS))
-        found = [bar(result) for bar in comparison.bars] + [plan_accuracy(result.plans)]
-        verdicts = [verdict for verdict in found if verdict is not None]
-        entry |= {**result.as_dict(), "bars": [vars(verdict) for verdict in verdicts]}
-        run.save()
+        result = _compared(run, comparison, machine, unplanned)
+        entry = run.results[-1]
         lines += [comparison.label, *(_line(result, row) for row in result.rows)]
-        lines += [f"    {verdict}" for verdict in verdicts]
-        lines += [f"    no plans: {result.unplanned}"] if result.unplanned else []
+        lines += [f"    {Verdict(**verdict)}" for verdict in entry["bars"]]
+        lines += [f"    no plans: {unplanned}"] if unplanned else []
         lines += [f"    DIFFERS {words}" for words in entry["differences"]]
-        missed |= bool(entry["differences"]) or not all(verdict.reached for verdict in verdicts)
     run.say(*lines)
-    return int(missed)
+    return int(any(entry["differences"] or _missed(entry) for entry in run.results))
 
 
-def _compared(run: campaign.Campaign, comparison: Comparison, entry: dict[str, Any]) -> Result:
-    """Run a comparison; the entry, and the file, have its result so far after each turn."""
+def _missed(entry: dict[str, Any]) -> bool:
+    return any(verdict["reached"] is False for verdict in entry["bars"])
+
+
+def _compared(run: campaign.Campaign, comparison: Comparison, machine: Machine | None, unplanned: str | None) -> Result:
+    """Run a comparison; the campaign's file has its result so far after each turn."""
     more: dict[str, Any] = {"device": run.device, "time_limit": max(30.0, run.left_s + campaign.GRACE_S)}
     if run.small:
-        more |= {"model": "llama-tiny", **dict.fromkeys(("batch", "seq", "device_memory"))}
-        more |= {"steps": 2, "repetitions": 2}
+        more |= {"model": shapes.tiny(comparison.setting["model"]), **dict.fromkeys(("batch", "seq", "device_memory"))}
+        more |= {"steps": 2, "repetitions": 1}
     setting = _setting(comparison, **more)
-    machine, unplanned = _measured(run)
     result = Result(setting, machine, comparison.rows, unplanned=unplanned)
+    entry = {"label": comparison.label, "bars": [], **result.as_dict()}
+    run.add(entry)
 
     def keep() -> None:
-        entry.pop("error", None)
-        entry.update({"bars": [], **result.as_dict()})
+        entry.update(result.as_dict())
         run.save()
 
     compare(result.setting, result.rows, lambda line: run.say(f"   {line}"), lambda: run.left_s, keep)
+    if machine is not None and setting.door == "lightning":
+        result.plans = predicted.beside(setting, machine, result.done(OURS))
+    verdicts = [bar(result) for bar in comparison.bars] + ([plan_accuracy(result.plans)] if result.plans else [])
+    entry["bars"] = [vars(verdict) for verdict in verdicts]
     keep()
     return result
 
@@ -225,55 +245,88 @@ def others(*names: str) -> list[Row]:
     return [Row(name) for name in names]
 
 
-def _done(result: Result, contender: str) -> list[Row]:
-    return [row for row in result.rows if row.contender == contender and row.step_s is not None]
-
-
-def speed(share: float, of_state: float) -> Bar:
-    """Require of some window this share of plain Lightning's speed, with at most that share of its state on the device.
+def speed(share: float, of_state: float | None = None) -> Bar:
+    """Require of some row this share of the plain run's speed, with at most that share of its state on the device.
 
     The state is weights, gradients and optimizer state, 16 bytes a parameter in the plain run; what both runs have,
     activations and logits, does not count.
     """
+    at_most = "" if of_state is None else f" with at most {of_state:.0%} of its weights, gradients and state"
 
-    def bar(result: Result) -> Verdict | None:
-        plain = next(iter(_done(result, "plain")), None)
-        if plain is None or not _peak(plain):
-            return None
-        state = 16 * result.parameters
-        lean = [row for row in _done(result, OURS) if state - (_peak(plain) - _peak(row)) <= of_state * state]
-        best = max((_speed(row) / _speed(plain) for row in lean), default=0.0)
-        text = f"{best:.2f} of plain's speed with at most {of_state:.0%} of its weights, gradients and state"
-        return Verdict(f"at least {share:.2f}", text, best >= share)
+    def bar(result: Result) -> Verdict:
+        asked = f"at least {share:.2f} of plain's speed{at_most}"
+        if unknown := result.unknown(asked, "plain", OURS):
+            return unknown
+        plain, rows = result.done("plain")[0], result.done(OURS)
+        if of_state is not None:
+            if not _peak(plain):
+                return Verdict(asked, NO_PEAKS, None)
+            state = 16 * result.parameters
+            rows = [row for row in rows if state - (_peak(plain) - _peak(row)) <= of_state * state]
+            if not rows:
+                return Verdict(asked, "every row takes more", False)
+        best = max(rows, key=_speed)
+        found = _speed(best) / _speed(plain)
+        return _verdict(asked, f"{found:.2f}", found >= share, best)
 
     return bar
 
 
 def memory(saved: float, slowdown: float) -> Bar:
-    """Require of some window that it saves this share of plain Lightning's device memory, below this slowdown."""
+    """Require of some row that it saves this share of the plain run's device memory, below this slowdown."""
 
-    def bar(result: Result) -> Verdict | None:
-        plain = next(iter(_done(result, "plain")), None)
-        if plain is None or not _peak(plain):
-            return None
-        quick = [row for row in _done(result, OURS) if _speed(plain) / _speed(row) < slowdown]
-        best = max((1 - _peak(row) / _peak(plain) for row in quick), default=0.0)
-        text = f"{best:.0%} less device memory at less than {slowdown} x plain's time"
-        return Verdict(f"at least {saved:.0%} less", text, best >= saved)
+    def bar(result: Result) -> Verdict:
+        asked = f"at least {saved:.0%} less device memory at less than {slowdown} x plain's time"
+        if unknown := result.unknown(asked, "plain", OURS):
+            return unknown
+        plain = result.done("plain")[0]
+        if not _peak(plain):
+            return Verdict(asked, NO_PEAKS, None)
+        quick = [row for row in result.done(OURS) if _speed(plain) / _speed(row) < slowdown]
+        if not quick:
+            return _verdict(asked, "every row is slower", False, max(result.done(OURS), key=_speed))
+        best = min(quick, key=_peak)
+        found = 1 - _peak(best) / _peak(plain)
+        return _verdict(asked, f"{found:.0%} less", found >= saved, best)
 
     return bar
 
 
-def ahead(peers: Sequence[str], times: float) -> Bar:
-    """Require this many times the tokens per second of each of these peers, in at most its device memory."""
+def ahead(peer: str, times: float) -> Bar:
+    """Require this many times the speed of a peer."""
 
-    def bar(result: Result) -> Verdict | None:
-        found = [row for name in peers for row in _done(result, name)]
-        if not found:
-            return None
-        ratios = {row.label: _best_within(result, _peak(row)) / _speed(row) for row in found}
-        text = ", ".join(f"{ratio:.1f} x {label}" for label, ratio in ratios.items())
-        return Verdict(f"at least {times} x, at the same device memory", text, min(ratios.values()) >= times)
+    def bar(result: Result) -> Verdict:
+        asked = f"at least {times} x {peer}'s speed"
+        if unknown := result.unknown(asked, peer, OURS):
+            return unknown
+        best = max(result.done(OURS), key=_speed)
+        found = _speed(best) / _speed(result.done(peer)[0])
+        return _verdict(asked, f"{found:.1f} x", found >= times, best)
+
+    return bar
+
+
+def excess(share: float) -> Bar:
+    """Require that calls take no longer than plain's, or than the link for what exceeds the limit, by this share.
+
+    What exceeds it is the plain run's peak less the limit, once for each token; nothing where there is no limit.
+    """
+
+    def bar(result: Result) -> Verdict:
+        asked = f"the excess divided by the link's rate, or plain's time, within {share:.0%}"
+        if unknown := result.unknown(asked, "plain", OURS):
+            return unknown
+        plain, best, limit = result.done("plain")[0], max(result.done(OURS), key=_speed), result.setting.device_memory
+        least, over = 1 / _speed(plain), 0
+        trips = NEW_TOKENS if result.setting.door == "generate" else 1
+        if limit is not None:
+            if result.machine is None or not _peak(plain):
+                return Verdict(asked, f"not known: {result.unplanned}" if result.unplanned else NO_PEAKS, None)
+            over = max(0, _peak(plain) - limit)
+            least = max(least, trips * over / result.machine.up_bytes_per_s)
+        ratio = 1 / _speed(best) / least
+        up = f"{best.turns[-1]['bytes_up'] / trips / 1e9:.2f} GB up for each trip, {over / 1e9:.2f} GB too many"
+        return _verdict(asked, f"{ratio:.2f} x {least * 1e3:,.0f} ms; {up}", ratio <= 1 + share, best)
 
     return bar
 
@@ -281,24 +334,30 @@ def ahead(peers: Sequence[str], times: float) -> Bar:
 def merit(least: float) -> Bar:
     """Require of every row of this strategy at least this ratio of the planned step to the measured one."""
 
-    def bar(result: Result) -> Verdict | None:
+    def bar(result: Result) -> Verdict:
+        asked = f"planned / measured step at least {least}"
         merits = [1 + plan["step_off"] for plan in result.plans]
         if not merits:
-            return None
-        return Verdict(f"planned / measured step at least {least}", f"{min(merits):.2f} at least", min(merits) >= least)
+            return Verdict(asked, f"not known: {result.unplanned or 'nothing was measured'}", None)
+        return Verdict(asked, f"{min(merits):.2f} at least", min(merits) >= least)
 
     return bar
 
 
-def plan_accuracy(plans: Sequence[dict[str, Any]]) -> Verdict | None:
+def plan_accuracy(plans: Sequence[dict[str, Any]]) -> Verdict:
     """Check that every row's plan is as close to the measurement as plans claim to be."""
     device = max((abs(plan["device_off"]) for plan in plans if plan["device_off"] is not None), default=0.0)
-    step = max((abs(plan["step_off"]) for plan in plans), default=None)
-    if step is None:
-        return None
+    step = max(abs(plan["step_off"]) for plan in plans)
     text = f"device peak within {device:.0%}, step within {step:.0%}"
     bar = f"the plan: device peak within {DEVICE_OFF:.0%}, step within {STEP_OFF:.0%}"
     return Verdict(bar, text, device <= DEVICE_OFF and step <= STEP_OFF)
+
+
+def _verdict(asked: str, found: str, reached: bool, row: Row) -> Verdict:
+    """Make the verdict of a row; a missed one says what the row's time went to."""
+    causes = row.turns[-1].get("causes_s")
+    why = f"; its time: {in_words(causes)}" if causes and not reached else ""
+    return Verdict(asked, f"{found} ({row.label}{why})", reached)
 
 
 def _peak(row: Row) -> int:
@@ -307,10 +366,6 @@ def _peak(row: Row) -> int:
 
 def _speed(row: Row) -> float:
     return 1 / row.step_s if row.step_s else 0.0
-
-
-def _best_within(result: Result, nbytes: int) -> float:
-    return max((_speed(row) for row in _done(result, OURS) if _peak(row) <= nbytes), default=0.0)
 
 
 if __name__ == "__main__":  # the process of `_measured`

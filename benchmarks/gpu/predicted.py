@@ -28,7 +28,7 @@ class Prediction:
     def of(cls, row: Row, setting: Setting, machine: Machine, target: str) -> Prediction:
         """Predict a row, with the options that it is run with."""
         found = plan(
-            functools.partial(shapes.build, setting.model),
+            functools.partial(shapes.build, setting.model, setting.rank),
             shapes.inputs(setting.model, setting.batch, setting.seq, torch.Generator()),
             precision=setting.precision,
             optimizer="AdamW",
@@ -36,6 +36,7 @@ class Prediction:
             device=target,
             loss=lambda module, batch: module(**batch).loss,
             clip=setting.clip is not None,
+            accumulate=setting.accumulate,
             **{"activations": setting.activations, **row.options},
         )
         nbytes = sum(nbytes for name, nbytes in found.device_terms.items() if name != "reserve")

@@ -40,13 +40,20 @@ def test_the_command_measures_all_in_turns(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     rows = {row["label"]: row for row in found["rows"]}
-    assert list(rows) == ["plain", "superpipeline window=1", "superpipeline window=auto", "fsdp2", "deepspeed"]
+    assert list(rows) == [
+        "plain",
+        "superpipeline window=1",
+        "superpipeline window=auto",
+        "fsdp2",
+        "deepspeed",
+        "torchao",
+    ]
     assert found["differences"] == [] and found["setting"]["clip"] == 1.0 and found["versions"]["torch"]
     for label in ("plain", "superpipeline window=1", "superpipeline window=auto", "fsdp2"):
         assert len(rows[label]["repetitions"]) == 2 and rows[label]["step_s"]["median"] > 0 < rows[label]["host_peak"]
         assert f"\n{label} " in done.stdout and repr(rows[label]["losses"][-1]) in done.stdout
     said = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("1/2", "2/2"))]
-    assert said[:4] == ["plain", "superpipeline", "superpipeline", "fsdp2"] and said[5:9] == said[:4]
+    assert said[:4] == ["plain", "superpipeline", "superpipeline", "fsdp2"] and said[6:10] == said[:4]
 
 
 @pytest.mark.parametrize("window", [1, "auto"])
