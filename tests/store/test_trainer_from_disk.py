@@ -133,7 +133,8 @@ def test_runs_that_are_killed_at_random_times_lose_nothing(tmp_path):
                 assert done.returncode == 0, done.stderr
             except subprocess.TimeoutExpired:
                 program.kill()
-                assert program.wait(60).returncode == -signal.SIGKILL
-                kills += 1
+                done = program.wait(60)
+                assert done.returncode in (0, -signal.SIGKILL), done.stderr  # 0: it had ended by itself
+                kills += done.returncode != 0
             assert {path.suffix for path in folder.rglob("*.*")} <= {".ckpt"}
         torch.testing.assert_close(end(folder), end(whole), rtol=0, atol=0)
