@@ -49,6 +49,7 @@ from torch import nn
 
 import models
 import parity
+from sp_lightning.errors import ExactnessError
 
 PARTS = ("zoo", "blocks", "compiled", "optimizer", "programs", "repeat", "plain")
 PLAIN_RUNS = 4  # that have to be equal for a difference to mean something
@@ -129,6 +130,8 @@ class Cell:
                 counters = parity.check(case, self.options(), accelerator=device, **self.settings())
         except parity.Difference as error:
             difference = str(error)
+        except ExactnessError as error:  # an error that the contract names
+            return {"left_out": f"{self.case}, {self.activations}: {error}"}
         except Exception as error:
             difference = f"{type(error).__name__}: {error}"[:2000]
             end_after_an_error_of_the_device(difference)
