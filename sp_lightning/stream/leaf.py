@@ -88,7 +88,6 @@ class Weight:
         self.hook: Any = None  # on the leaf, by which its gradient is taken
         self.end_of_graph: Any = None  # autograd's node for the host's parameter itself, which is to get no gradient
         self.lent = -1  # the storage that a function got last for it, in its own type
-        self.casts: list[torch.UntypedStorage] = []  # of gradients that came through casts, until the sum is taken
         self.edits = 0  # steps, and other data that the user assigned
         self.is_stepped_early = False  # stepped beside a backward, and the user has not called the step yet
         self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
@@ -127,7 +126,7 @@ class Weight:
 
     def is_of_one_cast(self, grad: Tensor) -> bool:
         """Whether a gradient came through one cast alone, and so has no bits that the narrower type has not."""
-        came, self.casts = {storage_id(storage) for storage in self.casts}, []
+        came = {storage_id(storage) for storage in casts.get(graph_task(), {}).pop(self, ())}
         return grad._version == 1 and storage_id(grad.untyped_storage()) in came  # 1: of the copy that made it
 
     def lost_write(self) -> ExactnessError:
@@ -278,25 +277,17 @@ class Lend(torch.autograd.Function):
         return grad, None, None
 
 
-# By autograd's number of a backward: weights of which gradients came through casts.
-casts: dict[int, list[Weight]] = {}
+# By autograd's number of a backward: the storages of gradients that came through casts, until their sum is taken.
+casts: dict[int, dict[Weight, list[torch.UntypedStorage]]] = {}
 
 
 def _note_cast(weight: Weight, grad: Tensor) -> None:
     """Note a gradient that came through a cast, until its backward ends or another one begins."""
     if (backward := graph_task()) not in casts:
-        _forget_casts()
-        casts[backward] = []
-        at_end_of_backward(_forget_casts)
-    casts[backward].append(weight)
-    weight.casts.append(grad.untyped_storage())
-
-
-def _forget_casts() -> None:
-    for whose in casts.values():
-        for weight in whose:
-            weight.casts = []
-    casts.clear()
+        casts.clear()  # of one that an exception ended
+        casts[backward] = {}
+        at_end_of_backward(casts.clear)
+    casts[backward].setdefault(weight, []).append(grad.untyped_storage())
 
 
 def has_form_of(weight: Weight, data: Tensor) -> bool:
