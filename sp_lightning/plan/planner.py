@@ -82,7 +82,8 @@ class Planner:
         found, tried = list[Change](), list[str]()
         least = replace(plan.job, scale=plan.job.scale / plan.rows).with_options(activations=[*LESS][-1])
         can_fit = not plan.fits_device and (smallest := self._tried(least)) is not None and smallest.fits_device
-        for what, cost, job in _candidates(plan, plan.rows.bit_length() if can_fit else 1):
+        halvings = plan.rows.bit_length() if can_fit else 1
+        for what, cost, job in _that_may_be_faster(plan) if plan.fits else _that_may_fit(plan, halvings):
             tried.append(what)
             sized = self._tried(job)
             if sized is None:
@@ -102,18 +103,22 @@ class Planner:
             return None
 
 
-def _candidates(plan: Plan, halvings: int) -> Iterator[tuple[str, str, Job]]:
-    """Yield changes: what to type, what it costs, and the job with it; those that change no bits come first.
+def _that_may_be_faster(plan: Plan) -> Iterator[tuple[str, str, Job]]:
+    """Yield changes of a run that fits: what to type, what it costs, and the job with it."""
+    job = plan.job
+    yield f"a batch of {2 * plan.rows} rows", "", replace(job, scale=2 * job.scale)
+    if plan.trained:
+        for policy, cost in ({"keep": "more bytes on the device"} | LESS).items():
+            if policy != job.options.activations:
+                yield f"activations={policy!r}", cost, job.with_options(activations=policy)
+
+
+def _that_may_fit(plan: Plan, halvings: int) -> Iterator[tuple[str, str, Job]]:
+    """Yield changes of a run that does not fit, likewise; those that change no bits come first.
 
     Batches are halved fewer than ``halvings`` times; as many more of them are then accumulated for a step.
     """
     job, options, trains = plan.job, plan.job.options, plan.trained > 0
-    if plan.fits:
-        yield f"a batch of {2 * plan.rows} rows", "", replace(job, scale=2 * job.scale)
-        for policy, cost in ({"keep": "more bytes on the device"} | LESS).items() if trains else ():
-            if policy != options.activations:
-                yield f"activations={policy!r}", cost, job.with_options(activations=policy)
-        return
     if options.window != "auto":
         yield "window='auto'", "", job.with_options(window="auto", transfer="auto")
     if options.optimizer_device == "device":
@@ -124,14 +129,18 @@ def _candidates(plan: Plan, halvings: int) -> Iterator[tuple[str, str, Job]]:
         masters = half.with_options(master_weights=True)
         precisions += [("precision='bf16-true', master_weights=True", "computed in bf16, stepped in FP32", masters)]
         precisions += [("precision='bf16-true'", "weights and state are rounded to bf16", half)]
-    policies = {options.activations: ""} | ({} if plan.fits_device else LESS) | {options.activations: ""}
+    policies: dict[Any, str] = {options.activations: ""}
+    if not plan.fits_device:
+        policies |= {policy: cost for policy, cost in LESS.items() if policy != options.activations}
     disks = [""] if plan.fits_host or not trains or options.spills else ["", "FOLDER"]
     for named, rounding, base in precisions:
         for halved in range(1 if named else halvings):
             batch, smaller = "", replace(base, scale=base.scale / 2**halved)
             if halved:
-                smaller = replace(smaller, accumulate=base.accumulate << halved * trains)
-                batch = f"a batch of {plan.rows >> halved} rows" + f", accumulate={smaller.accumulate}" * trains
+                batch = f"a batch of {plan.rows >> halved} rows"
+            if halved and trains:
+                smaller = replace(smaller, accumulate=base.accumulate << halved)
+                batch += f", accumulate={smaller.accumulate}"
             for disk in disks:
                 for less, cost in policies.items():
                     what = [named, batch, f"activations={less!r}" if cost else "", f"disk={disk}" if disk else ""]
