@@ -171,7 +171,7 @@ def facts() -> dict[str, Any]:
     return {
         "command": shlex.join(["python", pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit or None,
+        "commit": commit or "unknown",  # outside of a checkout
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions},
         "system": platform.platform(),
         "cores": os.cpu_count(),
