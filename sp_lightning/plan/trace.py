@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from ..compat.torch import graph_task, operator_of, schema_of, storage_id
+from ..compat.torch import graph_task, operator_of, schema_of, storage_id, without_dispatch_modes
 from ..host.device import aligned, dense_strides
 from ..host.room import UnitNumbers
 from ..stream.activations import SMALLEST
@@ -287,7 +287,7 @@ class _Trip:
         self._moved: dict[Any, _Moved] = {}  # until all come back
 
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.nbytes < SMALLEST or not self._trace.counts(tensor) or dense_strides(tensor) != tensor.stride():
+        if tensor.nbytes < SMALLEST or not self._trace.counts(tensor) or not _is_dense(tensor):
             return tensor.detach()
         key = storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.dtype
         if key not in self._moved:
@@ -310,6 +310,11 @@ class _Trip:
         self._trace.visits[-1].work.up += sum(one.fetch() for one in moved.values())
         tensor: Tensor = packed.tensor
         return tensor
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    with without_dispatch_modes():  # else the trace would see an operator of the model
+        return dense_strides(tensor) == tensor.stride()
 
 
 def _moved(operator: Any, read: list[Tensor], made: list[Tensor]) -> float:

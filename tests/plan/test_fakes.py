@@ -57,6 +57,31 @@ def test_products_of_experts_that_autocast_leaves_run_in_fp32():
     assert mixed.time == full.time and mixed.trained == 2 * 8 * 16
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
+def test_of_blocks_that_are_alike_three_run(activations):
+    ran = set()
+
+    class Block(nn.Linear):
+        def forward(self, x):
+            ran.add(self)
+            return super().forward(x).relu()
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.layers = nn.ModuleList(Block(64, 64) for _ in range(9))
+
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    found = plan(Stack(), torch.ones(32, 64), activations=activations, machine="rtx3060", optimizer="SGD")
+    assert len(found.units) == 10 and len(ran) == 3
+
+
 class Thrice(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
