@@ -23,6 +23,7 @@ from ..compat.torch import (
     hooks_after_accumulation,
     hooks_of_gradient,
     norms_of_all,
+    storage_id,
     without_dispatch,
 )
 from ..errors import UnsupportedError
@@ -30,7 +31,7 @@ from ..host.device import NOT_RECORDED, Device, Ring, aligned
 from ..host.room import Room
 from .host_gradient import DeviceGradientBytes, GradientBytes, HostGradient
 from .lazy import grad_of, set_grad
-from .leaf import Weight, stepped_already
+from .leaf import Weight, casts, stepped_already
 from .unit import Unit
 
 
@@ -127,10 +128,14 @@ class Gradients:
     @staticmethod
     @torch.no_grad()
     def _narrowed(weight: Weight, grad: Tensor) -> Tensor:
-        """Return a gradient in the type of the cast that it came through, if that has all bits and no hook sees it."""
+        """Return a gradient that came through one cast alone in the cast's type, which has all bits of it.
+
+        One that a hook of the user's sees stays as it is.
+        """
         with without_dispatch():
-            is_narrowed = weight.is_of_one_cast(grad) and not hooks_of_gradient(weight.host)
-            return grad.to(weight.dtype) if is_narrowed else grad
+            through = {storage_id(storage) for storage in casts.get(graph_task(), {}).pop(weight, ())}
+            is_of_one = grad._version == 1 and storage_id(grad.untyped_storage()) in through  # 1: the copy that made it
+            return grad.to(weight.dtype) if is_of_one and not hooks_of_gradient(weight.host) else grad
 
     def end(self, backward: Backward) -> None:
         """Send down what came of units that did not get all their gradients, and put all into `.grad`."""

@@ -124,11 +124,6 @@ class Weight:
         elif not self.unit.depth:  # or the end of the call keeps it
             self.unit.keep_write(self)
 
-    def is_of_one_cast(self, grad: Tensor) -> bool:
-        """Whether a gradient came through one cast alone, and so has no bits that the narrower type has not."""
-        came = {storage_id(storage) for storage in casts.get(graph_task(), {}).pop(self, ())}
-        return grad._version == 1 and storage_id(grad.untyped_storage()) in came  # 1: of the copy that made it
-
     def lost_write(self) -> ExactnessError:
         """Make the error of a write to what travels in another type."""
         what, option = ("autocast", "wire_dtype='as-is'") if self.is_lent else ("computing", "master_weights=False")

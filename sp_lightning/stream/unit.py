@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -198,7 +199,10 @@ class Unit:
 
     def note_slots(self) -> None:
         """Note anew where the modules have the parameters."""
-        self._slots = [(index, slot) for index, weight in enumerate(self.weights) for slot in weight.slots]
+        slots = [(index, slot) for index, weight in enumerate(self.weights) for slot in weight.slots]
+        self._slots = [(index, slot.holder, slot.key) for index, slot in slots if slot.inside is None]
+        self._inner_slots = [(index, slot) for index, slot in slots if slot.inside is not None]
+        self._has_slots = [bool(weight.slots) for weight in self.weights]
 
     def numbers(self) -> UnitNumbers:
         """Return the unit's bytes: of its weights on the device, and of its gradients."""
@@ -365,13 +369,12 @@ class Unit:
         self.bound += 1
         if self.bound > 1 and not self.sharded:
             return  # parameters that were frozen since have told their leaves
-        self.trained = 0
         with without_dispatch():
-            for weight in self.weights:
-                trains = weight.host.requires_grad
-                self.trained += trains and bool(weight.slots)  # the modules may have another parameter by now
-                if requires_grad_of(weight.leaf) != trains:
-                    set_requires_grad(weight.leaf, trains)
+            train = list(map(requires_grad_of, self._hosts))
+            self.trained = sum(map(operator.and_, train, self._has_slots))  # modules may have other parameters by now
+            if train != list(map(requires_grad_of, self._leaves)):
+                for leaf, trains in zip(self._leaves, train, strict=True):
+                    set_requires_grad(leaf, trains)
             if self.bound == 1:
                 self._exchange(self._hosts, self._leaves)
                 for whole in self.wholes:
@@ -390,12 +393,12 @@ class Unit:
 
     def _exchange(self, there: list[Any], given: list[Any]) -> None:
         """Put other tensors into the modules' places, but not where the user's code put others."""
-        for index, slot in self._slots:
-            if slot.inside is not None:
-                if slot.get() is there[index]:
-                    slot.set(given[index])
-            elif slot.holder.get(slot.key) is there[index]:
-                slot.holder[slot.key] = given[index]
+        for index, holder, key in self._slots:
+            if holder.get(key) is there[index]:
+                holder[key] = given[index]
+        for index, slot in self._inner_slots:
+            if slot.get() is there[index]:
+                slot.set(given[index])
 
     def written_since(self, versions: list[int]) -> list[Weight]:
         """List the weights that the user's forward wrote to, and raise for writes that are lost.

@@ -123,9 +123,9 @@ class Visit:
         return recorded(*args, **kwargs)
 
     def _recorded(self, call: Callable[..., Any], lends: bool, /, *args: Any, **kwargs: Any) -> Any:
+        units = self.units if self.module.training or not self.asked else [*self.units, *self.asked]
+        opened = [unit for unit in units if not unit.depth]
         with self._policy.saving():
-            units = self.units if self.module.training or not self.asked else [*self.units, *self.asked]
-            opened = [unit for unit in units if not unit.depth]
             if opened or not self.units:
                 return self._inside(functools.partial(call, *args, **kwargs), opened, lends)
             here = self._policy.device.current_stream()

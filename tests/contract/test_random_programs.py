@@ -25,7 +25,7 @@ OFTEN, ALL, SHEET = 6, 600, 20  # programs in the default run, in the slow one, 
 ALONE = 60  # programs in processes of their own
 RANKED = 40  # programs of two ranks
 COVER = 1000  # numbers in which every feature is drawn
-TELL_NOTHING = 6  # of a sheet: the plain run raises, is not the same twice, or the program may be refused
+TELL_NOTHING = 8  # of a sheet: the plain run raises, is not the same twice, or the program may be refused
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("silence")]
 
