@@ -190,7 +190,7 @@ class Handle:
             with self.explaining():
                 yield
         except BaseException as error:
-            self.steps.left_by(error)
+            self.steps.note_exception(error)
             raise
         finally:
             self.steps.step_beside_backward(None)
@@ -465,7 +465,7 @@ class Handle:
             self.steps.has_stepped, self._first_called = False, called
             for visit in self._visits.values():
                 if call_slot(visit.module) is not visit:
-                    visit.chain()
+                    visit.take_slot()
         if self._is_new and not any(unit.bound for unit in self.units):  # in a call of another stream's root
             self._place_new()
             self._is_new = False
@@ -487,7 +487,7 @@ class Handle:
             self._check_free([(name, param)])
             parameters.let_go_of_weight(param)
             if name in gone and gone[name].place is None and has_form_of(gone[name], param):
-                self.steps.let_go(gone[name].host)
+                self.steps.bring_state_to_host(gone[name].host)
                 parameters.replace(gone[name], param)
             else:
                 named.append((name, param))

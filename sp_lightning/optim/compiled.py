@@ -30,7 +30,7 @@ GroupOptions: TypeAlias = dict[str, Any]
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of gradients and wire copies, as the code has them
 LISTS_ADAM, FUSED_ADAM, SGD = 0, 1, 2  # the loops
 MAXIMIZE, DECOUPLED, NESTEROV, MOMENTUM, DECAY, AMSGRAD, FIRST = 1, 2, 4, 8, 16, 32, 64  # their branches
-COMPARED = 1 << 14  # elements of each kind
+COMPARED = 1 << 14  # elements of each kind that are compared
 
 
 class Loop(NamedTuple):
@@ -38,24 +38,27 @@ class Loop(NamedTuple):
 
     kind: int
     flags: int
-    state: tuple[str, ...]  # the names of what is as large as the weight
-    has_count: bool  # whether the state has the number of steps
-    scalars: Callable[[float], tuple[float, ...]]  # after this number of steps
+    state: tuple[str, ...]  # names of the state tensors that are as large as the weight
+    has_count: bool  # whether the state has the number of steps, as `step`
+    scalars: Callable[[float], tuple[float, ...]]  # numbers of the step with this number, from 1
 
 
 # ---- torch's optimizers as loops
 
 
 def _adam(group: GroupOptions, is_fused: bool) -> Loop:
+    """Describe Adam or AdamW with a group's options as a loop of the compiled code."""
     lr, (beta1, beta2), decay, eps = group["lr"], group["betas"], group["weight_decay"], group["eps"]
     decays = (DECOUPLED if group["decoupled_weight_decay"] else DECAY) if decay else 0
     flags = decays | MAXIMIZE * group["maximize"] | AMSGRAD * group["amsgrad"]
 
     def by_lists(step: float) -> tuple[float, ...]:
+        """Return the numbers of a step as torch's kernels for lists of tensors have them."""
         size, correction = -(lr / (1 - beta1**step)), (1 - beta2**step) ** 0.5
         return decay, 1 - lr * decay, 1 - beta1, beta2, 1 - beta2, correction, eps, size
 
     def by_fused_kernel(step: float) -> tuple[float, ...]:
+        """Return the numbers of a step as torch's fused kernel has them."""
         found = (ctypes.c_float * 2)()
         _code().sp_lightning_cuda_corrections(*map(ctypes.c_float, (lr, beta1, beta2, step)), found)
         return decay, lr, beta1, beta2, eps, *found
@@ -66,6 +69,7 @@ def _adam(group: GroupOptions, is_fused: bool) -> Loop:
 
 
 def _sgd(group: GroupOptions, is_fused: bool) -> Loop:
+    """Describe SGD with a group's options as a loop of the compiled code."""
     lr, decay, momentum, dampening = group["lr"], group["weight_decay"], group["momentum"], group["dampening"]
     damped = ctypes.c_float(dampening).value if is_fused else dampening
     flags = DECAY * bool(decay) | MAXIMIZE * group["maximize"] | NESTEROV * group["nesterov"]
@@ -88,7 +92,7 @@ TRIED[optim.AdamW] = TRIED[optim.Adam]
 
 
 def loop_for(cls: Any, group: GroupOptions, device: torch.device) -> Loop | None:
-    """Return the loop with the bits of the device's kernels for a group; None: torch's operators have to step it.
+    """Return the compiled loop that has the bits of the device's kernels for a group; None if there is none.
 
     Compares them if that was not done before, which waits for the device.
     """
@@ -112,13 +116,14 @@ def loop_for(cls: Any, group: GroupOptions, device: torch.device) -> Loop | None
 
 @functools.cache
 def _code() -> Any:
+    """Load the compiled code of this processor, building it first if need be; raise Unavailable if there is none."""
     path = compiled()
     with unforked:
         return load(path)
 
 
 def why_none() -> str:
-    """Say why there is no compiled code on this machine, or nothing where there is. May take as long as a compiler."""
+    """Say why there is no compiled code on this machine; "" if there is. May run a compiler."""
     try:
         _code()
     except Unavailable as error:
@@ -127,13 +132,13 @@ def why_none() -> str:
 
 
 def variant_in_use() -> str | None:
-    """Name the processor's variant of the compiled code; None if no step needed it."""
+    """Name the processor variant of the compiled code that was loaded; None if no step needed any."""
     return variant() if _code.cache_info().currsize else None
 
 
 @functools.cache
 def _is_same(cls: Any, kind: int, flags: int, is_fused: bool, device: torch.device) -> bool:
-    """Whether a loop has the bits of the device's kernels with these branches."""
+    """Whether the loop of these branches has the bits of the device's kernels; compared once, and logged if not."""
     try:
         _code()
         reason = "" if _compare(cls, flags, is_fused, device) else f"its bits are not those of {device} here"
@@ -146,7 +151,7 @@ def _is_same(cls: Any, kind: int, flags: int, is_fused: bool, device: torch.devi
 
 @functools.cache
 def say_torch_steps(name: str, device: str, reason: str) -> None:
-    """Warn, once, that torch's own operators step on the host."""
+    """Log once, as a warning, that torch's own operators step on the host, and why."""
     log.warning(
         "superpipeline: %s steps on the host by torch's own operators, which round in another way than those of %s and"
         " take longer than compiled code: %s",
@@ -157,7 +162,7 @@ def say_torch_steps(name: str, device: str, reason: str) -> None:
 
 
 def _compare(cls: Any, flags: int, is_fused: bool, device: torch.device) -> bool:
-    """Take some steps with numbers of every kind here and on the device; return whether all bits are equal."""
+    """Take some steps by the loop and on the device, with numbers of every kind; return whether all bits are equal."""
     generator = torch.Generator().manual_seed(0)
     for numbers in TRIED[cls]:
         here = list(_samples(generator))
@@ -188,11 +193,14 @@ def _compare(cls: Any, flags: int, is_fused: bool, device: torch.device) -> bool
     return True
 
 
-alike: dict[Any, bool] = {}  # by class, options and device, whether torch's operators have its bits on the host
+alike: dict[Any, bool] = {}  # results of comparisons by class, options and device
 
 
 def rounds_alike(cls: Any, group: GroupOptions, device: torch.device) -> bool:
-    """Whether torch's operators on the host have the device's bits for a group of an optimizer by element."""
+    """Whether torch's operators on the host have the device's bits for a group of an elementwise optimizer.
+
+    Compares them if that was not done before, which waits for the device.
+    """
     options = {name: value for name, value in group.items() if name not in ("params", "lr")}
     key = cls, repr(options), device
     if key not in alike:
@@ -201,6 +209,7 @@ def rounds_alike(cls: Any, group: GroupOptions, device: torch.device) -> bool:
 
 
 def _torch_is_same(cls: Any, options: GroupOptions, device: torch.device) -> bool:
+    """Take some steps by torch's operators on host and device; return whether all bits are equal."""
     stepped = []
     for place in (torch.device("cpu"), device):
         generator = torch.Generator().manual_seed(0)
@@ -216,7 +225,7 @@ def _torch_is_same(cls: Any, options: GroupOptions, device: torch.device) -> boo
 
 
 def _samples(generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield numbers of usual size, and numbers of any bits: denormals, infinities and NaNs are among them."""
+    """Yield tensors to compare: numbers of usual size, and of any bits, with denormals, infinities and NaNs."""
     for count in (COMPARED, 1001):
         usual = torch.randn(count, generator=generator, device="cpu", dtype=torch.float32)
         bits = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator, device="cpu", dtype=torch.int32)
@@ -224,6 +233,7 @@ def _samples(generator: torch.Generator) -> Iterator[Tensor]:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same bits; any NaN is equal to any other."""
     return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
 
 
@@ -236,14 +246,14 @@ class Stepped(NamedTuple):
     value: Tensor
     grad: Tensor
     factor: float
-    state: GroupOptions  # what the step leaves
+    state: GroupOptions  # entries that the step updates
     number: float  # of the step, from 1
     flags: int
     weight: Weight | None = None
 
 
 def step(loops: list[Loop | None], work: list[Any], scale: Tensor | None, state: Any) -> list[Any]:
-    """Step the weights that compiled code can step; return the others.
+    """Step the weights that compiled code can step; return the work that is left.
 
     Args:
         loops: Those of the optimizer's groups.
@@ -274,7 +284,7 @@ def step(loops: list[Loop | None], work: list[Any], scale: Tensor | None, state:
 
 
 def _prepared(loop: Loop, item: Any, scale: Tensor | None, own: GroupOptions) -> Stepped | None:
-    """Prepare a weight; None: the code does not step such a weight, gradient or state."""
+    """Gather what the code needs to step a weight; None if it cannot step the weight's type, gradient or state."""
     value = item.weight.value
     if value.dtype is not torch.float32 or getattr(item.weight.host, "plain_class", None) is not nn.Parameter:
         return None
@@ -294,7 +304,7 @@ def _prepared(loop: Loop, item: Any, scale: Tensor | None, own: GroupOptions) ->
 
 
 def _new_state(loop: Loop, value: Tensor) -> GroupOptions:
-    """Make a weight's state as torch's optimizers begin with it."""
+    """Make a weight's first optimizer state, as torch's optimizers do."""
     made = {name: torch.zeros_like(value) for name in loop.state}
     if not loop.has_count:
         return made
@@ -304,7 +314,7 @@ def _new_state(loop: Loop, value: Tensor) -> GroupOptions:
 
 
 def _gradient(grad: Any, value: Tensor, scale: Tensor | None) -> tuple[Tensor, float] | None:
-    """Return a weight's gradient in the order of its memory, and the factor by which it is to be multiplied."""
+    """Return a gradient in the weight's memory order, and the factor to multiply it by; None if not supported."""
     if not isinstance(grad, GradientBytes):
         if scale is not None or grad.layout is not torch.strided or grad.dtype is not torch.float32:
             return None
@@ -318,7 +328,7 @@ def _gradient(grad: Any, value: Tensor, scale: Tensor | None) -> tuple[Tensor, f
 
 
 def _run(loop: Loop, flags: int, parts: list[Stepped]) -> None:
-    """Step weights with the same branches, on torch's threads."""
+    """Step weights by one loop with one set of branches, in compiled code on torch's threads."""
     tensors = (Tensors * len(parts))()
     scalars = {part.number: loop.scalars(part.number) for part in parts}
     for each, part in zip(tensors, parts, strict=True):
@@ -337,4 +347,4 @@ def _run(loop: Loop, flags: int, parts: list[Stepped]) -> None:
     increment_version([part.state[name] for part in parts for name in loop.state])
     for each, part in zip(tensors, parts, strict=True):
         if each.wire_has_nan and part.weight is not None:
-            part.weight.wire.copy_(part.value)  # which NaN torch makes of one depends on where it lies
+            part.weight.wire.copy_(part.value)  # torch's NaN in the narrow type depends on the element's place

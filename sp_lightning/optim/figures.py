@@ -26,7 +26,7 @@ BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
 
 
 def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str | None) -> Stats:
-    """Return the figures of a stream."""
+    """Collect what `stats()` returns: counters of a stream, and bytes on the device and on the host."""
     numbers = [unit.numbers() for unit in units]
     resident = sum(unit.up_nbytes for unit in numbers if unit.resident)
     kept = sum(unit.down_nbytes for unit in numbers if unit.resident)

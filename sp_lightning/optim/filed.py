@@ -21,23 +21,23 @@ from ..store.spans import ElementSpan, SpanBatch, cut, elements_of
 from ..store.store import Store
 from ..stream.host_gradient import GradientBytes
 
-NEW = 3  # tensors of state that a first step may make without the page cache
+NEW = 3  # state tensors of a first step that are written past the page cache; more go through it
 
 
 class SliceState(dict[Any, dict[str, Any]]):
-    """The state of the weights of a window, as an optimizer's that waits for nothing."""
+    """Optimizer state of the weights of one window, by parameter: an `optimizer.state` that waits for nothing."""
 
     def peek(self, key: Any) -> dict[str, Any]:
-        """Return an entry; an empty one if there is none."""
+        """Return the entry of a parameter; a new empty dict if there is none."""
         return self.get(key, {})
 
     def make(self, key: Any) -> dict[str, Any]:
-        """Return an entry; make it if there is none."""
+        """Return the entry of a parameter, after adding an empty one if there is none."""
         return self.setdefault(key, {})
 
 
 class FiledRange:
-    """A range of a weight's elements in a window."""
+    """A range of a weight's elements, with those of its gradient and state, that is stepped in memory."""
 
     def __init__(self, item: Any, own: dict[str, Any], new: dict[str, Tensor], start: int, stop: int) -> None:
         self.item, self.own, self.new, self.start, self.stop = item, own, new, start, stop
@@ -47,27 +47,29 @@ class FiledRange:
         self.rooms = [] if own else [ElementSpan(None, value.dtype, start, stop) for _ in range(NEW)]
 
     def _span(self, tensor: Tensor, is_written: bool = True) -> ElementSpan:
+        """Make the span of this range in one tensor of the weight's layout."""
         return ElementSpan(tensor, tensor.dtype, self.start, self.stop, is_written)
 
     @property
     def spans(self) -> list[ElementSpan]:
+        """All spans of the range: weight, gradient, state, and room for state that the step makes."""
         return [self.value, self.grad, *self.entries.values(), *self.rooms]
 
     def stand_in(self) -> Any:
-        """Return the work of an optimizer that steps the range as a whole weight."""
+        """Make the step work that steps this range, in memory, as if it were a whole weight."""
         weight, value = self.item.weight, self.value.here
         wire = elements_of(weight.wire, self.start, self.stop) if weight.is_narrow else value
         return ranged(self.item, value, wire, self.grad.here)
 
     def state(self) -> dict[str, Any]:
-        """Return the range's state; numbers are copied."""
+        """Return the optimizer state of this range: tensors in memory, copies of numbers, other entries as they are."""
         return {
             key: self.entries[key].here if key in self.entries else entry.clone() if is_number(entry) else entry
             for key, entry in self.own.items()
         }
 
     def keep(self, made: dict[str, Any], state: Any, store: Store) -> None:
-        """Keep the state that the step made for this range; the last one gives it to the weight."""
+        """Copy the state that a step made for this range to its place; the last range stores it in the optimizer's."""
         weight, rooms = self.item.weight, iter(self.rooms)
         for key, entry in made.items():
             if key in self.entries:
@@ -89,6 +91,7 @@ class FiledRange:
             self._keep_all(made, state.make(weight.host))
 
     def _keep_all(self, made: dict[str, Any], own: dict[str, Any]) -> None:
+        """Put the state that all ranges made into the optimizer's entry of the weight."""
         for key, entry in made.items():
             if key in self.new:
                 own[key] = self.new[key]
@@ -99,14 +102,15 @@ class FiledRange:
 
 
 class GradientSlice(GradientBytes):
-    """A range of a gradient in memory."""
+    """A range of a gradient in memory, with the gradient's factors."""
 
     def room(self, like: Tensor) -> Tensor:
+        """Make a tensor for the true gradient, in memory even if the whole gradient is in a file."""
         return torch.empty_like(like)
 
 
 def ranged(item: Any, value: Any, wire: Any, raw: Any) -> Any:
-    """Return the work of an optimizer that steps a range of a weight's elements, and of its gradient, as a weight."""
+    """Make the step work that steps a range of a weight, and of its gradient, as if it were a whole weight."""
     weight = copy.copy(item.weight)
     weight.value, weight.wire = value, wire
     if not isinstance(item.grad, GradientBytes):
@@ -117,7 +121,7 @@ def ranged(item: Any, value: Any, wire: Any, raw: Any) -> Any:
 
 
 class StepBatch(SpanBatch):
-    """The spans of some parts."""
+    """The spans of ranges that are in memory together."""
 
     def __init__(self, parts: list[FiledRange]) -> None:
         super().__init__(span for part in parts for span in part.spans)
@@ -125,28 +129,28 @@ class StepBatch(SpanBatch):
 
 
 def is_shaped(entry: Any, value: Tensor) -> bool:
-    """Whether an entry of the state has a number for each of the weight's."""
+    """Whether an entry of optimizer state has one number for each element of the weight."""
     return isinstance(entry, Tensor) and bool(entry.ndim) and entry.shape == value.shape
 
 
 def is_number(entry: Any) -> bool:
-    """Whether an entry of the state is one number."""
+    """Whether an entry of optimizer state is a tensor of one number, without dimensions."""
     return isinstance(entry, Tensor) and not entry.ndim
 
 
 class FiledSteps:
-    """The work of a step, as it is in memory."""
+    """Brings weights, gradients and state of a step from files to memory, and what changed back."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether all of it is, at all times."""
+        """Whether all weights, gradients and state are in memory at all times."""
         return self._store.placement.is_in_memory
 
     def parts(self, work: list[Any], state: Any, step: Any) -> Generator[tuple[list[Any], Any], None, None]:
-        """Yield a step's work, and its state, while they are in memory.
+        """Yield parts of a step's work with their state, each in memory until the caller asks for the next.
 
         Args:
             work: The weights, of one unit.
@@ -173,6 +177,7 @@ class FiledSteps:
                     own[key] = self._store.moved(entry)
 
     def _goes_in_windows(self, item: Any, state: Any, step: Any) -> bool:
+        """Whether a weight is stepped range by range: elementwise, and with bytes in the scratch file."""
         value, own, grad = item.weight.value, state.peek(item.weight.host) or {}, item.grad
         if not (step.is_elementwise and isinstance(grad, GradientBytes) and value.numel() > 1) or None in own.values():
             return False
@@ -184,6 +189,7 @@ class FiledSteps:
         return makes_state or any(map(self._store.is_filed, (value, grad.raw, *shaped)))
 
     def _windows(self, work: list[Any], state: Any, step: Any) -> Generator[tuple[list[Any], Any], None, None]:
+        """Yield ranges of weights that were read into memory; keep what the caller's step made of each."""
         for item in work:
             item.grad.arrived.synchronize()
             if step.scales or len(item.grad.factors) > 1:
@@ -203,7 +209,7 @@ class FiledSteps:
                 item.grad.norm = None
 
     def _planned(self, work: list[Any], state: Any) -> Iterator[StepBatch]:
-        """Cut weights into windows; small ones are together in one."""
+        """Cut weights into batches of ranges that fit a buffer; small weights share a batch."""
         parts: list[FiledRange] = []
         left = room = self._store.room
         for item in work:

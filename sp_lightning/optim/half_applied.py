@@ -31,25 +31,25 @@ GO_ON = (
     "Load the last checkpoint into both to go on: Trainer.fit(ckpt_path=...), Fabric.load, or load_state_dict() of the"
     " module and of its optimizer"
 )
-_left: list[HalfApplied] = []
+_left: list[HalfApplied] = []  # half-applied steps whose weights or optimizer nothing has loaded since
 
 
 @dataclass(eq=False)
 class HalfApplied:
-    """A step that was half applied, with what it left of no step."""
+    """A half-applied step: its reason, and the optimizer and weights that nothing has loaded since."""
 
     why: str
-    optimizer: weakref.ref[optim.Optimizer] | None  # None: state was loaded into it
-    versions: dict[int, tuple[weakref.ref[Tensor], int]]  # of its weights, by their ids, as the step left them
+    optimizer: weakref.ref[optim.Optimizer] | None  # None: state was loaded into the optimizer
+    versions: dict[int, tuple[weakref.ref[Tensor], int]]  # the weights' versions as the step left them, by id
 
     @property
     def is_alive(self) -> bool:
-        """Whether the optimizer or a weight is of no step, and still there."""
+        """Whether the optimizer or a weight still exists with what the half-applied step left in it."""
         kept = [weight() for weight, _ in self.versions.values()]
         return (self.optimizer is not None and self.optimizer() is not None) or any(map(self.has_left, kept))
 
     def has_left(self, one: Any) -> bool:
-        """Whether an optimizer or a weight is of no step."""
+        """Whether an optimizer or a weight has what this step left: nothing was loaded into it since."""
         if isinstance(one, optim.Optimizer):
             return self.optimizer is not None and self.optimizer() is one
         weight, version = self.versions.get(id(one), (None, 0))
@@ -57,9 +57,9 @@ class HalfApplied:
 
 
 def mark(optimizer: optim.Optimizer, why: str) -> None:
-    """Note that an optimizer's step was half applied."""
+    """Log that an optimizer's step was half applied, and refuse to step or save it and its weights from here on."""
     if _why([optimizer]):
-        return  # the same error was met before
+        return  # an earlier error has marked it
     log.error("superpipeline: %s: %s", why, NO_STEP)
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     versions = {id(param): (weakref.ref(param), _version(param)) for param in params}
@@ -67,8 +67,8 @@ def mark(optimizer: optim.Optimizer, why: str) -> None:
 
 
 def note_loaded(optimizer: optim.Optimizer) -> None:
-    """Note that state was loaded into an optimizer."""
-    for step in list(_left):  # to which the thread of the steps may add
+    """Note that state was loaded into an optimizer: it may step once its weights are loaded as well."""
+    for step in list(_left):  # a copy: the steps' thread may add to the list
         if step.has_left(optimizer):
             step.optimizer = None
         if not step.is_alive:
@@ -76,7 +76,7 @@ def note_loaded(optimizer: optim.Optimizer) -> None:
 
 
 def why_refused(parts: Iterable[nn.Module | optim.Optimizer]) -> str | None:
-    """Say why modules and optimizers are neither stepped nor saved; None if they may be."""
+    """Say why modules and optimizers may be neither stepped nor saved; None if they may be."""
     ones: list[Any] = []
     for part in parts if _left else ():
         ones += part.parameters() if isinstance(part, nn.Module) else [part]
@@ -85,55 +85,57 @@ def why_refused(parts: Iterable[nn.Module | optim.Optimizer]) -> str | None:
 
 
 def check_step(optimizer: optim.Optimizer, *_: Any) -> None:
-    """Raise if an optimizer or one of its weights is of no step. A hook of optimizers after the end of a stream."""
+    """Raise if a half-applied step left an optimizer or its weights. Also a hook of steps after the stream's end."""
     weights = (param for group in optimizer.param_groups for param in group["params"])
     if _left and (why := _why([optimizer, *weights])):
         raise HalfAppliedStepError(f"{why}: {NO_STEP}. {GO_ON}")
 
 
-def outlive(optimizer: optim.Optimizer) -> None:
-    """Have a plain optimizer of no step refuse to step, at the end of its stream."""
+def refuse_later_steps(optimizer: optim.Optimizer) -> None:
+    """Make a half-applied optimizer, whose stream ends, refuse to step until state is loaded."""
     if _why([optimizer]):
         optimizer.register_step_pre_hook(check_step)
         optimizer.register_load_state_dict_post_hook(note_loaded)
 
 
 def _why(ones: Iterable[Any]) -> str | None:
+    """Return the reason of a half-applied step that left any of these optimizers or weights; None if there is none."""
     return next((step.why for one in ones for step in _left if step.has_left(one)), None)
 
 
 def _version(weight: Any) -> Any:
+    """Return a weight's version, without waiting for steps."""
     with without_dispatch():
         return stored_version(weight)
 
 
 @dataclass
 class Outcome:
-    """The outcome of a step of several units, of which an error ends those that have not begun."""
+    """What is known of one step of several units: after an error the units that have not begun are skipped."""
 
-    is_early: bool = False  # beside a backward: an error leaves the step half applied, as others are marked as stepped
+    is_early: bool = False  # beside a backward: any error leaves a half-applied step, as weights are marked as stepped
     has_changed: bool = False  # whether a weight was changed
     error: BaseException | None = None
 
     def failed(self, optimizer: optim.Optimizer, where: str, error: BaseException) -> None:
-        """Note an error, with the unit of it."""
+        """Note the error of the unit named ``where``; mark the step as half applied if it changed any weight."""
         self.error = self.error or error
         if self.has_changed or self.is_early:
             mark(optimizer, f"an optimizer step ended half-way, at {where}, by {type(error).__name__}: {error}")
 
 
 class EarlySteps:
-    """The weights that were stepped beside a backward, until the user calls the step."""
+    """The weights that were stepped beside a backward, until the user calls the optimizer's step."""
 
     def __init__(self) -> None:
         self.outcome = Outcome(is_early=True)
-        self.stepped: dict[Weight, GradientBytes] = {}  # with the gradients that were taken
+        self.stepped: dict[Weight, GradientBytes] = {}  # with the gradients that stepped them
         self._stepper: optim.Optimizer | None = None
-        self._options: Any = None  # with which they were stepped
-        self._params: list[list[int]] = []  # of the optimizer's groups, by their ids, as the first was stepped
+        self._options: Any = None  # the optimizer's options at the first of these steps
+        self._params: list[list[int]] = []  # ids of each group's parameters at the first of these steps
 
     def mark(self, optimizer: optim.Optimizer, whose: list[Weight]) -> None:
-        """Note weights that the optimizer steps from here on. A touch of their gradients is an error."""
+        """Note weights that the optimizer steps beside backward. A touch of their gradients raises from here on."""
         if self.stepped:
             self._check_options(optimizer)
         else:
@@ -143,8 +145,11 @@ class EarlySteps:
             content = self.stepped[weight] = grad_of(weight.host).content
             content.is_stepped_early = weight.is_stepped_early = True
 
-    def left_of(self, optimizer: optim.Optimizer, whose: list[Weight]) -> list[Weight]:
-        """Return the weights that the user's call of the step is to step; raise if it is not that of those stepped."""
+    def weights_left(self, optimizer: optim.Optimizer, whose: list[Weight]) -> list[Weight]:
+        """Return the weights that the user's call of step has yet to step.
+
+        Raises if the optimizer, its options or the gradients are others than those of the steps beside backward.
+        """
         if optimizer is self._stepper:
             self._check_same(optimizer)
             return [weight for weight in whose if not weight.is_stepped_early]
@@ -154,7 +159,7 @@ class EarlySteps:
         return whose
 
     def _check_same(self, optimizer: optim.Optimizer) -> None:
-        """Raise if weights were stepped with other options, or with gradients that are gone."""
+        """Raise if weights were stepped with other options or groups, or with gradients that are gone."""
         for weight, content in self.stepped.items():
             if getattr(grad_of(weight.host), "content", None) is not content:
                 self.check()
@@ -164,30 +169,32 @@ class EarlySteps:
             raise _changed("groups")
 
     def _check_options(self, optimizer: optim.Optimizer) -> None:
+        """Raise if the optimizer's options changed since the first step beside backward."""
         if self._options != _numbers(optimizer):
             raise _changed("options")
 
     def end(self, optimizer: optim.Optimizer) -> None:
-        """Note that the user's call of this optimizer's step has stepped the others."""
+        """Forget the steps beside backward, now that the user's call of this optimizer's step is complete."""
         if optimizer is self._stepper:
             self._forget()
 
     def _forget(self) -> None:
+        """Unmark the weights that were stepped beside backward, and their gradients."""
         for weight, content in self.stepped.items():
             content.is_stepped_early = weight.is_stepped_early = False
         self.stepped.clear()
         self._stepper = None
 
     def check(self) -> None:
-        """Raise if weights were stepped whose step the user has not called."""
+        """Raise if weights were stepped beside a backward and the user has not called the optimizer's step."""
         if self.stepped:
             raise HalfAppliedStepError(
                 "weights were stepped beside a backward, and optimizer.step() has not come with their gradients: "
                 f"{NO_STEP}. {GO_ON}. optimizer_overlap=False steps nothing beside backward"
             )
 
-    def left_by(self, error: BaseException) -> None:
-        """Note that an exception came before the user's call of the step."""
+    def note_exception(self, error: BaseException) -> None:
+        """Mark the step as half applied if an exception came between steps beside backward and the user's call."""
         if self.stepped and self._stepper is not None:
             total = sum(map(len, self._params))
             mark(
@@ -200,7 +207,7 @@ class EarlySteps:
 
 
 def _numbers(optimizer: optim.Optimizer) -> Any:
-    """List the options whose change can be seen."""
+    """List the options of each group, with tensors as numbers, to compare them later."""
     return [
         [value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"]
         for group in optimizer.param_groups
@@ -208,10 +215,12 @@ def _numbers(optimizer: optim.Optimizer) -> Any:
 
 
 def _params(optimizer: optim.Optimizer) -> list[list[int]]:
+    """List the ids of each group's parameters."""
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _changed(what: str) -> ExactnessError:
+    """Make the error of an optimizer that was changed between steps beside backward and the user's call of step."""
     return ExactnessError(
         f"{what} of the optimizer changed after weights were stepped beside backward with the {what} before: set"
         " optimizer_overlap=False"

@@ -23,66 +23,73 @@ LONGER = 32  # times a slice of a core's cache: with 32 MiB a copy reaches the l
 
 
 class Place(Protocol):
-    """Where slices are stepped."""
+    """Where slices are stepped: on the host or on the device, with the copies that this takes."""
 
     chunk: int  # elements of a slice
 
     def home(self, weight: Weight) -> Tensor:
-        """Return the true bytes of a weight."""
+        """Return the tensor that holds the true bytes of a weight."""
 
     def lane(self) -> AbstractContextManager[Any]:
-        """Return the context in which a run of slices is stepped."""
+        """Return the context in which a run of slices is stepped, such as a stream."""
 
     def wait(self, arrived: Arrival, tensor: Tensor) -> None:
-        """Have what follows in the lane read a tensor after it has arrived."""
+        """Make later reads of a tensor in this lane come after its arrival."""
 
     def up(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return tensors where they are stepped: the same ones, if they are there."""
+        """Return tensors in the memory where they are stepped: the same objects if they are there already."""
 
     def down(self, stepped: list[tuple[Tensor, Tensor]]) -> None:
-        """Bring tensors that were stepped, the second of each pair, to where they belong."""
+        """Copy results to where they belong; each pair is the place and the stepped tensor."""
 
-    def new(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Make a tensor of the optimizer's state, which is to belong where this one does."""
+    def new_state(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Make an empty tensor of optimizer state, of the shape of another, where such state belongs."""
 
-    def adopt(self, state: Tensor) -> Tensor:
-        """Return a tensor of the optimizer's state, which was made elsewhere, as `new` would have made it."""
+    def adopt_state(self, state: Tensor) -> Tensor:
+        """Return state that was made elsewhere, in the kind of memory that `new_state` uses: copied if need be."""
 
     def finish(self) -> None:
-        """Wait until all that belongs on the host is there."""
+        """Wait until all results that belong on the host are there."""
 
 
 class OnHost:
-    """Slices are stepped where they are."""
+    """Slices are stepped where they are, in host memory."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
 
     def home(self, weight: Weight) -> Tensor:
+        """Return the weight's bytes on the host."""
         return weight.value
 
     def lane(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
         return nullcontext()
 
     def wait(self, arrived: Arrival, tensor: Tensor) -> None:
+        """Block until the tensor has arrived."""
         arrived.synchronize()
 
     def up(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the tensors as they are: they are stepped in host memory."""
         return tensors
 
     def down(self, stepped: list[tuple[Tensor, Tensor]]) -> None:
+        """Copy results to their places, except for those that were stepped in place."""
         for home, new in stepped:
             if home.data_ptr() != new.data_ptr():
                 home.copy_(new)
 
-    def new(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def new_state(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Make an empty tensor of optimizer state in host memory."""
         return torch.empty_like(like, dtype=dtype)
 
-    def adopt(self, state: Tensor) -> Tensor:
+    def adopt_state(self, state: Tensor) -> Tensor:
+        """Return the state as it is."""
         return state
 
     def finish(self) -> None:
-        """Return at once."""
+        """Return at once: nothing is under way."""
 
 
 class OnDevice:
@@ -90,27 +97,32 @@ class OnDevice:
 
     def __init__(self, chunk: int, device: Device) -> None:
         self.chunk, self._device = LONGER * chunk, device
-        self._numbers: list[tuple[Tensor, Tensor]] = []  # of the state, which come down last: each blocks the host
+        self._numbers: list[tuple[Tensor, Tensor]] = []  # state's numbers, for `finish`: each copy blocks
 
     def home(self, weight: Weight) -> Tensor:
+        """Return the weight's bytes on the device."""
         return weight.there
 
     def lane(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: the caller's stream steps."""
         return nullcontext()
 
     def wait(self, arrived: Arrival, tensor: Tensor) -> None:
+        """Make the current stream wait for the tensor's arrival; block if the tensor is on the host."""
         if tensor.device.type == "cpu":
             arrived.synchronize()
         else:
             arrived.wait(self._device.current_stream())
 
     def up(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Queue copies to the device of tensors that are on the host; return the others as they are."""
         there = [tensor.to(self._device.torch_device, non_blocking=True) for tensor in tensors]
         went = [tensor.nbytes for tensor, new in zip(tensors, there, strict=True) if new is not tensor]
         self._device.counters.bytes_up += sum(went)
         return there
 
     def down(self, stepped: list[tuple[Tensor, Tensor]]) -> None:
+        """Queue copies of results to their places; numbers are copied by `finish`."""
         for home, new in stepped:
             if home.data_ptr() == new.data_ptr():
                 continue
@@ -120,20 +132,23 @@ class OnDevice:
             home.copy_(new.to(home.dtype), non_blocking=True)
             self._device.counters.bytes_down += home.nbytes if home.device.type == "cpu" else 0
 
-    def new(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def new_state(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Make an empty tensor of optimizer state where ``like`` is."""
         return torch.empty_like(like, dtype=dtype)
 
-    def adopt(self, state: Tensor) -> Tensor:
+    def adopt_state(self, state: Tensor) -> Tensor:
+        """Return the state as it is."""
         return state
 
     def finish(self) -> None:
+        """Copy numbers of the state to their places. Blocks for those on the host."""
         numbers, self._numbers = self._numbers, []
         for home, stepped in numbers:
             home.copy_(stepped)
 
 
 class ByTrips(OnDevice):
-    """Slices go up to be stepped, and come down."""
+    """Slices are copied to the device, stepped there, and copied back, in a few lanes."""
 
     def __init__(self, chunk: int, device: Device) -> None:
         super().__init__(chunk, device)
@@ -142,14 +157,16 @@ class ByTrips(OnDevice):
         self.made: list[weakref.ref[Tensor]] = []  # state in page-locked memory
 
     def home(self, weight: Weight) -> Tensor:
+        """Return the weight's bytes on the host."""
         return weight.value
 
     def lane(self) -> AbstractContextManager[Any]:
+        """Return the next of the streams, in turn, as a context."""
         stream: AbstractContextManager[Any] = next(self._next)
         return stream
 
-    def new(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Make it in page-locked memory if that is possible, but for numbers."""
+    def new_state(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Make an empty tensor of optimizer state, in page-locked host memory if possible; numbers in plain memory."""
         if not like.ndim:
             return torch.empty((), dtype=dtype, device="cpu")
         storage = self._device.slab(like.numel() * dtype.itemsize).untyped_storage()
@@ -158,10 +175,12 @@ class ByTrips(OnDevice):
         self.made.append(weakref.ref(made))
         return made
 
-    def adopt(self, state: Tensor) -> Tensor:
-        return state if state.is_pinned() else self.new(state, state.dtype).copy_(state)
+    def adopt_state(self, state: Tensor) -> Tensor:
+        """Return state in page-locked memory: itself, or a copy."""
+        return state if state.is_pinned() else self.new_state(state, state.dtype).copy_(state)
 
     def finish(self) -> None:
+        """Wait until all lanes are done, and copy numbers of the state to their places."""
         for stream in self._streams:
             stream.synchronize()
         super().finish()

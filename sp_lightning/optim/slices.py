@@ -25,14 +25,14 @@ from .state import WaitingState
 
 ELEMENTWISE = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adamax, optim.NAdam}
 ELEMENTWISE |= {optim.RAdam, optim.ASGD, optim.Rprop, optim.Adadelta}
-BY_WEIGHT = {optim.Adafactor, optim.Muon, optim.SparseAdam}  # which treat each weight by itself
+BY_WEIGHT = {optim.Adafactor, optim.Muon, optim.SparseAdam}  # optimizers that treat each weight by itself
 
 COUNTS = ("step", "mu_product")  # numbers of the state that a plain run has on the host, unless a kernel reads them
 SCALING = ("grad_scale", "found_inf")  # what a GradScaler tells a fused optimizer
 
 
 class StepWork(NamedTuple):
-    """A weight to step."""
+    """One weight to step, with its gradient and the index of its optimizer group."""
 
     weight: Weight
     grad: Any  # GradientBytes, or a tensor that the user made
@@ -48,13 +48,13 @@ class Slice(NamedTuple):
     stop: int | None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the range of a tensor that is laid out as the weight is."""
+        """Return this slice's range of a tensor that is laid out as the weight is."""
         if self.start is None or self.stop is None:
             return tensor.detach()
         return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
 
     def gradient(self, place: Place) -> Tensor:
-        """Return the gradient where it is."""
+        """Return this slice's range of the gradient, in the memory where it is, ordered after its arrival."""
         grad = self.work.grad
         if not isinstance(grad, GradientBytes):
             return grad  # type: ignore[no-any-return]
@@ -62,7 +62,7 @@ class Slice(NamedTuple):
         return self.of(grad.raw)
 
     def multiplied(self, grad: Tensor) -> Tensor:
-        """Return the gradient, which is where it is stepped, in the weight's type and multiplied by its factors."""
+        """Return a gradient in the weight's type, multiplied by its noted factors; the given tensor is not changed."""
         if isinstance(self.work.grad, GradientBytes):
             grad = grad.to(self.work.weight.value.dtype)
             for factor in self.work.grad.factors:
@@ -72,9 +72,10 @@ class Slice(NamedTuple):
     def put_state(
         self, state: GroupOptions, new: GroupOptions, given: dict[int, Tensor], place: Place
     ) -> list[tuple[Tensor, Tensor]]:
-        """Put what the step made of the state where the user's is, in its order; the last slice's numbers count.
+        """Put the state that a step made of this slice into the user's state; numbers come from the last slice.
 
-        Return what is to be brought down: not what was stepped where it belongs, whose id is among those ``given``.
+        Return pairs of a place and a tensor to copy there: not state that was stepped in place, whose id is among those
+        ``given``.
         """
         weight, down = self.work.weight, []
         is_last = self.stop is None or self.stop == weight.value.numel()
@@ -85,13 +86,13 @@ class Slice(NamedTuple):
                 continue
             elif self.start is not None and entry.ndim:
                 if not isinstance(mine := state.get(key), Tensor):
-                    mine = state[key] = place.new(place.home(weight), entry.dtype)
+                    mine = state[key] = place.new_state(place.home(weight), entry.dtype)
                 down.append((self.of(mine), entry))
             elif is_last or key not in state:
                 mine = state.get(key)
                 if not isinstance(mine, Tensor) or (mine.shape, mine.dtype) != (entry.shape, entry.dtype):
                     belongs_here = entry.device.type == "cpu" or entry.device == place.home(weight).device
-                    mine = state[key] = entry if belongs_here else place.new(entry, entry.dtype)
+                    mine = state[key] = entry if belongs_here else place.new_state(entry, entry.dtype)
                 down.append((mine, entry))
         return down
 
@@ -107,23 +108,23 @@ def names_by_weight() -> list[str]:
 
 
 def counts_on_device(optimizer: optim.Optimizer, group: GroupOptions) -> bool:
-    """Whether a plain run on a device has all numbers of the state there."""
+    """Whether torch on a device keeps all numbers of the state, such as step counts, on the device for this group."""
     return bool(group.get("fused") or group.get("capturable")) or type(optimizer) is optim.ASGD
 
 
 def code_of_step(optimizer: optim.Optimizer) -> Any:
-    """Return an optimizer's step without the hooks of the user's."""
+    """Return an optimizer's step function without the hooks that torch runs around it."""
     step: Any = type(optimizer).step
     return getattr(step, "__wrapped__", step)
 
 
 class SlicedOptimizer:
-    """One step of the user's optimizer, with its options as they were when the user called it, over slices."""
+    """One call of the user's optimizer step over slices, with the options as they were at that call."""
 
     def __init__(self, user: optim.Optimizer, device: torch.device, on_host: bool = True) -> None:
         self.user, self._device = user, device
         self.has_written = False  # whether any weight was stepped
-        self.is_elementwise = type(user) in ELEMENTWISE  # which take lists of tensors by default
+        self.is_elementwise = type(user) in ELEMENTWISE  # such classes take lists of tensors by default
         self._options = [self._noted(group) for group in user.param_groups]
         self._loops = [loop_for(type(user), group, device) if on_host else None for group in self._options]
         self._counts_go_up = [counts_on_device(user, group) for group in self._options]
@@ -132,7 +133,7 @@ class SlicedOptimizer:
         self._scaling_here = {name: value.to("cpu") for name, value in self._scaling.items()}
 
     def _noted(self, group: GroupOptions) -> GroupOptions:
-        """Note the options of a group; where the user chose no kernels, choose those that the device takes."""
+        """Copy a group's options; where the user chose no kernels, choose those that torch takes on the device."""
         noted = {
             key: value.clone() if isinstance(value, Tensor) else value
             for key, value in group.items()
@@ -156,9 +157,9 @@ class SlicedOptimizer:
                 (grad.true() if isinstance(grad, GradientBytes) else grad).div_(scale)
 
     def makes_numbers(self, whose: list[Weight], state: WaitingState) -> bool:
-        """Whether the step makes numbers of torch's default type, which a forward beside the step may change."""
+        """Whether the step makes numbers of torch's default dtype, which a forward beside the step may change."""
         if isinstance(self.user, (optim.SGD, optim.ASGD)):
-            return isinstance(self.user, optim.ASGD)  # at each step; SGD has none
+            return isinstance(self.user, optim.ASGD)  # ASGD makes some at each step, SGD none
         return not all(map(state.peek, [weight.host for weight in whose]))
 
     def has_devices_bits(self, group: int) -> bool:
@@ -169,7 +170,7 @@ class SlicedOptimizer:
         return self.is_elementwise and rounds_alike(cls, options, self._device)
 
     def step(self, work: list[StepWork], state: WaitingState, place: Place) -> None:
-        """Step weights. Waits until all is where it belongs, but for resident ones: these are queued on the device."""
+        """Step weights. Blocks until results are in place; of resident weights, the work is only queued."""
         left = work
         if isinstance(place, OnHost) and not self._scaling_here.get("found_inf", 0):
             left = step_compiled(self._loops, work, self._scaling_here.get("grad_scale"), state)
@@ -177,7 +178,7 @@ class SlicedOptimizer:
         if self._scaling:
             for _, grad, _ in left:
                 if isinstance(grad, GradientBytes):
-                    grad.make_true()  # which a fused kernel divides by the scale in place
+                    grad.make_true()  # a fused kernel divides this tensor by the scale in place
         try:
             for run in self._runs(left, state, place.chunk):
                 with place.lane():
@@ -190,6 +191,7 @@ class SlicedOptimizer:
                 grad.norm = None
 
     def _step_slices(self, run: list[Slice], state: WaitingState, place: Place) -> None:
+        """Step one run of slices: bring them to the place, call the optimizer, and copy the results back."""
         ordered = sorted(run, key=operator.attrgetter("work.group"))
         homes = [part.of(place.home(part.work.weight)) for part in ordered]
         made, grads = place.up(homes), place.up([part.gradient(place) for part in ordered])
@@ -215,7 +217,7 @@ class SlicedOptimizer:
         place.down(down)
 
     def _state(self, part: Slice, place: Place, given: dict[int, Tensor]) -> GroupOptions:
-        """Return the state of a slice where it is stepped; note what is there already.
+        """Return a slice's state where it is stepped; note in ``given`` the tensors that are stepped in place.
 
         The numbers of a weight that is cut are copied.
         """
@@ -234,7 +236,7 @@ class SlicedOptimizer:
         return state
 
     def _call(self, params: list[list[Tensor]], states: dict[Tensor, Any], scaling: GroupOptions) -> None:
-        """Call the class's step on other parameters and state than the user's."""
+        """Call the step of the user's optimizer class on these parameters and states in place of the user's own."""
         groups = [{**group, "params": own} for group, own in zip(self._options, params, strict=True)]
         code_of_step(self.user)(shadow_of(self.user, groups, state=states, **scaling))
 
@@ -258,6 +260,7 @@ class SlicedOptimizer:
             yield run
 
     def _is_cut(self, item: StepWork, own: GroupOptions) -> bool:
+        """Whether a weight may be cut into slices: the optimizer is elementwise, and the state has its layout."""
         value = item.weight.value
         if not (self.is_elementwise and value.ndim and value.numel() and isinstance(item.grad, GradientBytes)):
             return False
@@ -269,7 +272,7 @@ class SlicedOptimizer:
 
 
 def shadow_of(optimizer: optim.Optimizer, groups: list[GroupOptions], **attributes: Any) -> Any:
-    """Make an optimizer that has other groups, and is the user's otherwise."""
+    """Make an optimizer with other groups and attributes that shares all else with the user's."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__ = {**vars(optimizer), **attributes, "param_groups": groups}
     return shadow

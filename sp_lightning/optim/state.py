@@ -25,33 +25,34 @@ class WaitingState(collections.defaultdict[Any, Any]):
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         super().__init__(dict, optimizer.state)
-        self._reserved: set[Any] = set()
-        self._guessed: list[Any] = []  # those whose gradients are yet to come
+        self._reserved: set[Any] = set()  # keys whose empty entries only keep the order
+        self._guessed: list[Any] = []  # reserved keys whose gradients are yet to come
 
     def copy(self) -> Any:
+        """Return the state as a plain defaultdict, after waiting for all steps."""
         return collections.defaultdict(dict, self.items())
 
     def __copy__(self) -> Any:
         return self.copy()
 
     def __reduce__(self) -> Any:
-        """Copy and pickle as a plain run's state."""
+        """Copy and pickle as the plain dict that an optimizer has without streaming."""
         return collections.defaultdict, (dict, dict(self.items()))
 
     def wait_step_of(self, key: Any) -> None:
-        """Wait for the step of a streamed parameter, whose entry stays."""
+        """Wait for the step of a streamed parameter, and keep its entry even if the step made none."""
         if (weight := weights.get(id(key))) is not None:
             _wait_step(weight)
         self._reserved.discard(key)
 
     def wait_entry(self, key: Any) -> None:
-        """Wait for the step of a streamed parameter, which may have made no entry."""
+        """Wait for the step of a streamed parameter, and remove its reserved entry if the step made none."""
         if (weight := weights.get(id(key))) is not None:
             _wait_step(weight)
         self._forget_empty([key])
 
     def wait_steps(self, *_: Any) -> None:
-        """Wait for all steps, also of weights without state."""
+        """Wait for the steps of all streamed weights, and remove reserved entries for which steps made none."""
         for weight in list(weights.values()):
             _wait_step(weight)
         self._forget_empty(list(self._reserved))
@@ -59,9 +60,9 @@ class WaitingState(collections.defaultdict[Any, Any]):
     # ---- without waiting
 
     def reserve(self, keys: list[Any]) -> None:
-        """Give keys their places, in the order of a plain run, until a step has made the entry or made none.
+        """Add empty entries for these keys, so that entries have a plain run's order whenever steps fill them.
 
-        Keys whose places were guessed lose them if they are not among these.
+        Reads remove an entry that the step leaves empty. Guessed keys that are not among these lose theirs now.
         """
         known = set(keys)
         for key in self._guessed:
@@ -72,10 +73,11 @@ class WaitingState(collections.defaultdict[Any, Any]):
         self._reserve(keys)
 
     def guess(self, keys: list[Any]) -> None:
-        """Give keys their places, some of which get no gradient in the backward that is under way."""
+        """Reserve entries for keys before backward; some may get no gradient, and `reserve` removes these again."""
         self._guessed += self._reserve(keys)
 
     def _reserve(self, keys: list[Any]) -> list[Any]:
+        """Add empty entries for keys that have none, and return these keys."""
         new = [key for key in keys if not dict.__contains__(self, key)]
         for key in new:
             dict.__setitem__(self, key, {})
@@ -83,7 +85,7 @@ class WaitingState(collections.defaultdict[Any, Any]):
         return new
 
     def _forget_empty(self, keys: list[Any]) -> None:
-        """Give up the places of these keys where a step has made no entry."""
+        """Remove the reserved entries of these keys if they are still empty."""
         for key in self._reserved.intersection(keys):
             self._reserved.discard(key)
             if not dict.get(self, key):
@@ -92,24 +94,25 @@ class WaitingState(collections.defaultdict[Any, Any]):
     peek = dict.get  # an entry, or None
 
     def make(self, key: Any) -> dict[str, Any]:
-        """Return an entry; make it if there is none."""
+        """Return the entry of a key, or add an empty one, without waiting."""
         found: dict[str, Any] = dict.setdefault(self, key, {})
         return found
 
 
 def _wait_step(weight: Weight) -> None:
-    """Wait for a weight's step; raise if its backward still runs, in which a plain run has the state of before."""
+    """Wait for a weight's step; raise while a backward runs beside it, in which a plain run has the old state."""
     if weight.unit.is_final and weight.is_stepped_early:
         raise stepped_already(weight.name)
     weight.unit.wait_step()
 
 
 def _waiting(name: str, wait: Callable[..., None]) -> Callable[..., Any]:
-    """Make a method of a dict wait first."""
+    """Wrap a method of dict, so that it calls ``wait`` with the key first."""
     method = getattr(collections.defaultdict, name)
 
     @functools.wraps(method)
     def waits(self: WaitingState, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the steps that the method depends on, and then call it."""
         wait(self, *args[:1])
         return method(self, *args, **kwargs)
 

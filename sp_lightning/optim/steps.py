@@ -7,8 +7,8 @@
 - The optimizer's own code gets a shadow of the optimizer, which has the parameters that are not streamed.
 - A step beside backward takes gradients as they come. The user's own call of `step` finds those weights stepped;
   until it comes, the step is half applied: it is neither saved nor followed by another backward.
-- A step that failed after it changed a weight leaves the weights half stepped: nothing steps or saves them again
-  before weights and state are loaded. One that changed nothing leaves no mark, as a plain run's.
+- A step that failed after it changed a weight is half applied: nothing steps or saves the weights again before weights
+  and state are loaded. A step that changed nothing leaves no mark, as a plain run's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..stream.parameters import unit_of, weights
 from ..stream.unit import Unit
 from .compiled import say_torch_steps
 from .filed import FiledSteps
-from .half_applied import EarlySteps, Outcome, check_step, note_loaded, outlive
+from .half_applied import EarlySteps, Outcome, check_step, note_loaded, refuse_later_steps
 from .places import ByTrips, OnDevice, OnHost, Place
 from .slices import COUNTS, SlicedOptimizer, StepWork, counts_on_device, names_by_weight, shadow_of, steps_by_weight
 from .state import WaitingState
@@ -48,19 +48,19 @@ class Steps:
     def __init__(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool = False) -> None:
         self._overlap, self._device, self._makes_trips = overlap, device.torch_device, makes_trips
         self._residents = OnDevice(chunk, device)
-        self._place: Place = ByTrips(chunk, device) if makes_trips else OnHost(chunk)  # of the others
+        self._place: Place = ByTrips(chunk, device) if makes_trips else OnHost(chunk)  # where other weights are stepped
         self._filed = FiledSteps(store)
         self._counters = device.counters
         self._units: dict[Unit, None] = {}
         # The thread rounds as the device does, which keeps denormals.
         self.thread = ThreadPoolExecutor(1, "superpipeline-steps", torch.set_flush_denormal, (False,))
         self._adopted: weakref.WeakKeyDictionary[optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # and hooks
-        self.early: optim.Optimizer | None = None  # which steps beside this backward
-        # Of its weights, and with its options, as the first of these steps finds them.
+        self.early: optim.Optimizer | None = None  # the optimizer that steps beside this backward
+        # Groups of its weights, and its options, as the first step beside backward finds them.
         self._early_groups: dict[int, int] = {}
         self._early_sliced: Any = None
         self._early_steps = EarlySteps()
-        self._awaited: list[Unit] = []  # whose steps the user's call of step waits for
+        self._awaited: list[Unit] = []  # units whose steps the user's call of step waits for
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self.chose_residents = False  # whether the user asked for resident units
         # Whether the user's call of step came in the code of a step; an optimizer may step another.
@@ -71,7 +71,7 @@ class Steps:
         ]
 
     def add_unit(self, unit: Unit) -> None:
-        """Step this unit's weights as well."""
+        """Add a unit whose weights are stepped from here on."""
         self._units[unit] = None
 
     def locked_state(self) -> list[Tensor]:
@@ -80,7 +80,7 @@ class Steps:
         return [state for reference in made if (state := reference()) is not None]
 
     def wait_thread(self) -> None:
-        """Wait for what the thread was given so far: steps, and sums of gradients. Raises none of their errors."""
+        """Wait until the thread has run all steps and sums of gradients given to it; raise none of their errors."""
         self.thread.submit(lambda: None).result()
 
     @property
@@ -91,10 +91,10 @@ class Steps:
         return "in backward" if self.early is not None else "deferred"
 
     def publish(self) -> None:
-        """Have what the user wrote where all ranks have it. Collective; does nothing for one device."""
+        """Copy the user's writes to weights to where all ranks read them. Collective; does nothing for one device."""
 
     def close(self) -> None:
-        """Finish all steps."""
+        """Finish all steps, remove the hooks, and leave optimizers with plain state on the host."""
         self.thread.shutdown(wait=True)
         for hook in self._hooks:
             hook.remove()
@@ -102,14 +102,14 @@ class Steps:
             for hook in hooks:
                 hook.remove()
             _wait_steps(optimizer)
-            outlive(optimizer)
+            refuse_later_steps(optimizer)
             optimizer.state = collections.defaultdict(dict, optimizer.state)
             self._place_state(optimizer, is_closing=True)
 
     # ---- the user's calls of step
 
     def _groups(self, optimizer: optim.Optimizer) -> dict[int, int]:
-        """Map the ids of an optimizer's streamed weights to its groups."""
+        """Map the id of each of an optimizer's streamed weights to the index of its group."""
         units = self._units
         return {
             id(weight): index
@@ -119,14 +119,14 @@ class Steps:
         }
 
     def _weight(self, param: Any) -> Weight | None:
-        """Return the weight of a parameter that this stream steps."""
+        """Return the weight that this stream steps for a parameter; None if there is none, or it is a DTensor."""
         weight = weights.get(id(param))
         if weight is None or weight.is_shard or weight.unit not in self._units:
-            return None  # its own code steps a DTensor
+            return None  # the optimizer's own code steps a DTensor
         return weight
 
     def adopt(self, optimizer: optim.Optimizer) -> None:
-        """Make readers of an optimizer's state wait for steps."""
+        """Make reads of an optimizer's state wait for steps, and refuse to save half-applied ones, from here on."""
         if not isinstance(optimizer.state, WaitingState):
             optimizer.state = WaitingState(optimizer)
             self.place_state(optimizer)
@@ -138,18 +138,19 @@ class Steps:
             ]
 
     def place_state(self, optimizer: optim.Optimizer) -> None:
-        """Put each weight's state where the weight is stepped, of optimizers that step weight by weight."""
+        """Move weights' optimizer state to where each is stepped, if the optimizer steps weight by weight."""
         self._place_state(optimizer, is_closing=False)
 
     def _place_state(self, optimizer: optim.Optimizer, is_closing: bool) -> None:
-        if not steps_by_weight(optimizer):  # whose own code steps all weights on the host
+        """Move each weight's state to where the weight is stepped; if ``is_closing``, to the host."""
+        if not steps_by_weight(optimizer):  # the optimizer's own code steps all weights on the host
             return
         counts_there = {
             id(param)
             for group in optimizer.param_groups
             for param in group["params"]
             if counts_on_device(optimizer, group)
-        }  # parameters whose kernels read the number of steps on the device
+        }  # parameters of kernels that read the step count on the device
         for param, state in optimizer.state.items():
             if (weight := self._weight(param)) is None:
                 continue
@@ -164,34 +165,35 @@ class Steps:
                 if travels and value.device != home:
                     state[key] = value.to(home)
                 elif travels and value.ndim and not is_resident and not is_closing and not self._filed.has(value):
-                    state[key] = self._place.adopt(value)
+                    state[key] = self._place.adopt_state(value)
 
-    def let_go(self, param: Tensor) -> None:
-        """Bring the state of a parameter that is plain from now on to the host, where it is stepped then."""
+    def bring_state_to_host(self, param: Tensor) -> None:
+        """Move the state of a parameter that no longer streams to the host, where it is stepped from here on."""
         for optimizer in self._adopted:
             state = optimizer.state.get(param) or {}
             state.update((key, value.cpu()) for key, value in state.items() if isinstance(value, Tensor))
 
     def _loaded(self, optimizer: optim.Optimizer) -> None:
+        """Hook after `optimizer.load_state_dict`: note the load, and move state to where weights are stepped."""
         note_loaded(optimizer)
         self.place_state(optimizer)
 
     def _before(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Step what is streamed, and give the optimizer's own code a shadow with the rest."""
+        """Hook before `optimizer.step`: step streamed weights, and give the optimizer a shadow with all others."""
         recover()
-        if not self._units:  # of a module without parameters
+        if not self._units:  # the module has no parameters
             return None
-        if optimizer not in own_steps:  # but one whose step raised
+        if optimizer not in own_steps:  # left by an optimizer whose step raised
             own_steps.clear()
         window = next(iter(self._units)).window
         self._was_in_step[optimizer] = window.is_in_step
-        window.is_in_step = False  # an optimizer of the user's steps on the host
+        window.is_in_step = False  # the user's optimizer code steps on the host
         if not self._groups(optimizer):
             return None
         self.has_stepped = True
         check_step(optimizer)
         self.adopt(optimizer)
-        if not steps_by_weight(optimizer):  # it may look at all weights at once
+        if not steps_by_weight(optimizer):  # its code may look at all weights at once
             if self._makes_trips:
                 raise UnsupportedError(
                     f"optimizer_device='device' steps torch's own {', '.join(names_by_weight())};"
@@ -202,31 +204,32 @@ class Steps:
             self._wait_bytes(optimizer)
             own_steps.append(optimizer)
             return None
-        own = args[0]  # a shadow, where the optimizer is another stream's as well
+        own = args[0]  # already a shadow if another stream has weights of the optimizer
         shadow = shadow_of(own, [])
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
-        def closure_and_step() -> Any:  # also without the user's: the optimizer's own hooks on steps come before it
-            result = None if closure is None else closure()  # a first call in it streams what was added
+        def closure_and_step() -> Any:  # also without a closure: the optimizer's own step hooks run first
+            """Run the user's closure, give the shadow the parameters that do not stream, and step the others."""
+            result = None if closure is None else closure()  # may stream parameters that were added
             groups = self._groups(optimizer)
             for group in own.param_groups:
                 rest = [param for param in group["params"] if id(weights.get(id(param))) not in groups]
                 shadow.param_groups.append({**group, "params": rest})
-            self._take(optimizer, groups)
+            self._step_streamed(optimizer, groups)
             return result
 
         return (shadow, closure_and_step), {}
 
     @staticmethod
     def _wait_bytes(optimizer: optim.Optimizer) -> None:
-        """Wait for what an optimizer steps, as what it compiles will not."""
+        """Wait until the optimizer's parameters and gradients are final: compiled code reads without waiting."""
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if isinstance(grad := grad_of(param), HostGradient):
-                grad.plain()  # compiled writes are not seen
+                grad.plain()  # writes of compiled code do not show
                 param.before()
 
-    def _take(self, optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
-        """Step the streamed weights that have gradients, but for those that were stepped beside backward."""
+    def _step_streamed(self, optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
+        """Step the streamed weights that have gradients, except for those that were stepped beside backward."""
         self.adopt(optimizer)
         state: Any = optimizer.state
         with without_dispatch():
@@ -234,7 +237,7 @@ class Steps:
             state.reserve(params)
             whose = [weight for p in params if (weight := weights.get(id(p))) is not None and id(weight) in groups]
             work: dict[Unit, list[Weight]] = {}
-            for weight in self._early_steps.left_of(optimizer, whose):
+            for weight in self._early_steps.weights_left(optimizer, whose):
                 work.setdefault(weight.unit, []).append(weight)
             sliced = SlicedOptimizer(optimizer, self._device, not self._makes_trips)
             if self.chose_residents and not self._makes_trips:
@@ -255,9 +258,9 @@ class Steps:
     def _step_units(
         self, work: dict[Unit, list[Weight]], step: SlicedOptimizer, groups: dict[int, int], state: Any
     ) -> None:
-        """Step resident units, whose errors are raised here, and then start the steps of the others."""
+        """Step resident units, raising their errors, and then start the steps of the others on the thread."""
         for unit in work:
-            if unit.spill is not None:  # a write that failed leaves a gradient missing, before anything is stepped
+            if unit.spill is not None:  # raises for a gradient missing after a failed write, before any step
                 for _, grad, _ in self._noted_work(work[unit], groups):
                     if isinstance(grad, GradientBytes):
                         grad.arrived.synchronize()
@@ -274,13 +277,14 @@ class Steps:
             awaited, self._awaited = self._awaited, []
             for unit in awaited:
                 unit.wait_step()
-        except BaseException as error:  # of a resident unit, or an interrupt: what has not begun does not begin
+        except BaseException as error:  # of a resident unit, or an interrupt: units that have not begun are skipped
             outcome.error = outcome.error or error
             self.wait_thread()
             outcome.failed(step.user, where, error)
             raise
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook after `optimizer.step`: wait for steps if none may be deferred; note units that its own code stepped."""
         own_steps.clear()
         if self._units:
             next(iter(self._units)).window.is_in_step = self._was_in_step.pop(optimizer, False)
@@ -294,7 +298,7 @@ class Steps:
     # ---- beside backward
 
     def step_beside_backward(self, optimizer: optim.Optimizer | None) -> None:
-        """From here on gradients are final as they come, and this optimizer steps them; None: no longer."""
+        """Let an optimizer step units as their gradients arrive in backward, from here on; None ends this."""
         self.early = None
         self.backward_ended()
         for unit in self._units:
@@ -308,19 +312,20 @@ class Steps:
 
     @staticmethod
     def _reserve_state(optimizer: optim.Optimizer) -> None:
-        """Give the entries of state that the steps will make the order of a plain run, not that of backward."""
+        """Reserve entries of optimizer state in a plain run's order: steps beside backward make them in another."""
         state: Any = optimizer.state
         state.guess([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
-        """Step a unit's weights now, if their gradients are final."""
+        """Start a unit's step beside backward if all its gradients came and its forward ran once."""
         if self.early is None or not is_complete or unit.calls != 1 or unit.is_resident:
             return
         with without_dispatch():
             self._step_early(self.early, unit, whose)
 
     def _step_early(self, optimizer: optim.Optimizer, unit: Unit, whose: list[Weight]) -> None:
-        if not self._early_steps.stepped:  # the training step may have changed the groups
+        """Start a unit's step beside backward, unless the user assigned a gradient of its weights."""
+        if not self._early_steps.stepped:  # first unit of this backward: the groups may have changed
             self._early_groups = self._groups(optimizer)
             self._early_sliced = SlicedOptimizer(optimizer, self._device, not self._makes_trips)
             self._reserve_state(optimizer)
@@ -334,7 +339,7 @@ class Steps:
             self._submit(unit, mine, self._early_sliced, groups, optimizer.state, self._early_steps.outcome)
 
     def backward_ended(self) -> None:
-        """Drop units that were stepped beside the backward: the device has their weights of before."""
+        """Evict units that were stepped beside the backward: the device has their old weights."""
         for unit in self._units:
             if unit.is_final:
                 unit.is_final = False
@@ -343,22 +348,24 @@ class Steps:
     # ---- half-applied steps
 
     def check_applied(self) -> None:
-        """Raise if a step is half applied: weights and state may not be saved."""
+        """Raise if an optimizer step is half applied, as weights and state may not be saved then."""
         self._early_steps.check()
         for optimizer in self._adopted:
             check_step(optimizer)
 
-    def left_by(self, error: BaseException) -> None:
-        """Note that an exception ended a closure or a step of the user's."""
-        self._early_steps.left_by(error)
+    def note_exception(self, error: BaseException) -> None:
+        """Mark steps beside backward as half applied after an exception in the user's closure or step."""
+        self._early_steps.note_exception(error)
 
     def _check_saving(self, optimizer: optim.Optimizer) -> None:
+        """Hook before `optimizer.state_dict`: wait for steps, and raise if one is half applied."""
         _wait_steps(optimizer)
         self.check_applied()
 
     # ---- the work
 
     def _noted_work(self, whose: list[Weight], groups: dict[int, int]) -> list[StepWork]:
+        """List each weight with its gradient and the index of its optimizer group."""
         found = []
         for weight in whose:
             grad = grad_of(weight.host)
@@ -367,7 +374,7 @@ class Steps:
 
     @staticmethod
     def _wait_added(work: list[StepWork]) -> list[GradientBytes]:
-        """Wait for sums of gradients, and raise the error of one that failed; return the gradients that are noted."""
+        """Wait until the thread has summed gradients, raising an error of a sum; return those that streaming made."""
         noted = [item.grad for item in work if isinstance(item.grad, GradientBytes)]
         for grad in noted:
             grad.wait_added()
@@ -382,17 +389,19 @@ class Steps:
         state: Any,
         outcome: Outcome,
     ) -> None:
-        """Start a unit's step, which does nothing where an error has ended the step of a unit before it."""
+        """Start a unit's step, which is skipped if an error has ended the step of an earlier unit."""
         work = self._noted_work(whose, groups)
-        before = unit.pending  # of another optimizer
+        before = unit.pending  # another optimizer's step
 
         def step() -> None:
+            """Step the unit after another optimizer's step of it, and after the sums of its gradients."""
             if before is not None:
-                before.result()  # raise its error, which nothing has waited for
+                before.result()  # raises the error of a step that nothing has waited for
             self._wait_added(work)
             self._step(unit, work, sliced, state)
 
         def run() -> None:
+            """Run the unit's step on the thread."""
             self._run(unit, whose, sliced, outcome, step)
 
         for weight in whose:
@@ -406,12 +415,13 @@ class Steps:
             else:
                 is_watched = False
         if not is_watched or unit.is_exposed or sliced.makes_numbers(whose, state):
-            self._awaited.append(unit)  # nothing watches gradients that the user made, or arrays
+            self._awaited.append(unit)  # reads of arrays and of the user's gradients cannot wait
 
     def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
-        """Give a unit's step to the thread, and return its end."""
+        """Queue a unit's step on the thread, and return the future of its end."""
 
         def run_and_end() -> None:
+            """Run the step, and count it as ended even if it raises."""
             try:
                 run()
             finally:
@@ -420,7 +430,7 @@ class Steps:
         return self.thread.submit(run_and_end)
 
     def _step(self, unit: Unit, work: list[StepWork], sliced: SlicedOptimizer, state: Any) -> None:
-        """Step weights of a unit. Runs on the thread."""
+        """Step a unit's weights, part by part if some of their bytes are in files. Runs on the thread."""
         if self._filed.is_in_memory:
             sliced.step(work, state, self._place)
             return
@@ -431,7 +441,7 @@ class Steps:
     def _run(
         self, unit: Unit, whose: list[Weight], sliced: SlicedOptimizer, outcome: Outcome, step: Callable[[], None]
     ) -> None:
-        """Step a unit, unless an error has ended the step of one before it. Runs on the thread."""
+        """Run a unit's ``step`` and note its error; skip it if an earlier unit's step failed. Runs on the thread."""
         if outcome.error is not None:
             return
         before = [weight.value._version for weight in whose]
@@ -457,6 +467,7 @@ class Steps:
         state: Any,
         outcome: Outcome,
     ) -> None:
+        """Step a resident unit's weights on the caller's stream, and note that the host's bytes are older."""
         work = self._noted_work(whose, groups)
         noted = self._wait_added(work)
         unit.show()
@@ -468,9 +479,9 @@ class Steps:
             is_done = True
             read = unit.device.current_stream().record_event()
             for grad in noted:
-                grad.arrived = read  # a gradient of a streamed weight that was given to a resident one is on its way up
+                grad.arrived = read  # a streamed weight's gradient, assigned to a resident one, is on its way up
             if len(noted) < len(work):
-                read.synchronize()  # nothing makes writes to gradients of the user's wait
+                read.synchronize()  # writes to gradients that the user made cannot wait
         finally:
             if is_done or before != [weight.there._version for weight in whose]:
                 for weight in whose:
@@ -479,4 +490,5 @@ class Steps:
 
 
 def _wait_steps(optimizer: optim.Optimizer) -> None:
+    """Wait for all pending steps, by reading the optimizer's state."""
     optimizer.state.values()

@@ -79,7 +79,7 @@ class FoundUnit:
 
     @functools.cached_property
     def parts(self) -> frozenset[int]:
-        """The ids of the parameters that are parts of wholes, which travel in their own types (wholes)."""
+        """Ids of the tensors of quantised weights and DTensors: each travels in its own type."""
         return frozenset(id(part) for whole in self.wholes for _, part in whole.parts)
 
     @property
@@ -115,14 +115,14 @@ def partition(root: nn.Module, units: UnitSpec = "auto", *, max_bytes: int | Non
     if units == "auto":
         pieces = _Auto(tree, max_bytes).pieces()
     elif callable(units):
-        pieces = _chosen_pieces(tree, _called(tree, units))
+        pieces = _chosen_pieces(tree, _chosen_by(tree, units))
     else:
-        pieces = _chosen_pieces(tree, _named(tree, [units] if isinstance(units, str) else units))
+        pieces = _chosen_pieces(tree, _of_classes(tree, [units] if isinstance(units, str) else units))
     return _units(tree, pieces)
 
 
 class _Tree:
-    """The module tree with each module and each parameter in its first place only (owners)."""
+    """A module tree in which each module and parameter counts once, at the place that registers it first (owners)."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -132,11 +132,12 @@ class _Tree:
         self.wholes: dict[nn.Module, list[Whole]] = {}
         self.children: dict[nn.Module, list[nn.Module]] = {module: [] for module in self.names}
         self.nbytes: dict[nn.Module, int] = {}
-        self._largest: dict[int, int] = {}  # elements of the largest shard, by id of this rank's (wholes)
+        self._largest: dict[int, int] = {}  # elements of a DTensor's largest shard, by id of this rank's shard
         self._assign_owners()
         self._weigh()
 
     def _assign_owners(self) -> None:
+        """Assign each parameter to the module that registers it first; raise for one that cannot be streamed."""
         seen: set[nn.Parameter] = set()
         for module, prefix in self.names.items():
             for key, param in module._parameters.items():
@@ -166,7 +167,7 @@ class _Tree:
             self._check_parts()
 
     def _check_parts(self) -> None:
-        """Refuse parts of wholes that share their bytes with another weight (wholes)."""
+        """Raise if a tensor of a quantised weight, or a DTensor's shard, shares its bytes with another weight."""
         named = {id(weight): (name, weight) for owned in self.owned.values() for name, weight in owned}
         parts = {id(part) for wholes in self.wholes.values() for whole in wholes for _, part in whole.parts}
         weights = [weight for owned in self.owned.values() for _, weight in owned]
@@ -180,28 +181,29 @@ class _Tree:
                 )
 
     def _weigh(self) -> None:
+        """Add up the bytes of each module's parameters, and list its children that have any."""
         by_name = {name: module for module, name in self.names.items()}
         for module in reversed(self.names):
             self.children[module].reverse()
             self.nbytes[module] = self.own_nbytes(module)
             self.nbytes[module] += sum(self.nbytes[child] for child in self.children[module])
             if module is not self.root and self.nbytes[module]:
-                # The first name, not the first of the parents: names are given depth first.
+                # The parent in the module's first name: another parent may come earlier in the order of modules.
                 self.children[by_name[self.names[module].rpartition(".")[0]]].append(module)
 
     def own_nbytes(self, module: nn.Module) -> int:
-        """Count the bytes of the parameters that belong to the module itself."""
+        """Count the bytes of the parameters that the module itself owns: of a DTensor its largest shard on any rank."""
         numel = self._largest.get
         return sum(aligned(numel(id(p), p.numel()) * p.element_size()) for _, p in self.owned[module])
 
     def below(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield the module and all modules that have their first place inside it, in registration order."""
+        """Yield the module and its descendants in registration order, each below its first parent only."""
         yield module
         for child in self.children[module]:
             yield from self.below(child)
 
     def entries(self, module: nn.Module) -> list[nn.Module]:
-        """List the modules through whose forward `module` is entered: itself, or those of its children (entries)."""
+        """List the modules through whose forward `module` is entered: itself, or without a forward its children's."""
         if _has_forward(module):
             return [module]
         return [entry for child in self.children[module] for entry in self.entries(child)]
@@ -209,7 +211,7 @@ class _Tree:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A future unit, unless it is small enough to stay on the device (the rest)."""
+    """Modules that will be one unit, unless they are small enough to stay on the device (the rest)."""
 
     name: str
     roots: tuple[nn.Module, ...]
@@ -218,17 +220,20 @@ class _Piece:
 
     @classmethod
     def of(cls, tree: _Tree, module: nn.Module, *, is_block: bool) -> _Piece:
+        """Make the piece of one module: entered through its forward, or through its children's if it has none."""
         roots = tuple(tree.entries(module))
         name = tree.names[roots[0] if len(roots) == 1 else module]
         return cls(name, roots, sum(tree.nbytes[root] for root in roots), is_block)
 
     @classmethod
     def packed(cls, parts: Sequence[_Piece], *, is_block: bool) -> _Piece:
+        """Join neighbouring pieces into one piece, named after the first."""
         roots = tuple(root for part in parts for root in part.roots)
         return cls(parts[0].name, roots, sum(part.nbytes for part in parts), is_block)
 
 
 def _units(tree: _Tree, pieces: Iterable[_Piece]) -> list[FoundUnit]:
+    """Turn pieces into units in registration order, followed by the resident rest: all other parameters."""
     units: list[FoundUnit] = []
     covered: set[nn.Module] = set()
     for piece in sorted(pieces, key=lambda piece: tree.order[piece.roots[0]]):
@@ -242,6 +247,7 @@ def _units(tree: _Tree, pieces: Iterable[_Piece]) -> list[FoundUnit]:
 
 
 def _unit(tree: _Tree, index: int, name: str, roots: Iterable[nn.Module], inside: Iterable[nn.Module]) -> FoundUnit:
+    """Make a unit of all parameters that the modules `inside` own; without `roots` to enter, a resident one."""
     modules = tuple((tree.names[root], root) for root in roots)
     params = tuple(named for module in inside for named in tree.owned[module])
     wholes = tuple(whole for module in inside for whole in tree.wholes.get(module, ()))
@@ -252,7 +258,7 @@ def _unit(tree: _Tree, index: int, name: str, roots: Iterable[nn.Module], inside
 
 
 class _Auto:
-    """The cut of one tree: its blocks, its stages, the size of a typical unit, and the cut itself."""
+    """The automatic cut of one module tree: its blocks, its stages, the typical unit's size, and the pieces."""
 
     def __init__(self, tree: _Tree, max_bytes: int | None) -> None:
         self.tree = tree
@@ -260,14 +266,15 @@ class _Auto:
         self.repeated = {element for module in tree.names for element in self._repeated_elements(module)}
         self.blocks = self._blocks()
         self.declared = self._declared()
-        self.wholes = (self.declared | self.blocks) - self._stages()
-        self.holds_whole = self._holders(self.wholes)
+        self.unit_blocks = (self.declared | self.blocks) - self._stages()  # units, unless they are too large
+        self.holds_unit_block = self._holders(self.unit_blocks)
         block_bytes = [tree.nbytes[block] for block in self._outermost(tree.root)]
         self.typical = max(_median_byte_size(block_bytes), self.total // 64)
         self.limit = max(4 * self.typical, self.total // 8) if max_bytes is None else max_bytes
         self.typical = min(self.typical, self.limit)
 
     def pieces(self) -> list[_Piece]:
+        """Cut the tree into the pieces that travel: small neighbours are joined, resident pieces are left out."""
         if _is_of_torch(self.tree.root):
             return []
         pieces = self._cut(self.tree.root)
@@ -277,61 +284,69 @@ class _Auto:
 
     # Blocks and stages
 
-    def _inside(self, module: nn.Module) -> list[nn.Module]:
+    def _cuttable_children(self, module: nn.Module) -> list[nn.Module]:
+        """List the children into which a module may be cut: none for torch.nn's own modules (uncut modules)."""
         return [] if _is_of_torch(module) else self.tree.children[module]
 
     def _blocks(self) -> set[nn.Module]:
-        """Find the blocks of blocks that no model declares: elements of containers, attributes of one class."""
+        """Find the blocks that the structure shows: elements of containers, and large attributes of one class."""
         blocks = set(self.repeated)
         for module in self.tree.names:
-            children = [child for child in self._inside(module) if self.tree.children[child]]
+            children = [child for child in self._cuttable_children(module) if self.tree.children[child]]
             if isinstance(module, nn.ModuleList):
                 blocks.update(children)
             elif not isinstance(module, CONTAINERS):
                 for alike in _by_class(children):
-                    # Small ones are not what the model consists of, and would cut it into too many units.
+                    # Attributes that are a small share of the model would make too many small units.
                     if len(alike) >= 3 and 4 * sum(map(self.tree.nbytes.__getitem__, alike)) >= self.total:
                         blocks.update(alike)
         return blocks
 
     def _repeated_elements(self, module: nn.Module) -> list[nn.Module]:
+        """List the elements of a container whose class occurs among them at least twice."""
         if not isinstance(module, CONTAINERS):
             return []
-        children = [child for child in self._inside(module) if self.tree.children[child]]
+        children = [child for child in self._cuttable_children(module) if self.tree.children[child]]
         return [child for alike in _by_class(children) if len(alike) >= 2 for child in alike]
 
     def _declared(self) -> set[nn.Module]:
-        """Find the modules whose class the model declares as not to be split. A leaf is one piece anyway."""
+        """Find the modules of classes that the model names in `_no_split_modules`, except for leaf modules."""
         names = {name for module in self.tree.names for name in getattr(module, "_no_split_modules", None) or ()}
         return {module for module in self.tree.names if type(module).__name__ in names and self.tree.children[module]}
 
     def _stages(self) -> set[nn.Module]:
+        """Find the blocks that are cut because they consist of repeated blocks."""
         inner: dict[nn.Module, int] = {}  # bytes of the repeated blocks in each module
         for module in reversed(self.tree.names):
-            parts = self._inside(module)
+            parts = self._cuttable_children(module)
             inner[module] = sum(self.tree.nbytes[part] if part in self.repeated else inner[part] for part in parts)
         heavy = {m for m, nbytes in self.tree.nbytes.items() if 8 * nbytes > self.total and 4 * inner[m] >= 3 * nbytes}
         heavy = {module for module in heavy if not isinstance(module, CONTAINERS)}
         return set(self._stages_in(self.tree.root, heavy))
 
     def _stages_in(self, module: nn.Module, heavy: set[nn.Module]) -> Iterator[nn.Module]:
-        """Find the stages of stages. Only the outermost blocks can be heavy: others would be cut list by list."""
-        for part in self._inside(module):
+        """Yield the stages below a module: blocks that contain repeated blocks in a container, or are `heavy`.
+
+        Only the outermost blocks can be heavy: others would be cut list by list.
+        """
+        for part in self._cuttable_children(module):
             is_block = part in self.blocks or part in self.declared
             if is_block and (part in heavy or self._repeated_elements(part)):
                 yield part
             yield from self._stages_in(part, heavy if not is_block or self._repeated_elements(part) else set())
 
-    def _holders(self, wholes: set[nn.Module]) -> set[nn.Module]:
+    def _holders(self, blocks: set[nn.Module]) -> set[nn.Module]:
+        """Find the modules that contain any of these blocks, at any depth."""
         holders: set[nn.Module] = set()
         for module in reversed(self.tree.names):
-            if any(part in wholes or part in holders for part in self._inside(module)):
+            if any(part in blocks or part in holders for part in self._cuttable_children(module)):
                 holders.add(module)
         return holders
 
     def _outermost(self, module: nn.Module) -> Iterator[nn.Module]:
-        for part in self._inside(module):
-            if part in self.wholes:
+        """Yield the outermost unit blocks below a module."""
+        for part in self._cuttable_children(module):
+            if part in self.unit_blocks:
                 yield part
             else:
                 yield from self._outermost(part)
@@ -339,17 +354,23 @@ class _Auto:
     # The cut
 
     def _cut(self, module: nn.Module) -> list[_Piece]:
-        pieces = [piece for part in self._inside(module) for piece in self._pieces_of(part)]
-        if module not in self.wholes:
+        """Cut a module into the pieces of its children; in a block, join the small ones."""
+        pieces = [piece for part in self._cuttable_children(module) for piece in self._pieces_of(part)]
+        if module not in self.unit_blocks:
             return pieces
         large = [piece for piece in pieces if not self._is_small(piece)]
         return large + self._packed(filter(self._is_small, pieces), is_block=True)
 
     def _packed(self, pieces: Iterable[_Piece], *, is_block: bool) -> list[_Piece]:
+        """Join neighbouring pieces, up to the bytes of a typical unit each."""
         return [_Piece.packed(run, is_block=is_block) for run in _runs(pieces, self.typical)]
 
     def _pieces_of(self, module: nn.Module) -> list[_Piece]:
-        stands = module in self.wholes or (module not in self.holds_whole and _has_forward(module))
+        """Return a module as one piece, or the pieces into which it is cut.
+
+        A module is cut if it holds unit blocks and is none itself, or if it exceeds the limit and comes apart.
+        """
+        stands = module in self.unit_blocks or (module not in self.holds_unit_block and _has_forward(module))
         whole = _Piece.of(self.tree, module, is_block=module in self.blocks)
         if stands and whole.roots and whole.nbytes <= self.limit:
             return [whole]
@@ -357,19 +378,20 @@ class _Auto:
         return [whole] if stands and _has_forward(module) and not self._comes_apart(module, pieces) else pieces
 
     def _comes_apart(self, module: nn.Module, pieces: Sequence[_Piece]) -> bool:
-        """Whether a module may be cut into these pieces (uncut modules)."""
+        """Whether a module may be cut into these pieces: at least two, and an eighth of its bytes or less its own."""
         return len(pieces) > 1 and 8 * self._owned_nbytes(module) <= self.tree.nbytes[module]
 
     def _owned_nbytes(self, module: nn.Module) -> int:
         """Count the bytes that travel only with `module` itself: its own, and those of children without a forward."""
         own = self.tree.own_nbytes(module)
-        return own + sum(self._owned_nbytes(part) for part in self._inside(module) if not _has_forward(part))
+        return own + sum(self._owned_nbytes(part) for part in self._cuttable_children(module) if not _has_forward(part))
 
     def _is_small(self, piece: _Piece) -> bool:
+        """Whether a piece is below 1/128 of the typical unit if it is a block, or below a quarter of it otherwise."""
         return (128 if piece.is_block else 4) * piece.nbytes < self.typical
 
     def _resident(self, pieces: Iterable[_Piece]) -> set[_Piece]:
-        """Find the small pieces that stay on the device (the rest)."""
+        """Pick the small pieces that stay on the device: the smallest ones, up to the bytes of a typical unit."""
         resident, nbytes = set(), 0
         for piece in sorted(filter(self._is_small, pieces), key=lambda piece: piece.nbytes):
             nbytes += piece.nbytes
@@ -379,21 +401,23 @@ class _Auto:
 
 
 def forward_of(kind: type[nn.Module]) -> Any:
-    """Return the forward of a class of modules; None for TorchScript's, which have none in Python."""
+    """Return the forward function of a module class; None for TorchScript's classes, which have none in Python."""
     return getattr(kind, "forward", None)
 
 
 def _has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward, of its class or set on the object."""
     return forward_of(type(module)) is not nn.Module.forward or "forward" in vars(module)
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Whether the forward of one of torch.nn's own classes may read the children's weights (uncut modules)."""
+    """Whether a module's class is, or derives from, one of torch.nn that may read its children's weights."""
     bases = (base for base in type(module).__mro__ if base is not nn.Module)
     return not isinstance(module, OPEN_CLASSES) and any(base.__module__.startswith("torch.nn.") for base in bases)
 
 
 def _by_class(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Group modules by class, in the order of first occurrence."""
     alike: dict[type, list[nn.Module]] = {}
     for module in modules:
         alike.setdefault(type(module), []).append(module)
@@ -412,7 +436,7 @@ def _median_byte_size(sizes: Iterable[int]) -> int:
 
 
 def _runs(pieces: Iterable[_Piece], nbytes: int) -> list[list[_Piece]]:
-    """Group consecutive pieces into runs of at most `nbytes`."""
+    """Group consecutive pieces into runs of at most `nbytes`; a larger piece is a run by itself."""
     runs: list[list[_Piece]] = []
     room = 0
     for piece in pieces:
@@ -427,7 +451,8 @@ def _runs(pieces: Iterable[_Piece], nbytes: int) -> list[list[_Piece]]:
 # --- units=class names, units=callable ------------------------------------------------------------------------------
 
 
-def _named(tree: _Tree, class_names: Sequence[str]) -> list[nn.Module]:
+def _of_classes(tree: _Tree, class_names: Sequence[str]) -> list[nn.Module]:
+    """List the modules of the named classes; raise for a name that the model does not have."""
     counts = Counter(type(module).__name__ for module in tree.names if module is not tree.root)
     for class_name in class_names:
         if class_name not in counts:
@@ -439,7 +464,7 @@ def _named(tree: _Tree, class_names: Sequence[str]) -> list[nn.Module]:
 
 
 def _known_classes(tree: _Tree, class_name: str) -> str:
-    """List the classes with parameters and their counts: similar names first, then those that "auto" would choose."""
+    """Format the classes with parameters for an error: similar names first, then those that "auto" would choose."""
     counts = Counter(type(module).__name__ for module in tree.names if tree.nbytes[module] and module is not tree.root)
     close = difflib.get_close_matches(class_name, counts, n=3)
     auto = [type(root).__name__ for piece in _Auto(tree, None).pieces() for root in piece.roots]
@@ -448,26 +473,28 @@ def _known_classes(tree: _Tree, class_name: str) -> str:
     return ", ".join(shown) + (f" and {len(ranked) - 16} more" if len(ranked) > 16 else "")
 
 
-def _called(tree: _Tree, choose: Callable[[nn.Module], Iterable[nn.Module]]) -> list[nn.Module]:
+def _chosen_by(tree: _Tree, choose: Callable[[nn.Module], Iterable[nn.Module]]) -> list[nn.Module]:
+    """Call the user's function and list the modules that it returns; raise for one that is not inside the root."""
     returned = choose(tree.root)
     inside = tree.names.keys() - {tree.root}
     chosen = list(returned) if isinstance(returned, Iterable) else [returned]
     for module in chosen:
         if not isinstance(module, nn.Module) or module not in inside:
-            found = "the root itself" if module is tree.root else f"{_short(module)}, which is not one of them"
+            found = "the root itself" if module is tree.root else f"{_described(module)}, which is not one of them"
             root_class = type(tree.root).__name__
             raise PartitionError(f"the callable given as units must return modules inside {root_class}, got {found}")
     return chosen
 
 
-def _short(found: object) -> str:
+def _described(found: object) -> str:
+    """Describe for an error what the user's function returned."""
     return f"a {type(found).__name__}" if isinstance(found, nn.Module) else repr(found)
 
 
 def _chosen_pieces(tree: _Tree, chosen: Sequence[nn.Module]) -> list[_Piece]:
-    """List the outermost of the chosen modules. One whose weights are all owned elsewhere is no unit (owners)."""
+    """Make a piece of each outermost chosen module; raise if none of them can be entered and owns parameters."""
     wanted = set(chosen)
-    pieces = [_Piece.of(tree, module, is_block=True) for module in _first_of(tree, tree.root, wanted)]
+    pieces = [_Piece.of(tree, module, is_block=True) for module in _outermost_of(tree, tree.root, wanted)]
     if not pieces:
         raise PartitionError(
             f"units chose {len(wanted)} modules of {type(tree.root).__name__}, none of which can be entered and owns "
@@ -476,9 +503,10 @@ def _chosen_pieces(tree: _Tree, chosen: Sequence[nn.Module]) -> list[_Piece]:
     return pieces
 
 
-def _first_of(tree: _Tree, module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
+def _outermost_of(tree: _Tree, module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the outermost of the wanted modules below a module, as far as they can be entered."""
     for part in tree.children[module]:
         if part in wanted and tree.entries(part):
             yield part
         else:
-            yield from _first_of(tree, part, wanted)
+            yield from _outermost_of(tree, part, wanted)

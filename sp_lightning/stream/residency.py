@@ -27,7 +27,7 @@ from .lazy import set_data
 from .leaf import Absent, Leaf, Weight
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
-shown: dict[int, Residency] = {}  # by the address of their storage
+shown: dict[int, Residency] = {}  # memory that leaves show, by the address of its storage
 
 
 class Presence(enum.Enum):
@@ -39,7 +39,7 @@ class Presence(enum.Enum):
 
 
 class Residency:
-    """A unit's memory on the device."""
+    """The device memory of one unit, and its leaves' view of that memory."""
 
     def __init__(self, device: Device, weights: Sequence[Weight], nbytes: int) -> None:
         self._device, self.weights, self._nbytes = device, weights, nbytes
@@ -47,12 +47,12 @@ class Residency:
         self.state = Presence.ABSENT
         self.flat = NO_BYTES
         self.arrived: Arrival | None = None  # the end of the copy up; None: the copy is yet to begin
-        self.home: Any = None  # the stream of the memory
-        # The stream that waited for the copy last; that of copies: none. A stream of torch 2.11 is not other than None.
+        self.home: Any = None  # the stream on which the memory was allocated
+        # The stream that waited for the copy last. Before any did, `device.up`: torch 2.11 has `stream != None` False.
         self.shown_on: Any = device.up
 
     def allocate(self, here: Any) -> None:
-        """Take memory of the stream ``here``, on which the caller launches kernels; copies up wait for what it has."""
+        """Allocate the unit's memory on the stream ``here``; copies up wait for the work queued on that stream."""
         assert self.state is Presence.ABSENT
         self.flat = self._device.empty(self._nbytes)
         self.state, self.arrived, self.home = Presence.LOADING, None, here
@@ -60,7 +60,7 @@ class Residency:
         self._device.up.wait_event(here.record_event())
 
     def show(self, here: Any, versions: Sequence[int]) -> None:
-        """Make compute wait for the copy, and show the bytes and these versions in the leaves."""
+        """Make the stream ``here`` wait for the copy up, and point the leaves at the memory, with these versions."""
         assert self.arrived is not None
         self.arrived.wait(here)
         self.shown_on = here
@@ -79,15 +79,15 @@ class Residency:
             show_versions(self.weights, versions)
 
     def release(self) -> None:
-        """Release the memory."""
+        """Take the bytes from the leaves, and drop the reference to the memory: views of it keep it alive."""
         if self.state is Presence.LOADING and self.arrived is not None:
-            with contextlib.suppress(DiskError, SourceFileError):  # of a load that nobody needed
+            with contextlib.suppress(DiskError, SourceFileError):  # errors of a load whose bytes nobody needed
                 self.arrived.wait(self.home)  # the memory's next user is queued behind the copy
         if self.state is Presence.SHOWN:
             del shown[storage_id(self.flat.untyped_storage())]
             with without_dispatch():
                 for weight in self.weights:
-                    if weight.is_part:  # whoever kept the weight that consists of it keeps the memory
+                    if weight.is_part:  # a kept weight that consists of the part keeps the memory
                         weight.there = weight.leaf = weight.blank.detach()  # type: ignore[assignment]
                         continue
                     set_data(weight.there, weight.blank)
@@ -97,7 +97,7 @@ class Residency:
 
 
 def show_versions(weights: Sequence[Weight], versions: Sequence[int]) -> None:
-    """Give a new version to leaves that show other bytes than at their last visit, as in a plain run."""
+    """Increment the autograd version of each leaf whose bytes changed since its last visit, as in a plain run."""
     for weight, version in zip(weights, versions, strict=True):
         if version != weight.shown:
             if weight.shown >= 0:

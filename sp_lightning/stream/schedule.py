@@ -39,7 +39,7 @@ class Schedule:
         self._nbytes = tuple(nbytes)
         # The units on the device, in order of loading, and when each was last visited or loaded.
         self.loaded: dict[int, int] = {}
-        self.loaded_nbytes = 0  # of all of them
+        self.loaded_nbytes = 0  # of the loaded units together
         self._clock = itertools.count(1)
         self.window = window
         self.transfer = transfer
@@ -67,7 +67,7 @@ class Schedule:
         self._forget_ahead()
 
     def invalidate(self, units: Iterable[int]) -> list[int]:
-        """Mark these units as not loaded, because they are stale; return those that were."""
+        """Mark these units as not loaded, and return those that were loaded."""
         were = [unit for unit in dict.fromkeys(units) if unit in self.loaded]
         self._move(were, ())
         return were
@@ -110,7 +110,7 @@ class Schedule:
         return (lap + 1) * len(self._order) + places[0] if self._wrap else NEVER
 
     def _use(self, unit: int) -> int:
-        """Return the next position at which the unit is predicted, or NEVER."""
+        """Return the next position at which the unit is predicted, or NEVER; computed once until it is passed."""
         use = self._uses.get(unit, -1)
         if use <= self._at:
             use = self._uses[unit] = self._next_use(unit, self._at)
@@ -120,12 +120,14 @@ class Schedule:
     # so that a pass costs time in proportion to its length however often its units repeat.
 
     def _forget_ahead(self) -> None:
+        """Build the list of the next distinct units anew, from the current position."""
         self._ahead: list[int] = []
         self._ahead_units: set[int] = set()
         self._scanned = self._at + 1
         self._look_ahead()
 
     def _advance(self, position: int) -> None:
+        """Move to a later position of the order, and update the list of the next distinct units."""
         while self._ahead and self._ahead[0] <= position:
             unit = self._order[self._ahead.pop(0) % len(self._order)]
             again = self._next_use(unit, position)
@@ -138,6 +140,7 @@ class Schedule:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
+        """Extend the list of the next distinct units to as many as the window holds, or to the end of the order."""
         end = self._at + 1 + len(self._order) if self._wrap else len(self._order)
         while len(self._ahead) < self.window and self._scanned < end:
             unit = self._order[self._scanned % len(self._order)]
@@ -149,7 +152,7 @@ class Schedule:
     # What to move
 
     def _demand(self, unit: int, in_use: Container[int]) -> tuple[list[int], list[int]]:
-        """Load the visited unit, and evict as many others as exceed the window: none that may still fit.
+        """Load the visited unit if it is absent, and evict only as many other units as exceed the window.
 
         A unit in use is not evicted and, unless it is the visited one, not counted. What exceeds the window then is
         evicted at the first visit at which it is in use no longer.
@@ -202,9 +205,9 @@ class Schedule:
         return evict, load
 
     def _is_free(self, victim_use: int, position: int, unit: int, wanted: list[int]) -> bool:
-        """Whether the idle unit would be evicted anyway when the unit at `position` is due.
+        """Whether a loaded unit, next used at `victim_use`, would be evicted anyway when `position` is due.
 
-        Every unit visited before then is loaded by then, and competes with the idle one, except for the unit that
+        Every unit visited before then is loaded by then, and competes with the loaded one, except for the unit that
         will be computing at that moment.
         """
         if victim_use == NEVER:
@@ -221,10 +224,11 @@ class Schedule:
         """
         idle = [other for other in self.loaded if other != unit and other not in in_use]
         idle.sort(key=self.loaded.__getitem__)
-        idle.sort(key=self._use, reverse=True)  # which leaves those of one use in their order
+        idle.sort(key=self._use, reverse=True)  # a stable sort: units with one next use stay in order of last visit
         return idle
 
     def _move(self, evict: Iterable[int], load: Iterable[int]) -> None:
+        """Record evictions and loads in the list of loaded units."""
         for unit in evict:
             del self.loaded[unit]
             self.loaded_nbytes -= self._nbytes[unit]
@@ -234,6 +238,7 @@ class Schedule:
 
 
 def _without_repeats(order: Sequence[int], wrap: bool) -> tuple[int, ...]:
+    """Join consecutive visits of one unit; with `wrap`, also the last visit with the first."""
     visits = [unit for index, unit in enumerate(order) if index == 0 or unit != order[index - 1]]
     if wrap and len(visits) > 1 and visits[0] == visits[-1]:
         visits.pop()

@@ -64,7 +64,7 @@ class Sharded(Whole):
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter) -> Sharded:
-        """Take a DTensor parameter; its shard is told whether it trains."""
+        """Describe a DTensor parameter, and set its shard's requires_grad; raise if the shard is no plain tensor."""
         shard = local_of(parameter)
         if type(shard) is not Tensor or shard.layout is not torch.strided or shard.grad_fn is not None:
             raise PartitionError(
@@ -75,7 +75,7 @@ class Sharded(Whole):
         return cls(name, parameter, ShardForm(spec_of(parameter)), ((name, shard),))
 
     def shard_name(self) -> str:
-        """Say which shard this process has."""
+        """Describe which shard of the DTensor this process has, for a comparison of ranks."""
         spec = self.form.spec
         return f"{spec.placements} at {spec.mesh.get_coordinate()} of {tuple(spec.mesh.shape)}"
 
@@ -90,7 +90,7 @@ class Sharded(Whole):
 
 
 class ShardWeight(Weight):
-    """A DTensor of the user's, the shard that travels for it, and the DTensor that stands for it on the device."""
+    """A DTensor parameter of the user's: its shard travels, and a DTensor over the shard's bytes is its leaf."""
 
     is_shard = True
 
@@ -107,13 +107,13 @@ class ShardWeight(Weight):
         return self.shard
 
     def leaf_over(self, there: Tensor) -> Any:
-        """Make the leaf."""
+        """Make the leaf: a DTensor over the shard's bytes on the device."""
         leaf = over_spec(there, self.spec)
         setattr(leaf, IS_PARAMETER, True)
         return leaf
 
     def received(self, grad: Tensor) -> Tensor | None:
-        """Return this rank's part of a gradient that arrived in backward; None: it is on the host already (Rule 2)."""
+        """Return this rank's part of a gradient of backward; None if its shape differs and it was added on the host."""
         if self._as_parameter:
             grad = grad.redistribute(placements=self.spec.placements)  # type: ignore[attr-defined]
         spec = spec_of(grad)
@@ -132,11 +132,12 @@ class ShardWeight(Weight):
         return None
 
     def deposit(self, content: Any, is_sum: bool) -> None:
-        """Put a gradient into `.grad`, or add it to what is there unless it is the sum; waits for its bytes."""
+        """Add a gradient of the shard to `.grad`, or replace `.grad` if `is_sum`. Blocks until its bytes are down."""
         with torch.no_grad():
             self._add(content.settle(), content if is_sum else None)
 
     def _add(self, local: Tensor, content: Any = None) -> None:
+        """Add this rank's part to `.grad`; with `content`, or without a `.grad`, make a new DTensor of it."""
         with without_dispatch():
             there = grad_of(self.host)
             if there is not None and content is None:
@@ -149,7 +150,7 @@ class ShardWeight(Weight):
 
 
 def on_host(grad: Tensor) -> Tensor:
-    """Return a DTensor that the user assigns as a gradient, over a shard on the host."""
+    """Return a DTensor gradient with its shard on the host: itself, or a DTensor over a copy of the shard."""
     local = local_of(grad)
     return grad if local.device.type == "cpu" else over_spec(local.cpu(), spec_of(grad))
 
@@ -158,7 +159,7 @@ def on_host(grad: Tensor) -> Tensor:
 
 
 def check_supported(units: Iterable[Any], device: torch.device, refused: dict[str, bool]) -> None:
-    """Raise for a DTensor with a hook, under an option that takes none, or on another kind of mesh than the device.
+    """Raise if a DTensor has a hook, a set option takes no DTensors, or its mesh is not of the device's kind.
 
     ``refused``: options that take no DTensors, and whether each is set.
     """
@@ -183,7 +184,7 @@ def check_supported(units: Iterable[Any], device: torch.device, refused: dict[st
 
 
 def _check_backends(name: str, mesh: Any) -> None:
-    """Raise if no group along a mesh could sum what is on the host."""
+    """Raise if the process group of any axis of a mesh has no backend for tensors on the host."""
     from torch.distributed import get_backend_config  # not in each torch
 
     for group in (mesh.get_group(axis) for axis in range(mesh.ndim)):
@@ -209,7 +210,7 @@ def bring_to_host(module: nn.Module) -> None:
 
 
 def _on_host(parameter: Any) -> nn.Parameter | None:
-    """Return a DTensor parameter over a host copy of its shard; None if it has none on a device."""
+    """Return a DTensor parameter with the shard and gradient of this one on the host; None if nothing is to move."""
     if not is_dtensor(parameter) or parameter.device.type in ("cpu", "meta"):
         return None
     with torch.no_grad():
@@ -221,7 +222,7 @@ def _on_host(parameter: Any) -> nn.Parameter | None:
 
 @contextlib.contextmanager
 def registering_on_host() -> Iterator[None]:
-    """Have shards that modules register in this context on the host: torch makes each on its mesh's device."""
+    """Move DTensors that modules register in this context to the host: torch makes them on the mesh's device."""
     put: Any = lambda _module, _name, parameter: _on_host(parameter)  # noqa: E731  # annotated to return nothing
     hook = register_module_parameter_registration_hook(put)
     try:
@@ -232,12 +233,12 @@ def registering_on_host() -> Iterator[None]:
 
 
 def drawing_on_mesh() -> contextlib.AbstractContextManager[None]:
-    """Have random numbers for shards on the host be drawn on their mesh's device in this context."""
+    """Draw random numbers for shards on the host by the generator of their mesh's device, in this context."""
     return drawing_for_dtensors(DrawnOnDevice)
 
 
 class DrawnOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has operators that draw at random run on a device, for tensors that are on the host."""
+    """Runs random operators on device copies of host tensors, and copies the results back to the host."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

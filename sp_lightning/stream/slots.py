@@ -21,6 +21,7 @@ class Slot:
     inside: Any = None
 
     def get(self) -> Any:
+        """Return what the slot holds; None if the user's code removed the slot."""
         try:
             found = self.holder[self.key]
             return found if self.inside is None else found[self.inside]
@@ -28,6 +29,7 @@ class Slot:
             return None
 
     def set(self, value: Any) -> None:
+        """Put a value into the slot; a tuple is replaced by a new one."""
         found = self.holder[self.key]
         if self.inside is None:
             self.holder[self.key] = value
@@ -60,6 +62,7 @@ def slots(root: nn.Module) -> dict[nn.Parameter, list[Slot]]:
 
 
 def _attribute_slots(module: nn.Module, scanned: set[int]) -> Iterator[tuple[Slot, nn.Parameter]]:
+    """Yield the slots of parameters in a module's attributes: stored directly, or in a list, tuple or dict."""
     attributes = vars(module)
     for key, value in attributes.items():
         if isinstance(value, (dict, list)):
@@ -75,14 +78,14 @@ def _attribute_slots(module: nn.Module, scanned: set[int]) -> Iterator[tuple[Slo
 
 
 def _is_parameter(item: object) -> TypeGuard[nn.Parameter]:
-    return isinstance(item, Tensor) and isinstance(item, nn.Parameter)  # the second takes ten times as long
+    return isinstance(item, Tensor) and isinstance(item, nn.Parameter)  # the parameter check takes ten times as long
 
 
 def overlapping(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Find overlapping tensors: each that begins inside of earlier ones, behind the one of those that ends last."""
+    """List each tensor that begins inside earlier ones, as a pair: the earlier one that ends last, and the tensor."""
     found: list[tuple[Tensor, Tensor]] = []
-    furthest: tuple[int, Tensor] | None = None  # the end of what lies before, and whose it is
-    for tensor in sorted(filter(Tensor.data_ptr, tensors), key=Tensor.data_ptr):  # those that have bytes
+    furthest: tuple[int, Tensor] | None = None  # the furthest end so far, and the tensor that ends there
+    for tensor in sorted(filter(Tensor.data_ptr, tensors), key=Tensor.data_ptr):  # tensors that have bytes
         end = tensor.data_ptr() + _extent(tensor)
         if furthest is not None and tensor.numel() and tensor.data_ptr() < furthest[0]:
             found.append((furthest[1], tensor))

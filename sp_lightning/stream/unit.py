@@ -33,16 +33,16 @@ Stamp: TypeAlias = tuple[int, list[int]]  # epoch and versions of a unit's weigh
 
 
 class Pending:
-    """The last step of a unit, which may not have ended, and those before it."""
+    """The steps of a unit that may not have ended, and an action that waits for the last of them."""
 
     def __init__(self) -> None:
-        self.last: Future[None] | None = None  # until something has waited for it
+        self.last: Future[None] | None = None  # the last step's future; None once something has waited for it
         self._count = 0  # steps that are under way
-        self._then: Callable[[], None] | None = None
+        self._then: Callable[[], None] | None = None  # the action that waits for the last step
         self._lock = threading.Lock()
 
     def begin(self, submit: Callable[[], Future[None]]) -> Future[None]:
-        """Note a step, which this function starts."""
+        """Start a step by calling ``submit``, and count the step as under way until `end`."""
         with self._lock:
             self._count += 1
         last = submit()
@@ -51,7 +51,7 @@ class Pending:
         return last
 
     def end(self) -> None:
-        """Note the end of a step, and run what waits for the last one. Called by the step's thread."""
+        """Count a step as ended; after the last one, run the action that waits. Called by the step's thread."""
         with self._lock:
             self._count -= 1
             if not self._count and self._then is not None:
@@ -59,7 +59,7 @@ class Pending:
                 then()
 
     def after(self, action: Callable[[], None]) -> None:
-        """Run an action now, or as the last step ends, by the step's thread. Does not wait for the steps."""
+        """Run an action now, or on the step's thread as the last step under way ends. Does not wait for steps."""
         with self._lock:
             if self._count:
                 self._then = action
@@ -67,26 +67,26 @@ class Pending:
                 action()
 
     def cancel(self) -> None:
-        """Drop the action that waits. Blocks while it runs."""
+        """Drop the action that waits for the last step. Blocks while that action runs."""
         with self._lock:
             self._then = None
 
     def wait(self) -> None:
-        """Wait until no step is under way; raise what the last one raised."""
+        """Wait until no step is under way; raise the last step's error."""
         if (last := self.last) is not None:
             try:
                 last.result()
             finally:
-                with self._lock:  # other threads wait as well, or begin a step; an interrupt ends the wait alone
+                with self._lock:  # another thread may wait or begin a step; an interrupt ends only the wait
                     if self.last is last and last.done():
                         self.last = None
 
 
 class Unit:
-    """Weights that travel as one."""
+    """Weights that travel between host and device as one."""
 
-    is_held = False  # whether the window lets it stay on the device
-    is_resident = False  # whether its truth is on the device
+    is_held = False  # whether the window lets the unit stay on the device
+    is_resident = False  # whether the weights' truth is on the device
 
     def __init__(
         self,
@@ -97,29 +97,30 @@ class Unit:
         window: Visitor,
         filed: FiledWeights | None = None,
     ) -> None:
-        weights = sorted(weights, key=lambda weight: weight.place is not None)  # the slab has the first ones
+        weights = sorted(weights, key=lambda weight: weight.place is not None)  # file-backed ones behind the slab's
         self.index, self.name, self.weights, self.device, self.window = index, name, weights, device, window
         self.nbytes = sum(aligned(weight.nbytes) for weight in weights)
         self._filed = filed
-        self.spill: Any = None  # where its gradients go (store.py); None: into memory
-        self.wholes: list[WholeWeight] = []  # which consist of some of its weights
+        self.spill: Any = None  # the files to which gradients go (store.py); None: memory
+        self.wholes: list[WholeWeight] = []  # quantised weights that consist of this unit's tensors
         self.steps = Pending()
-        self.depth = 0  # calls of its modules that are under way
-        self.bound = 0  # calls for whose time the modules have the leaves
+        self.depth = 0  # 1 while a call of the unit's modules is under way, else 0
+        self.bound = 0  # calls under way during which the modules have the leaves
         self.trained = 0  # weights that require grad
-        self.calls = 0  # forwards since steps are taken beside backward
-        self.epoch = 0
-        self.is_exposed = False  # whether the user may have an array over its bytes, which cannot wait for a step
-        self.is_final = False  # stepped beside this backward, which may go on with the bytes on the device
-        # The bytes, in this call, of leaves that the user may write behind their versions.
+        self.calls = 0  # forwards since steps beside backward began
+        self.epoch = 0  # counts steps, and host writes that no version shows
+        self.is_exposed = False  # whether the user may have an array over the bytes, which cannot wait for a step
+        self.is_final = False  # stepped beside this backward, which may go on to use the old bytes on the device
+        # Copies of leaves whose `.data` the user read in this call: writes to `.data` move no version.
         self.exposed: dict[Weight, Tensor] = {}
-        self.copies: list[tuple[Weight, Tensor, int]] = []  # `.data` of what travels in another type, and its version
-        self._before_access: Stamp | None = None  # before the first access since the copies in other types were right
-        self._has_new_wires = False  # whether these copies are to be made anew
-        self._copied: Arrival | None = None  # the end of the copy up, until the host has waited for it
-        self._stamp: Stamp | None = None  # of what was copied; None: not yet copied
-        self.sources: list[Tensor] = []  # the first bytes of weights that the host does not keep
-        self.stepped: Stamp | None = None  # of what the last step left, where the truth is elsewhere
+        # What reads of `.data` gave for leaves in another type, with its version.
+        self.copies: list[tuple[Weight, Tensor, int]] = []
+        self._before_access: Stamp | None = None  # at the host's first access since the wire copies were made
+        self._has_stale_wires = False  # whether the wire copies are to be made anew
+        self._copied: Arrival | None = None  # the end of the last copy up; None once the host has waited for it
+        self._stamp: Stamp | None = None  # of the bytes that were copied up; None: the copy has not begun
+        self.sources: list[Tensor] = []  # resident weights' bytes, until the first load
+        self.stepped: Stamp | None = None  # as the last step left the weights, if the truth is not the slab itself
         self._allocate()
         at, blank = 0, device.empty(self.nbytes)
         for weight in weights:
@@ -130,8 +131,8 @@ class Unit:
         self.memory = Residency(device, weights, self.nbytes)
         self._hosts: list[Any] = [weight.host for weight in weights]
         self._note_leaves()
-        self._dispatching: list[Any] = [leaf for leaf in self._leaves if type(leaf) is Absent]  # outside of calls
-        # DTensors, and their places among the weights.
+        self._dispatching: list[Any] = [leaf for leaf in self._leaves if type(leaf) is Absent]  # absent outside calls
+        # DTensor parameters, by their index in the list of weights.
         self.sharded = [(index, weight.host) for index, weight in enumerate(weights) if weight.is_shard]
         self._values = [weight.value for weight in weights]
         self.note_slots()
@@ -139,6 +140,7 @@ class Unit:
     # ---- making
 
     def _allocate(self) -> None:
+        """Allocate the slab for the weights that are in memory, and find its truth, which ranks share."""
         nbytes = sum(aligned(weight.nbytes) for weight in self.weights if weight.place is None)
         self.slab = self.device.slab(nbytes) if nbytes else NO_BYTES
         self.truth = self.device.slabs.truth(self.slab) if nbytes else NO_BYTES
@@ -159,15 +161,19 @@ class Unit:
                 weight.leaf.__dict__ = weight.host.__dict__
                 return
             elif weight.is_part:
-                # A plain tensor, to which the whole refers.
+                # A plain tensor, of which the quantised weight is rebuilt on the device.
                 weight.there = weight.leaf = weight.blank.detach()  # type: ignore[assignment]
                 return
             else:
                 weight.there = weight.leaf = Absent(weight.blank.detach(), requires_grad=False)
         weight.leaf.weight = weight
-        weight.leaf.__dict__ = weight.host.__dict__  # attributes that a forward sets on the weight are the parameter's
+        weight.leaf.__dict__ = weight.host.__dict__  # attributes set on the leaf are the parameter's
 
     def _take_bytes(self, weight: Weight) -> None:
+        """Copy a parameter's bytes into the slab in the type that travels, and set the weight's host tensors.
+
+        Bytes that are in a file stay there.
+        """
         host: Any = weight.bytes_of_host
         if weight.place is not None:
             weight.wire, weight.value = host.data, host.detach()
@@ -182,11 +188,11 @@ class Unit:
         weight.value = host.detach()
 
     def replace(self, weight: Weight, host: Any) -> None:
-        """Have another parameter of the same form in a weight's place, from now on."""
+        """Put another parameter of the same form in a weight's place; backwards that saved the old bytes raise."""
         weight.host = host
         with torch.inference_mode(False), without_dispatch():
             self._take_bytes(weight)
-            increment_version(weight.there)  # what autograd saved is overwritten
+            increment_version(weight.there)  # a backward that saved the old bytes raises
         weight.leaf.__dict__ = host.__dict__
         weight.shown = weight.value._version
         self._hosts = [each.host for each in self.weights]
@@ -194,18 +200,19 @@ class Unit:
         self.epoch += 1
 
     def _note_leaves(self) -> None:
+        """List the leaves, and the tensors whose versions show writes on the device."""
         self._leaves: list[Any] = [weight.leaf for weight in self.weights]
         self._there = [weight.leaf if weight.is_shard else weight.there for weight in self.weights]
 
     def note_slots(self) -> None:
-        """Note anew where the modules have the parameters."""
+        """List the slots of modules that hold the unit's parameters, after modules have changed."""
         slots = [(index, slot) for index, weight in enumerate(self.weights) for slot in weight.slots]
         self._slots = [(index, slot.holder, slot.key) for index, slot in slots if slot.inside is None]
         self._inner_slots = [(index, slot) for index, slot in slots if slot.inside is not None]
         self._has_slots = [bool(weight.slots) for weight in self.weights]
 
     def numbers(self) -> UnitNumbers:
-        """Return the unit's bytes: of its weights on the device, and of its gradients."""
+        """Return the unit's sizes: bytes of weights up, bytes of gradients down, and trained parameters."""
         trained = [weight for weight in self.weights if weight.host.requires_grad]
         return UnitNumbers(
             name=self.name,
@@ -218,7 +225,7 @@ class Unit:
     # ---- on the device
 
     def load(self, here: Any) -> None:
-        """Start to copy the weights up, into memory of the stream ``here``."""
+        """Allocate memory on the stream ``here``, and start the copy up: now, or as the unit's pending steps end."""
         self.memory.allocate(here)
         self._stamp = None
         self.device.counters.fetches += 1
@@ -226,7 +233,8 @@ class Unit:
         self.steps.after(self._copy)
 
     def _copy(self) -> None:
-        if self._may_have_new_wires() or self._has_new_wires:
+        """Queue the copy of the slab, and of bytes in files, to the device; note the versions that were copied."""
+        if self._may_have_stale_wires() or self._has_stale_wires:
             self._cast()
         source = self.slab if self.is_edited() else self.truth
         listener = self.device.counters.listener
@@ -239,13 +247,17 @@ class Unit:
         self._stamp = stamp
 
     def _now(self) -> Stamp:
+        """Return the epoch and the current versions of the weights on the host."""
         versions = list(map(stored_version, self._values))
         for index, host in self.sharded:
             versions[index] += stored_version(host)
         return self.epoch, versions
 
     def is_stale(self) -> bool:
-        """Whether what is on the device, or on its way there, is no longer what the host has."""
+        """Whether the host's weights have changed since the copy to the device, or the copy has failed.
+
+        False while a backward beside the unit's step uses the old bytes.
+        """
         if self.memory.state is Presence.ABSENT or self.is_final or self._stamp is None:
             return False
         has_failed = self._filed is not None and self._filed.has_failed
@@ -253,23 +265,23 @@ class Unit:
 
     @property
     def is_past_step(self) -> bool:
-        """Whether the device has what a step beside this backward left, as the unit was loaded again."""
+        """Whether the device has the weights as stepped beside this backward, because the unit was loaded again."""
         return self.is_final and self._stamp == self._now()
 
     def is_edited(self) -> bool:
-        """Whether the slab may have other bytes than its truth, as the user wrote to it since the last step."""
+        """Whether the user may have written to the slab since the last step, and it differs from the shared truth."""
         return self.truth is self.slab or self.stepped != self._now()
 
     def _cast(self) -> None:
-        """Make the copies that travel in another type anew."""
-        self._has_new_wires = False
+        """Make the wire copies in another type anew from the weights. Waits for copies that read them."""
+        self._has_stale_wires = False
         self.wait_copy()
         for weight in self.weights if self.is_edited() else ():
             if weight.is_narrow:
                 weight.wire.copy_(weight.value)
 
     def show(self, here: Any = None) -> None:
-        """Show the weights in the leaves to what is launched on the stream ``here``: by default the caller's.
+        """Show the unit's bytes in the leaves to work on the stream ``here`` (the caller's); load an absent unit.
 
         Blocks while the unit's step is under way.
         """
@@ -283,24 +295,27 @@ class Unit:
             self.memory.show(here, self._stamp[1])
 
     def evict(self) -> None:
-        """Release the memory on the device."""
+        """Release the unit's memory on the device, and cancel a copy up that waits for a step."""
         self.steps.cancel()
         self.device.counters.evictions += self.memory.state is not Presence.ABSENT
         self.memory.release()
         if self.wholes:
-            self._note_leaves()  # parts have others, and the old ones their memory
+            self._note_leaves()  # parts got new leaves: code that kept the old ones keeps the memory
 
     # ---- on the host
 
     def wait_copy(self) -> None:
-        """Wait until no copy reads the slab, which is about to be written."""
+        """Block until no copy up reads the slab, so that the slab may be written."""
         if (copied := self._copied) is not None:
             copied.synchronize()
-            if self._copied is copied:  # and no other thread has begun one
+            if self._copied is copied:  # else another thread has begun a new copy
                 self._copied = None
 
     def before_host_access(self, weight: Weight) -> None:
-        """Wait until the host may read and write a weight's bytes."""
+        """Wait for steps and copies of the unit, so that the host may read and write a weight's bytes.
+
+        Raises for a weight that was stepped beside this backward.
+        """
         if self.is_final and weight.is_stepped_early:
             raise stepped_already(weight.name)
         self.wait_step()
@@ -309,13 +324,13 @@ class Unit:
             self._before_access = self._now()
         self.window.look_again(self)
 
-    def _may_have_new_wires(self) -> bool:
-        """Whether somebody wrote what travels in another type, since the host was accessed. Asking forgets accesses."""
+    def _may_have_stale_wires(self) -> bool:
+        """Whether the host may have written weights since their wire copies were made; the next call looks anew."""
         before, self._before_access = self._before_access, None
         return before is not None and (self.is_exposed or before != self._now())
 
     def keep_write(self, weight: Weight) -> None:
-        """Copy to the host what was written to a leaf."""
+        """Copy a weight that was written on the device to the host; raise if the write would be lost. Blocks."""
         self.device.counters.bytes_written_back += weight.nbytes
         self.wait_copy()
         if weight.is_narrow:
@@ -325,7 +340,7 @@ class Unit:
         with torch.no_grad(), without_dispatch():
             weight.value.copy_(weight.there)
             if weight.is_shard:
-                increment_version(weight.there)  # the write moved the version of the leaf alone
+                increment_version(weight.there)  # torch moved only the version of the DTensor
         self._stamp = self._now()
         weight.shown = self._stamp[1][self.weights.index(weight)]
 
@@ -333,21 +348,21 @@ class Unit:
 
     @property
     def pending(self) -> Future[None] | None:
-        """The last step, unless something has waited for it."""
+        """The future of the last step; None if there is none, or something has waited for it."""
         return self.steps.last
 
     def begin_step(self, step: Callable[[], Future[None]]) -> Future[None]:
-        """Note a step, which this function starts."""
-        self._has_new_wires |= self._may_have_new_wires()  # some of its weights may not be stepped
+        """Start a step of this unit by calling ``step``; copies on the device are stale from here on."""
+        self._has_stale_wires |= self._may_have_stale_wires()  # a step may leave some wire copies as they are
         self.epoch += 1
         return self.steps.begin(step)
 
     def note_stepped(self) -> None:
-        """Note that the slab has the bytes of its truth."""
+        """Note the current versions as those of the truth: what is written to the slab later is an edit."""
         self.stepped = self._now()
 
     def wait_step(self) -> None:
-        """Wait until no step of the unit is pending; raise what it raised."""
+        """Wait until no step of the unit is pending; raise the error of one that failed."""
         if (last := self.steps.last) is not None:
             with NOT_RECORDED if last.done() else self.device.counters.stall("optimizer"):
                 self.steps.wait()
@@ -355,7 +370,7 @@ class Unit:
     # ---- the modules' parameters
 
     def bind(self) -> list[int]:
-        """Put the leaves into the modules. Return their versions, for `written_since`."""
+        """Put the leaves into the modules for a call of the unit; return their versions, for `written_since`."""
         self.exposed.clear()
         self.copies.clear()
         with without_dispatch():
@@ -365,13 +380,13 @@ class Unit:
             return list(map(stored_version, self._there))
 
     def lend(self) -> None:
-        """Put the leaves into the modules; they bring their bytes where a function gets them."""
+        """Put the leaves into the modules without loading the unit; a function that gets one loads the unit."""
         self.bound += 1
         if self.bound > 1 and not self.sharded:
-            return  # parameters that were frozen since have told their leaves
+            return  # `requires_grad` of a bound parameter goes to its leaf as well
         with without_dispatch():
             train = list(map(requires_grad_of, self._hosts))
-            self.trained = sum(map(operator.and_, train, self._has_slots))  # modules may have other parameters by now
+            self.trained = sum(map(operator.and_, train, self._has_slots))  # without slots: replaced by the user
             if train != list(map(requires_grad_of, self._leaves)):
                 for leaf, trains in zip(self._leaves, train, strict=True):
                     set_requires_grad(leaf, trains)
@@ -381,8 +396,8 @@ class Unit:
                     whole.bind()
 
     def unbind(self) -> None:
-        """Put the user's parameters back, unless a call around this one has the leaves."""
-        self.bound = max(0, self.bound - 1)  # none where binding failed
+        """Undo one `bind` or `lend`; the last one puts the user's parameters back into the modules."""
+        self.bound = max(0, self.bound - 1)  # 0 if binding failed
         if not self.depth:
             for leaf in self._dispatching:
                 leaf.__class__ = Absent
@@ -392,7 +407,7 @@ class Unit:
                 whole.unbind()
 
     def _exchange(self, there: list[Any], given: list[Any]) -> None:
-        """Put other tensors into the modules' places, but not where the user's code put others."""
+        """Replace tensors in the modules by those of the same index, unless the user's code has put others there."""
         for index, holder, key in self._slots:
             if holder.get(key) is there[index]:
                 holder[key] = given[index]
@@ -403,7 +418,7 @@ class Unit:
     def written_since(self, versions: list[int]) -> list[Weight]:
         """List the weights that the user's forward wrote to, and raise for writes that are lost.
 
-        Blocks if it read `.data`, whose bytes are compared.
+        Blocks if the forward read `.data`: the bytes are compared.
         """
         for weight, data, version in self.copies:
             if version_of(data) != version:
@@ -421,6 +436,7 @@ class Unit:
         return written
 
     def _was_written_unseen(self, weight: Weight) -> bool:
+        """Whether a weight whose `.data` was read in this call has other bytes than at that read. Blocks."""
         before = self.exposed.get(weight)
         return before is not None and not torch.equal(_bytes_of(before), _bytes_of(data_of(weight.there)))
 
@@ -431,20 +447,22 @@ class HeldUnit(Unit):
     is_held = True
 
     def show(self, here: Any = None) -> None:
+        """Show the weights in the leaves, after loading the unit again if the host's weights have changed."""
         if self.is_stale():
             self.evict()
         super().show(here)
 
 
 class ResidentUnit(Unit):
-    """Weights that never leave the device, where their truth is: the host has their bytes once they were read."""
+    """Weights whose truth stays on the device; the host gets their bytes when they are read."""
 
     is_held = is_resident = True
 
     def _allocate(self) -> None:
-        """Allocate nothing: the host has bytes of what was read alone."""
+        """Allocate no slab: the host gets memory for a weight when that weight is read."""
 
     def _take_bytes(self, weight: Weight) -> None:
+        """Keep a parameter's bytes for the first load, and give the parameter an empty storage on the host."""
         host = weight.host
         weight.wire = torch.empty_strided(host.shape, dense_strides(host.data), dtype=host.dtype, device="cpu")
         weight.wire.untyped_storage().resize_(0)
@@ -454,6 +472,7 @@ class ResidentUnit(Unit):
         weight.is_ahead = True
 
     def replace(self, weight: Weight, host: Any) -> None:
+        """Put another parameter of the same form in a weight's place, and copy its bytes to the device."""
         super().replace(weight, host)
         with torch.no_grad():
             self._on_device(weight).copy_(self.sources.pop())
@@ -470,37 +489,40 @@ class ResidentUnit(Unit):
         self._stamp = self._now()
 
     def _on_device(self, weight: Weight) -> Tensor:
+        """Return a weight's range of the unit's device memory."""
         return self.memory.flat.view(weight.dtype).as_strided(*weight.form)
 
     def show(self, here: Any = None) -> None:
+        """Show the weights in the leaves, after copying up those that the host has written."""
         if self.memory.state is not Presence.ABSENT and self.is_stale():
             self._refresh()
         super().show(here)
 
     def is_stale(self) -> bool:
+        """Whether versions of the host's weights have moved since the device last had the same bytes."""
         return self._stamp != self._now()
 
     def _refresh(self) -> None:
-        """Copy up what the host has written; the memory and the leaves stay."""
+        """Copy weights that the host has written to the device, into the same memory under the same leaves."""
         self._stamp = self._now()
         with without_dispatch(), torch.no_grad(), torch.inference_mode(False):
             for weight, version in zip(self.weights, self._stamp[1], strict=True):
                 if weight.is_ahead:
                     continue
-                # A graph of a backward that is differentiated may have the memory, which is not to change in vain.
+                # A graph kept for double backward may share the memory: do not write equal bytes.
                 there, new = self._on_device(weight), weight.value.to(self.memory.flat.device)
                 if version != weight.shown or not torch.equal(_bytes_of(there), _bytes_of(new)):
                     there.copy_(new)
             show_versions(self.weights, self._stamp[1])
 
     def evict(self) -> None:
-        """Bring all bytes down, and let go of the memory on the device. Called at the end of the stream."""
+        """Copy all weights to the host, and release the memory on the device, at the end of the stream. Blocks."""
         for weight in self.weights:
             self.before_host_access(weight)
         super().evict()
 
     def before_host_access(self, weight: Weight) -> None:
-        """Bring a weight's bytes down if the device has newer ones."""
+        """Copy a weight's bytes to the host if the device has newer ones. Blocks."""
         if weight.is_ahead:
             if self.memory.state is Presence.ABSENT:
                 self.show()
@@ -523,11 +545,12 @@ class ResidentUnit(Unit):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor without gaps as its bytes, in the order of memory."""
+    """View a tensor without gaps as its bytes, in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _without_bytes(like: Tensor, device: torch.device) -> Tensor:
+    """Make a tensor on the device with the shape and strides of another, and an empty storage."""
     empty = torch.empty_like(like, device=device, requires_grad=False)
     empty.untyped_storage().resize_(0)
     return empty

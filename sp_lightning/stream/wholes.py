@@ -33,17 +33,17 @@ class Whole:
 
     name: str
     parameter: nn.Parameter
-    form: Any  # how it is made again of its parts
-    parts: tuple[tuple[str, Any], ...]  # with their names
+    form: Any  # makes the parameter again of its parts
+    parts: tuple[tuple[str, Any], ...]  # names and tensors
     is_shard: ClassVar[bool] = False  # whether it is a DTensor, whose only part is this process's shard (shards.py)
 
     def shard_name(self) -> str:
-        """Say which shard this process has."""
+        """Describe which shard of the parameter this process has, for a comparison of ranks."""
         return "all of it"
 
 
 def part_of(whole: Whole) -> Tensor:
-    """Return the only part of a shard."""
+    """Return the only part of a DTensor: its shard."""
     [(_, part)] = whole.parts
     return part  # type: ignore[no-any-return]
 
@@ -94,7 +94,7 @@ class WholeWeight:
         self.name, self.host = whole.name, whole.parameter
         self._form, self._parts, self._device = whole.form, parts, device
         self._slots = slots
-        self._there: Any = None  # while the modules have it
+        self._there: Any = None  # the weight on the device, while the modules have it
 
     @property
     def unit(self) -> Any:
@@ -102,7 +102,7 @@ class WholeWeight:
         return self._parts[0].unit
 
     def on_device(self) -> Any:
-        """Visit the unit, and return the weight made of its parts on the device; whoever keeps it keeps the memory."""
+        """Load the unit, and return the weight made of its parts on the device; a kept result keeps their memory."""
         if self._there is not None:
             return self._there
         self.unit.window.visit(self.unit)
@@ -111,7 +111,7 @@ class WholeWeight:
         return made
 
     def bind(self) -> None:
-        """Put the weight on the device into the modules, with its parts' bytes there."""
+        """Put the weight made of its parts on the device into the modules; raise if it was set to train."""
         if requires_grad_of(self.host):
             raise UnsupportedError(
                 f"requires_grad of {self.name} was set to True, but it is a {type(self.host).__name__}, which consists"
@@ -121,11 +121,12 @@ class WholeWeight:
         self._exchange(self.host, self._there)
 
     def unbind(self) -> None:
-        """Put the user's parameter back."""
+        """Put the user's parameter back into the modules."""
         self._exchange(self._there, self.host)
         self._there = None
 
     def _exchange(self, there: Any, given: Any) -> None:
+        """Replace one tensor by another in the modules, unless the user's code has put a third there."""
         for slot in self._slots:
             if slot.get() is there:
                 slot.set(given)
@@ -133,16 +134,16 @@ class WholeWeight:
 
 # ---- reads by code of others, while a call is under way
 
-read: dict[int, WholeWeight] = {}  # by the id of the parameter
+read: dict[int, WholeWeight] = {}  # weights that reads find on the device, by the id of the parameter
 
 
 class ReadWhole:
-    """A mixin of the class that the parameter's library gave it."""
+    """A mixin for the class of a quantised parameter: reads get the weight on the device, writes the host's."""
 
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Keep the class from the library, which may register every subclass of its own."""
+        """Do nothing: the library's class may register each of its subclasses."""
 
     def __getattribute__(self, name: str) -> Any:
         own: dict[str, Any] = object.__getattribute__(self, "__dict__")
@@ -170,7 +171,7 @@ class ReadWhole:
 
 
 def show_device(wholes: Sequence[WholeWeight]) -> None:
-    """Have whoever reads the parameters find the weights on the device."""
+    """Change the class of parameters, so that code that reads them gets the weights on the device."""
     for whole in wholes:
         if id(whole.host) not in read:
             read[id(whole.host)] = whole
@@ -178,7 +179,7 @@ def show_device(wholes: Sequence[WholeWeight]) -> None:
 
 
 def show_host(wholes: Sequence[WholeWeight]) -> None:
-    """Have the parameters as they are on the host."""
+    """Give parameters their own class back, so that code that reads them gets the bytes on the host."""
     for whole in wholes:
         if read.pop(id(whole.host), None) is not None:
             whole.host.__class__ = type(whole.host).__mro__[2]
@@ -186,4 +187,5 @@ def show_host(wholes: Sequence[WholeWeight]) -> None:
 
 @functools.cache
 def _reading(kind: type) -> type:
+    """Make the subclass of a parameter's class whose reads get the weight on the device."""
     return type(kind.__name__, (ReadWhole, kind), {"__slots__": ()})

@@ -40,7 +40,7 @@ class Trace:
         self._at = 0
 
     def add(self, unit: int) -> list[int] | None:
-        """Note a visit; if it was a surprise, return the new period, which begins with it."""
+        """Record a visit; after a surprise, return the new period that is expected to repeat, which begins with it."""
         visits, period = self._visits, self._period
         if visits and visits[-1] == unit:
             return None
@@ -60,7 +60,7 @@ class Trace:
         return found
 
     def _likeness(self, place: int) -> int:
-        """Count the visits before a place that are those before now."""
+        """Count how many visits just before a place are the same as those just before now."""
         before, now = self._visits[max(place - LOOKED_AT, 0) : place], self._visits
         return next((n for n, unit in enumerate(reversed(before)) if unit != now[-1 - n]), len(before))
 
@@ -68,12 +68,12 @@ class Trace:
 class Call(NamedTuple):
     """A call of a streamed module."""
 
-    held: list[Unit]  # on the device until its end
-    was_in_call: bool  # whether it is inside another call
-    caller: int | None  # the thread of that one
+    held: list[Unit]  # units that this call keeps on the device
+    was_in_call: bool  # whether another call is around this one
+    caller: int | None  # the thread of the call around
 
 
-_open: weakref.WeakSet[Window] = weakref.WeakSet()
+_open: weakref.WeakSet[Window] = weakref.WeakSet()  # windows of the process's streams
 
 
 class Window:
@@ -86,9 +86,9 @@ class Window:
         self._current: tuple[Unit | None, Any] = None, None  # the unit that was visited last, and on which stream
         self._in_use: dict[int, Unit] = {}
         self.caller: int | None = None  # the thread whose call of a streamed module is under way
-        self.thread: int | None = None  # which called a streamed module last, and then calls backward
+        self.thread: int | None = None  # the thread that called a streamed module last, and will call backward
         self.is_in_call = False  # whether a call of a streamed module is under way
-        self.is_in_step = False  # whether the code of a step is, as Lightning's `training_step`
+        self.is_in_step = False  # whether the code of a step is under way, as Lightning's `training_step`
         self._is_closed = False
 
     def begin(self, units: Sequence[Unit], room: Room) -> None:
@@ -110,7 +110,7 @@ class Window:
             self.let_go(mine)
 
     def hold(self, units: Sequence[Unit]) -> list[Unit]:
-        """Visit units, and keep them on the device. Return those that were not kept before."""
+        """Visit units, and keep them on the device until `let_go`; return those that were not kept before."""
         mine = []
         try:
             for unit in units:
@@ -124,16 +124,16 @@ class Window:
         return mine
 
     def let_go(self, units: Sequence[Unit]) -> None:
-        """Keep units on the device no longer."""
+        """Let these units be evicted again."""
         for unit in units:
             self._in_use.pop(unit.index, None)
 
     def lend(self) -> list[Unit]:
-        """Put all leaves into the modules: code of the root reads weights of layers that it does not call.
+        """Put the leaves of all streams into their modules, for a root's code that reads weights of other layers.
 
-        Custom autograd functions get them past the parameters' own dispatch. Those of other streams are among them,
-        such as a teacher's. Shards, which do not bring their bytes, are left out. Weights of several tensors stay in
-        the modules, and are read on the device.
+        The root may read weights of layers that it does not call. Custom autograd functions get leaves past the
+        parameters' own dispatch. Other streams' are lent too, such as a teacher's. Shards, which do not bring their
+        bytes, are left out. Weights of several tensors stay in the modules, and are read on the device.
         """
         lent = [unit for each in _open for unit in each._units if not (unit.wholes or unit.sharded)]
         for unit in lent:
@@ -142,13 +142,13 @@ class Window:
         return lent
 
     def take_back(self, lent: Sequence[Unit]) -> None:
-        """Put the user's parameters back into the modules."""
+        """Put the user's parameters back into the modules, after `lend`."""
         for unit in lent:
             unit.unbind()
         show_host(self._wholes)
 
     def begin_call(self, units: Sequence[Unit]) -> Call:
-        """Hold units, and note the call of a streamed module."""
+        """Keep a called module's units on the device, and note that a call is under way."""
         if units and self._device.is_capturing():
             raise UnsupportedError(
                 f"{units[0].name} was entered while a CUDA graph is captured, whose replays would read its weights"
@@ -161,25 +161,25 @@ class Window:
         return call
 
     def end_call(self, call: Call) -> None:
-        """Note the end of a call, and let go of its units."""
+        """Note that a call has ended, and let its units be evicted again."""
         self.is_in_call, self.caller = call.was_in_call, call.caller
         self.let_go(call.held)
 
     def check_thread(self, where: str) -> None:
-        """Raise if a call on another thread is under way. A backward runs on threads of autograd's, while one waits."""
+        """Raise if another thread is in a call of the model; autograd's threads may be, while that one waits."""
         if self.caller not in (None, threading.get_ident()) and graph_task() == -1:
             raise UnsupportedError(
                 f"two threads are in one streamed model, one of them at {where}: call it from one thread at a time"
             )
 
     def visit(self, unit: Unit) -> None:
-        """Bring a unit to the device for what compute does next."""
+        """Make a unit's weights readable on the device for work that the current stream launches next."""
         here = unit, self._device.current_stream()
         if here == self._current:
             return
         if self._is_closed:
             raise graph_after_close(unit.name)
-        self._current = None, None  # until the visit succeeds: it may evict the unit that was visited last
+        self._current = None, None  # if the visit fails, the next one looks anew
         listener, phase = self._device.counters.listener, "forward" if graph_task() == -1 else "backward"
         # Modes of dispatch are those of a selective checkpoint, or of fake tensors.
         with without_dispatch_modes() if dispatch_mode_count() else NO_CONTEXT:
@@ -190,6 +190,7 @@ class Window:
         self._current = here
 
     def _bring(self, unit: Unit, stream: Any) -> None:
+        """Load a visited unit if it is absent or stale, with the evictions and prefetches that the schedule decides."""
         if len(self._schedule.loaded) == self._streamed <= self.room.window and not unit.is_stale():
             return  # all units are there, and stay
         period = self._trace.add(unit.index)
@@ -206,7 +207,7 @@ class Window:
             self._units[index].evict()
         try:
             for index in decision.load:
-                if index in schedule.loaded:  # or there was no memory
+                if index in schedule.loaded:  # a load before this one may have found no memory
                     self._load(self._units[index], stream, is_needed=index == unit.index)
         except BaseException:
             schedule.invalidate(i for i in decision.load if self._units[i].memory.state is Presence.ABSENT)
@@ -243,7 +244,7 @@ class Window:
                 ) from error
 
     def look_again(self, unit: Unit) -> None:
-        """Compare the versions of a unit's weights at its next visit: the host may have written them."""
+        """Make the next visit of a unit compare its versions: the host may have written the weights."""
         if self._current[0] is unit:
             self._current = None, None
 
@@ -255,7 +256,7 @@ class Window:
                 self._units[index].evict()
 
     def close(self) -> None:
-        """Evict the units that stream; those that are held are the handle's."""
+        """Evict all units that are not held, and refuse visits from here on."""
         self._current, self._is_closed = (None, None), True
         _open.discard(self)
         for unit in self._units:
