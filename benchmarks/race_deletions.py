@@ -30,7 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CORE = ("host", "store", "stream", "optim", "ranks", "handle.py")  # of the package, as far as they are there
 TESTS = ("tests/stream", "tests/store", "tests/ranks")  # likewise
 NEEDED = ("sp_lightning", "tests", "pyproject.toml")
-WAITS = {"synchronize", "result", "before_host_access", "settle", "keep_for"}
+WAITS = {"synchronize", "result", "before_host_access", "keep_for"}
 LIMIT_S = 120  # of one test
 
 

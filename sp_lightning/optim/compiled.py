@@ -321,9 +321,9 @@ def _gradient(grad: Any, value: Tensor, scale: Tensor | None) -> tuple[Tensor, f
         return torch.empty_like(value).copy_(grad), 1.0
     grad.arrived.synchronize()
     if scale is not None:
-        return grad.true().div_(scale), 1.0  # as the fused kernel does, and the user's gradient is unscaled, too
+        return grad.true_on_host().div_(scale), 1.0  # as by the fused kernel, the user's gradient is unscaled, too
     if len(grad.factors) > 1 or grad.raw.dtype not in TYPES:
-        return grad.true(), 1.0
+        return grad.true_on_host(), 1.0
     return grad.raw, float(grad.factors[0]) if grad.factors else 1.0
 
 

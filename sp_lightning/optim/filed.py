@@ -193,7 +193,7 @@ class FiledSteps:
         for item in work:
             item.grad.arrived.synchronize()
             if step.scales or len(item.grad.factors) > 1:
-                item.grad.true()  # which the step writes
+                item.grad.true_on_host()  # which the step writes
         with contextlib.closing(self._store.fetch(self._planned(work, state))) as windows:
             for window in windows:
                 own = SliceState()

@@ -154,7 +154,7 @@ class SlicedOptimizer:
         scale = self._scaling_here.get("grad_scale")
         if scale is not None and not self._scaling_here.get("found_inf", 0):
             for _, grad, _ in work:
-                (grad.true() if isinstance(grad, GradientBytes) else grad).div_(scale)
+                (grad.true_on_host() if isinstance(grad, GradientBytes) else grad).div_(scale)
 
     def makes_numbers(self, whose: list[Weight], state: WaitingState) -> bool:
         """Whether the step makes numbers of torch's default dtype, which a forward beside the step may change."""

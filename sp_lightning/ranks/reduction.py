@@ -181,7 +181,7 @@ class SharedGradients(Gradients):
             for weight in unit.weights:
                 kept = self._shown[weight]() if weight in self._shown else None
                 if kept is not None and kept is not grad_of(weight.host):
-                    set_data(kept, kept.content.settle().clone())
+                    set_data(kept, kept.content.wait_true().clone())
                     kept.content = None
 
     def _message_of(self, unit: Unit) -> Message:

@@ -1,8 +1,8 @@
 """Tensors that autograd saves inside units: weights as references to their unit, the rest as the policy says.
 
-While a unit runs, saved tensors pass `SavedTensors`. A weight is saved as a description of which bytes of which unit it
-is, and the unit is visited when backward asks for it: the graph keeps no memory of weights. Hooks of other code (a
-checkpoint of the user's around the unit or inside) get all that is no weight.
+While a unit runs, saved tensors pass `SavedTensors`. A weight is saved as a reference: its unit, and its range of the
+unit's bytes. The unit is visited when backward unpacks the reference, so the graph keeps no memory of weights. Hooks of
+other code (a checkpoint of the user's around the unit or inside) get all other tensors.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .residency import shown
 
 WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
 SMALLEST = 1 << 10  # bytes; less is not worth a copy
-UNPACK: Callable[[Any], Tensor] = operator.methodcaller("get")  # of what a tensor was packed to
+UNPACK: Callable[[Any], Tensor] = operator.methodcaller("get")  # `get` of the object that `pack` returned
 
 
-def was_written(version: int, expected: int, shape: torch.Size) -> RuntimeError:
-    """Make torch's own error of a saved tensor that was written since."""
+def written_error(version: int, expected: int, shape: torch.Size) -> RuntimeError:
+    """Make torch's own error for a saved tensor that was written in place before backward."""
     return RuntimeError(
         f"{WRITTEN}: a tensor of shape {list(shape)} is at version {version}; expected version {expected} instead"
     )
 
 
 class Kept:
-    """A saved tensor where it is. `detach` shares its version, so that writes are found as in a plain run."""
+    """A saved tensor that stays where it is. `detach` shares its version, so writes are found as in a plain run."""
 
     __slots__ = ("tensor", "version")
 
@@ -49,13 +49,14 @@ class Kept:
 
     @never_compiled_hook
     def get(self) -> Tensor:
+        """Return the tensor; raise torch's own error if it was written in place since."""
         if (version := self.tensor._version) != self.version:
-            raise was_written(version, self.version, self.tensor.shape)
+            raise written_error(version, self.version, self.tensor.shape)
         return self.tensor
 
 
 class SavedWeight:
-    """A weight, or a view of one, which is on the device when it is asked for."""
+    """A saved weight, or a view of one, as a reference to its unit, which is brought to the device in backward."""
 
     __slots__ = ("edits", "place", "version", "weight")
 
@@ -65,6 +66,7 @@ class SavedWeight:
 
     @never_compiled_hook
     def get(self) -> Tensor:
+        """Visit the unit, and return the weight or view on the device; raise if it was stepped or written since."""
         unit = self.weight.unit
         unit.window.visit(unit)
         if self.weight.is_stepped_early and (unit.is_past_step or not unit.is_final):
@@ -75,13 +77,13 @@ class SavedWeight:
             if self.weight.is_lent and not unit.is_final:
                 raise written_between(self.weight.name)
             if version != self.version:
-                raise was_written(version, self.version, shape)
+                raise written_error(version, self.version, shape)
         memory: Tensor = unit.memory.flat
         return memory.view(dtype).as_strided(shape, stride, offset)
 
 
 class SavedWhole:
-    """A weight that consists of several tensors, or its transpose, as what each of the tensors was packed to."""
+    """A saved weight that consists of several tensors, or its transpose: each of the tensors is packed by itself."""
 
     __slots__ = ("device", "form", "parts")
 
@@ -90,26 +92,30 @@ class SavedWhole:
 
     @never_compiled_hook
     def get(self) -> Tensor:
+        """Unpack the tensors, and return the weight that is made again of them."""
         whole: Tensor = self.form.whole(map(UNPACK, self.parts), self.device)
         return whole
 
 
 class Trip:
-    """The tensors that one unit's forward saved, on their way down and up. Backward follows the trips back."""
+    """The tensors that one unit's forward saved and offloads: to the host in forward, back to the device in backward.
+
+    Each trip knows the one before, whose tensors backward needs next.
+    """
 
     def __init__(self, device: Device, before: Callable[[], Trip | None]) -> None:
         self._device = device
-        self._before = before  # the trip whose tensors backward needs next, if its graph still lives
+        self._before = before  # returns the trip of the unit before; None: its graph was freed
         self._saved: dict[Any, Moved] = {}
-        self._stream = device.current_stream()  # of the forward, and then of the memory that is copied up to
+        self._stream = device.current_stream()  # the forward's; after `fetch` that of the memory of the copies
         self._is_on_others = False  # whether tensors were saved on streams of the user's
-        self._arrivals: list[Arrival] = []  # of the copies up
-        self._waiting: Any = device.up  # the stream that waited for them last; that of copies: none
-        self._arriving: list[Tensor] = []  # memory that may not be freed before compute waits for them
-        self._ring: Ring | None = None  # which has what went down, once the forward has ended
+        self._arrivals: list[Arrival] = []  # ends of the copies to the device
+        self._waiting: Any = device.up  # the stream that waited for these copies last; the up stream: none
+        self._arriving: list[Tensor] = []  # memory that may not be freed before compute waits for the copies into it
+        self._ring: Ring | None = None  # keeps the copied tensors on the device; set when the forward ends
 
     def add(self, tensor: Tensor) -> Moved:
-        """Send a tensor down, once however often it is saved."""
+        """Start to copy a saved tensor to the host; one that is saved several times is copied once."""
         where = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
         key = (*where, tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self._saved:
@@ -119,21 +125,21 @@ class Trip:
         return self._saved[key]
 
     def close(self, ring: Ring) -> None:
-        """End the forward: release the tensors on the device as soon as they were copied."""
+        """End the forward: the ring releases the tensors on the device behind their copies to the host."""
         self._ring = ring
         if self._saved:
             moved = list(self._saved.values())
-            sources = [one.let_go() for one in moved]
+            sources = [one.release_source() for one in moved]
             for source in sources if self._is_on_others else ():
-                self._device.keep_for(source, self._device.down)  # its memory may be of any stream
+                self._device.keep_for(source, self._device.down)  # it may be allocated on any stream
             ring.hold(sources, [one.went_down for one in moved], self._stream)
 
     def fetch(self) -> None:
-        """Start to copy all of them up; if there is no memory for one, the next call goes on."""
+        """Start to copy all tensors back to the device. Out of memory raises, and the next call copies the rest."""
         if not self._saved:
             return
         if self._ring is not None:
-            self._ring.let_go()  # of what comes back now
+            self._ring.let_go()  # frees memory for the tensors that come back now
         self._stream = self._device.current_stream()
         for key in list(self._saved):
             there, arrival = self._saved[key].fetch()
@@ -142,7 +148,7 @@ class Trip:
             self._arrivals.append(arrival)
 
     def wait(self, there: Tensor) -> None:
-        """Make compute wait for the unit's saved tensors, and start to fetch those of the unit before."""
+        """Make compute wait for the unit's saved tensors, and start to fetch the saved tensors of the unit before."""
         if (here := self._device.current_stream()) != self._waiting:
             self._waiting = here
             listener = self._device.counters.listener
@@ -151,27 +157,28 @@ class Trip:
         if here != self._stream:
             self._device.keep_for(there, here)
         if (before := self._before()) is not None:
-            with contextlib.suppress(torch.OutOfMemoryError):  # it is fetched when it is needed
+            with contextlib.suppress(torch.OutOfMemoryError):  # backward fetches them when they are needed
                 before.fetch()
 
     def _wait_arrivals(self, stream: Any) -> None:
+        """Make a stream wait for all copies to the device that were started."""
         for arrival in self._arrivals:
             arrival.wait(stream)
         self._arriving = []
 
     def __del__(self) -> None:
         if self._arriving:
-            self._wait_arrivals(self._stream)  # of a graph that was dropped: the memory goes back to its pool
+            self._wait_arrivals(self._stream)  # the graph was dropped: the memory goes back to its pool
 
 
 class Moved:
-    """A saved tensor that is in host memory between forward and backward."""
+    """A saved tensor that is in host memory between forward and backward; making the object starts the copy there."""
 
     __slots__ = ("_device", "_form", "_here", "_source", "_there", "_trip", "_version", "_was_written", "went_down")
 
     def __init__(self, trip: Trip, tensor: Tensor, device: Device, here: Any) -> None:
         self._trip, self._device = trip, device
-        self._source: Tensor | None = tensor.detach()  # until the forward ends: a key in its trip
+        self._source: Tensor | None = tensor.detach()  # until the forward ends: its address is a key in its trip
         self._version, self._was_written = tensor._version, False
         self._form = tensor.shape, tensor.stride(), tensor.dtype
         self._here: Tensor | None = device.passing(tensor.nbytes)
@@ -183,15 +190,15 @@ class Moved:
         self.went_down = device.send_down(self._here, flat, recorded)
         device.counters.bytes_offloaded += flat.nbytes
 
-    def let_go(self) -> Tensor:
-        """Return the tensor on the device, to which nothing here refers from now on."""
+    def release_source(self) -> Tensor:
+        """Drop the reference to the tensor on the device and return it; note whether the forward wrote to it."""
         assert self._source is not None
         source, self._source = self._source, None
         self._was_written = source._version != self._version
         return source
 
     def fetch(self) -> tuple[Tensor, Arrival]:
-        """Start to copy it up, behind its copy down; return its memory and the end of the copy."""
+        """Start to copy the tensor back, behind its copy to the host; return its device memory and the copy's end."""
         assert self._here is not None
         device, there = self._device, self._device.empty(self._here.nbytes)
         device.after_compute(device.up)
@@ -204,9 +211,10 @@ class Moved:
 
     @never_compiled_hook
     def get(self) -> Tensor:
+        """Fetch the unit's saved tensors, and return this one; raise torch's own error if it was written in place."""
         if self._source is not None:  # the forward is under way, and a backward inside of it
             if (version := self._source._version) != self._version:
-                raise was_written(version, self._version, self._source.shape)
+                raise written_error(version, self._version, self._source.shape)
             return self._source
         if self._was_written:
             raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self._form[0])}")
@@ -218,7 +226,7 @@ class Moved:
 
 
 class Handed:
-    """A saved tensor that hooks of others have, of which only a write by the unit's forward is noted."""
+    """A saved tensor that outer hooks packed, such as a checkpoint's; writes by the unit's forward are noted here."""
 
     __slots__ = ("form", "packed", "policy", "source", "unpack", "version", "was_written")
 
@@ -229,13 +237,14 @@ class Handed:
 
     @never_compiled_hook
     def get(self) -> Tensor:
+        """Unpack the tensor by the outer hooks; raise if the unit's forward wrote to it."""
         if self.was_written:
             raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self.form)}")
         try:
             return self.unpack(self.packed)  # type: ignore[no-any-return]
         except CheckpointError as error:
             if not self.policy.repeated:
-                raise  # of a checkpoint of the user's
+                raise  # the error is that of a checkpoint of the user's
             raise ExactnessError(
                 f"{self.policy.repeated} ran again in backward, and not as it did before: its second run saved other"
                 " tensors than its first; use activations='keep' or 'offload'"
@@ -243,9 +252,9 @@ class Handed:
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """The hooks on saved tensors under which a unit runs."""
+    """The saved-tensor hooks under which a unit runs: weights become references, the rest follows the policy."""
 
-    outer: Any = None  # hooks of others, which get what is no weight
+    outer: Any = None  # hooks of other code, which get all tensors but weights
     _trip: Trip | None = None
 
     def __init__(self, policy: Activations) -> None:
@@ -255,12 +264,13 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     @never_compiled_hook
     def pack(self, tensor: Tensor) -> Any:
+        """Pack a saved tensor: a weight as a reference, another by outer hooks, on the host, or as it is."""
         if type(tensor) is not Tensor and consists_of_tensors(tensor):
             return self._pack_whole(tensor)
         memory = shown.get(storage_id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
         if memory is not None:
             weight = memory.weights[bisect_right(memory.places, tensor.storage_offset() * tensor.itemsize) - 1]
-            is_as_shown = weight.is_shard or tensor._version == weight.there._version  # a shard's views have others
+            is_as_shown = weight.is_shard or tensor._version == weight.there._version  # a shard's view has its own
             if is_as_shown and not tensor.is_conj() and not tensor.is_neg():
                 if (here := self._policy.device.current_stream()) != memory.home:  # a stream of the user's
                     self._policy.device.keep_for(memory.flat, here)
@@ -273,6 +283,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return Kept(tensor)
 
     def _pack_whole(self, tensor: Tensor) -> Any:
+        """Pack a tensor that consists of several tensors: each by itself if any of them is a weight."""
         form, parts = flattened(tensor)
         if not any(storage_id(part.untyped_storage()) in shown for _, part in parts):
             return Kept(tensor)
@@ -280,7 +291,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 class SavedElsewhere(SavedTensors):
-    """The same for one call, where hooks of others are around it, or what it saves is sent down."""
+    """Saved-tensor hooks for one call whose other tensors go to outer hooks, or to the host by a trip."""
 
     def __init__(self, policy: Activations, outer: Any, trip: Trip | None = None) -> None:
         super().__init__(policy)
@@ -288,7 +299,7 @@ class SavedElsewhere(SavedTensors):
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        del self.pack_hook  # a method of its own, with which it would live until a garbage collection
+        del self.pack_hook  # a reference cycle: it would live until a garbage collection
         for handed in self._handed:
             if handed.source is not None:
                 handed.was_written, handed.source = handed.source._version != handed.version, None
@@ -296,18 +307,18 @@ class SavedElsewhere(SavedTensors):
 
 
 class Activations:
-    """Policy for the activations of units between forward and backward."""
+    """The policy for saved activations between forward and backward: keep, offload or recompute."""
 
     def __init__(self, policy: str, device: Device) -> None:
         self.recomputes, self.offloads = "recompute" in policy, "offload" in policy
         self.device = device
-        self.is_repeated = False  # whether what runs now runs again in backward
-        self.repeated = ""  # the unit that ran last of those that run again
+        self.is_repeated = False  # whether the forward that runs now runs again in backward
+        self.repeated = ""  # the name of the unit that was last run to be repeated
         self.ring, self._hooks = Ring(), SavedTensors(self)
         self._last: Callable[[], Trip | None] = lambda: None
 
     def saving(self) -> Any:
-        """Return the hooks under which a weight is used, unless ours are there or nothing is recorded."""
+        """Return the hooks to enter while weights are used; an empty context if ours are active or grad mode is off."""
         if not torch.is_grad_enabled():
             return NO_CONTEXT
         if not admits_hooks():
@@ -321,7 +332,7 @@ class Activations:
         return NO_CONTEXT if isinstance(getattr(top[0], "__self__", None), SavedTensors) else SavedElsewhere(self, top)
 
     def moves(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor goes to the host: on the device, worth a copy, and without gaps or overlaps."""
+        """Whether a saved tensor is offloaded: it is on the device, large enough, and has no gaps or overlaps."""
         return (
             tensor.layout is torch.strided
             and not tensor.is_nested
@@ -334,13 +345,13 @@ class Activations:
         )
 
     def run(self, recompute: Recompute, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward, for which autograd records."""
+        """Run a unit's forward with offloading or recomputation; inside of a checkpoint of the user's with neither."""
         if not (self.recomputes or self.offloads):
             return call(*args, **kwargs)
         top = top_hooks(False)
         ours = None if top is None else getattr(top[0], "__self__", None)
         if (ours.outer if isinstance(ours, SavedTensors) else top) is not None:  # inside a checkpoint of the user's
-            return call(*args, **kwargs)  # to whom the unit is left
+            return call(*args, **kwargs)  # which saves or repeats the unit's tensors itself
         if not self.offloads:
             return recompute.run(call, args, kwargs, Kept, self)
         trip = Trip(self.device, self._last)

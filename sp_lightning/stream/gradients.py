@@ -1,8 +1,8 @@
-"""The way of gradients down: they are packed by unit, copied, and put into `.grad` of the user's parameters.
+"""Gradients from device to host: packed by unit, copied, and put into `.grad` of the user's parameters.
 
-Each backward has a record of its own, by autograd's number. `.grad` is written as the last gradient of a unit came, and
-as the backward ends where that would have to wait: for a reader of what is there, or of a unit that is not complete.
-Where an exception ended a backward, the next touch of a weight writes the rest.
+Each backward has a record of its own, by autograd's number. `.grad` is written when the last gradient of a unit has
+arrived. It is written at the end of the backward if the unit is not complete, or if the write would have to wait for a
+reader of the gradient that is there. Where an exception ended a backward, the next touch of a weight writes the rest.
 """
 
 from __future__ import annotations
@@ -36,51 +36,51 @@ from .unit import Unit
 
 
 class Backward:
-    """A backward, and the gradients of units that wait for the rest of their unit's."""
+    """One backward of autograd's, and the gradients that wait for the other gradients of their unit."""
 
     def __init__(self, collector: Gradients, number: int, thread: int | None) -> None:
-        self.collector, self.number = collector, number  # by autograd: one inside of another has a higher one
-        self.thread = thread  # which called it
-        self.came: dict[Unit, dict[Weight, Tensor]] = {}
-        self.streams: set[Any] = set()  # on which they were computed
-        self.sent: list[tuple[Weight, Any]] = []  # what is put into `.grad` at the end
+        self.collector, self.number = collector, number  # autograd's; a backward inside of another has a higher one
+        self.thread = thread  # that called this backward
+        self.came: dict[Unit, dict[Weight, Tensor]] = {}  # gradients of units that are not complete
+        self.streams: set[Any] = set()  # on which gradients were computed
+        self.sent: list[tuple[Weight, Any]] = []  # gradients that are put into `.grad` as this backward ends
 
 
-# By autograd's number and the stream: those under way, and those that an exception ended.
+# Backwards under way, and those that an exception ended; by autograd's number and the collector of the stream.
 backwards: dict[tuple[int, Gradients], Backward] = {}
 
 
 def recover() -> None:
-    """Deliver the gradients of ended backwards, as a plain run has all that were accumulated before an exception.
+    """Put gradients that came before an exception ended their backward into `.grad`, as a plain run has them there.
 
-    A thread that is in no backward has ended those that it called; those of another thread may be under way.
+    Does nothing inside a backward. A backward that another thread called may be under way, and is left alone.
     """
     if graph_task() != -1:
         return
     here = threading.get_ident()
     for key, backward in list(backwards.items()):
-        if backward.thread == here and backwards.pop(key, None) is not None:  # else a hook of the user's came here
+        if backward.thread == here and backwards.pop(key, None) is not None:  # None: a hook delivered it
             backward.collector.end(backward)
 
 
 class Stepper(Protocol):
-    """The steps of a stream, as gradients know them."""
+    """The optimizer steps of a stream: the part of their interface that gradients use."""
 
-    early: Any  # the optimizer that steps this backward's gradients as they come; None: there is none
+    early: Any  # the optimizer that steps beside this backward, as gradients arrive; None: there is none
 
     @property
     def thread(self) -> Executor:
-        """The thread that runs steps, one after the other, and sums of gradients between them."""
+        """The thread that runs optimizer steps and sums of gradients, one after the other."""
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
-        """Note a unit's gradients: all of them, or those that came by the end of backward."""
+        """Note that a unit's gradients arrived, all of them if ``is_complete``; may start the unit's step."""
 
     def backward_ended(self) -> None:
-        """Note that the backward has ended."""
+        """Note the end of a backward: units that were stepped beside it are stale on the device."""
 
 
 class Gradients:
-    """Takes the leaves' gradients to the user's parameters."""
+    """Moves gradients of leaves on the device to `.grad` of the user's parameters on the host."""
 
     def __init__(self, device: Device, steps: Stepper, room: Room | None = None) -> None:
         self._device, self._steps = device, steps
@@ -88,15 +88,15 @@ class Gradients:
         self.ring = Ring()
 
     def let_go(self) -> None:
-        """Let go of memory whose copies down are under way, before a forward: the device waits for them."""
+        """Release the device memory of sent gradients before a forward; the device waits for their copies."""
         self.ring.let_go()
 
     def close(self) -> None:
-        """Release memory on the device, once the copies are done."""
+        """Release the device memory of sent gradients. Blocks until their copies to the host are done."""
         self.ring.close()
 
     def take(self, weight: Weight, leaf: Tensor) -> None:
-        """Take a leaf's gradient; with the last one of a unit, send them down."""
+        """Take a gradient off its leaf; with the last one of a unit, start to copy the unit's gradients to the host."""
         key, unit = (graph_task(), self), weight.unit
         if (backward := backwards.get(key)) is None:
             backward = backwards[key] = Backward(self, key[0], unit.window.thread)
@@ -108,7 +108,7 @@ class Gradients:
             set_grad(leaf, None)
             trains = weight.host.requires_grad
         if grad is None or not trains:
-            return  # frozen since the forward, as by `toggle_optimizer`
+            return  # the weight was frozen since the forward, as by `toggle_optimizer`
         if weight.is_stepped_early:
             raise stepped_already(weight.name)
         if grad.requires_grad:
@@ -121,26 +121,26 @@ class Gradients:
         if weight.is_narrow:
             grad = self._narrowed(weight, grad)
         came[weight] = grad
-        del grad  # which may be wider than what is sent down of it
+        del grad  # it may be wider than the gradient that is sent
         if len(came) >= unit.trained:
             self._flush(backward, unit, backward.came.pop(unit), is_complete=True)
 
     @staticmethod
     @torch.no_grad()
     def _narrowed(weight: Weight, grad: Tensor) -> Tensor:
-        """Return a gradient that came through one cast alone in the cast's type, which has all bits of it.
+        """Convert a gradient that came through one cast alone to the cast's type, which holds all bits of it.
 
-        One that a hook of the user's sees stays as it is.
+        A gradient that a hook of the user's sees stays as it is.
         """
         with without_dispatch():
             through = {storage_id(storage) for storage in casts.get(graph_task(), {}).pop(weight, ())}
-            is_of_one = grad._version == 1 and storage_id(grad.untyped_storage()) in through  # 1: the copy that made it
+            is_of_one = grad._version == 1 and storage_id(grad.untyped_storage()) in through  # 1: `Lend` wrote it alone
             return grad.to(weight.dtype) if is_of_one and not hooks_of_gradient(weight.host) else grad
 
     def end(self, backward: Backward) -> None:
-        """Send down what came of units that did not get all their gradients, and put all into `.grad`."""
+        """Finish a backward: send gradients of units that are not complete, and put all that wait into `.grad`."""
         self._deposit_before(backward, {weight for weight, _ in backward.sent}.union(*backward.came.values()))
-        with contextlib.ExitStack() as ends:  # which go on, last one first, where a hook of the user's raises
+        with contextlib.ExitStack() as ends:  # run last one first, all of them even if a hook of the user's raises
             if (listener := self._device.counters.listener) is not None:
                 ends.callback(listener.idle)
             ends.callback(self._steps.backward_ended)
@@ -149,7 +149,7 @@ class Gradients:
                 self._flush(backward, *backward.came.popitem(), is_complete=False)
 
     def _deposit_before(self, inner: Backward, whose: Iterable[Weight]) -> None:
-        """Deposit what backwards around this one have so far of these weights: sums depend on order."""
+        """First put gradients of these weights into `.grad` that enclosing backwards hold: sums depend on order."""
         if not backwards:
             return
         mine = set(whose)
@@ -161,13 +161,14 @@ class Gradients:
                 self._deposit_all(sent)
 
     def _flush(self, backward: Backward, unit: Unit, came: dict[Weight, Tensor], is_complete: bool) -> None:
+        """Pass a unit's gradients through hooks, start to copy them to the host, and put them into `.grad`."""
         self._prepare(backward, came)
         with torch.no_grad(), without_dispatch():
             sent = self._send(unit, came, self._device.current_stream())
         self._deliver(backward, unit, sent, is_complete)
 
     def _prepare(self, backward: Backward, came: dict[Weight, Tensor]) -> None:
-        """Have the caller's stream wait for gradients, and pass them through the user's hooks."""
+        """Make the current stream wait for gradients, and pass each through the user's hooks on its parameter."""
         here = self._device.current_stream()
         for stream in backward.streams - {here}:
             here.wait_event(stream.record_event())
@@ -176,7 +177,7 @@ class Gradients:
         with without_dispatch():
             hooked = [weight for weight in came if hooks_of_gradient(weight.host)]
         with torch.no_grad():
-            for weight in hooked:  # with dispatch: the weights and gradients that hooks read wait
+            for weight in hooked:  # with dispatch: weights and gradients that hooks read wait for their bytes
                 window = weight.unit.window
                 was_in_step, window.is_in_step = window.is_in_step, True  # hooks get weights where the gradients are
                 try:
@@ -185,9 +186,9 @@ class Gradients:
                     window.is_in_step = was_in_step
 
     def _deliver(self, backward: Backward, unit: Unit, sent: list[tuple[Weight, Any]], is_complete: bool) -> None:
-        """Put a unit's gradients into `.grad`, and tell the steps.
+        """Put a unit's gradients into `.grad`, run hooks after accumulation, and notify the optimizer steps.
 
-        At the end of backward those that would have to wait, unless a step or a hook of the user's reads them now.
+        Gradients that would have to wait are put there as the backward ends, unless a step or a hook reads them now.
         """
         with without_dispatch():
             after = [weight.host for weight, _ in sent if hooks_after_accumulation(weight.host)]
@@ -203,7 +204,7 @@ class Gradients:
 
     @staticmethod
     def _hooked(weight: Weight, grad: Tensor) -> Tensor:
-        """Pass a gradient through the user's hooks on the parameter."""
+        """Run the user's hooks on a parameter's gradient, and return the gradient that they leave."""
         with without_dispatch():
             hooks = list((hooks_of_gradient(weight.host) or {}).values())
         for hook in hooks:
@@ -212,7 +213,10 @@ class Gradients:
         return grad
 
     def _send(self, unit: Unit, came: dict[Weight, Tensor], here: Any) -> list[tuple[Weight, Any]]:
-        """Send a unit's gradients down, or note those of resident weights; return them in their order."""
+        """Start to copy a unit's gradients to the host, or keep them on the device; return them in the order of `came`.
+
+        Gradients of resident weights are kept, and those for which there is room. Sparse ones block.
+        """
         dense = [(weight, grad) for weight, grad in came.items() if grad.layout is torch.strided]
         sent: dict[Weight, Any] = dict(came)
         if dense:
@@ -232,12 +236,12 @@ class Gradients:
         return list(sent.items())
 
     def _kept(self, dense: list[tuple[Weight, Tensor]], stream: Any) -> tuple[list[Tensor], Any]:
-        """Keep gradients on the device, as fresh memory in the order of their weights."""
+        """Copy gradients to fresh device memory in their weights' layout; return the copies and an event."""
         kept = [torch.empty_like(weight.there, dtype=grad.dtype).copy_(grad) for weight, grad in dense]
         return kept, stream.record_event()
 
     def _packed(self, unit: Unit, dense: list[tuple[Weight, Tensor]], stream: Any) -> tuple[list[Tensor], Any]:
-        """Pack gradients on the device, and start to copy them down as one."""
+        """Pack gradients into one device buffer, and start its copy to the host; return host tensors and its end."""
         places, total = [], 0
         host: Any = self._device if unit.spill is None else unit.spill
         round_up = aligned if unit.spill is None else unit.spill.aligned
@@ -263,13 +267,13 @@ class Gradients:
         return views, arrived
 
     def assign(self, weight: Weight, grad: Tensor) -> Tensor:
-        """Make a parameter's gradient of a tensor on the device, which the user assigns."""
+        """Convert a device tensor that the user assigns to `.grad` to the gradient that the parameter gets."""
         with torch.no_grad(), without_dispatch():
             ((_, made),) = self._send(weight.unit, {weight: grad}, self._device.current_stream())
             return HostGradient.of(made) if isinstance(made, GradientBytes) else made
 
     def _deposit_all(self, sent: list[tuple[Weight, Any]]) -> None:
-        """Make these the parameters' gradients, or add them to the gradients that are there."""
+        """Put gradients into `.grad` of their parameters, or add them to the gradients that are there."""
         with without_dispatch(), torch.no_grad():
             for weight, came in sent:
                 if weight.is_shard:
@@ -286,13 +290,13 @@ class Gradients:
 
 
 def _can_take(weight: Weight, came: Any) -> bool:
-    """Whether `.grad` takes a gradient without a wait: it is None, or nothing reads it. Called without dispatch."""
+    """Whether a gradient can go into `.grad` without a wait: `.grad` is None, or nothing reads its bytes."""
     there = grad_of(weight.host)
     return isinstance(came, GradientBytes) and (there is None or (isinstance(there, HostGradient) and there.is_unread))
 
 
 def norms_by_type(dense: list[tuple[Weight, Tensor]]) -> dict[Weight, Tensor]:
-    """Return the gradients' norms, by the kernel for many tensors of one type: that for several types is another."""
+    """Compute each gradient's 2-norm by one multi-tensor call per type: mixed types take another kernel."""
     alike: dict[torch.dtype, dict[Weight, Tensor]] = {}
     for weight, grad in dense:
         alike.setdefault(weight.value.dtype, {})[weight] = grad.to(weight.value.dtype)
@@ -303,7 +307,8 @@ def norms_by_type(dense: list[tuple[Weight, Tensor]]) -> dict[Weight, Tensor]:
 
 
 def _add_tensors(host: nn.Parameter, there: Any, came: Any) -> None:
+    """Add a gradient to the one in `.grad`, of which one is sparse or the user's own tensor. Blocks for their bytes."""
     if isinstance(there, HostGradient):
         there.before()
-    new = came.settle() if isinstance(came, GradientBytes) else came
+    new = came.wait_true() if isinstance(came, GradientBytes) else came
     set_grad(host, new + there if there.is_sparse and not new.is_sparse else there.add_(new))

@@ -1,4 +1,4 @@
-"""Gradients of streamed weights as the user sees them: tensors that answer only when somebody asks.
+"""Gradients of streamed weights as the user sees them: tensors that wait for their bytes when these are read.
 
 `p.grad` is a `HostGradient`. Its norm is computed where the gradient came from, by the plain run's kernel; a factor
 that multiplies it is noted, and multiplied inside the optimizer's own pass. So clipping by norm moves no bytes. Any
@@ -36,7 +36,7 @@ from .lazy import (
 from .leaf import Weight, version_of
 
 ADDED = 1 << 20  # elements that are added at a time: their copies in a wider type stay in the cores' caches
-# Functions whose results are over a gradient's bytes, and no tensors.
+# Functions that give access to a gradient's bytes by other objects than tensors.
 EXPOSING = {*ARRAYS, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
 JOINING = {torch.stack, torch.cat, torch.hstack}  # functions that make one tensor of a list
 
@@ -44,13 +44,13 @@ JOINING = {torch.stack, torch.cat, torch.hstack}  # functions that make one tens
 class Norm(Tensor):
     """A gradient's norm on the device, where clipping stacks and sums norms as in a plain run.
 
-    Joined with tensors on the host it is one of them, as between steps all weights and gradients are.
+    A function that joins it with host tensors gets it as a host tensor: between steps all gradients are there.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.to and isinstance(args[0], Norm):
-            return args[0]  # clipping asks for the device of the first gradient
+            return args[0]  # clipping moves norms to the device of the first gradient, which is the host
         with without_dispatch():
             if func in JOINING and any(tensor.device.type == "cpu" for tensor in args[0]):
                 args = [tensor.cpu() for tensor in args[0]], *args[1:]
@@ -58,13 +58,14 @@ class Norm(Tensor):
 
 
 class GradientBytes:
-    """The bytes that backwards left of a weight's gradient.
+    """The bytes of a weight's gradient, summed over backwards.
 
-    `full` is what the user sees: in host memory and in the weight's type. `raw` has the truth, times `factors`. They
-    are one tensor if it came down so; else `full` has no bytes until somebody asks for it.
+    `full` is the tensor that the user sees: in host memory, in the weight's type. `raw` has the bytes that arrived, and
+    times `factors` it is the true gradient. Both are one tensor if the gradient arrived in host memory in the weight's
+    type; else `full` has no bytes until the gradient is read.
     """
 
-    is_mean = False  # whether it is a mean over ranks, to which nothing was added
+    is_mean = False  # whether this is a mean over ranks, to which no gradient of this rank alone was added
 
     def __init__(self, weight: Weight, raw: Tensor, arrived: Arrival, norm: Tensor | None) -> None:
         self.weight, self.raw, self.arrived = weight, raw, arrived
@@ -72,15 +73,15 @@ class GradientBytes:
             self.full = raw
         else:
             self.full = self.room(weight.value)
-        self.norm = norm  # by the kernel for many tensors
+        self.norm = norm  # on the device, by torch's multi-tensor kernel; None: not known
         self.factors: list[Any] = []
-        self.is_stepped_early = False  # whether a step has read it that the user has not called yet
-        self.is_exposed = False  # whether the user may have a view of it
-        self.adding: Future[None] | None = None  # of another gradient to it
-        self.step: Future[None] | None = None  # the step that reads it
+        self.is_stepped_early = False  # whether a step beside backward has read it, which the user has not called yet
+        self.is_exposed = False  # whether the user may have a view of the bytes
+        self.adding: Future[None] | None = None  # the pending sum with the gradient of another backward
+        self.step: Future[None] | None = None  # the optimizer step that reads the bytes
 
     def room(self, like: Tensor) -> Tensor:
-        """Make a tensor for the gradient as the user sees it, without bytes unless it is in a file."""
+        """Make the tensor that the user sees as the gradient: in the scratch file, or without bytes yet."""
         if (spill := self.weight.unit.spill) is not None:
             return spill.take(like)  # type: ignore[no-any-return]
         full = torch.empty_like(like, device="cpu")
@@ -88,33 +89,36 @@ class GradientBytes:
         return full
 
     def _each(self, work: Callable[..., Any], target: Tensor, *others: Tensor) -> None:
-        """Do elementwise work, which writes to the first tensor, wherever they are."""
+        """Run an elementwise function that writes to ``target``, on tensors in memory or in the scratch file."""
         spill = self.weight.unit.spill
         work(target, *others) if spill is None else spill.each(work, target, *others)
 
     @property
     def is_full(self) -> bool:
-        """Whether `full` has the bytes."""
+        """Whether `full` has the gradient's bytes: in host memory, in the weight's type."""
         return self.raw is self.full
 
     def wait(self) -> None:
-        """Wait until nothing adds to it or steps with it. A step's error is raised by the unit's `wait_step`."""
+        """Wait until no sum and no step uses the gradient. A step's error is raised by the unit's `wait_step`."""
         self.wait_added()
         if self.step is not None:
             futures.wait([self.step])
 
     def wait_added(self) -> None:
-        """Wait until nothing adds to it."""
+        """Wait until the pending sum of gradients is done; raise its error."""
         if self.adding is not None:
             self.adding.result()
 
-    def settle(self) -> Tensor:
-        """Wait for all that is pending, and return the true gradient in host memory."""
+    def wait_true(self) -> Tensor:
+        """Wait until no sum and no step uses the gradient, and return the true gradient in host memory."""
         self.wait()
-        return self.true()
+        return self.true_on_host()
 
-    def true(self) -> Tensor:
-        """Return the true gradient in host memory. Called by the optimizer's thread, or when nothing is pending."""
+    def true_on_host(self) -> Tensor:
+        """Return the true gradient in host memory, in the weight's type and times its factors. Blocks for its copy.
+
+        Called by the steps thread, or when no sum and no step is pending.
+        """
         self.arrived.synchronize()
         if self.raw is not self.full:
             if self.weight.unit.spill is None:
@@ -126,43 +130,49 @@ class GradientBytes:
         return self.full
 
     def multiply(self) -> None:
-        """Multiply by the factors that were noted."""
+        """Multiply `raw` in place by the factors that clipping noted, and forget them."""
         for factor in self.factors:
             self._each(functools.partial(Tensor.mul_, other=factor), self.raw)
         if self.factors:
             self.factors, self.norm = [], None
 
     def make_true(self) -> None:
-        """Have the true gradient in `raw`, in the weight's type. For the optimizer's thread, or if none is pending."""
-        self.true()
+        """Make `raw` the true gradient, in the weight's type and times its factors, where a step reads it.
+
+        Called by the steps thread, or when no sum and no step is pending.
+        """
+        self.true_on_host()
 
     def on_device(self) -> Tensor:
-        """Return the true gradient on the device."""
-        return self.settle().to(self.weight.there.device)
+        """Return the true gradient on the device. Blocks until no sum and no step uses it."""
+        return self.wait_true().to(self.weight.there.device)
 
     def find_norm(self, compute: Callable[[Tensor], Tensor], is_for_many: bool) -> Tensor:
-        """Return the gradient's norm by this function, computed on the device."""
-        if is_for_many and self.norm is not None and not self.factors and not self.norm._version:  # nobody wrote to it
+        """Return the norm on the device: the noted one if ``is_for_many`` and still right, else by ``compute``."""
+        if is_for_many and self.norm is not None and not self.factors and not self.norm._version:  # 0: no write
             return self.norm
         return compute(self.on_device())
 
     def accumulate(self, came: GradientBytes, worker: Executor) -> None:
-        """Add the gradient of another backward, beside what follows unless the user may have a view."""
+        """Add the gradient of another backward, on the steps thread.
+
+        Blocks for pending factors or a pending step, and for the sum if the user may have a view of the bytes.
+        """
         if self.factors or self.step is not None:
-            self.settle()
+            self.wait_true()
             self.step = None
         self.norm, self.is_mean = None, False
         self.adding = worker.submit(self._add, came, self.adding)
         if self.is_exposed:
-            self.wait_added()  # nothing makes readers of a view wait
+            self.wait_added()  # a view's readers do not wait for the sum
 
     def _add(self, came: GradientBytes, before: Future[None] | None) -> None:
-        """Add another gradient slice by slice: the first one is widened in a core's cache as the second is added."""
+        """Add another gradient to this one, slice by slice: a slice is widened to the weight's type in the cache."""
         if before is not None:
-            before.result()  # raise its error: a sum without it is none
+            before.result()  # raises the error of the sum before, without which this sum would be wrong
         came.arrived.synchronize()
         if self.is_full or self.factors or self.weight.unit.spill is not None:
-            total, first = self.true(), None
+            total, first = self.true_on_host(), None
         else:
             self.arrived.synchronize()
             total, first = self.full, self.flat()
@@ -179,16 +189,17 @@ class GradientBytes:
         self.raw = total
 
     def flat(self) -> Tensor:
-        """Return all elements in the order of memory, in the type in which they came."""
+        """Return a flat view of `raw`: all elements in the order of memory, in the type in which they arrived."""
         return self.raw.as_strided((self.raw.numel(),), (1,))
 
 
 class DeviceGradientBytes(GradientBytes):
-    """A gradient that stays where it is stepped: on the device, until it is read on the host."""
+    """The bytes of a gradient that stays on the device, where it is stepped, until it is read on the host."""
 
     def make_true(self) -> None:
+        """Make `raw` the true gradient on the device, in the weight's type and times its factors."""
         if self.is_full:
-            self.true()
+            self.true_on_host()
             return
         here = self.weight.unit.device.current_stream()
         self.arrived.wait(here)
@@ -197,6 +208,7 @@ class DeviceGradientBytes(GradientBytes):
         self.arrived = here.record_event()
 
     def on_device(self) -> Tensor:
+        """Return the true gradient on the device, without a copy unless it was read on the host."""
         if self.is_full:
             return super().on_device()
         self.wait()
@@ -204,12 +216,12 @@ class DeviceGradientBytes(GradientBytes):
         return self.raw
 
     def accumulate(self, came: GradientBytes, worker: Executor) -> None:
-        """Add the gradient of another backward on the device. Waits for a step that reads the sum."""
+        """Add the gradient of another backward on the device, if it is still there. Blocks while a step reads it."""
         self.wait()
         self.step = None
         self.make_true()
         if self.is_full or not isinstance(came, DeviceGradientBytes):
-            came.true()
+            came.true_on_host()
         here = self.weight.unit.device.current_stream()
         came.arrived.wait(here)
         self.raw.add_(came.raw.to(self.raw.device))
@@ -223,7 +235,7 @@ class HostGradient(Lazy, Tensor):
 
     @staticmethod
     def of(content: GradientBytes) -> HostGradient:
-        """Make the tensor that the user sees."""
+        """Wrap a gradient's bytes in the tensor that the user sees as `.grad`."""
         gradient: HostGradient = as_subclass(HostGradient, content.full)
         gradient.content = content
         return gradient
@@ -244,7 +256,7 @@ class HostGradient(Lazy, Tensor):
         return _keep_writes(super().__torch_function__(func, types, args, kwargs), moved)
 
     def plain(self) -> Tensor:
-        """Return the true gradient, over the same bytes, as a tensor that nothing watches."""
+        """Wait for the true gradient, and return it as a plain tensor over the same bytes."""
         self.before()
         if (content := getattr(self, "content", None)) is not None:
             content.is_exposed = True
@@ -260,21 +272,22 @@ class HostGradient(Lazy, Tensor):
 
     @property
     def is_unread(self) -> bool:
-        """Whether nothing steps with the bytes, and nobody has a view of them."""
+        """Whether no step reads the bytes, and the user has no view of them."""
         content = getattr(self, "content", None)
         return content is not None and content.step is None and not content.is_exposed
 
     def before(self) -> None:
+        """Wait for the true gradient in host memory; raise if its weight was stepped beside backward."""
         if (content := getattr(self, "content", None)) is not None:
             if content.is_stepped_early:
                 raise ExactnessError(
                     f"the gradient of {content.weight.name} was read or changed between backward and optimizer.step(),"
                     " but the weight was stepped beside backward: set optimizer_overlap=False"
                 )
-            content.settle()
+            content.wait_true()
 
     def after(self, func: Any, result: Any) -> None:
-        """Note whether the result is over the same bytes, or autograd keeps them."""
+        """Note that the user may have a view of the bytes, if the result shares them or autograd saved them."""
         if (content := getattr(self, "content", None)) is not None and not content.is_exposed:
             others = [tensor for tensor in found_in(result, Tensor) if tensor is not self]
             content.is_exposed = func in EXPOSING or any(
@@ -283,15 +296,15 @@ class HostGradient(Lazy, Tensor):
 
 
 class BroughtDown(NamedTuple):
-    """A tensor on a device, and its copy that a function of gradients gets."""
+    """A tensor on a device, and the host copy that a function of gradients gets in its place."""
 
     there: Tensor
     here: Tensor
-    version: int  # of the copy before the function
+    version: int  # of the host copy before the function ran
 
 
 def _on_host(value: Any, moved: list[BroughtDown]) -> Any:
-    """Bring tensors on a device down, which a function gets together with a gradient."""
+    """Replace device tensors among arguments by host copies, as gradients are on the host; list them in `moved`."""
     if isinstance(value, Tensor):
         if value.device.type == "cpu":
             return value
@@ -307,7 +320,7 @@ def _on_host(value: Any, moved: list[BroughtDown]) -> Any:
 
 
 def _keep_writes(answer: Any, moved: list[BroughtDown]) -> Any:
-    """Copy up what a function wrote to tensors that were brought down, and return them in their copies' place."""
+    """Copy a function's writes to host copies back to the device; return a device tensor if its copy is the answer."""
     for there, here, version in moved:
         if version_of(here) != version:
             with torch.no_grad(), without_dispatch():
@@ -317,13 +330,14 @@ def _keep_writes(answer: Any, moved: list[BroughtDown]) -> Any:
     return answer
 
 
-# ---- functions of gradients that need no bytes on the host
+# ---- functions of gradients that need no bytes on the host; NotImplemented: wait for them, and run torch's own
 
 
 def _norm(func: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Answer with the norm of one gradient, by this function on the device."""
+    """Make an implementation of a norm function that computes the norm of one gradient on the device."""
 
     def answer(gradient: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the norm on the device; NotImplemented for other arguments."""
         if not hasattr(gradient, "content") or kwargs or len(args) > 1:
             return NotImplemented
         return gradient.content.find_norm(lambda there: func(there, *args), False).as_subclass(Norm)
@@ -332,15 +346,16 @@ def _norm(func: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _vector_norm(gradient: Any, ord: Any = 2, **kwargs: Any) -> Any:
-    """Answer as clipping does in a plain run, where it computes the norms of all gradients at once.
+    """Implement `torch.linalg.vector_norm` for one gradient: the norm has the bits of torch's multi-tensor kernel.
 
-    Clipping calls this function for tensors of a class that it does not know.
+    Clipping uses that kernel in a plain run, and this function for tensors of a class that it does not know.
     """
     found = _norms([gradient], ord, **kwargs)
     return found if found is NotImplemented else found[0]
 
 
 def _norms(gradients: Any, ord: Any = 2, **kwargs: Any) -> Any:
+    """Implement `torch._foreach_norm` for gradients: norms noted on arrival, or computed on the device."""
     if kwargs or not all(hasattr(gradient, "content") for gradient in gradients):
         return NotImplemented
     contents = [gradient.content for gradient in gradients]
@@ -349,23 +364,24 @@ def _norms(gradients: Any, ord: Any = 2, **kwargs: Any) -> Any:
 
 
 def _multiply(gradients: Any, factor: Any) -> Any:
+    """Implement `torch._foreach_mul_` of gradients by a number: note it, to be applied by the step or a read."""
     is_number = isinstance(factor, (int, float)) or (type(factor) in (Tensor, Norm) and not factor.ndim)
     if not is_number or not all(isinstance(one, HostGradient) and one.is_unread for one in gradients):
         return NotImplemented
     noted: dict[torch.dtype, Any] = {}
     for gradient in gradients:
         content = gradient.content
-        content.wait_added()  # or the sum would be of a multiplied gradient and of one that is not
+        content.wait_added()  # the factor is of the sum, not of the first gradient alone
         if gradient.dtype not in noted:
-            noted[gradient.dtype] = _noted(factor, gradient.dtype, content.weight.unit.device)
+            noted[gradient.dtype] = _factor_on_host(factor, gradient.dtype, content.weight.unit.device)
         content.factors.append(noted[gradient.dtype])
     return gradients
 
 
-def _noted(factor: Any, dtype: torch.dtype, device: Device) -> Any:
-    """Return a factor on the host, with the bits by which the device's kernels multiply a gradient of this type.
+def _factor_on_host(factor: Any, dtype: torch.dtype, device: Device) -> Any:
+    """Copy a factor to the host, rounded as the device's kernels round a factor of a gradient of this type.
 
-    One on the host counts as one on the device: clipping brings it to where the gradients are.
+    A factor on the host is rounded, too: in a plain run clipping moves it to the gradients' device.
     """
     if not isinstance(factor, Tensor):
         return factor
@@ -375,11 +391,12 @@ def _noted(factor: Any, dtype: torch.dtype, device: Device) -> Any:
 
 
 def _multiply_one(gradient: Any, factor: Any) -> Any:
+    """Implement `gradient.mul_(factor)` for a number: note it, to be applied by the step or a read."""
     return NotImplemented if _multiply([gradient], factor) is NotImplemented else gradient
 
 
 def _unscale(gradients: Any, found_inf: Any, inv_scale: Any) -> Any:
-    """Wait for the factor of a GradScaler: it comes down by a copy that nothing else waits for."""
+    """Wait for the device before a GradScaler unscales gradients: nothing else waits for the copy of its factor."""
     for gradient in gradients:
         if isinstance(gradient, HostGradient) and hasattr(gradient, "content"):
             gradient.content.weight.unit.device.synchronize()
@@ -388,7 +405,7 @@ def _unscale(gradients: Any, found_inf: Any, inv_scale: Any) -> Any:
 
 
 def _write_data(gradient: Any, data: Tensor) -> None:
-    """Write data that the user assigns to the bytes that the next step reads."""
+    """Copy data that the user assigns to `gradient.data` into the bytes that the next step reads."""
     gradient.before()
     with without_dispatch():
         data_of(gradient).copy_(data)
@@ -407,7 +424,7 @@ DEFERRED: dict[Any, Callable[..., Any]] = {
 
 
 def release_gradient(host: nn.Parameter) -> None:
-    """Make a parameter's gradient a plain tensor in host memory."""
+    """Replace a parameter's `.grad` by a plain tensor in host memory. Blocks until its bytes are there."""
     with without_dispatch():
         if isinstance(grad := grad_of(host), HostGradient):
-            set_grad(host, grad.content.settle() if hasattr(grad, "content") else grad.detach())
+            set_grad(host, grad.content.wait_true() if hasattr(grad, "content") else grad.detach())

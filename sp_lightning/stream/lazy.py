@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..compat.torch import GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION, storage_id, without_dispatch
 
-_tensor: Any = Tensor  # whose attributes are descriptors, as type checkers do not know
+_tensor: Any = Tensor  # type checkers do not know that its attributes are descriptors
 data_of, set_data = _tensor.data.__get__, _tensor.data.__set__
 grad_of, set_grad = _tensor.grad.__get__, _tensor.grad.__set__
 requires_grad_of, set_requires_grad = _tensor.requires_grad.__get__, _tensor.requires_grad.__set__
@@ -25,26 +25,27 @@ METADATA |= {Tensor.stride, Tensor.storage_offset, Tensor.element_size, Tensor.i
 METADATA |= {Tensor.is_inference, Tensor.is_pinned, Tensor.__len__, Tensor.__hash__}
 METADATA |= {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 METADATA |= {grad_of, set_grad}
-METADATA |= {_tensor.grad_dtype.__get__} if hasattr(Tensor, "grad_dtype") else set()  # compilers ask
+METADATA |= {_tensor.grad_dtype.__get__} if hasattr(Tensor, "grad_dtype") else set()  # compilers read it
 
-ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # through which the user may write at any time, unseen
+# Functions that make arrays, through which the user may write at any time without a trace.
+ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 
 
-own_steps: list[Any] = []  # the optimizer whose own code steps on the host now, if one does
+own_steps: list[Any] = []  # the optimizer whose own `step` runs on the host now; empty: none
 
 
 def in_own_step() -> bool:
-    """Whether torch compiles code of an optimizer's own step, which has waited for its weights and gradients."""
+    """Whether torch compiles an optimizer's own step now, which has waited for its weights and gradients before."""
     return len(own_steps) > 0 and torch.compiler.is_compiling()  # torch 2.11 compiles no `bool` of a list
 
 
 def has_others(types: Any) -> bool:
-    """Whether a function got an object that is no tensor and answers first, as those that load when they are read."""
+    """Whether a function got an argument of another class than tensors, whose `__torch_function__` answers first."""
     return len(types) > 1 and not all(issubclass(kind, Tensor) for kind in types)
 
 
 class Lazy:
-    """A mixin for subclasses of Tensor whose functions wait for the bytes.
+    """A mixin for tensors whose bytes may be pending: functions of torch wait for them first.
 
     Results are plain tensors, unless `after` gives them a class of their own.
     """
@@ -52,11 +53,11 @@ class Lazy:
     __slots__ = ()
 
     def before(self) -> None:
-        """Wait until the bytes are there, and nothing else reads or writes them."""
+        """Wait until the tensor's bytes are there, and no pending work uses them. Runs before a function gets it."""
         raise NotImplementedError
 
     def after(self, func: Any, result: Any) -> None:
-        """Note what a function returned for this tensor."""
+        """Note the result of a function that got this tensor. Runs after each such function."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,20 +72,20 @@ class Lazy:
 
 
 def writes(func: Any) -> bool:
-    """Whether a function of torch writes to its first argument, by its name."""
+    """Whether a function of torch writes to its first argument, judged by the function's name."""
     name: str = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 def shares_bytes(tensor: Tensor, value: Tensor) -> bool:
-    """Whether a tensor is over the bytes of a host tensor."""
+    """Whether a tensor has the same storage as a host tensor."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
     return storage_id(tensor.untyped_storage()) == storage_id(value.untyped_storage())
 
 
 def found_in(value: Any, kind: type) -> Iterator[Any]:
-    """Find the objects of a class among a function's arguments, in their order."""
+    """Yield the objects of a class in a value, and in lists, tuples and dicts inside of it, in their order."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Leaves: what stands for the user's parameters on the device, in the modules and in autograd's graph.
+"""Leaves: tensors that stand for the user's parameters on the device, in the modules and in autograd's graph.
 
 A leaf is one object for the life of the stream; its bytes come and go. Code that kept a leaf (an autograd function on
 its `ctx`, an attribute, a returned object) has the bytes brought when a function of torch gets the leaf.
@@ -30,90 +30,93 @@ from .slots import Slot
 
 DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward}  # functions that ask for gradients of leaves
 CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights; they write to none
-CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights in these alone
+CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights in `CASTING` alone
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)  # in evaluation one kernel gets all weights inside
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class Visitor(Protocol):
-    """The window of a stream, as leaves and units know it."""
+    """The window of a stream: the part of its interface that leaves and units use."""
 
     is_in_call: bool  # whether a call of a streamed module is under way
-    is_in_step: bool  # whether the code of a step is
+    is_in_step: bool  # whether the code of a step is under way, such as `training_step`
 
     def using(self, units: Sequence[Any]) -> AbstractContextManager[None]:
-        """Keep units on the device meanwhile, under hooks that save their weights as references."""
+        """Keep units on the device in this context, under hooks that save their weights as references."""
 
     def visit(self, unit: Any) -> None:
-        """Bring a unit to the device for what compute does next."""
+        """Bring a unit to the device for the kernels that compute launches next."""
 
     def look_again(self, unit: Any) -> None:
-        """Note that the host may write a unit's weights."""
+        """Have the next visit compare the versions of a unit's weights: the host may write them."""
 
     def drop(self, unit: Any) -> None:
         """Evict a unit, unless it is held."""
 
 
 class Collector(Protocol):
-    """The way of gradients to the user's parameters, as a parameter knows it."""
+    """The collector of a stream's gradients: the part of its interface that parameters use."""
 
     def assign(self, weight: Weight, grad: Tensor) -> Tensor:
-        """Make a parameter's gradient of a tensor on the device, which the user assigns."""
+        """Convert a device tensor that the user assigns to `.grad` to the gradient that the parameter gets."""
 
 
 class Weight:
     """A parameter of the user's, and the leaf that stands for it on the device."""
 
-    unit: Any  # the one that it travels with (unit.py)
-    collector: Collector  # of its gradients
+    unit: Any  # with whose weights this one travels (unit.py)
+    collector: Collector  # takes gradients to the parameter
     at: int  # its first byte in the unit
     value: Tensor  # the host's bytes: a plain tensor with the parameter's version
-    wire: Tensor  # what travels: the same bytes, or a copy in another type
-    leaf: Leaf  # which gets the gradient
-    there: Tensor  # the weight on the device: the leaf itself, or what is lent for it
+    wire: Tensor  # the host's bytes that travel: those of `value`, or the wire copy
+    leaf: Leaf  # gets the gradient on the device
+    there: Tensor  # the weight on the device: the leaf itself, or the tensor that is lent for it
     blank: Tensor  # data of the same form without bytes
     is_part = False  # whether it is one of the tensors that a weight of the user's consists of (WholeWeight)
     is_shard = False  # whether the host's parameter is a DTensor (shards.py)
-    form: tuple[torch.Size, tuple[int, ...], int]  # shape, strides and first element of what travels
+    form: tuple[torch.Size, tuple[int, ...], int]  # shape, strides and first element in the unit's bytes
     place: Any = None  # where in a file its bytes are (store.py); None: they are in memory
 
     def __init__(
         self, name: str, host: nn.Parameter, slots: list[Slot], dtype: torch.dtype, is_master: bool = False
     ) -> None:
         self.name, self.host, self.slots, self.dtype = name, host, slots, dtype
-        self.is_narrow = dtype != host.dtype  # it travels in another type than the host has
-        self.is_lent = self.is_narrow and not is_master  # modules have it in the host's type, and are lent the other
+        self.is_narrow = dtype != host.dtype  # whether it travels as a wire copy
+        self.is_lent = self.is_narrow and not is_master  # whether modules are lent it, and have the host's type
         self.nbytes = host.numel() * dtype.itemsize
         self.shown = -1  # version of the host's bytes that the leaf shows
-        self.hook: Any = None  # on the leaf, by which its gradient is taken
-        self.end_of_graph: Any = None  # autograd's node for the host's parameter itself, which is to get no gradient
-        self.lent = -1  # the storage that a function got last for it, in its own type
-        self.edits = 0  # steps, and other data that the user assigned
-        self.is_stepped_early = False  # stepped beside a backward, and the user has not called the step yet
-        self.is_ahead = False  # whether the device has newer bytes than the host: of a resident weight
+        self.hook: Any = None  # the handle of the hook that takes the leaf's gradient
+        self.end_of_graph: Any = None  # AccumulateGrad of the host's parameter, which is to get no gradient
+        self.lent = -1  # id of the storage that a function got last for this weight in its own type
+        self.edits = 0  # number of steps, and of assignments to `.data`
+        self.is_stepped_early = False  # whether it was stepped beside backward, before the user calls the step
+        self.is_ahead = False  # of a resident weight: whether the device has newer bytes than the host
         self.moved: weakref.ref[Tensor] | None = None  # the copy that the user made last by `weight.to(device)`
         # The user's views of the host's bytes, by their ids.
         self.aliases: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     @property
     def bytes_of_host(self) -> Tensor:
-        """The tensor that has the host's bytes."""
+        """The tensor over the weight's host bytes: the parameter, or the local shard of a DTensor."""
         return self.host
 
     def leaf_over(self, there: Tensor) -> Any:
-        """Make the leaf of a shard."""
+        """Make the leaf of a DTensor, over its shard's bytes on the device."""
         raise NotImplementedError
 
     def received(self, grad: Tensor) -> Tensor | None:
-        """Return the gradient of a shard; None: it is on the host already."""
+        """Return this rank's part of a DTensor's gradient; None if it was put into `.grad` already."""
         raise NotImplementedError
 
     def deposit(self, content: Any, is_sum: bool) -> None:
-        """Put the gradient of a shard into `.grad`, or add it to what is there unless it is the sum."""
+        """Add a gradient to a DTensor's `.grad`, or with ``is_sum`` put it there. Blocks for its bytes."""
         raise NotImplementedError
 
     def keep_written(self, made: Tensor) -> None:
-        """Keep what a function wrote to the tensor that it was given for the weight; raise if that is not possible."""
+        """Copy a function's write to the weight's tensor on the device to the host; raise if it would be lost.
+
+        During a call of the unit, the end of the call does so.
+        """
         if self.is_lent and self.unit.depth:
             raise self.lost_write()
         if self.is_lent:
@@ -121,11 +124,11 @@ class Weight:
             with torch.no_grad(), without_dispatch():
                 form = made.size(), made.stride(), made.storage_offset()
                 self.value.view(made.dtype).as_strided(*form).copy_(made)
-        elif not self.unit.depth:  # or the end of the call keeps it
+        elif not self.unit.depth:
             self.unit.keep_write(self)
 
     def lost_write(self) -> ExactnessError:
-        """Make the error of a write to what travels in another type."""
+        """Make the error for a write on the device to a weight that has another type there than on the host."""
         what, option = ("autocast", "wire_dtype='as-is'") if self.is_lent else ("computing", "master_weights=False")
         return ExactnessError(
             f"{self.name} was written on the device, where it is {self.dtype} for {what} and the write would be lost:"
@@ -134,7 +137,7 @@ class Weight:
 
 
 class Leaf(nn.Parameter):
-    """A weight on the device. Only reads of `.data` are noted, whose writes no version shows.
+    """A weight on the device. Reads of `.data` are noted, since writes to it move no version.
 
     Its gradient, and whether it requires one, are those of the user's parameter.
     """
@@ -143,13 +146,13 @@ class Leaf(nn.Parameter):
     weight: Weight
 
     def __hash__(self) -> int:
-        return id(self.weight.host)  # a dict of the user's has the parameter
+        return id(self.weight.host)  # so that a dict of the user's finds the parameter
 
     def __eq__(self, other: Any) -> Any:
         return True if other is self.weight.host or other is self else super().__eq__(other)
 
     def given_to(self, func: Any) -> Tensor:
-        """Return what a function gets, now that the unit is on the device."""
+        """Return the tensor that a function gets in this leaf's place. The unit is on the device."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -179,7 +182,7 @@ class Leaf(nn.Parameter):
 
     @property
     def grad(self) -> Any:
-        """The user's parameter's gradient: between backwards autograd leaves none here. Compilers find none."""
+        """The gradient of the user's parameter, as autograd leaves none on the leaf; None while torch compiles."""
         return None if compilation() is not None else self.weight.host.grad
 
     @grad.setter
@@ -188,6 +191,7 @@ class Leaf(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        """The device's bytes during a call of the unit, which keeps a clone to find writes; else the host's bytes."""
         if not self.weight.unit.depth:
             return self.weight.host.data
         with without_dispatch():
@@ -198,16 +202,16 @@ class Leaf(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value is self:  # as `module.to()` has it where nothing changes
+        if value is self:  # `module.to()` assigns it where nothing changes
             return
         check_form(self.weight, value)
         self.data.copy_(value)
         with without_dispatch():
-            increment_version(self)  # what autograd saved of the weight is overwritten, which a plain run keeps
+            increment_version(self)  # saved tensors over these bytes are wrong now; a plain run keeps the old data
 
 
 class Absent(Leaf):
-    """A leaf without bytes: a function that gets it runs while its unit is on the device."""
+    """A leaf whose unit may be absent: a function that gets it first brings the unit to the device."""
 
     __slots__ = ()
 
@@ -225,12 +229,13 @@ class Absent(Leaf):
 
 
 class Narrow(Absent):
-    """The leaf of a weight that travels in autocast's type."""
+    """The leaf of a weight that travels in autocast's type: it has the weight's own type, and no bytes."""
 
     __slots__ = ()
 
     @property
     def data(self) -> Tensor:
+        """A device copy of the weight in its own type; a write to it during a call of the unit is an error."""
         found = self.detach()
         self.weight.unit.copies.append((self.weight, found, version_of(found)))
         return found
@@ -241,6 +246,7 @@ class Narrow(Absent):
             self.copy_(value)
 
     def given_to(self, func: Any) -> Tensor:
+        """Return the wire copy where autocast would make that cast, else a device copy in the weight's own type."""
         kind = self.device.type
         lends = func in CASTING and torch.is_autocast_enabled(kind)
         lends = lends and torch.get_autocast_dtype(kind) == self.weight.dtype
@@ -250,10 +256,11 @@ class Narrow(Absent):
 
 
 class Lend(torch.autograd.Function):
-    """The cast of a weight that the host made, or the weight in its own type."""
+    """Autograd's node that lends a weight to a function: the cast that the host made, or the weight in its own type."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, weight: Weight, is_cast: bool) -> Tensor:
+        """Return the wire copy on the device if ``is_cast``, else a device copy of the weight in its own type."""
         ctx.weight, ctx.is_cast = weight, is_cast
         if is_cast:
             return weight.there.view_as(weight.there)
@@ -262,24 +269,25 @@ class Lend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient in the weight's own type, and note it if it came through a cast."""
         if not ctx.is_cast:
             return grads[0], None, None
-        # Laid out as the leaf, which takes it over if it is the only one: its storage tells that nothing was added, as
-        # autograd adds in place only to what nobody else refers to.
+        # A single gradient in the leaf's layout becomes the leaf's own, so its storage tells that nothing was added:
+        # autograd adds in place only to tensors to which nothing else refers.
         like, came = ctx.weight.value, grads[0]
         grad = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=came.device).copy_(came)
         _note_cast(ctx.weight, grad)
         return grad, None, None
 
 
-# By autograd's number of a backward: the storages of gradients that came through casts, until their sum is taken.
+# By autograd's number of a backward: storages of gradients that came through casts, until their sum is taken.
 casts: dict[int, dict[Weight, list[torch.UntypedStorage]]] = {}
 
 
 def _note_cast(weight: Weight, grad: Tensor) -> None:
-    """Note a gradient that came through a cast, until its backward ends or another one begins."""
+    """Note for `is_of_one_cast` that a gradient came through a cast, until its backward ends or another begins."""
     if (backward := graph_task()) not in casts:
-        casts.clear()  # of one that an exception ended
+        casts.clear()  # drop those of a backward that an exception ended
         casts[backward] = {}
         at_end_of_backward(casts.clear)
     casts[backward].setdefault(weight, []).append(grad.untyped_storage())
@@ -303,11 +311,12 @@ def check_form(weight: Weight, data: Tensor) -> None:
 
 
 def _strides(tensor: Tensor) -> list[int]:
+    """List the strides that a tensor without gaps has in its dimensions of more than one element."""
     return [stride for stride, size in zip(dense_strides(tensor), tensor.shape, strict=True) if size > 1]
 
 
 def graph_after_close(name: str) -> UnsupportedError:
-    """Make the error of a backward through a weight that is streamed no longer."""
+    """Make the error for a backward through a weight whose stream was closed."""
     return UnsupportedError(
         f"a graph over {name} is used after close() of the stream that recorded it: call backward before close(), or"
         " run the forward again"
@@ -315,14 +324,14 @@ def graph_after_close(name: str) -> UnsupportedError:
 
 
 def stepped_already(name: str) -> ExactnessError:
-    """Make the error of a second backward through a weight that was stepped beside the first."""
+    """Make the error for a second backward through a weight that was stepped beside the first."""
     return ExactnessError(
         f"{name} got another gradient after it was stepped beside the first backward: set optimizer_overlap=False"
     )
 
 
 def written_between(name: str) -> ExactnessError:
-    """Make the error of a backward through a weight that travels in autocast's type and was written since."""
+    """Make the error for a backward through a weight in autocast's type that was written since its forward."""
     return ExactnessError(
         f"{name} was stepped or written between a forward and its backward, which in a plain run goes on with what"
         " autocast had cast: set wire_dtype='as-is'"
@@ -330,12 +339,12 @@ def written_between(name: str) -> ExactnessError:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a tensor's version; tensors of inference mode have none."""
+    """Return a tensor's version; -1 for a tensor of inference mode, which has none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with leaves, while their units are on the device; keep what it writes to them."""
+    """Call a function that gets leaves, with their units on the device, and keep its writes to the leaves."""
     leaves, is_nested = [], False
     for value in (*args, *kwargs.values()):
         if isinstance(value, Leaf):
@@ -347,12 +356,13 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
     units = []
     for leaf in leaves:
         unit = leaf.weight.unit
-        if (not unit.depth or type(leaf) is Absent) and unit not in units:  # a step in a call may have evicted it
+        if (not unit.depth or type(leaf) is Absent) and unit not in units:  # a step in a call may have evicted the unit
             units.append(unit)
-    written: list[tuple[Weight, Tensor, int]] = []  # or not: with the version before
+    written: list[tuple[Weight, Tensor, int]] = []  # tensors that the function may write, with versions of before
 
     def give(leaf: Leaf) -> Tensor:
-        for weight, made, _ in written:  # it is among the arguments twice
+        """Return the tensor that the function gets for a leaf, and note its version if it may be written."""
+        for weight, made, _ in written:  # the leaf is among the arguments twice
             if weight is leaf.weight:
                 return made
         if leaf.weight.is_stepped_early and leaf.weight.unit.is_past_step:
@@ -378,7 +388,7 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def using(units: Sequence[Any]) -> Iterator[None]:
-    """Keep units on the device meanwhile, each by the window of its own stream."""
+    """Keep units on the device in this context, each by the window of its own stream."""
     with ExitStack() as stack:
         for window in dict.fromkeys(unit.window for unit in units):
             stack.enter_context(window.using([unit for unit in units if unit.window is window]))
@@ -386,7 +396,7 @@ def using(units: Sequence[Any]) -> Iterator[None]:
 
 
 def casts_of(module: nn.Module, dtype: torch.dtype | None, device: str = "cuda") -> set[int]:
-    """Find the parameters that autocast to a type casts wherever their modules use them; return their ids.
+    """Return the ids of parameters that autocast to ``dtype`` casts wherever their modules use them.
 
     Fused kernels get uncast weights, except on CUDA, where torch does not use these kernels under autocast.
     """

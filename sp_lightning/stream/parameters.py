@@ -44,11 +44,11 @@ from .leaf import NO_CONTEXT, Weight, call_with_leaves, check_form, graph_after_
 from .shards import on_host
 from .unit import Unit
 
-weights: dict[int, Weight] = {}  # by the id of the parameter
-wholes: dict[int, Unit] = {}  # by the id of a parameter that consists of several tensors, which are weights there
+weights: dict[int, Weight] = {}  # streamed weights, by the id of the parameter
+wholes: dict[int, Unit] = {}  # units of parameters that consist of several tensors, by the id of the parameter
 
 PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
-# Functions that make a tensor like a weight, and record nothing; the last one makes state as Adagrad is constructed.
+# Functions that make a tensor like a weight, and record nothing. Adagrad makes its state by `full_like`.
 MAKING = {torch.rand_like, torch.randn_like, torch.randint_like, torch.full_like}
 FREEZING = {Tensor.requires_grad_, set_requires_grad}
 MOVING = {Tensor.to, Tensor.cuda}  # functions by which modules move their parameters
@@ -76,12 +76,12 @@ ON_HOST |= {
 
 
 class Watched(Lazy):
-    """Bytes of a weight on the host. Functions wait for a pending step, and results over the same bytes do, too."""
+    """A mixin for tensors over a weight's host bytes: functions of them and of their views wait for a pending step."""
 
-    alias_of: Weight | None = None  # whose bytes these are, where it is not the weight itself
+    alias_of: Weight | None = None  # the weight over whose bytes this tensor is; None for the parameter itself
 
     def weight_of(self) -> Weight | None:
-        """Return the weight; None: this is a copy, or the stream has ended."""
+        """Return the streamed weight that has this tensor's bytes; None for a copy, or once the stream has ended."""
         if (own := weights.get(id(self))) is not None:
             return own
         weight = self.alias_of
@@ -100,18 +100,19 @@ class Watched(Lazy):
             return super().__torch_function__(func, types, args, kwargs)
         has_leaves, is_read = False, not writes(func) and "out" not in (kwargs or {})
         units: list[Unit] = []
-        hosts: dict[int, Any] = {}  # by the ids of leaves
+        hosts: dict[int, Any] = {}  # the arguments that leaves replace, by the ids of the leaves
 
         def on_device(tensor: Any) -> Any:
+            """Return the leaf or device tensor that the function gets in an argument's place."""
             nonlocal has_leaves
             weight = tensor.weight_of() if isinstance(tensor, Watched) else None
             if weight is None:
-                return _beside(here, tensor) if is_read else tensor
+                return _to_device(here, tensor) if is_read else tensor
             if tensor is not weight.host:
                 tensor.before()
                 with without_dispatch():
                     return tensor.to(weight.leaf.device)
-            _prepare(weight)
+            _sync_requires_grad(weight)
             if weight.is_shard:
                 units.append(weight.unit)
             else:
@@ -124,20 +125,22 @@ class Watched(Lazy):
         here = next((weight.leaf.device for each in watched if (weight := each.weight_of()) is not None), None)
         args, kwargs = tree_map_only(Tensor, on_device, (args, kwargs or {}))
         if func in STRIDING and isinstance(first, HostParameter) and (weight := first.weight_of()) is not None:
-            args, kwargs = _in_its_unit(weight, *args, **kwargs)
+            args, kwargs = _as_strided_arguments(weight, *args, **kwargs)
         with without_dispatch(), using(units) if units else NO_CONTEXT:
             result = call_with_leaves(func, args, kwargs) if has_leaves else func(*args, **kwargs)
             if isinstance(first, HostParameter) and (weight := first.weight_of()) is not None:
                 given = weight.lent if weight.is_lent else storage_id(weight.leaf.untyped_storage())
                 _note_views(weight, result, given)
-        # Nothing would hold a leaf's unit for the next function that gets the leaf.
+        # The parameter and not its leaf: nothing would keep the leaf's unit on the device for the next function.
         return hosts.get(id(result), result) if isinstance(result, Tensor) else result
 
     def before(self) -> None:
+        """Wait for pending steps of the unit and copies of its slab, so that the host may use the bytes."""
         if (weight := self.weight_of()) is not None:
             weight.unit.before_host_access(weight)
 
     def after(self, func: Any, result: Any) -> None:
+        """Note writes by arrays and copies by `weight.to`, and make results over the same bytes wait as well."""
         if (weight := self.weight_of()) is None:
             return
         if func in ARRAYS:
@@ -155,13 +158,13 @@ class Watched(Lazy):
 
 
 class Alias(Watched, Tensor):
-    """A view of a weight's bytes that the user has."""
+    """A tensor of the user's over a weight's host bytes, such as a view or `weight.detach()`."""
 
-    version: int  # after the last write that was noted
+    version: int  # its version when a write was noted last
     is_detached: bool  # whether it is `weight.detach()`
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Take the weight's class if this is `weight.detach()`, as `nn.Parameter(weight)` demands."""
+        """Set `requires_grad`. A `weight.detach()` becomes a parameter, as `nn.Parameter(weight)` expects."""
         with without_dispatch():
             super().requires_grad_(requires_grad)
         if (weight := self.alias_of) is not None:
@@ -171,19 +174,20 @@ class Alias(Watched, Tensor):
         return self
 
     def keep(self, before: Tensor) -> None:
-        """Lie in memory that has what the weight was: the weight is about to get other data."""
+        """Move this view to memory with the weight's old bytes: the weight is about to get other data."""
         form = self.storage_offset(), self.size(), self.stride()
         set_data(self, torch.empty(0, dtype=self.dtype, device=before.device).set_(before.untyped_storage(), *form))
         self.alias_of = None
 
     def after(self, func: Any, result: Any) -> None:
+        """Note writes to this view, after which the unit on the device is stale."""
         super().after(func, result)
         if (weight := self.weight_of()) is not None and version_of(self) != self.version:
             self.version = version_of(self)
             weight.unit.epoch += 1  # a view by `.data` has a version of its own
 
     def plain(self) -> Tensor:
-        """Return a tensor over the same bytes that nothing watches."""
+        """Wait for the bytes, and return a plain tensor over them."""
         self.before()
         with without_dispatch():
             return self.detach().requires_grad_(self.requires_grad) if self.is_leaf else self.view_as(self)
@@ -200,10 +204,9 @@ class Alias(Watched, Tensor):
 
 
 class LeafView(Tensor):
-    """A view of a weight on the device that code outside of any call has, where autograd records.
+    """A view of a weight on the device that the user's code made outside of any call, where autograd records.
 
-    Functions find the weight's bytes of the time in it, and what they write to it reaches the weight. Its `.data` is
-    the host's.
+    Functions find the weight's current bytes in it, and their writes to it reach the weight. Its `.data` is the host's.
     """
 
     weight: Weight
@@ -224,7 +227,7 @@ class LeafView(Tensor):
             return result
 
     def renew(self) -> None:
-        """Take over the weight's bytes as they are now."""
+        """Bring the unit to the device, and point this view at the weight's current bytes there."""
         weight = self.weight
         if weights.get(id(weight.host)) is not weight:
             return
@@ -235,6 +238,7 @@ class LeafView(Tensor):
 
     @property
     def data(self) -> Tensor:
+        """The same elements of the weight's host bytes."""
         begin = 0 if self.weight.is_lent else self.weight.at // self.itemsize
         at = self.storage_offset() - begin
         return self.weight.host.detach().view(self.dtype).as_strided(self.size(), self.stride(), at)
@@ -244,8 +248,8 @@ class LeafView(Tensor):
         set_data(self, data)
 
 
-def _beside(device: torch.device | None, tensor: Any) -> Any:
-    """Return a tensor on the host, such as a copy of a weight, where the weight is that a function gets with it."""
+def _to_device(device: torch.device | None, tensor: Any) -> Any:
+    """Copy a host tensor to the device if a function gets it together with a weight there; a 0-d tensor stays."""
     if device is None or not tensor.ndim or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return tensor
     if isinstance(tensor, HostGradient):
@@ -254,15 +258,18 @@ def _beside(device: torch.device | None, tensor: Any) -> Any:
         return tensor.to(device)
 
 
-def _in_its_unit(weight: Weight, leaf: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    """Return the arguments of `as_strided` for a leaf, of which the user knows where the host's bytes begin."""
-    if storage_offset is not None and not weight.is_lent:  # what is lent in the host's type has its own memory
+def _as_strided_arguments(weight: Weight, leaf: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    """Return the arguments of `as_strided` for a leaf: the offset is moved from the host's storage to the unit's."""
+    if storage_offset is not None and not weight.is_lent:  # a tensor lent in the host's type has its own storage
         storage_offset += weight.form[2] - weight.value.storage_offset()
     return (leaf, size, stride, storage_offset), {}
 
 
 def _note_views(weight: Weight, result: Any, storage: int) -> None:
-    """Know views of what a function got for a weight, in this storage: a view in another type has no base."""
+    """Make results `LeafView`s that are in the storage that a function got for a weight, outside of calls.
+
+    Storages are compared because a view in another type has no base.
+    """
     if weight.unit.window.is_in_call:
         return
     for view in result if isinstance(result, (list, tuple)) else (result,):
@@ -272,21 +279,22 @@ def _note_views(weight: Weight, result: Any, storage: int) -> None:
             view.weight = weight
 
 
-def _handed_over(alias: Alias) -> Any:
-    """Give another process a copy: sharing moves bytes out of the slab that travels."""
+def _reduce_alias(alias: Alias) -> Any:
+    """Pickle a copy of a weight's view for another process: to share the view would move bytes out of the slab."""
     return reduce_tensor(alias.plain().clone())  # type: ignore[no-untyped-call]
 
 
-ForkingPickler.register(Alias, _handed_over)
+ForkingPickler.register(Alias, _reduce_alias)
 
 
 class HostParameter(Watched, nn.Parameter):
-    """A streamed parameter."""
+    """A streamed parameter of the user's: the same object, with this class until the stream ends."""
 
     plain_class: type = nn.Parameter  # its class in a plain run
 
     @property
     def data(self) -> Tensor:
+        """The weight's bytes: the leaf's during a call of its unit, else the host's."""
         if _is_in_own_call(self):
             return weights[id(self)].leaf.data
         found: Tensor = super().__torch_function__(data_of, (), (self,))
@@ -301,12 +309,12 @@ class HostParameter(Watched, nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient. Torch's own way here is longer, and `zero_grad` takes it twice for each parameter."""
+        """The gradient, which is on the host. Delivers gradients that an exception left behind."""
         if backwards:
             recover()
         if compilation() is not None and self.device.type != "cpu":
-            return None  # a compiler finds the weight on the device, and would the gradient on the host
-        with without_dispatch():
+            return None  # a compiler would find the weight on the device and its gradient on the host
+        with without_dispatch():  # torch's own way is longer, and `zero_grad` takes it twice for each parameter
             return grad_of(self)  # type: ignore[no-any-return]
 
     @grad.setter
@@ -326,23 +334,23 @@ class HostParameter(Watched, nn.Parameter):
                     return func(weight.leaf if window.is_in_call or window.is_in_step else args[0])
                 result = func(*args, **(kwargs or {}))
                 if func in FREEZING and (weight := weights.get(id(args[0]))) is not None:
-                    _prepare(weight)
+                    _sync_requires_grad(weight)
                 return result
         if func is torch.autograd.grad:
             return _differentiate(*args, **(kwargs or {}))
-        if func is torch.autograd.backward:  # whose hooks are the user's code
+        if func is torch.autograd.backward:  # with dispatch: the user's hooks run inside
             return func(*tree_map_only(HostParameter, _edge_of, args), **tree_map_only(HostParameter, _edge_of, kwargs))
         return super().__torch_function__(func, types, args, kwargs)
 
     def set_(self, source: Any, *args: Any) -> Any:
-        """Take over another tensor's values, as removed parametrizations have it: torch does not dispatch this."""
+        """Copy another tensor's values to the weight, as removed parametrizations do; torch does not dispatch it."""
         if args or not isinstance(source, Tensor):
             return super().set_(source, *args)
         _write_data(self, source)
         return self
 
     def _use_count(self) -> int:
-        """Raise: `torch.utils.swap_tensors` alone asks, before it changes anything, and torch does not dispatch it."""
+        """Raise for a streamed parameter: only `torch.utils.swap_tensors` asks, before it changes anything."""
         if (weight := weights.get(id(self))) is not None:
             raise UnsupportedError(
                 f"torch.utils.swap_tensors got {weight.name}, whose memory is streamed: copy to it instead"
@@ -364,7 +372,7 @@ class HostParameter(Watched, nn.Parameter):
 
 
 class HostShard(Watched):
-    """A streamed DTensor (shards.py): a mixin of a class of its own for each kind of DTensor."""
+    """A mixin for streamed DTensors (shards.py), from which a class for each kind of DTensor is made."""
 
     plain_class: type
 
@@ -395,7 +403,7 @@ class HostShard(Watched):
         return super().__torch_function__(func, types, args, kwargs)
 
     def after(self, func: Any, result: Any) -> None:
-        """Note writes, and have results over the shard's bytes, such as `.data`, wait as well."""
+        """Note writes, and make results over the shard's bytes, such as `.data`, wait for pending steps as well."""
         if (weight := self.weight_of()) is None:
             return
         if writes(func):
@@ -408,13 +416,13 @@ class HostShard(Watched):
                 tensor.alias_of = weight
 
     def to_local(self, **kwargs: Any) -> Tensor:
-        """Return the shard, on the device where a function of torch would get it there."""
+        """Return the local shard: on the device inside a step, where functions of torch get it, else on the host."""
         weight = self.weight_of()
         if weight is None or not _is_inside_step(torch.add, (self,), {}):
             self.before()
             return super().to_local(**kwargs)  # type: ignore[misc,no-any-return]
         with using([weight.unit]):
-            _prepare(weight)
+            _sync_requires_grad(weight)
             return weight.leaf.to_local(**kwargs)  # type: ignore[attr-defined,no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -425,6 +433,7 @@ class HostShard(Watched):
         return self._plain(is_copy=False).__reduce_ex__(protocol)
 
     def _plain(self, is_copy: bool) -> Any:
+        """Wait for the bytes, and return a plain DTensor over them, or over a copy."""
         self.before()
         this: Any = self
         with without_dispatch(), torch.no_grad():
@@ -438,17 +447,18 @@ HOOKING = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 
 
 def _name_of(param: Any) -> str:
+    """Return a streamed parameter's name, for an error; that of its class if it is not streamed."""
     return weights[id(param)].name if id(param) in weights else type(param).__name__
 
 
 def _is_in_own_call(tensor: Any) -> bool:
-    """Whether this is a parameter of the unit whose call is under way, where its bytes are the leaf's."""
+    """Whether a tensor is a streamed parameter with a call of its unit under way, when its bytes are the leaf's."""
     weight = weights.get(id(tensor))
     return weight is not None and bool(weight.unit.depth)
 
 
 def _is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function gets weights as a step does (the docstring above)."""
+    """Whether a function gets weights on the device and not on the host: the rule is at the top of this file."""
     if (
         func not in MAKING
         and torch.is_grad_enabled()
@@ -465,18 +475,18 @@ def _is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
     if others:
         return any(device.type != "cpu" for device in where & others)
     is_in_step = any(weight.unit.window.is_in_step for weight in found)
-    return is_in_step and all(id(each) in weights for each in watched)  # what is written to an alias is the host's
+    return is_in_step and all(id(each) in weights for each in watched)  # writes to an alias go to the host
 
 
-def _prepare(weight: Weight) -> None:
-    """Give the leaf what autograd asks of the parameter."""
+def _sync_requires_grad(weight: Weight) -> None:
+    """Set `requires_grad` of a leaf to that of its parameter, and count the unit's weights that train."""
     if requires_grad_of(weight.leaf) != weight.host.requires_grad:
         set_requires_grad(weight.leaf, weight.host.requires_grad)
-        weight.unit.trained += 1 if weight.host.requires_grad else -1  # of whose gradients it waits for all
+        weight.unit.trained += 1 if weight.host.requires_grad else -1  # gradients are sent when this many have arrived
 
 
 def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute gradients, which pass the hooks of parameters among the inputs."""
+    """Implement `torch.autograd.grad` for parameters among the inputs: gradients of leaves, passed through hooks."""
     edges = tree_map_only(HostParameter, _edge_of, inputs)
     found = torch.autograd.grad(outputs, edges, *args, **kwargs)
     params = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -487,6 +497,7 @@ def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _hooked(param: HostParameter, grad: Tensor) -> Tensor:
+    """Run the user's hooks on a parameter's gradient, and return the gradient that they leave."""
     for hook in list((hooks_of_gradient(param) or {}).values()):
         changed = hook(grad)
         grad = grad if changed is None else changed
@@ -494,7 +505,7 @@ def _hooked(param: HostParameter, grad: Tensor) -> Tensor:
 
 
 def _edge_of(param: HostParameter) -> Any:
-    """Return where autograd's graph has a parameter: its leaf."""
+    """Return the gradient edge of a parameter's leaf, which stands for it in autograd's graph."""
     if (weight := weights.get(id(param))) is None:
         return param
     with without_dispatch():
@@ -502,15 +513,15 @@ def _edge_of(param: HostParameter) -> Any:
 
 
 def _write_data(param: HostParameter, data: Tensor) -> None:
-    """Write other data to the parameter's place."""
+    """Copy data that the user assigns to `.data` into the weight's bytes; views of the user's keep the old bytes."""
     weight = weights.get(id(param))
-    if weight is None:  # a copy
+    if weight is None:  # a copy of a parameter is not streamed
         with without_dispatch():
             set_data(param, data)
         return
     is_moved = weight.moved is not None and weight.moved() is data and data.device == weight.leaf.device
     if is_moved and version_of(data) == 0:
-        return  # `module.to()`, which changes nothing in a plain run, where the weight is on the device
+        return  # `module.to()` assigns its unchanged copy; in a plain run the weight is on the device already
     check_form(weight, data)
     param.before()
     weight.unit.epoch += 1
@@ -519,18 +530,18 @@ def _write_data(param: HostParameter, data: Tensor) -> None:
         if weight.aliases and not shares_bytes(data, weight.value):
             _let_go_of_aliases(weight, data_of(param).clone())
         data_of(param).copy_(data)
-        increment_version(param)  # what autograd saved of the weight is overwritten, which a plain run keeps
+        increment_version(param)  # saved tensors over these bytes are wrong now; a plain run keeps the old data
 
 
 def _let_go_of_aliases(weight: Weight, before: Tensor) -> None:
-    """Leave to the user's views of a weight what it was before."""
+    """Give the user's views of a weight memory of their own, with the weight's old bytes."""
     for alias in weight.aliases.values():
         alias.keep(before)
     weight.aliases.clear()
 
 
 def let_go_of_weight(param: Any) -> None:
-    """Make a parameter plain that was made over the bytes of a streamed one."""
+    """Make a parameter plain that was made of a streamed one's bytes, as by `nn.Parameter(weight)`."""
     if isinstance(param, Watched):
         param.before()
         vars(param).pop("alias_of", None)
@@ -538,7 +549,7 @@ def let_go_of_weight(param: Any) -> None:
 
 
 def replace(weight: Weight, host: nn.Parameter) -> None:
-    """Stream another parameter in the place of a weight's, which becomes plain; it has the same form."""
+    """Stream another parameter of the same form in a weight's place; the old one becomes plain, with its own bytes."""
     weight.unit.before_host_access(weight)
     with without_dispatch():
         before = weight.value.clone()
@@ -551,9 +562,10 @@ def replace(weight: Weight, host: nn.Parameter) -> None:
 
 
 def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:
+    """Set a parameter's `.grad`; the weight's collector first converts a tensor that is on the device."""
     weight = None if grad is None else weights.get(id(param))
     if isinstance(grad, HostGradient) and weight is not None and not weight.unit.is_resident:
-        grad.before()  # it may be a resident weight's, which is on the device
+        grad.before()  # the gradient may be that of a resident weight, on the device
     with without_dispatch():
         if weight is not None and grad is not None and grad.device.type != "cpu":
             grad = weight.collector.assign(weight, grad)
@@ -562,6 +574,7 @@ def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:
 
 @functools.cache
 def _watched(plain: type) -> type:
+    """Return the class that a parameter of a plain class has while it is streamed."""
     if plain is nn.Parameter:
         return HostParameter
     if is_dtensor_class(plain):
@@ -570,32 +583,32 @@ def _watched(plain: type) -> type:
 
 
 def unit_of(param: Any) -> Unit | None:
-    """Return the unit of a streamed parameter; None: it is none."""
+    """Return the unit of a streamed parameter; None if the parameter is not streamed."""
     weight = weights.get(id(param))
     return wholes.get(id(param)) if weight is None else weight.unit
 
 
 def forget_wholes(unit: Unit) -> None:
-    """Note that a unit's parameters of several tensors are no longer streamed."""
+    """Forget a unit's parameters that consist of several tensors: they are no longer streamed."""
     for whole in unit.wholes:
         wholes.pop(id(whole.host), None)
 
 
 def watch(weight: Weight) -> None:
-    """Make functions of a parameter wait for its bytes."""
+    """Register a weight as streamed: functions of its parameter wait for the bytes from now on."""
     is_trainable = weight.leaf.is_floating_point() or weight.leaf.is_complex()
     if not weight.is_shard and is_trainable and not weight.host.is_inference():
         weight.end_of_graph = _end_of_graph(weight.host)
         weight.end_of_graph.register_prehook(functools.partial(_refuse_gradient, weight.name))
     weights[id(weight.host)] = weight
     kind = type(weight.host)
-    weight.host.__class__ = _watched(getattr(kind, "plain_class", kind))  # it may be one that was over another's bytes
+    weight.host.__class__ = _watched(getattr(kind, "plain_class", kind))  # the parameter may be made of another's bytes
 
 
 def _end_of_graph(host: nn.Parameter) -> Any:
-    """Return the node by which autograd would accumulate a gradient of the parameter itself, and not of its leaf."""
+    """Return the AccumulateGrad node of the parameter itself; a gradient that arrives there missed the leaf."""
     requires_grad = host.requires_grad
-    with torch.inference_mode(False):  # in which nothing has a node
+    with torch.inference_mode(False):  # in inference mode no tensor has a node
         host.requires_grad_(True)
         node = torch.autograd.graph.get_gradient_edge(host).node
         host.requires_grad_(requires_grad)
@@ -603,10 +616,12 @@ def _end_of_graph(host: nn.Parameter) -> Any:
 
 
 def _refuse(name: str, leaf: Tensor) -> None:
+    """Raise for a gradient that arrives at a leaf after its stream was closed. A hook of the leaf."""
     raise graph_after_close(name)
 
 
 def _refuse_gradient(name: str, grads: Any) -> None:
+    """Raise for a gradient that arrives at a parameter and not at its leaf. A hook of autograd's node."""
     raise ExactnessError(
         f"{name} was handed to an autograd.Function outside the forward of its module, where torch lets nothing put the"
         " device's tensor in its place: hand over a view (`weight.view_as(weight)`), or call it in that forward"
@@ -614,7 +629,7 @@ def _refuse_gradient(name: str, grads: Any) -> None:
 
 
 def release(weight: Weight) -> None:
-    """Make a parameter and its gradient plain again, if it is streamed."""
+    """Make a parameter and its gradient plain again, if it is streamed. A later backward to its leaf raises."""
     if weights.get(id(weight.host)) is not weight:
         return
     if weight.hook is not None:
@@ -626,6 +641,7 @@ def release(weight: Weight) -> None:
 
 
 def _make_plain(weight: Weight) -> None:
+    """Give a parameter its own class and a plain gradient again, and forget the weight."""
     weight.end_of_graph = None
     release_gradient(weight.host)
     plain: Any = getattr(weight.host, "plain_class", nn.Parameter)

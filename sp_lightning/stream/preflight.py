@@ -1,8 +1,8 @@
 """Before a run begins: which units are resident, and whether memory suffices, from the sizes of the units.
 
 - Resident units never leave the device, where they are stepped. First come those with a tied weight: its gradient is
-  complete last, and the next forward needs it first, so that nothing could hide its ways. Then from the first unit of
-  the model on.
+  complete last, and the next forward needs it first, so no computation could hide its copies. The other units follow
+  in the model's order.
 - A run stops before it starts if weights and gradients alone cannot fit on the device. The memory of activations is not
   known here (`sp_lightning.plan` measures it): a run that passes may still not fit.
 - On the host, gradients, wire copies and the optimizer's state are still to be allocated. If they exceed what is free,
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 def choose_residents(
     cut: Sequence[FoundUnit], slots: Mapping[Any, Collection[Any]], count: int | Bytes
 ) -> list[FoundUnit]:
-    """Choose the resident units of a model that is cut into these parts, a number of them or as many as fit into bytes.
+    """Choose the units that stay on the device: ``count`` of them, or as many as fit into so many bytes.
 
-    ``slots`` has the places of parameters in the modules.
+    Units with tied weights come first: ``slots`` has several places in modules for these.
     """
     tied = {id(param) for param, places in slots.items() if len(places) > 1}
     order = [part for part in cut if not part.resident]
@@ -57,7 +57,7 @@ def free_bytes(device: Device) -> int:
 
 
 def too_many_residents(device: Device, chosen: Sequence[FoundUnit], free: int) -> DeviceMemoryError:
-    """Make the error of a device without room for these units; it names a number that fits into what was free."""
+    """Make the error for resident units that do not fit on the device; it suggests a number that fits."""
     totals = list(itertools.accumulate(part.nbytes for part in chosen))
     fewer = min(sum(total <= free for total in totals), len(chosen) - 1)
     return DeviceMemoryError(
@@ -76,7 +76,7 @@ def check_memory(
     travels_as: Callable[[nn.Parameter], torch.dtype],
     trains: bool,
 ) -> None:
-    """Raise if weights and gradients cannot fit on the device or into the budget; warn of a host that would be filled.
+    """Raise if weights and gradients cannot fit on the device or into `memory_budget`; warn if the host lacks memory.
 
     Args:
         units: All units, the resident ones included.
@@ -89,12 +89,12 @@ def check_memory(
         window = 1 if options.window == "auto" else options.window
         _check_device(sizes(units, travels_as, trains), window, free_bytes(device), device)
     first_window(options.window, options.memory_budget, sizes(units, travels_as, True), device.is_host)
-    if trains and not options.uses_files:  # which know what exceeds a budget
+    if trains and not options.uses_files:  # with files, the store decides what exceeds `host_budget`
         _check_host(units, travels_as)
 
 
 def _check_device(units: Sequence[UnitNumbers], window: int, free: int, device: Device) -> None:
-    """Raise if a window of the smallest units, or the largest one with its gradients, has no room beside the rest."""
+    """Raise if the smallest window, or the largest unit with its gradients, does not fit beside resident units."""
     streamed = [unit for unit in units if not unit.resident]
     fewest = sum(sorted(unit.up_nbytes for unit in streamed)[:window])
     largest = max((unit.up_nbytes + unit.down_nbytes for unit in streamed), default=0)
@@ -142,12 +142,14 @@ def check_copies(module: nn.Module, ranks: int) -> None:
 def sizes(
     units: Sequence[FoundUnit], travels_as: Callable[[nn.Parameter], torch.dtype], training: bool
 ) -> list[UnitNumbers]:
-    """List what units will take on the device: weights and, with training, gradients."""
+    """Return the bytes that each unit takes on the device: of its weights and, with ``training``, of its gradients."""
 
     def nbytes(parameters: Iterable[nn.Parameter]) -> int:
+        """Return the bytes of parameters in the types in which they travel."""
         return sum(aligned(p.numel() * travels_as(p).itemsize) for p in parameters)
 
     def of(unit: FoundUnit) -> UnitNumbers:
+        """Return the bytes and counts of one unit."""
         weights = [p for _, p in unit.params]
         trained = [p for p in weights if p.requires_grad and training]
         cast = [p for p in trained if travels_as(p) is not p.dtype]

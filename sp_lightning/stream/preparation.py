@@ -1,4 +1,4 @@
-"""Preparation of a module before its weights are streamed: values for what has none, moves, checks."""
+"""Preparation of a module before its weights are streamed: values for meta tensors, moves, checks."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ def materialize(module: nn.Module, after: Callable[[nn.Parameter], None] | None 
 def move_others(
     module: nn.Module, device: torch.device, stays: Callable[[nn.Parameter], bool] = lambda _: True
 ) -> None:
-    """Move what a module's parts take along beside weights, gradients and buffers, such as the states of metrics.
+    """Move tensors to the device that modules keep beside parameters and buffers, such as the states of metrics.
 
-    Parameters of such a part, and their gradients, stay where they are if ``stays`` says so.
+    A parameter of such a module stays where it is, and its gradient, if ``stays`` returns True for it.
     """
     for part in filter(converts_more, module.modules()):
         plain = [parameter for parameter in part.parameters() if stays(parameter)]
         kept = [*plain, *(parameter.grad for parameter in plain)]
 
         def moved(tensor: Tensor, kept: list[Any] = kept) -> Tensor:
+            """Return the tensor on the device, or as it is if it stays."""
             return tensor if any(tensor is one for one in kept) else tensor.to(device)
 
         convert_tensors(part, moved)
@@ -72,9 +73,9 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def pack_weights(module: nn.Module) -> None:
-    """Have weights that change where they are moved do so, as a plain run's `module.to()` has it.
+    """Pack weights on the host whose library packs them at their first move, as `module.to()` does in a plain run.
 
-    bitsandbytes packs its weights at their first move. The parameters stay the same objects.
+    bitsandbytes has such weights. The parameters stay the same objects.
     """
     for parameter in module.parameters():
         if _moves_by_itself(parameter) and parameter.device.type == "cpu":
@@ -84,7 +85,7 @@ def pack_weights(module: nn.Module) -> None:
 
 
 def check_moves(module: nn.Module) -> None:
-    """Raise for a weight that takes other tensors along when it is moved: only its own bytes would be on the device."""
+    """Raise for a weight whose class moves other tensors with it: only its own bytes would be on the device."""
     for name, parameter in module.named_parameters():
         along = _tensors_in(vars(parameter)) if _moves_by_itself(parameter) else []
         if any(one.device.type == "cpu" and not isinstance(one, nn.Parameter) for one in along):
@@ -96,12 +97,12 @@ def check_moves(module: nn.Module) -> None:
 
 
 def _moves_by_itself(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's class has a ``to`` of its own."""
+    """Whether a parameter's class overrides ``to``, and its values do not lie in several tensors."""
     return type(parameter).to is not Tensor.to and not consists_of_tensors(parameter)
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """Find tensors in containers, and in the attributes of objects among them."""
+    """List the tensors in a value: in lists, tuples and dicts, and in attributes of objects among them."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -112,7 +113,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def check_values(module: nn.Module) -> None:
-    """Raise an error for a parameter or buffer on the meta device, which a plain run cannot move either."""
+    """Raise for a parameter or buffer on the meta device: it has no values, and a plain run cannot move it either."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise UnsupportedError(

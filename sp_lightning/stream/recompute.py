@@ -1,4 +1,4 @@
-"""A unit's forward that runs again in backward: it finds arguments, buffers and generators as they were.
+"""Recomputation: a unit's forward runs again in backward, with arguments, buffers and generators as they were.
 
 `torch.utils.checkpoint` does the work. It keeps torch's generators, but neither what a forward changes in place
 (caches, lists, arguments, buffers) nor the generators of Python and NumPy, nor which weights required gradients.
@@ -24,14 +24,15 @@ from ..errors import ExactnessError
 from .lazy import requires_grad_of
 from .leaf import version_of
 
-# What `copied` leaves as it is: values that do not change, and tensors and modules, which are followed by themselves.
+# Classes that `copied` does not copy: values that do not change, tensors and modules, to which `Argument` and
+# `ForwardBuffer` find writes, and functions.
 ATOMS: tuple[type, ...] = (Tensor, nn.Module, type, enum.Enum, str, bytes, int, float, complex)
 ATOMS += (torch.dtype, torch.device, torch.Generator, types.NoneType)
 ATOMS += (types.FunctionType, types.MethodType, types.ModuleType)
 
 
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Copy what a forward may change: containers and objects, but no tensors, modules and functions."""
+    """Copy the lists, dicts, tuples and objects of a value, which a forward may change; other values are kept as is."""
     memo = {} if memo is None else memo
     if isinstance(value, ATOMS):
         return value
@@ -56,7 +57,7 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Find the tensors in containers and objects that `copied` copies."""
+    """Yield the tensors in a value, and in the lists, dicts, tuples and objects in it that `copied` copies."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
@@ -69,12 +70,12 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 class Argument:
-    """An argument of a forward, as the forward found it."""
+    """An argument of a forward, of which a second run gets the value that the first one found."""
 
     def __init__(self, value: Any, is_cloned: bool) -> None:
         self.value = value
         self._before: Any
-        self._is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)  # a leaf stays one
+        self._is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)  # a parameter is passed on
         if self._is_tensor:
             self._version = -1 if value.is_inference() else value._version
             self._requires_grad = value.requires_grad
@@ -85,14 +86,15 @@ class Argument:
 
     @property
     def was_written(self) -> bool:
-        """Whether the forward wrote to the tensor."""
+        """Whether the argument is a tensor to which the forward wrote."""
         return self._is_tensor and self._version >= 0 and self.value._version != self._version
 
     def _was_written_inside(self) -> bool:
+        """Whether a tensor in this argument's containers and objects was written since the first run began."""
         return any(version_of(tensor) != version for tensor, version in self._inside)
 
     def keep(self, pack: Callable[[Tensor], Any], where: str) -> None:
-        """Keep the argument for the second run, and let go of the caller's tensor."""
+        """Save the argument's value for a second run by ``pack``, and drop the tensor; raise if the value is lost."""
         self._where = where
         if self._was_written_inside():
             raise ExactnessError(
@@ -110,8 +112,8 @@ class Argument:
             self._before = pack(kept)
             self.value = None
 
-    def again(self) -> Any:
-        """Return the argument as it was; raise if a tensor inside of it was written since."""
+    def restored(self) -> Any:
+        """Return the argument as the first run found it; raise if a tensor inside of it was written since."""
         if self._was_written_inside():
             raise ExactnessError(
                 f"a tensor inside of an argument of {self._where} was written between forward and backward: the second"
@@ -120,11 +122,11 @@ class Argument:
         if not self._is_tensor:
             return copied(self._before)
         found = self._before.get().detach().requires_grad_(self._requires_grad)
-        return found.clone() if self._is_written else found  # autograd refuses writes to a leaf
+        return found.clone() if self._is_written else found  # a clone: autograd refuses writes to a leaf
 
 
 class ForwardBuffer:
-    """A buffer before a forward, in a module's registry; its values are kept if it is cloned."""
+    """A module's buffer as it was before a forward, with a clone of its values if ``is_cloned``."""
 
     def __init__(self, place: dict[str, Any], name: str, is_cloned: bool) -> None:
         self.place, self.name = place, name
@@ -133,9 +135,9 @@ class ForwardBuffer:
         self._before = self.tensor.clone() if is_cloned else None
 
     def forget_unchanged(self) -> None:
-        """Forget the copy if the forward did not write to the buffer.
+        """Drop the clone if the forward did not write to the buffer.
 
-        Values are compared as well, because batch norm writes its statistics behind their versions.
+        Values are compared as well, because batch norm writes its statistics without a new version.
         """
         is_unwritten = self.tensor._version == self._version
         if self._before is not None and is_unwritten and torch.equal(self._before, self.tensor):
@@ -148,29 +150,33 @@ class ForwardBuffer:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its values before the forward are not to be had."""
+        """Whether the forward wrote to the buffer and its old values were not cloned."""
         return self.tensor._version != self._version and self._before is None
 
     def restore(self) -> None:
-        """Put the buffer into its module as it was."""
+        """Put the buffer into its module, with its values of before the forward."""
         self.place[self.name] = self.tensor if self._before is None else self._before.clone()
 
 
 class Recompute:
-    """Runs a module's forward, and again in backward.
+    """Runs a module's forward, and a second time in backward with the same arguments and buffers.
 
-    The first call clones all tensors among the arguments, and all buffers; later ones clone those that were written.
+    The first call clones all tensors among the arguments, and all buffers. Later calls clone only those that earlier
+    calls wrote to.
     """
 
     def __init__(self, module: nn.Module, name: str, device: torch.device) -> None:
         self._module, self.name = module, name
-        self._device = torch.empty(0, device=device)  # by which torch finds the device whose generator it keeps
+        self._device = torch.empty(0, device=device)  # tells torch of which device to keep the generator
         self._is_first = True
         self._written: set[int] = set()  # positions of arguments that the forward writes to
         self._buffers: set[tuple[int, str]] = set()  # modules and names of buffers that it writes to
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any, pack: Callable[[Tensor], Any], policy: Any) -> Any:
-        """Run the forward, whose tensors among the arguments are kept by ``pack``; the policy knows while it runs."""
+        """Run the forward under `torch.utils.checkpoint`, so that backward runs it again with the same values.
+
+        ``pack`` saves tensors among the arguments. ``policy.is_repeated`` is set while the forward runs.
+        """
         is_first, names = self._is_first, list(kwargs)
         arguments = [
             Argument(value, is_first or place in self._written) for place, value in enumerate((*args, *kwargs.values()))
@@ -186,11 +192,12 @@ class Recompute:
         again = False
 
         def forward(_: Tensor) -> Any:
+            """Call the module with the caller's arguments, or in backward with those that the first run found."""
             before, policy.is_repeated, policy.repeated = policy.is_repeated, True, self.name
             try:
                 if not again:
                     return call(*args, **kwargs)
-                values = [argument.again() for argument in arguments]
+                values = [argument.restored() for argument in arguments]
                 count = len(values) - len(names)
                 with _as_they_were(buffers, generators), _trained_as_they_were(trained):
                     return call(*values[:count], **dict(zip(names, values[count:], strict=True)))
@@ -199,12 +206,12 @@ class Recompute:
 
         result = checkpoint(forward, self._device, use_reentrant=False)
         again = True
-        args = kwargs = None  # which `forward` would keep
+        args = kwargs = None  # `forward` would keep them
         self._learn(arguments, buffers, pack)
         return result
 
     def _learn(self, arguments: list[Argument], buffers: list[ForwardBuffer], pack: Callable[[Tensor], Any]) -> None:
-        """Note what the forward wrote to, and keep what a second run needs."""
+        """Note the arguments and buffers that the forward wrote to, and save values that a second run needs."""
         is_first, self._is_first = self._is_first, False
         for place, argument in enumerate(arguments):
             if argument.was_written:
@@ -225,19 +232,20 @@ class Recompute:
 
 
 def _generators() -> tuple[Any, Any]:
-    """Return the states of Python's and NumPy's generators."""
+    """Return the states of Python's and NumPy's random generators."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
 def _set_generators(states: tuple[Any, Any]) -> None:
+    """Set the states of Python's and NumPy's random generators."""
     random.setstate(states[0])
     if states[1] is not None:
         sys.modules["numpy"].random.set_state(states[1])
 
 
 def _trained(module: nn.Module) -> list[tuple[nn.Parameter, bool]]:
-    """Return the parameters in the modules, and whether they require gradients."""
+    """List the parameters of a module and its children, and whether each requires a gradient."""
     with without_dispatch():
         return [
             (param, requires_grad_of(param))
@@ -249,7 +257,7 @@ def _trained(module: nn.Module) -> list[tuple[nn.Parameter, bool]]:
 
 @contextlib.contextmanager
 def _trained_as_they_were(trained: list[tuple[nn.Parameter, bool]]) -> Iterator[None]:
-    """Have parameters that were frozen since, or thawed, require gradients as before the first run, for a while."""
+    """Set `requires_grad` of parameters to that of the first run, in this context."""
     with without_dispatch():
         changed = [(param, trains) for param, trains in trained if requires_grad_of(param) != trains]
     for param, trains in changed:
@@ -263,7 +271,7 @@ def _trained_as_they_were(trained: list[tuple[nn.Parameter, bool]]) -> Iterator[
 
 @contextlib.contextmanager
 def _as_they_were(buffers: list[ForwardBuffer], generators: tuple[Any, Any]) -> Iterator[None]:
-    """Put buffers and generators back into the state before the first run, for a while."""
+    """Put buffers and random generators back into the state before the first run, in this context."""
     now = [(buffer, buffer.place[buffer.name]) for buffer in buffers]
     states = _generators()
     _set_generators(generators)

@@ -134,7 +134,7 @@ class ShardWeight(Weight):
     def deposit(self, content: Any, is_sum: bool) -> None:
         """Add a gradient of the shard to `.grad`, or replace `.grad` if `is_sum`. Blocks until its bytes are down."""
         with torch.no_grad():
-            self._add(content.settle(), content if is_sum else None)
+            self._add(content.wait_true(), content if is_sum else None)
 
     def _add(self, local: Tensor, content: Any = None) -> None:
         """Add this rank's part to `.grad`; with `content`, or without a `.grad`, make a new DTensor of it."""
